@@ -184,4 +184,4 @@ def test_ranks_with_different_numbers_of_batches_share_one_schedule(tmp_path: An
 
 def test_a_rank_without_a_batch_is_named_on_all(tmp_path: Any) -> None:
     for text in errors_on_ranks(DesyncError, _uneven, str(tmp_path), 3, timeout=20, num_errors=2):
-        assert "rank 1 has no batch to train on, and rank 0 has 1" in text
+        assert "rank 1 has no batch to train on, but rank 0 has 1" in text

@@ -266,7 +266,7 @@ def test_what_an_exact_training_cannot_go_on_from_is_told(tmp_path: Path) -> Non
     _train(folder, end=2, **exact, global_batch_size=GLOBAL)
     assert "set global_batch_size=12" in _refused(folder, resume=True, **exact, global_batch_size=8)
     assert "saved with parity='exact'" in _refused(folder, resume=True, max_steps=4)
-    assert "max_micro_batch_size by hand" in _refused(folder, **exact, auto_find_batch_size=True)
+    assert "set max_micro_batch_size" in _refused(folder, **exact, auto_find_batch_size=True)
     other = str(tmp_path / "other")
     _train(other, end=2, max_steps=4, checkpoint_format="transformers")
     assert "which lacks the state that parity='exact' needs" in _refused(other, resume=True, **exact)

@@ -397,7 +397,7 @@ def test_a_signal_ends_the_training_after_the_step_and_auto_goes_on(
     else:
         assert first.train(resume_from_checkpoint="auto").global_step == 5
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-5"]
-    assert "asked to end by a signal: the training is saved after step 5 of 8" in caplog.text
+    assert "stopping after a signal: saved a checkpoint of step 5 of 8" in caplog.text
     assert signal.getsignal(signal.SIGTERM) is before
     second = _trainer(_args(tmp_path, **options), seed=99)
     assert second.train(resume_from_checkpoint="auto").global_step == 8

@@ -224,7 +224,7 @@ class IgnoringTrainer(Trainer):
             "IgnoringTrainer.compute_loss",
             "set DividingNet.accepts_loss_kwargs = False",
         ),
-        (Trainer, Net, {"compute_loss_func": _ignoring}, "compute_loss_func", "remove that parameter"),
+        (Trainer, Net, {"compute_loss_func": _ignoring}, "compute_loss_func", "remove this parameter"),
     ],
 )
 def test_a_loss_that_is_not_divided_by_the_number_is_told_once_where_that_matters(
@@ -236,8 +236,8 @@ def test_a_loss_that_is_not_divided_by_the_number_is_told_once_where_that_matter
 
     trainer = make(3)
     (told,) = _warned(trainer)
-    assert told.startswith(f"{who} was given num_items_in_batch")
-    assert "counts 3 times, in the gradients and in the logs (3 batches of an update)" in told
+    assert told.startswith(f"{who} accepts num_items_in_batch")
+    assert "counts 3 times in the gradients and in the logs (3 batches of an update)" in told
     assert remedy in told
     mean = make(1)
     assert not _warned(mean)  # nothing to divide by

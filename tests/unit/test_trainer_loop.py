@@ -385,7 +385,7 @@ def test_older_overrides_of_other_methods_work(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_s_old_name_is_its_new_one(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="tokenizer=.* is called processing_class="):
+    with pytest.warns(UserWarning, match="tokenizer=.* was renamed to processing_class="):
         trainer = Trainer(Line(), _args(tmp_path), tokenizer="words")
     assert trainer.processing_class == trainer.tokenizer == "words"
 
@@ -507,7 +507,7 @@ def test_a_table_of_columns_loses_those_that_the_model_does_not_take(tmp_path: P
     trainer = Trainer(Line(), _args(tmp_path), train_dataset=Columns(["x", "idx", "label"]))
     batch = next(iter(trainer.get_train_dataloader()))
     assert sorted(batch) == ["labels", "x"]
-    with pytest.raises(UsageError, match=r"Line.forward takes none of the columns of the data set \(idx\)"):
+    with pytest.raises(UsageError, match=r"Line.forward accepts none of the columns of the dataset \(idx\)"):
         Trainer(Line(), _args(tmp_path), train_dataset=Columns(["idx"])).train()
 
 

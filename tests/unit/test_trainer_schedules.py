@@ -104,12 +104,12 @@ def test_every_schedule_has_a_formula_but_two() -> None:
     ("name", "total", "more", "message"),
     [
         ("cosin", 20, {}, "is not one of"),
-        ("linear", None, {}, "'linear' needs to know where it ends"),
-        ("linear", 20, {"cycles": 2}, "'linear' does not take these arguments"),
-        ("cosine_with_min_lr", 20, {}, "needs one of min_lr"),
+        ("linear", None, {}, "'linear' needs num_training_steps"),
+        ("linear", 20, {"cycles": 2}, "'linear' does not accept these arguments"),
+        ("cosine_with_min_lr", 20, {}, "needs either min_lr"),
         ("polynomial", 20, {"lr_end": 0.5}, "not below the learning rate 0.5"),
-        ("warmup_stable_decay", 20, {}, "does not take these arguments"),
-        ("warmup_stable_decay", 20, {"num_decay_steps": 5, "warmup_type": "sine"}, "none of linear, cosine, 1-sqrt"),
+        ("warmup_stable_decay", 20, {}, "does not accept these arguments"),
+        ("warmup_stable_decay", 20, {"num_decay_steps": 5, "warmup_type": "sine"}, "not one of linear, cosine, 1-sqrt"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_an_error(

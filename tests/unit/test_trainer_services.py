@@ -182,7 +182,7 @@ def test_a_generation_config_is_put_into_the_model(tmp_path: Path) -> None:
     args = Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, predict_with_generate=True)
     with pytest.raises(UsageError, match=r"Line has no generate\(\)"):
         Seq2SeqTrainer(Line(), args).predict(DATA)
-    with pytest.raises(ConfigError, match="sortish_sampler has no effect"):
+    with pytest.raises(ConfigError, match="sortish_sampler is not supported"):
         Seq2SeqTrainingArguments(output_dir=str(tmp_path), sortish_sampler=True)
 
 

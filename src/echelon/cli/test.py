@@ -22,7 +22,7 @@ from echelon.cli import launch
 from echelon.cli.environment_facts import system, versions
 from echelon.compat.machine import convert_bytes
 from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
-from echelon.testing.evidence import OWNED_FILE, CheckFinding, TestStart, told, write_evidence
+from echelon.testing.evidence import OWNED_FILE, CheckFinding, TestStart, read_findings, write_evidence
 
 __all__ = ["command"]
 
@@ -142,7 +142,7 @@ class _Results:
 
     def __init__(self, folder: Path) -> None:
         self.records: list[dict[str, Any]] = []
-        self._told = told(folder)
+        self._told = read_findings(folder)
         self._current: str | None = None
         self._since = time.monotonic()
         encoding = sys.stdout.encoding or "ascii"

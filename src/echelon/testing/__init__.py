@@ -1,1 +1,1 @@
-"""For the tests of those who extend echelon."""
+"""Test tools for authors of extensions."""

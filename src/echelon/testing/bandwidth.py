@@ -15,7 +15,7 @@ from echelon.base.errors import DesyncError
 __all__ = ["COLLECTIVES", "CollectiveBenchmark", "Measured", "measure"]
 
 _MAX_CALLS = 100
-# Their names before torch 2.13.
+# The functions have other names before torch 2.13.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
@@ -82,26 +82,26 @@ class Measured:
     size_bytes: int
     num_ranks: int
     seconds: float
-    """Of one call, on the slowest rank."""
+    """Duration of one call on the slowest rank."""
     bus_factor: float
 
     @property
     def algorithm_bytes_per_s(self) -> float:
-        """Size by time."""
+        """Reported size divided by time."""
         return self.size_bytes / self.seconds
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """What one link carried in that time."""
+        """Algorithm bandwidth, corrected for the traffic that one link carries."""
         return self.algorithm_bytes_per_s * self.bus_factor
 
 
 def measure(
     sizes_bytes: Sequence[int], *, device: torch.device, budget: timedelta = timedelta(seconds=0.2)
 ) -> list[Measured]:
-    """Call every collective on float32 tensors of each size, for about ``budget`` a size.
+    """Time every collective on float32 tensors of each size, for about ``budget`` per size.
 
-    When one call of a collective takes longer than that, its larger sizes are skipped: the time is bounded on any network.
+    If one call takes longer than ``budget``, larger sizes are skipped, which bounds the time on any network.
 
     Collective: every rank of the default group.
 
@@ -119,13 +119,13 @@ def measure(
 
 def _measured(collective: CollectiveBenchmark, size_bytes: int, device: torch.device, budget_s: float) -> Measured:
     n = dist.get_world_size()
-    share = -(-size_bytes // (n * 4))  # of each rank, in elements: a size that n does not divide is rounded up
+    share = -(-size_bytes // (n * 4))  # elements per rank, rounded up
     sizes = [share if is_share else share * n for is_share in collective.shares]
     x = torch.full((sizes[0],), dist.get_rank() + 1.0, device=device)
     out = x.clone() if sizes[0] == sizes[1] else torch.zeros(sizes[1], device=device)
     _timed(collective, x, out, num_calls=1)  # the first call opens connections
     _check(collective, out)
-    out.zero_()  # else the sums of all_reduce grow from call to call
+    out.zero_()  # otherwise the sums of all_reduce would grow with each call
     once = _timed(collective, x, out, num_calls=1)
     num_calls = max(1, min(_MAX_CALLS, int(budget_s / max(once, 1e-9))))
     seconds = once if num_calls == 1 else _timed(collective, x, out, num_calls=num_calls)
@@ -139,13 +139,13 @@ def _measured(collective: CollectiveBenchmark, size_bytes: int, device: torch.de
 
 
 def _timed(collective: CollectiveBenchmark, x: torch.Tensor, out: torch.Tensor, *, num_calls: int) -> float:
-    """Return the seconds of a call on the slowest rank: the same number on all of them, so that all call equally often."""
+    """Return the seconds per call on the slowest rank; all ranks get the same value, so that all make the same calls."""
     dist.barrier()
-    began = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(num_calls):
         collective.call(x, out)
     _wait_for(out.device)
-    seconds = torch.tensor((time.perf_counter() - began) / num_calls, device=out.device)
+    seconds = torch.tensor((time.perf_counter() - started) / num_calls, device=out.device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return seconds.item()
 
@@ -162,5 +162,5 @@ def _check(collective: CollectiveBenchmark, out: torch.Tensor) -> None:
     if not torch.equal(out, wanted):
         raise DesyncError(
             f"{collective.name} returned a wrong result: {sorted(set(out.tolist()))[:4]}, not {sorted(set(wanted.tolist()))[:4]}",
-            do="update torch, the driver and the network's libraries; set NCCL_DEBUG=INFO (or GLOO_LOG_LEVEL) for details",
+            do="update torch, the driver and the network libraries; set NCCL_DEBUG=INFO (or GLOO_LOG_LEVEL) for details",
         )

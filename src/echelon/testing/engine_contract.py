@@ -48,7 +48,7 @@ _MAX_NORM = 0.05
 
 
 def trains_like_one_process(open: Open) -> None:
-    """Accumulation, clipping, the norm, momentum; with and without the number of items: SGD on one process."""
+    """Accumulation, clipping, the norm and momentum match SGD on one process, with and without the number of items."""
     for weighted in (False, True):
         accelerator = open(gradient_accumulation_steps=2)
         dtype, tolerance = _precision(accelerator)
@@ -70,7 +70,7 @@ def trains_like_one_process(open: Open) -> None:
 
 
 def gradients_are_those_of_one_process(open: Open) -> None:
-    """float32: each update's gradients to 1e-6, derived from the weights: SGD with a learning rate of one subtracts them."""
+    """In float32, gradients match to 1e-6; SGD with a learning rate of one reveals them as differences of the weights."""
     accelerator = open()
     model, optimizer = _prepared(accelerator, partial(_sgd, lr=1.0, momentum=0.0), torch.float32)
     weights = _model(torch.float32)
@@ -102,7 +102,7 @@ def trains_in_float32(open: Open) -> None:
 
 
 def items_count_alike(open: Open) -> None:
-    """Ranks and micro-steps with different numbers of items, including none: the mean over the items of the whole update."""
+    """With different numbers of items per rank and micro-step, including none, the loss is the mean over the whole update."""
     accelerator = open(gradient_accumulation_steps=2)
     dtype, tolerance = _precision(accelerator)
     model, optimizer = _prepared(accelerator, _sgd, dtype)
@@ -122,14 +122,14 @@ def items_count_alike(open: Open) -> None:
 
 
 def an_unsynchronised_step_is_synchronised(open: Open) -> None:
-    """The step guard: a step inside ``no_sync`` uses gradients that all ranks have seen."""
+    """A step inside ``no_sync`` uses gradients that are synchronized between the ranks."""
     accelerator = open()
     dtype, tolerance = _precision(accelerator)
     model, optimizer = _prepared(accelerator, _sgd, dtype)
     weights = _model(dtype)
     plain = _sgd(weights)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EchelonWarning)  # the warning's text and line are not the engine's
+        warnings.simplefilter("ignore", EchelonWarning)  # the warning is tested elsewhere
         for x, _ in _data(dtype):
             _plain_update(weights, plain, [x])
             with accelerator.no_sync(model):
@@ -138,7 +138,7 @@ def an_unsynchronised_step_is_synchronised(open: Open) -> None:
 
 
 def two_models_train(open: Open) -> None:
-    """Two models, two optimizers, one loss; or an error that only one is supported."""
+    """Two models with two optimizers train with one loss, or preparing them raises an error."""
     accelerator = open()
     dtype, tolerance = _precision(accelerator)
     models = [_model(dtype, seed) for seed in (0, 1)]
@@ -148,7 +148,9 @@ def two_models_train(open: Open) -> None:
             accelerator.prepare(*models, *optimizers)
         except EchelonError:
             return
-        raise AssertionError(f"{accelerator.capabilities.name} prepared two models, which its capabilities exclude")
+        raise AssertionError(
+            f"{accelerator.capabilities.name} prepared two models, although its capabilities exclude it"
+        )
     plain_models = copy.deepcopy(models)
     plain = [_sgd(model) for model in plain_models]
     first, second, *optimizers = accelerator.prepare(*models, *optimizers)
@@ -163,7 +165,7 @@ def two_models_train(open: Open) -> None:
 
 
 def its_state_continues_where_it_was(open: Open) -> None:
-    """A rank's state, through ``torch.save`` and ``weights_only``, restores a fresh model and optimizer to the same path."""
+    """A fresh model and optimizer continue identically from a rank's state that was saved and loaded with ``weights_only``."""
     accelerator = open()
     dtype, tolerance = _precision(accelerator)
     engine = accelerator.session.engine
@@ -186,14 +188,14 @@ def its_state_continues_where_it_was(open: Open) -> None:
     engine.load_sharded_state(model, [optimizer.optimizer], torch.load(saved, weights_only=True))
     _expect_equal(accelerator.get_state_dict(model), at_the_save, tolerance=0)
     steps(model, optimizer)
-    # Equal bits up to two ranks. With more, a sum depends on where a gradient lies in its bucket, and buckets of a fresh
-    # model may be laid out anew: rounding, which AdamW's division amplifies.
+    # Bit-identical up to two ranks. With more, a sum depends on the position of a gradient in its bucket, and a fresh model
+    # may have different buckets; AdamW's division amplifies the rounding.
     same_bits = accelerator.num_processes < 3
     _expect_equal(accelerator.get_state_dict(model), at_the_end, tolerance=0 if same_bits else 1e3 * tolerance)
 
 
 def whole_states_leave_and_come_back(open: Open) -> None:
-    """Whole weights and optimizer states are those of torch, on rank zero or everywhere; plain torch continues from them."""
+    """Full weights and optimizer states have torch's format, so that plain torch can continue from them."""
     accelerator = open()
     dtype, tolerance = _precision(accelerator)
     capabilities, elsewhere = accelerator.capabilities, accelerator.process_index > 0
@@ -220,7 +222,7 @@ def whole_states_leave_and_come_back(open: Open) -> None:
 
 
 def an_infinite_fp16_step_is_skipped(open: Open) -> None:
-    """fp16: optimizer and scheduler skip an update with infinite gradients, continue after it, and the output is float32."""
+    """In fp16, optimizer and scheduler skip an update with infinite gradients and continue; the output is float32."""
     accelerator = open(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
     capabilities = accelerator.capabilities
     models: list[Any] = [_model(torch.float32, seed) for seed in range(1 + capabilities.supports_multiple_models)]
@@ -230,9 +232,9 @@ def an_infinite_fp16_step_is_skipped(open: Open) -> None:
     advanced = 0
     for factor in (1.0, float("inf"), 1.0):
         finite = factor == 1.0
-        # Infinite on one rank only: all skip.
+        # The loss is infinite on one rank only, but all ranks must skip the update.
         own = factor if accelerator.process_index == accelerator.num_processes - 1 else 1.0
-        advanced += finite * accelerator.num_processes  # as in Accelerate, a schedule advances this often per update
+        advanced += finite * accelerator.num_processes  # as in Accelerate, a scheduler advances once per process
         before = [_from_rank_zero(accelerator.get_state_dict(model)) for model in models]
         outputs = [model(torch.ones(3, 5, device=accelerator.device)) for model in models]
         _expect(outputs[0].dtype == torch.float32, f"the output is {outputs[0].dtype}")
@@ -248,11 +250,11 @@ def an_infinite_fp16_step_is_skipped(open: Open) -> None:
             now = _from_rank_zero(accelerator.get_state_dict(model))
             moved = any(not torch.equal(earlier[name], now[name]) for name in now)
             _expect(moved == finite, f"weights moved: {moved}, gradients finite: {finite}")
-            _expect(scheduler.scheduler.last_epoch == advanced, f"the schedule is at {scheduler.scheduler.last_epoch}")
+            _expect(scheduler.scheduler.last_epoch == advanced, f"the scheduler is at {scheduler.scheduler.last_epoch}")
 
 
 def bf16_learns_and_returns_float32(open: Open) -> None:
-    """bf16: products are in bf16, outputs in float32, and the loss falls."""
+    """In bf16, products are bf16, outputs are float32, and the loss decreases."""
     accelerator = open(mixed_precision="bf16")
     model, optimizer = _prepared(accelerator, _sgd, torch.float32)
     losses = []
@@ -270,7 +272,7 @@ def bf16_learns_and_returns_float32(open: Open) -> None:
 
 
 def outputs_of_any_kind_train(open: Open) -> None:
-    """Tuples, dicts, dataclasses, ModelOutputs, plain objects: the same update, with types and non-tensors preserved."""
+    """Outputs of any type give the same update, and their types and non-tensors are preserved."""
     for precision in ("no", "bf16"):
         accelerator = open(mixed_precision=precision)
         dtype, tolerance = _precision(accelerator) if precision == "no" else (torch.float32, math.inf)
@@ -283,7 +285,7 @@ def outputs_of_any_kind_train(open: Open) -> None:
             _plain_update(plain_model, plain, [x])
             inner.make = make
             with warnings.catch_warnings():
-                if make is PlainObject:  # its tensors stay in bf16, with a warning
+                if make is PlainObject:  # its tensors stay bf16, with a warning
                     warnings.simplefilter("ignore", EchelonWarning)
                 output = prepared(_mine(accelerator, x))
             like = make(logits=None, hidden=None, note=None, missing=None)
@@ -295,7 +297,7 @@ def outputs_of_any_kind_train(open: Open) -> None:
             _expect(items.get("missing") is None, f"{kind}: None was replaced")
             if precision == "no" or make is not PlainObject:
                 for tensor in (items["logits"], *items["hidden"]):
-                    _expect(tensor.dtype == dtype, f"{kind}: a tensor of it is {tensor.dtype}")
+                    _expect(tensor.dtype == dtype, f"{kind}: a tensor has dtype {tensor.dtype}")
             accelerator.backward(_loss(items["logits"].to(dtype)))
             optimizer.step()
             optimizer.zero_grad()
@@ -308,7 +310,7 @@ def outputs_of_any_kind_train(open: Open) -> None:
 
 
 def evaluation_gives_one_process_s_numbers(open: Open) -> None:
-    """A model alone, in ``eval()``: outputs of a sharded loader, gathered, are those of one process, each sample once."""
+    """Gathered evaluation outputs match those of one process, with each sample once."""
     accelerator = open()
     inner = nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2))
     for parameter in inner.parameters():
@@ -320,11 +322,11 @@ def evaluation_gives_one_process_s_numbers(open: Open) -> None:
         model.eval()
         loader: Any = accelerator.prepare(DataLoader(samples, batch_size=5))  # type: ignore[arg-type]
         gathered = torch.cat([accelerator.gather_for_metrics(model(x)) for x in loader])
-    assert_close(gathered.cpu(), expected, rtol=1e-5, atol=1e-6)  # float32, batches of other sizes
+    assert_close(gathered.cpu(), expected, rtol=1e-5, atol=1e-6)  # float32, different batch sizes
 
 
 def unwrapping_gives_the_user_s_module(open: Open) -> None:
-    """``unwrap`` returns the user's class, with plain names."""
+    """``unwrap`` returns the user's module with its parameter names."""
     accelerator = open()
     model, _ = _prepared(accelerator, _sgd, torch.float32)
     inner = accelerator.session.engine.unwrap(model)
@@ -334,7 +336,7 @@ def unwrapping_gives_the_user_s_module(open: Open) -> None:
 
 
 def exact_parity_holds(open: Open) -> None:
-    """``parity="exact"``: batches of the loader are global, 17 samples in batches of 7 give the updates of one process."""
+    """With ``parity="exact"``, 17 samples in global batches of 7 give the updates of one process."""
     accelerator = open(parity="exact")
     dtype, tolerance = _precision(accelerator)
     samples = _data(dtype).flatten(0, 2)[:17]
@@ -354,7 +356,7 @@ def exact_parity_holds(open: Open) -> None:
 
 
 def ranks_may_end_at_different_steps(open: Open) -> None:
-    """Rank r takes r + 1 steps inside ``join`` and all agree afterwards; or an error names the rank whose loader ended first."""
+    """Rank r makes r + 1 steps inside ``join``, and all agree afterwards; or an error names the rank that ended first."""
     accelerator = open()
     dtype, _ = _precision(accelerator)
     model, optimizer = _prepared(accelerator, _sgd, dtype)
@@ -369,7 +371,7 @@ def ranks_may_end_at_different_steps(open: Open) -> None:
 
 
 def _expect_the_first_to_end_is_named(accelerator: Accelerator, model: Any, optimizer: Any, dtype: torch.dtype) -> None:
-    """The last rank has one batch fewer than the others."""
+    """Check the error when the last rank has one batch fewer than the others."""
     n = accelerator.num_processes
     if n == 1:
         return
@@ -379,9 +381,9 @@ def _expect_the_first_to_end_is_named(accelerator: Accelerator, model: Any, opti
             for x in loader:
                 _step(accelerator, model, optimizer, x)
     except DesyncError as error:
-        _expect(f"rank {n - 1} ended" in str(error), f"who ended first is not named: {error}")
+        _expect(f"rank {n - 1} ended" in str(error), f"the error does not name the rank that ended first: {error}")
     else:
-        _expect(accelerator.process_index == n - 1, "a rank continued without the one that had ended")
+        _expect(accelerator.process_index == n - 1, "a rank continued after another one had ended")
 
 
 CHECKS: tuple[Check, ...] = (
@@ -403,7 +405,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-# ---- the reference run: plain PyTorch ---------------------------------------------------------------------
+# ---- reference: plain PyTorch -----------------------------------------------------------------------------
 
 
 def _model(dtype: torch.dtype, seed: int = 0) -> nn.Module:
@@ -435,7 +437,7 @@ def _data(dtype: torch.dtype) -> torch.Tensor:
 def _plain_update(
     model: nn.Module, optimizer: torch.optim.Optimizer, window: Iterable[torch.Tensor], *, max_norm: float = math.inf
 ) -> float:
-    """Take one update with the mean over ``window``, clipped; return the norm before that."""
+    """Make one update with the clipped mean gradient over ``window``; return the norm before clipping."""
     window = list(window)
     optimizer.zero_grad()
     for x in window:
@@ -445,7 +447,7 @@ def _plain_update(
     return norm
 
 
-# ---- the run under test ------------------------------------------------------------------------------------------------
+# ---- run under test ----------------------------------------------------------------------------------------------------
 
 
 def _mine(accelerator: Accelerator, x: torch.Tensor) -> torch.Tensor:
@@ -460,14 +462,14 @@ def _mine(accelerator: Accelerator, x: torch.Tensor) -> torch.Tensor:
 def _step(
     accelerator: Accelerator, model: Any, optimizer: Any, x: torch.Tensor, *, num_items: float | None = None
 ) -> None:
-    """Run an update, or a micro-step of one, with the batch ``x`` of this rank."""
+    """Make an update or a micro-step with the batch ``x`` of this rank."""
     accelerator.backward(_loss(model(x)), num_items=num_items)
     optimizer.step()
     optimizer.zero_grad()
 
 
 def _precision(accelerator: Accelerator) -> tuple[torch.dtype, float]:
-    """Return the widest dtype of the engine, and the relative error allowed in it."""
+    """Return the widest dtype of the engine and its relative tolerance."""
     return (torch.float64, 1e-12) if accelerator.capabilities.keeps_float64 else (torch.float32, 1e-5)
 
 
@@ -498,26 +500,26 @@ Weights = Mapping[str, torch.Tensor]
 
 
 def _expect_equal(weights: Weights | None, expected: Weights | None, tolerance: float) -> None:
-    """Compare whole weights where this rank has them: the norm of the difference relative to the expected norm."""
+    """Compare full weights on ranks that have them, by the norm of the difference relative to the expected norm."""
     if weights is None or expected is None:
         _expect(dist.is_initialized() and dist.get_rank() > 0, "rank zero has no weights")
         return
-    _expect(list(weights) == list(expected), f"names are {list(weights)} and not {list(expected)}")
+    _expect(list(weights) == list(expected), f"names are {list(weights)}, not {list(expected)}")
     for name, value in expected.items():
         off = float((weights[name].cpu() - value.cpu()).norm())
         _expect(off <= tolerance * float(value.norm()), f"{name} is off by {off / float(value.norm()):.1e} of its norm")
 
 
 def main() -> None:
-    """Run every check over the engine named on the command line; rank zero prints each that passes."""
+    """Run every check with the engine named on the command line; rank zero prints each check that passes."""
     parser = ArgumentParser(prog="python -m echelon.testing.engine_contract", description=main.__doc__)
-    parser.add_argument("engine", help="its name: one of echelon's, or of an installed package's entry point")
-    parser.add_argument("--cpu", action="store_true", help="use the CPU even where accelerators are present")
+    parser.add_argument("engine", help="name of an engine of echelon, or of an installed package's entry point")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even if accelerators are present")
     arguments = parser.parse_args()
     for check in CHECKS:
         check(partial(Accelerator, engine=arguments.engine, cpu=arguments.cpu))
         if World.current().rank == 0:
-            print("holds:", check.__name__, flush=True)
+            print("passed:", check.__name__, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the ranks of ``echelon test`` tell the command that started them, and the file that it leaves; without torch."""
+"""Findings that the ranks of ``echelon test`` send to the command, and the evidence file; does not import torch."""
 
 from __future__ import annotations
 
@@ -10,38 +10,46 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OWNED_FILE", "WEIGHTS_FILE", "TestStart", "CheckFinding", "EvidenceWriter", "told", "write_evidence"]
+__all__ = [
+    "OWNED_FILE",
+    "WEIGHTS_FILE",
+    "TestStart",
+    "CheckFinding",
+    "EvidenceWriter",
+    "read_findings",
+    "write_evidence",
+]
 
 WEIGHTS_FILE = "weights.json"
-"""The digests of the weights with which each training ended, for the comparison with a later start."""
+"""Name of the file with the digests of the final weights, which a later start compares with."""
 OWNED_FILE = "owned"
-"""Whoever made the folder before the ranks came leaves this in it, and removes it himself."""
+"""Marks a directory that the ranks must not remove, because its creator does."""
 
-_FILE = "told.jsonl"
+_FILE = "findings.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestStart:
-    """The ranks have begun a check."""
+    """A check has started."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckFinding:
-    """What came out of a check."""
+    """The result of a check."""
 
     name: str
     passed: bool | None
-    """None: it was left out; ``text`` says why."""
+    """None if the check was skipped, for the reason in ``text``."""
     text: str
     do: str = ""
-    """What to do about it, if it failed."""
+    """Advice if the check failed."""
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 class EvidenceWriter:
-    """Notes what happens, in ``folder``; all processes have one, and one of those that share the folder is not silent."""
+    """Appends findings to a file in ``folder``; of the processes that share the directory, all but one are silent."""
 
     def __init__(self, folder: Path, *, is_silent: bool) -> None:
         self._folder = folder
@@ -50,17 +58,17 @@ class EvidenceWriter:
             folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, name: str) -> None:
-        """Note that the check ``name`` begins."""
-        self._write({"begun": name})
+        """Record that the check ``name`` has started."""
+        self._write({"started": name})
 
     def found(
         self, name: str, passed: bool | None, text: str, *, do: str = "", figures: Mapping[str, Any] | None = None
     ) -> None:
-        """Note what came out of it; the arguments are those of ``CheckFinding``."""
+        """Record the result of a check; the arguments are those of ``CheckFinding``."""
         self._write({"name": name, "passed": passed, "text": text, "do": do, "figures": dict(figures or {})})
 
     def keep(self, weights: Mapping[str, Any]) -> None:
-        """Keep what a later start compares with."""
+        """Store the digests for a later start."""
         if not self.is_silent:
             (self._folder / WEIGHTS_FILE).write_text(json.dumps(weights), encoding="utf-8")
 
@@ -70,32 +78,32 @@ class EvidenceWriter:
                 file.write(json.dumps(line) + "\n")
 
 
-def told(folder: Path) -> Iterator[list[TestStart | CheckFinding]]:
-    """Yield, each time it is asked, what has been noted in ``folder`` since: whole lines, without end."""
-    place = 0
+def read_findings(folder: Path) -> Iterator[list[TestStart | CheckFinding]]:
+    """Yield forever the complete findings that were added to ``folder`` since the last iteration."""
+    offset = 0
     while True:
         text = b""
         with suppress(FileNotFoundError), (folder / _FILE).open("rb") as file:
-            file.seek(place)
+            file.seek(offset)
             text = file.read()
         text = text[: text.rfind(b"\n") + 1]
-        place += len(text)
-        yield [_of(json.loads(line)) for line in text.splitlines()]
+        offset += len(text)
+        yield [_parse_line(json.loads(line)) for line in text.splitlines()]
 
 
-def _of(line: dict[str, Any]) -> TestStart | CheckFinding:
-    return TestStart(name=line["begun"]) if "begun" in line else CheckFinding(**line)
+def _parse_line(line: dict[str, Any]) -> TestStart | CheckFinding:
+    return TestStart(name=line["started"]) if "started" in line else CheckFinding(**line)
 
 
 def write_evidence(path: Path, document: Mapping[str, Any]) -> None:
-    """Write ``document`` to ``path``, whole or not at all."""
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    """Write ``document`` to ``path`` atomically."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             json.dump(document, file, indent=2)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        temporary.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ _SLOW = 0.5
 
 
 def main() -> None:
-    """Measure every pair in turn, while the others wait; rank zero prints the results.
+    """Measure every pair in turn while the other ranks wait; rank zero prints the results.
 
     Collective: every rank runs this.
     """
@@ -66,11 +66,11 @@ def _measure(world: World, pair: tuple[int, int]) -> tuple[float, float]:
 def _print_links(found: dict[tuple[int, int], tuple[float, float]], names: list[str], backend: str) -> None:
     usual = statistics.median(rate for _, rate in found.values()) if found else 0.0
     by = environ.get("GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME")
-    print(f"all {len(names)} machines talk ({backend}, interface {by or 'of its own choice'} here)")
+    print(f"all {len(names)} machines can communicate ({backend}, interface of this machine: {by or 'automatic'})")
     for (one, other), (seconds, rate) in found.items():
-        slow = "  SLOW: less than half of the usual" if rate < _SLOW * usual else ""
+        slow = "  SLOW: less than half of the median" if rate < _SLOW * usual else ""
         print(
-            f"  {one} {names[one]} - {other} {names[other]}: {rate / 1e6:,.0f} MB/s, there and back {seconds * 1e6:,.0f} us{slow}"
+            f"  {one} {names[one]} - {other} {names[other]}: {rate / 1e6:,.0f} MB/s, round trip {seconds * 1e6:,.0f} us{slow}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Kinds of outputs of a forward pass besides tensors, for the tests of engines."""
+"""Non-tensor outputs of a forward pass, for tests of engines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 
 __all__ = ["OUTPUT_KINDS", "OutputNote", "PlainObject", "Returning", "items_of"]
 
-# Each holds, in this order: logits; hidden, a pair of tensors that no loss uses; note, not a tensor; missing, None.
+# Each output has, in this order: logits; hidden, a pair of tensors that no loss uses; note, a non-tensor; missing, None.
 
 
 class OutputNote:
-    """A non-tensor in an output: the same object must be returned."""
+    """A non-tensor in an output, which must be returned as the same object."""
 
 
 class _NamedTuple(NamedTuple):
@@ -36,7 +36,7 @@ class _Dataclass:
     def __post_init__(self) -> None:
         if isinstance(self.missing, torch.Tensor) and self.missing is self.logits:
             raise ValueError("a __post_init__ that checks")
-        self.num_items = 4  # no field
+        self.num_items = 4  # an attribute that is not a field
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _FrozenSlots:
 
 
 class _Mirrored(OrderedDict[str, Any]):
-    """As ``transformers.utils.ModelOutput``: items are attributes, too, None is none, and an ``update`` is an error."""
+    """Like ``transformers.utils.ModelOutput``: items are also attributes, None is not an item, and ``update`` raises."""
 
     def __init__(self, **items: Any) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Mirrored(OrderedDict[str, Any]):
 
 
 class _Watched(dict[str, Any]):
-    """A dict subclass with side effects: it takes no arguments, and counts changes."""
+    """A dict subclass with side effects: its constructor takes no arguments, and it counts changes."""
 
     __slots__ = ("__dict__", "num_changes")
 
@@ -94,11 +94,11 @@ class _Watched(dict[str, Any]):
         raise RuntimeError("update() was called")
 
     def __reduce__(self) -> Any:
-        raise RuntimeError("it was copied")
+        raise RuntimeError("the object was copied")
 
 
 class _Encoding(UserDict[str, Any]):
-    """As ``transformers.BatchEncoding``: a UserDict with attributes of its own, and items that read as attributes."""
+    """Like ``transformers.BatchEncoding``: a UserDict with extra attributes, whose items can be read as attributes."""
 
     def __init__(self, data: dict[str, Any], encodings: Any = None) -> None:
         super().__init__(data)
@@ -164,11 +164,11 @@ OUTPUT_KINDS: dict[str, Callable[..., Any]] = {
     "Mapping": lambda **items: _ReadOnly(items),
     "nested": lambda **items: {"inner": [_Frozen(**items)]},
 }
-"""Builds an output of each kind from its items."""
+"""For each kind, a function that builds an output from its items."""
 
 
 def items_of(output: Any) -> dict[str, Any]:
-    """Return the items of an output of any kind, in their order; None only where the kind keeps it."""
+    """Return the items of an output of any kind, in order; None values only if the kind stores them."""
     if isinstance(output, _NamedTuple):
         return output._asdict()
     if isinstance(output, Mapping):
@@ -181,7 +181,7 @@ def items_of(output: Any) -> dict[str, Any]:
 
 
 class Returning(nn.Module):
-    """Wraps the output of ``inner`` as the logits of another kind; ``head`` computes what no loss uses."""
+    """Returns the output of ``inner`` as the logits of another kind; ``head`` computes an output that no loss uses."""
 
     def __init__(self, inner: nn.Module, make: Callable[..., Any], head: nn.Module | None = None) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Returning(nn.Module):
         self.note = OutputNote()
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Return an output of the kind."""
+        """Run ``inner`` and ``head``, and build the output."""
         logits = self.inner(x)
         hidden = (logits * 2, (logits if self.head is None else self.head(x)) * 3)
         return self.make(logits=logits, hidden=hidden, note=self.note, missing=None)

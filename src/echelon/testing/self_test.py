@@ -1,6 +1,6 @@
-"""What ``echelon test`` runs on every rank: a small training, held against a plain PyTorch loop; to be read as an example.
+"""The program that ``echelon test`` runs on every rank: compares a small training run with a plain PyTorch loop.
 
-By hand, the results in ``FOLDER/told.jsonl``:
+To run it manually, with the results in ``FOLDER/findings.jsonl``:
 ``echelon launch --cpu --num_processes 2 --max_restarts 1 -m echelon.testing.self_test layout FOLDER``
 """
 
@@ -44,10 +44,10 @@ SEED = 11
 EPOCHS = 2
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
-MAX_MICRO_BATCH_SIZE = 5  # so that an update has several micro-steps, of unequal size
+MAX_MICRO_BATCH_SIZE = 5  # so that an update has several micro-steps of unequal size
 
 SAVE_EVERY = 4  # updates
-KILL_AFTER = 10  # in the middle of the second epoch; two updates after a checkpoint are lost
+KILL_AFTER = 10  # in the middle of the second epoch; two updates since the last checkpoint are lost
 
 QUICK_SIZES = (1 << 10, 1 << 20)
 SIZES = (*QUICK_SIZES, 1 << 24)
@@ -59,31 +59,31 @@ ACCELERATOR_SIZES = (*SIZES, 1 << 28)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A regression on numbers drawn from a seed, large enough for each rank to have something of every update."""
+    """A regression on seeded random numbers, with enough samples for every rank in each update."""
 
     world_size: int
     dtype: torch.dtype
 
     @property
     def batch_size(self) -> int:
-        """Samples of one update, over all ranks."""
+        """Samples per update, over all ranks."""
         return max(24, 3 * self.world_size // 2)
 
     @property
     def num_samples(self) -> int:
-        """Of an epoch; the last batch is a short one."""
+        """Samples per epoch; the last batch is incomplete."""
         return 5 * self.batch_size + self.batch_size // 2 - 2
 
     @property
     def num_updates(self) -> int:
-        """Of the whole training."""
+        """Updates of the whole run."""
         return EPOCHS * math.ceil(self.num_samples / self.batch_size)
 
     @property
     def tolerance(self) -> float:
-        """The largest relative difference of weights that the order of sums can explain.
+        """Largest relative difference of weights that the order of summation can explain.
 
-        float64: what docs/parity.md promises. Else: each update adds up ``batch_size`` gradients, and each addition rounds.
+        In float64, the promise of docs/parity.md; otherwise, one rounding error per sample and update.
         """
         return (
             1e-12 if self.dtype is torch.float64 else self.num_updates * self.batch_size * torch.finfo(self.dtype).eps
@@ -91,7 +91,7 @@ class Problem:
 
 
 class ToyDataset(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
-    """Each sample with its number."""
+    """Yields each sample with its index."""
 
     def __init__(self, problem: Problem) -> None:
         generator = torch.Generator().manual_seed(SEED)
@@ -114,7 +114,7 @@ def build_model(problem: Problem, *, dropout: float = 0.0) -> nn.Module:
 
 
 def plain(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
-    """Train with PyTorch alone, in this process alone, on whole batches: the reference. Return the weights."""
+    """Train the reference with plain PyTorch on full batches in this process, and return the weights."""
     samples, model = ToyDataset(problem), build_model(problem).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     for epoch in range(EPOCHS):
@@ -129,14 +129,14 @@ def plain(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
 
 @dataclass(slots=True, kw_only=True)
 class Trained:
-    """What a training with echelon left."""
+    """Results of a run with echelon."""
 
     weights: dict[str, torch.Tensor] | None = None
-    """Rank zero has them, where parameters are sharded; else every rank."""
+    """Final weights; only on rank zero if parameters are sharded."""
     samples: list[list[int]] = field(default_factory=list)
-    """Of each epoch, the numbers of the samples of all ranks."""
+    """Indices of the samples of all ranks, by epoch."""
     resumed_at: int = 0
-    """The update after which it went on."""
+    """Update after which the run resumed."""
 
 
 def train(
@@ -147,7 +147,7 @@ def train(
     resumes: bool = False,
     after_update: Callable[[int], None] = lambda update: None,
 ) -> Trained:
-    """Train as a user of echelon does. Collective."""
+    """Train as a user script would. Collective."""
     model = build_model(problem, dropout=dropout)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     loader: Any = DataLoader(ToyDataset(problem), batch_size=problem.batch_size, shuffle=True)
@@ -162,7 +162,7 @@ def train(
                 accelerator.backward(F.mse_loss(model(x), y))
                 optimizer.step()
                 optimizer.zero_grad()
-            seen += accelerator.trim_for_metrics(numbers).tolist()  # a rank without samples borrows one, for the shapes
+            seen += accelerator.trim_for_metrics(numbers).tolist()  # drops padding samples
             if accelerator.sync_gradients:
                 after_update(accelerator.progress.step)
         trained.samples.append(gather_object(seen))
@@ -174,9 +174,9 @@ def train(
 # ---- the checks ------------------------------------------------------------------------------------------------------
 
 
-def check_world(accelerator: Accelerator, teller: EvidenceWriter) -> None:
-    """Is every rank there, on a device of its own, and does each hear all others? Collective."""
-    teller.begin("world")
+def check_world(accelerator: Accelerator, writer: EvidenceWriter) -> None:
+    """Check that all ranks communicate, and that each has a separate device. Collective."""
+    writer.begin("world")
     world = accelerator.world
     here = [
         {
@@ -187,25 +187,25 @@ def check_world(accelerator: Accelerator, teller: EvidenceWriter) -> None:
         }
     ]
     ranks: list[dict[str, Any]] = gather_object(here)
-    ours = torch.tensor([world.rank + 1.0], device=world.device)
-    heard = int(accelerator.reduce(ours, "sum").item())
+    contribution = torch.tensor([world.rank + 1.0], device=world.device)
+    total = int(accelerator.reduce(contribution, "sum").item())
     hosts = sorted({rank["host"] for rank in ranks})
     places = {(rank["host"], rank["device"]) for rank in ranks}
     n = world.world_size
     problems = []
     if [rank["rank"] for rank in ranks] != list(range(n)):
         problems.append(f"ranks {[rank['rank'] for rank in ranks]} answered, not 0 to {n - 1}")
-    if heard != n * (n + 1) // 2:
-        problems.append(f"the sum of rank + 1 is {heard}, not {n * (n + 1) // 2}")
+    if total != n * (n + 1) // 2:
+        problems.append(f"the sum of rank + 1 is {total}, not {n * (n + 1) // 2}")
     if world.device.type != "cpu" and len(places) < n:
         problems.append(f"{n} ranks share {len(places)} devices")
     names = sorted({rank["name"] for rank in ranks})
-    teller.found(
+    writer.found(
         "world",
         not problems,
         "; ".join(problems)
         or f"{_count(n, 'rank')} on {_count(len(hosts), 'machine')} ({', '.join(names)}), {world.backend}",
-        do="look at the devices and the network of the machines: echelon env",
+        do="check the devices and the network of the machines with: echelon env",
         figures={
             "world_size": n,
             "num_machines": len(hosts),
@@ -214,26 +214,26 @@ def check_world(accelerator: Accelerator, teller: EvidenceWriter) -> None:
             "torch": torch.__version__,
             "nccl": nccl_version(),
             "threads": torch.get_num_threads(),
-            # Which ranks share a machine, without its name.
+            # A number per machine instead of its name.
             "ranks": [{**rank, "host": hosts.index(rank["host"])} for rank in ranks],
         },
     )
 
 
-def check_exact(accelerator: Accelerator, teller: EvidenceWriter) -> str:
-    """Are the weights those of plain PyTorch, and each sample used once? Return the weights' digest. Collective."""
-    teller.begin("exact")
+def check_exact(accelerator: Accelerator, writer: EvidenceWriter) -> str:
+    """Check that the weights match plain PyTorch and that each sample is used once; return the digest. Collective."""
+    writer.begin("exact")
     problem = _problem(accelerator)
     trained = train(accelerator, problem)
     reference = plain(problem, accelerator.device)
     digest: str
     error, digest = broadcast_object_list([_relative_error(trained.weights, reference), _digest(trained.weights)])
     dtype = str(problem.dtype).removeprefix("torch.")
-    teller.found(
+    writer.found(
         "exact",
         error <= problem.tolerance,
-        f"after {problem.num_updates} updates in {_count(accelerator.num_processes, 'rank')}, the weights of plain PyTorch in one: "
-        f"{error:.1e} apart ({dtype}, at most {problem.tolerance:.0e})",
+        f"{problem.num_updates} updates on {_count(accelerator.num_processes, 'rank')} against plain PyTorch on one: relative error "
+        f"{error:.1e} ({dtype}, tolerance {problem.tolerance:.0e})",
         do="report it with the evidence file: the update depends on how the batch was split",
         figures={
             "error": error,
@@ -248,20 +248,20 @@ def check_exact(accelerator: Accelerator, teller: EvidenceWriter) -> str:
         for epoch, numbers in enumerate(trained.samples)
         if sorted(numbers) != list(range(problem.num_samples))
     ]
-    teller.found(
+    writer.found(
         "data",
         not wrong,
         "; ".join(wrong)
-        or f"{EPOCHS} epochs of {problem.num_samples} samples in batches of {problem.batch_size}: each once",
-        do="report it with the evidence file: samples were repeated or left out",
+        or f"{EPOCHS} epochs of {problem.num_samples} samples in batches of {problem.batch_size}: each sample once per epoch",
+        do="report it with the evidence file: samples were repeated or omitted",
         figures={"epochs": EPOCHS, "samples": problem.num_samples, "batch_size": problem.batch_size},
     )
     return digest
 
 
-def die_in_the_middle(accelerator: Accelerator, teller: EvidenceWriter) -> None:
-    """Train and save, until the last rank is killed. Collective."""
-    teller.begin("restart")
+def train_until_killed(accelerator: Accelerator, writer: EvidenceWriter) -> None:
+    """Train and save until the last rank is killed. Collective."""
+    writer.begin("restart")
 
     def after_update(update: int) -> None:
         if update % SAVE_EVERY == 0:
@@ -270,22 +270,22 @@ def die_in_the_middle(accelerator: Accelerator, teller: EvidenceWriter) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     train(accelerator, _problem(accelerator), after_update=after_update)
-    raise AssertionError("the training came to its end although a rank was killed")
+    raise AssertionError("training finished although a rank was killed")
 
 
-def check_restart(accelerator: Accelerator, teller: EvidenceWriter, *, undisturbed: str) -> None:
-    """Does the run go on where it was saved, and end with the weights of the ``undisturbed`` one? Collective."""
+def check_restart(accelerator: Accelerator, writer: EvidenceWriter, *, undisturbed: str) -> None:
+    """Check that the run resumes from its checkpoint and ends with the digest ``undisturbed``. Collective."""
     trained = train(accelerator, _problem(accelerator), resumes=True)
     digest = broadcast_object_list([_digest(trained.weights)])[0]
     killed, saved = accelerator.num_processes - 1, KILL_AFTER - KILL_AFTER % SAVE_EVERY
-    problems = [f"all went on from update {trained.resumed_at}, not {saved}"] * (trained.resumed_at != saved)
-    problems += ["the weights are not those of the undisturbed run"] * (digest != undisturbed)
-    teller.found(
+    problems = [f"the ranks resumed from update {trained.resumed_at}, not {saved}"] * (trained.resumed_at != saved)
+    problems += ["the weights differ from those of an uninterrupted run"] * (digest != undisturbed)
+    writer.found(
         "restart",
         not problems,
         f"rank {killed} was killed after update {KILL_AFTER}; "
-        + (" and ".join(problems) or f"all went on from update {saved} and ended with the same bits"),
-        do="report it with the evidence file: see docs/checkpoints.md for what holds when a run goes on",
+        + (" and ".join(problems) or f"the ranks resumed from update {saved} and ended with identical weights"),
+        do="report it with the evidence file; docs/checkpoints.md describes what a resumed run guarantees",
         figures={
             "killed_rank": killed,
             "killed_after_update": KILL_AFTER,
@@ -296,83 +296,83 @@ def check_restart(accelerator: Accelerator, teller: EvidenceWriter, *, undisturb
     )
 
 
-def check_bandwidth(accelerator: Accelerator, teller: EvidenceWriter, *, is_quick: bool) -> None:
-    """Measure how fast the ranks talk. Collective."""
-    teller.begin("bandwidth")
+def check_bandwidth(accelerator: Accelerator, writer: EvidenceWriter, *, is_quick: bool) -> None:
+    """Measure the bandwidth between the ranks. Collective."""
+    writer.begin("bandwidth")
     if accelerator.num_processes == 1:
-        teller.found("bandwidth", None, "one rank talks to nobody")
+        writer.found("bandwidth", None, "a single rank does not communicate")
         return
     device = accelerator.device
     sizes = QUICK_SIZES if is_quick else SIZES if device.type == "cpu" else ACCELERATOR_SIZES
     found = measure(sizes, device=device, budget=timedelta(seconds=0.05 if is_quick else 0.2))
     best = max((one for one in found if one.name == "all_reduce"), key=lambda one: one.size_bytes)
-    teller.found(
+    writer.found(
         "bandwidth",
         True,
-        f"all_reduce of {convert_bytes(best.size_bytes)}: {best.bus_bytes_per_s / 1e9:.2f} GB/s on the bus; {len(found)} measured",
+        f"all_reduce of {convert_bytes(best.size_bytes)}: {best.bus_bytes_per_s / 1e9:.2f} GB/s bus bandwidth; {len(found)} measurements",
         figures={"backend": accelerator.world.backend, "collectives": [_figures(one) for one in found]},
     )
 
 
-# ---- the parts, each a start of its own ------------------------------------------------------------------------------
+# ---- parts, each started separately ----------------------------------------------------------------------------------
 
 
 def part_layout(folder: Path, *, is_quick: bool) -> None:
-    """Show all that ranks can show together, in two attempts: the first ends by the death of a rank. Collective."""
+    """Run all distributed checks in two attempts; the first one ends when a rank is killed. Collective."""
     if environ.get("TORCHELASTIC_RESTART_COUNT") in (None, "0"):
         first_attempt(folder)
     elif (folder / WEIGHTS_FILE).exists():
         second_attempt(folder, is_quick=is_quick)
     else:
-        raise LaunchError("the attempt before has failed by itself", do="see its report, which is above")
+        raise LaunchError("the first attempt failed before the test killed a rank", do="see its error report above")
 
 
 def first_attempt(folder: Path) -> None:
-    """Train undisturbed, and then until a rank dies. Collective."""
-    accelerator = _exact(folder, is_shared=True)  # it saves nothing
+    """Train without interruption, and then until a rank is killed. Collective."""
+    accelerator = _exact(folder, is_shared=True)  # saves nothing
     is_shared = _is_shared(folder)
-    teller = _teller(accelerator, folder, is_shared=is_shared)
-    check_world(accelerator, teller)
-    digest = check_exact(accelerator, teller)
-    teller.keep({"exact": digest, "is_shared": is_shared, "world_size": accelerator.num_processes})
-    die_in_the_middle(_exact(folder, is_shared=is_shared), teller)
+    writer = _evidence_writer(accelerator, folder, is_shared=is_shared)
+    check_world(accelerator, writer)
+    digest = check_exact(accelerator, writer)
+    writer.keep({"exact": digest, "is_shared": is_shared, "world_size": accelerator.num_processes})
+    train_until_killed(_exact(folder, is_shared=is_shared), writer)
 
 
 def second_attempt(folder: Path, *, is_quick: bool) -> None:
-    """Go on where the first one was saved, and show what is left to be shown. Collective."""
+    """Resume the run of the first attempt, and run the remaining checks. Collective."""
     known = json.loads((folder / WEIGHTS_FILE).read_text(encoding="utf-8"))
     accelerator = _exact(folder, is_shared=known["is_shared"])
-    teller = _teller(accelerator, folder, is_shared=known["is_shared"])
-    check_restart(accelerator, teller, undisturbed=known["exact"])
-    check_bandwidth(accelerator, teller, is_quick=is_quick)
+    writer = _evidence_writer(accelerator, folder, is_shared=known["is_shared"])
+    check_restart(accelerator, writer, undisturbed=known["exact"])
+    check_bandwidth(accelerator, writer, is_quick=is_quick)
     why_not = _why_not_bitwise(accelerator)
     if why_not is None:
-        teller.begin("bitwise")
-        teller.keep({**known, "bitwise": train_bitwise(accelerator.num_processes)})
+        writer.begin("bitwise")
+        writer.keep({**known, "bitwise": train_bitwise(accelerator.num_processes)})
     else:
-        teller.found("bitwise", None, why_not)
+        writer.found("bitwise", None, why_not)
     accelerator.end_training()
-    if not teller.is_silent and not (folder / OWNED_FILE).exists():
-        shutil.rmtree(folder)  # the command that started us runs on another machine
+    if not writer.is_silent and not (folder / OWNED_FILE).exists():
+        shutil.rmtree(folder)  # the command runs on another machine
 
 
 def part_alone(folder: Path) -> None:
-    """Make the bitwise training again, in this process alone."""
+    """Repeat the bitwise run in this process alone."""
     before = json.loads((folder / WEIGHTS_FILE).read_text(encoding="utf-8"))
     world_size = before["world_size"]
     digest = train_bitwise(world_size, cpu=True)
     EvidenceWriter(folder, is_silent=False).found(
         "bitwise",
         digest == before["bitwise"],
-        f"{_count(world_size, 'rank')} and 1 end with "
-        + ("the same bits" if digest == before["bitwise"] else "weights of other bits"),
+        f"{_count(world_size, 'rank')} and 1 rank end with "
+        + ("bit-identical weights" if digest == before["bitwise"] else "different weights"),
         do="compare the versions of torch and the CPUs of the machines; report it with the evidence file",
         figures={"weights": before["bitwise"], "weights_alone": digest},
     )
 
 
 def train_bitwise(world_size: int, *, cpu: bool = False) -> str:
-    """Train with ``parity="bitwise"``, and dropout; return the weights' digest. Collective."""
+    """Train with ``parity="bitwise"`` and dropout; return the digest of the weights. Collective."""
     accelerator = Accelerator(parity="bitwise", cpu=cpu, canonical_shards=max(8, world_size), **_settings())
     trained = train(accelerator, Problem(world_size=world_size, dtype=torch.float64), dropout=0.1)
     digest: str = broadcast_object_list([_digest(trained.weights)])[0]
@@ -389,28 +389,28 @@ def _exact(folder: Path, *, is_shared: bool) -> Accelerator:
 
 
 def _is_shared(folder: Path) -> bool:
-    """Tell whether all ranks see one folder, and not each machine its own. Collective."""
+    """Return whether all ranks share the directory. Collective."""
     name = f"seen-{secrets.token_hex(8)}"
     if known_rank() in (None, 0):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    name = broadcast_object_list([name])[0]  # not the path: each machine may have another one
+    name = broadcast_object_list([name])[0]  # not the path, which may differ between machines
     return all(gather_object([(folder / name).exists()]))
 
 
-def _teller(accelerator: Accelerator, folder: Path, *, is_shared: bool) -> EvidenceWriter:
+def _evidence_writer(accelerator: Accelerator, folder: Path, *, is_shared: bool) -> EvidenceWriter:
     speaks = accelerator.is_main_process if is_shared else accelerator.is_local_main_process
     return EvidenceWriter(folder, is_silent=not speaks)
 
 
 def _settings() -> dict[str, Any]:
-    """Return what every Accelerator here is given, whatever the user's file says about his own training."""
+    """Return settings for every Accelerator that override those of the user's config file."""
     return {
         "seed": SEED,
         "mixed_precision": "no",
         "dynamo_backend": "no",
-        # Else DDP of three and more ranks orders its buckets anew after the first step, also the first of a run that goes on,
-        # and the last bits of its sums with them (docs/checkpoints.md).
+        # Otherwise DDP on three or more ranks rebuilds its buckets after the first step, also in a resumed run, which changes
+        # the rounding of its sums (docs/checkpoints.md).
         "kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)],
     }
 
@@ -422,19 +422,19 @@ def _problem(accelerator: Accelerator) -> Problem:
 
 def _why_not_bitwise(accelerator: Accelerator) -> str | None:
     if accelerator.num_processes == 1:
-        return "one rank: there is nothing to compare it with"
+        return "a single rank: nothing to compare with"
     if accelerator.device.type != "cpu":
-        return f"on {accelerator.device.type} it holds where kernels give a shard the same bits on any number of ranks"
-    return None if accelerator.capabilities.sums_shards else "the engine sums gradients in an order of its own"
+        return f"not tested on {accelerator.device.type}, where it depends on the kernels"
+    return None if accelerator.capabilities.sums_shards else "the engine does not sum gradients in canonical order"
 
 
 def _relative_error(weights: Mapping[str, torch.Tensor] | None, reference: Mapping[str, torch.Tensor]) -> float:
-    """Return the largest difference of any weight by the largest weight of its tensor; ``weights``: rank zero's."""
+    """Return the largest difference of any weight relative to the largest weight of its tensor, on rank zero."""
     if weights is None:
         return math.inf
     assert weights.keys() == reference.keys(), (weights.keys(), reference.keys())
     errors = [(weights[name] - value).abs().max() / value.abs().max() for name, value in reference.items()]
-    return float(torch.stack(errors).max())  # NaN if one is: that is not within any tolerance
+    return float(torch.stack(errors).max())  # NaN if any is, which exceeds every tolerance
 
 
 def _digest(weights: Mapping[str, torch.Tensor] | None) -> str | None:
@@ -445,7 +445,7 @@ def _digest(weights: Mapping[str, torch.Tensor] | None) -> str | None:
 
 def _device_name(device: torch.device) -> str:
     module = torch.get_device_module(device)
-    # Not every backend can tell a name (mps and cpu cannot).
+    # Some backends, such as mps and cpu, have no device names.
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
 
 
@@ -462,7 +462,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one part; the arguments are its name, the folder for what it tells, and --quick."""
+    """Run one part; the arguments are its name, the directory for its findings, and --quick."""
     parser = argparse.ArgumentParser(prog="echelon.testing.self_test")
     parser.add_argument("part", choices=("layout", "alone"))
     parser.add_argument("folder", type=Path)

@@ -1,4 +1,4 @@
-"""Aim."""
+"""The tracker for Aim."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class AimTracker(GeneralTracker):
     """Logs to an ``aim.Run``.
 
     Args:
-        run_name: the name of the run.
-        logging_dir: Aim's repository.
-        kwargs: of ``aim.Run``.
+        run_name: name of the run.
+        logging_dir: Aim repository.
+        kwargs: arguments of ``aim.Run``.
     """
 
     name = "aim"
@@ -49,7 +49,7 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Track each value; ``kwargs`` are those of ``Run.track``."""
+        """Track each value; ``kwargs`` are passed to ``Run.track``."""
         for name, value in plain(values).items():
             self.writer.track(value, name=name, step=step, **kwargs)
 
@@ -60,15 +60,15 @@ class AimTracker(GeneralTracker):
         """Track images, or pairs of an image and its caption.
 
         Args:
-            values: by name.
-            step: the x axis.
-            kwargs: ``{"aim_image": {...}, "track": {...}}``, of ``aim.Image`` and of ``Run.track``.
+            values: images by name.
+            step: global step.
+            kwargs: ``{"aim_image": {...}, "track": {...}}``, the arguments of ``aim.Image`` and ``Run.track``.
         """
         given = kwargs or {}
         for name, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")
-            shown = _aim().Image(image, caption=caption, **given.get("aim_image", {}))
-            self.writer.track(shown, name=name, step=step, **given.get("track", {}))
+            aim_image = _aim().Image(image, caption=caption, **given.get("aim_image", {}))
+            self.writer.track(aim_image, name=name, step=step, **given.get("track", {}))
 
     @on_main_process
     def finish(self) -> None:

@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_main_process(function: F) -> F:
-    """Make a method of a tracker run on rank zero only, if its ``main_process_only`` says so; elsewhere it returns None."""
+    """Run a tracker method only on rank zero if the tracker's ``main_process_only`` is True; other ranks return None."""
 
     @functools.wraps(function)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,14 +27,15 @@ def on_main_process(function: F) -> F:
 
 
 class GeneralTracker:
-    """Base class of the trackers, for your own ones too.
+    """Base class of trackers, including custom ones.
 
-    A subclass has the attributes ``name`` and ``requires_logging_directory`` (whether its second argument is a folder) and the
-    property ``tracker`` (the object of the tracking library); it overrides the methods that it needs. Its constructor
-    takes the project's name first and must not start anything: ``start`` does, which runs on every rank.
+    A subclass defines the attributes ``name`` and ``requires_logging_directory`` (whether its constructor takes a directory
+    as second argument) and the property ``tracker`` (the object of the tracking library), and overrides methods as needed.
+    Its constructor takes the project name first and must not start the run; ``start``, which runs on every rank, does.
+    Exceptions of a tracker propagate to the caller of ``Accelerator.log``.
 
     Raises:
-        NotImplementedError: one of the three is missing; it is named.
+        NotImplementedError: a subclass does not define one of the three.
     """
 
     main_process_only = True
@@ -44,7 +45,7 @@ class GeneralTracker:
 
     def __init__(self, _blank: bool = False) -> None:
         needed = () if _blank else ("name", "requires_logging_directory", "tracker")
-        known = set(dir(self))  # not hasattr: the property may work only after start()
+        known = set(dir(self))  # not hasattr, since the property may fail before start()
         missing = [f"`{attribute}`" for attribute in needed if attribute not in known]
         if missing:
             raise NotImplementedError(
@@ -56,10 +57,10 @@ class GeneralTracker:
         """Start the run."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store ``values`` as the settings of the run."""
+        """Store ``values`` as the configuration of the run."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Store ``values``, measured at ``step``; ``kwargs`` are those of the tracking library."""
+        """Log ``values`` at ``step``; ``kwargs`` are passed to the tracking library."""
 
     def finish(self) -> None:
         """End the run."""

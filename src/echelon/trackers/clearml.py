@@ -1,4 +1,4 @@
-"""ClearML."""
+"""The tracker for ClearML."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["ClearMLTracker"]
 
 
 class ClearMLTracker(GeneralTracker):
-    """Logs to a task of ``clearml``: the script's current task, else a new one.
+    """Logs to the current ClearML task of the script, or to a new one.
 
     Args:
-        run_name: the project and the task, unless CLEARML_PROJECT and CLEARML_TASK name them.
-        kwargs: of ``clearml.Task.init``.
+        run_name: name of a new project and task, unless CLEARML_PROJECT and CLEARML_TASK are set.
+        kwargs: arguments of ``clearml.Task.init``.
     """
 
     name = "clearml"
@@ -29,7 +29,7 @@ class ClearMLTracker(GeneralTracker):
         self.run_name = run_name
         self.init_kwargs = kwargs
         self.task: Any = None
-        self._is_own = False
+        self._created_task = False
         self._dropped = DroppedValues("ClearML")
 
     @on_main_process
@@ -43,7 +43,7 @@ class ClearMLTracker(GeneralTracker):
                 "task_name": environ.get("CLEARML_TASK") or self.run_name,
             }
             self.task = clearml.Task.init(**{**names, **self.init_kwargs})
-            self._is_own = True
+            self._created_task = True
 
     @property
     def tracker(self) -> Any:
@@ -52,17 +52,17 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> Any:
-        """Connect the settings to the task; returns what ``Task.connect_configuration`` does."""
+        """Connect the settings to the task, and return the result of ``Task.connect_configuration``."""
         return self.task.connect_configuration(plain(hide_secrets(values)))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Report numbers: as scalars of ``step``, or as single values without one.
+        """Report numbers as scalars of ``step``, or as single values without ``step``.
 
         Args:
-            values: by name; ``eval_``, ``test_`` and ``train_`` before a name choose the series, else it is ``train``.
-            step: the iteration.
-            kwargs: of ``report_scalar`` or ``report_single_value``.
+            values: values by name; the prefixes ``eval_``, ``test_`` and ``train_`` select the series (default: ``train``).
+            step: iteration.
+            kwargs: arguments of ``report_scalar`` or ``report_single_value``.
         """
         reporter = self.task.get_logger()
         for name, value in plain(values).items():
@@ -76,7 +76,7 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Report images; ``kwargs`` are those of ``report_image``."""
+        """Report images; ``kwargs`` are passed to ``report_image``."""
         for name, image in values.items():
             title, series = _title_and_series(name)
             self.task.get_logger().report_image(title=title, series=series, iteration=step, image=image, **kwargs)
@@ -91,13 +91,13 @@ class ClearMLTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Report a table, given as ``columns`` and ``data`` (without ``columns``, its first row names them) or as ``dataframe``.
+        """Report a table, as ``dataframe`` or as ``columns`` and ``data``; without ``columns``, the first row names them.
 
         Raises:
-            UsageError: neither was given.
+            UsageError: neither ``data`` nor ``dataframe`` is given.
         """
         if dataframe is None and data is None:
-            raise UsageError("log_table() was given neither data nor dataframe", do="give one of the two")
+            raise UsageError("log_table() needs data or dataframe", do="pass one of them")
         table = dataframe if dataframe is not None else [*([columns] if columns else []), *(data or [])]
         title, series = _title_and_series(table_name)
         self.task.get_logger().report_table(title=title, series=series, table_plot=table, iteration=step, **kwargs)
@@ -105,7 +105,7 @@ class ClearMLTracker(GeneralTracker):
     @on_main_process
     def finish(self) -> None:
         """Close the task, unless the script created it."""
-        if self._is_own:
+        if self._created_task:
             self.task.close()
 
 

@@ -1,4 +1,4 @@
-"""Comet."""
+"""The tracker for Comet."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["CometMLTracker"]
 
 
 class CometMLTracker(GeneralTracker):
-    """Logs to an experiment of ``comet_ml``, which reads its key from its own configuration.
+    """Logs to a ``comet_ml`` experiment; comet_ml reads the API key from its own configuration.
 
     Args:
-        run_name: the project.
-        kwargs: of ``comet_ml.start`` (before comet_ml 3.41: of ``comet_ml.Experiment``).
+        run_name: name of the project.
+        kwargs: arguments of ``comet_ml.start`` (before comet_ml 3.41, of ``comet_ml.Experiment``).
     """
 
     name = "comet_ml"
@@ -33,9 +33,9 @@ class CometMLTracker(GeneralTracker):
     def start(self) -> None:
         """Start the experiment."""
         comet_ml: Any = require("comet_ml", extra="comet_ml", purpose="log_with='comet_ml'")
-        # comet_ml.start, which works offline and can resume an experiment, exists since 3.41.
-        begin = comet_ml.start if hasattr(comet_ml, "start") else comet_ml.Experiment
-        self.writer = begin(project_name=self.run_name, **self.init_kwargs)
+        # Since 3.41; it works offline and can resume an experiment.
+        start = comet_ml.start if hasattr(comet_ml, "start") else comet_ml.Experiment
+        self.writer = start(project_name=self.run_name, **self.init_kwargs)
 
     @property
     def tracker(self) -> Any:
@@ -49,7 +49,7 @@ class CometMLTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers by ``log_metric``, strings by ``log_other``, dicts by ``log_metrics``; ``kwargs`` are theirs."""
+        """Log numbers with ``log_metric``, strings with ``log_other`` and dicts with ``log_metrics``, which receive ``kwargs``."""
         if step is not None:
             self.writer.set_step(step)
         for name, value in plain(values).items():
@@ -64,5 +64,5 @@ class CometMLTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Send pending data, and end the experiment."""
+        """Send pending data and end the experiment."""
         self.writer.end()

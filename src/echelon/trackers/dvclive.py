@@ -1,4 +1,4 @@
-"""DVCLive."""
+"""The tracker for DVCLive."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class DVCLiveTracker(GeneralTracker):
     """Logs to a ``dvclive.Live``.
 
     Args:
-        run_name: unused: DVCLive names its runs itself.
+        run_name: ignored, because DVCLive names its runs itself.
         live: an existing ``Live``.
-        kwargs: of ``dvclive.Live``.
+        kwargs: arguments of ``dvclive.Live``.
     """
 
     name = "dvclive"
@@ -48,7 +48,7 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log ``values`` and advance to the next step; ``kwargs`` are those of ``Live.log_metric``."""
+        """Log ``values`` and advance to the next step; ``kwargs`` are passed to ``Live.log_metric``."""
         plots: Any = require("dvclive.plots", extra="dvclive", purpose="log_with='dvclive'")
         if step is not None:
             self.live.step = step

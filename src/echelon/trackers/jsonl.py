@@ -1,4 +1,4 @@
-"""The run as a text file: one JSON object a line, for people, scripts and the reports of echelon itself."""
+"""A JSON Lines file with the logs of a run, which echelon's reports also read."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FILE_NAME = "metrics.jsonl"
 
 
 class JSONLTracker(GeneralTracker):
-    """Appends to ``<logging_dir>/<run_name>/metrics.jsonl``; each line is in the file when the call returns.
+    """Appends to ``<logging_dir>/<run_name>/metrics.jsonl`` and flushes after each line.
 
     A line is ``{"kind": "metrics", "time": seconds since 1970, "step": int or null, "values": {...}}``; ``init_trackers``
-    writes one of the kind ``config``. Numbers, strings, booleans, lists and nested objects keep their type; nan and the
-    infinities are ``{"float": "nan"}``, which strict JSON readers accept; other objects are their ``repr``.
+    writes a line of the kind ``config``. Numbers, strings, booleans, lists and nested objects keep their type. Nan and
+    infinities become ``{"float": "nan"}``, which is valid strict JSON; other objects become their ``repr``.
     """
 
     name = "jsonl"
@@ -38,7 +38,7 @@ class JSONLTracker(GeneralTracker):
 
     @property
     def tracker(self) -> IO[str] | None:
-        """The open file; None before ``start``, and where nothing is written."""
+        """The open file; None before ``start`` and on ranks that do not write."""
         return self._file
 
     @on_main_process
@@ -47,11 +47,11 @@ class JSONLTracker(GeneralTracker):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a+", encoding="utf-8")
         if not _ends_with_newline(self.path):
-            self._file.write("\n")  # a run was killed while it wrote: its partial line must not corrupt the next one
+            self._file.write("\n")  # ends a partial line that a killed run left
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write the settings of the run, secrets hidden."""
+        """Write the configuration of the run, with secrets hidden."""
         self._write({"kind": "config", "time": time.time(), "values": _encode(plain(hide_secrets(values)))})
 
     @on_main_process
@@ -73,7 +73,7 @@ class JSONLTracker(GeneralTracker):
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield what a ``JSONLTracker`` wrote, with the original types; a line cut off by a crash is skipped."""
+    """Yield the records that a ``JSONLTracker`` wrote, with the original types; skip lines truncated by a crash."""
     with Path(path).open(encoding="utf-8") as file:
         for line in file:
             try:

@@ -1,4 +1,4 @@
-"""MLflow: a server, or a folder (MLFLOW_TRACKING_URI=file:...)."""
+"""The tracker for MLflow, with a server or a directory (MLFLOW_TRACKING_URI=file:...)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
 class MLflowTracker(GeneralTracker):
-    """Logs to a run of ``mlflow``. The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN take precedence.
+    """Logs to an MLflow run.
+
+    The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN override the arguments.
 
     Args:
-        experiment_name: created if none has this name.
-        logging_dir: where a new experiment keeps its artifacts.
-        run_id: a run to resume.
-        tags: of the run and of a new experiment; a dict, or JSON text of one.
-        nested_run: a run inside the active one.
-        run_name: of a new run.
-        description: of the run.
+        experiment_name: name of the experiment, which is created if it does not exist.
+        logging_dir: artifact location of a new experiment.
+        run_id: run to resume.
+        tags: tags of the run and of a new experiment, as a dict or JSON text.
+        nested_run: whether to nest the run in the active one.
+        run_name: name of a new run.
+        description: description of the run.
     """
 
     name = "mlflow"
@@ -65,7 +67,7 @@ class MLflowTracker(GeneralTracker):
         mlflow = _mlflow()
         found = mlflow.search_experiments(filter_string=f"name = '{self.experiment_name}'")
         if len(found) > 1:
-            _logger.warning("%d MLflow experiments are named %r: the first is used", len(found), self.experiment_name)
+            _logger.warning("%d MLflow experiments are named %r; using the first", len(found), self.experiment_name)
         location = None if self.logging_dir is None else os.fspath(self.logging_dir)
         experiment_id = (
             found[0].experiment_id
@@ -88,7 +90,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the settings as parameters, in as many requests as MLflow needs; values that are too long are skipped."""
+        """Store the settings as parameters, in batches of MLflow's maximum size; skip values that are too long."""
         mlflow = _mlflow()
         limits: Any = require("mlflow.utils.validation", extra="mlflow", purpose="log_with='mlflow'")
         kept: list[tuple[str, Any]] = []
@@ -103,7 +105,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers; ``kwargs`` are those of ``mlflow.log_metrics``."""
+        """Log numbers; ``kwargs`` are passed to ``mlflow.log_metrics``."""
         metrics = {}
         for name, value in plain(values).items():
             if is_number(value):
@@ -119,12 +121,12 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Store everything in ``local_dir`` as artifacts, under ``artifact_path``."""
+        """Store the files in ``local_dir`` as artifacts under ``artifact_path``."""
         _mlflow().log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Store one file as an artifact, under ``artifact_path``."""
+        """Store one file as an artifact under ``artifact_path``."""
         _mlflow().log_artifact(local_path=local_path, artifact_path=artifact_path)
 
     @on_main_process

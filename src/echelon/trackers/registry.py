@@ -1,4 +1,4 @@
-"""The registry of trackers: by name, by installed library, and those that a user registers."""
+"""The registry of built-in and custom trackers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _BUILT_IN: Mapping[str, Any] = MappingProxyType(
         )
     }
 )
-# In the order in which accelerate finds them.
+# In the order of accelerate.
 _PACKAGES: Mapping[LoggerType, tuple[str, ...]] = MappingProxyType(
     {
         LoggerType.TENSORBOARD: ("tensorboard", "tensorboardX"),
@@ -65,7 +65,7 @@ _PACKAGES: Mapping[LoggerType, tuple[str, ...]] = MappingProxyType(
 
 
 class _Classes(Mapping[str, Any]):
-    """Every tracker class by its name, those registered since included; to be read, not written."""
+    """Read-only mapping from names to tracker classes, including those registered later."""
 
     def __getitem__(self, name: str) -> Any:
         return tracker_class(name)
@@ -81,10 +81,10 @@ LOGGER_TYPE_TO_CLASS: Mapping[str, Any] = _Classes()
 
 
 def tracker_class(name: str) -> Any:
-    """Return the tracker class that goes by ``name``: a registered one before a built-in one.
+    """Return the tracker class with this ``name``; registered classes take precedence over built-in ones.
 
     Raises:
-        KeyError: there is none.
+        KeyError: no class has this name.
     """
     registered = GeneralTracker.registered
     return registered[name] if name in registered else _BUILT_IN[name]
@@ -96,42 +96,42 @@ def get_available_trackers() -> list[LoggerType]:
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let ``log_with`` name a class of your own by its ``name``, in this process.
+    """Register a custom class, so that ``log_with`` accepts its ``name`` in this process.
 
-    It is made with the project's name, then the logging directory if it requires one, then its ``init_kwargs``.
+    It is instantiated with the project name, the logging directory if it requires one, and its ``init_kwargs``.
 
     Raises:
-        UsageError: it is no ``GeneralTracker``, or lacks ``name`` or ``requires_logging_directory``.
+        UsageError: it is not a ``GeneralTracker``, or lacks ``name`` or ``requires_logging_directory``.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise UsageError(
-            f"register_tracker_class() was given {tracker_class!r}, which is no subclass of GeneralTracker",
-            do="give the class itself, derived from GeneralTracker",
+            f"register_tracker_class() got {tracker_class!r}, which is not a subclass of GeneralTracker",
+            do="pass a class derived from GeneralTracker, not an object",
         )
     for attribute in ("name", "requires_logging_directory"):
         if attribute not in dir(tracker_class) or (attribute == "name" and not tracker_class.name):  # type: ignore[attr-defined]
             raise UsageError(
                 f"the tracker class {tracker_class.__name__} has no {attribute!r}",
-                do=f"define {attribute} in the class: {'a text' if attribute == 'name' else 'True or False'}",
+                do=f"define the class attribute {attribute}: {'a string' if attribute == 'name' else 'True or False'}",
             )
     name: str = tracker_class.name  # type: ignore[attr-defined]
     if name in LOGGER_TYPE_TO_CLASS:
-        warn(f"a tracker named {name!r} is registered already; {tracker_class.__name__} takes its place")
+        warn(f"a tracker named {name!r} is already registered; {tracker_class.__name__} replaces it")
     GeneralTracker.registered = MappingProxyType({**GeneralTracker.registered, name: tracker_class})
 
 
 def filter_trackers(
     log_with: Any, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[LoggerType | str | GeneralTracker]:
-    """Return the trackers that ``log_with`` asks for and that can be had, each once.
+    """Return the available trackers of ``log_with``, without duplicates.
 
     Args:
-        log_with: a name, a ``LoggerType``, a tracker object, or a list of these; ``all``: every installed one, with the
-            objects of the list first. What is not installed is left out, with a warning.
-        logging_dir: for trackers that write to a folder.
+        log_with: a name, a ``LoggerType``, a tracker object, or a list of these; ``all`` selects every installed tracker,
+            after the objects in the list. Trackers that are not installed are skipped with a warning.
+        logging_dir: directory for trackers that write files.
 
     Raises:
-        UsageError: an unknown name, or a tracker that needs ``logging_dir``, which is None.
+        UsageError: a name is unknown, or a tracker needs ``logging_dir``, which is None.
     """
     if log_with is None:
         return []
@@ -147,9 +147,9 @@ def filter_trackers(
             continue
         if not isinstance(one, (str, LoggerType)) or str(one) not in LOGGER_TYPE_TO_CLASS:
             raise UsageError(
-                f"log_with={one!r} is no known tracker",
+                f"log_with={one!r} is not a known tracker",
                 where="code Accelerator(log_with=)",
-                do=f"give one of {', '.join(sorted({*LoggerType.list(), *LOGGER_TYPE_TO_CLASS}))}, or a GeneralTracker",
+                do=f"use one of {', '.join(sorted({*LoggerType.list(), *LOGGER_TYPE_TO_CLASS}))}, or a GeneralTracker object",
             )
         name = str(one)
         kind = LoggerType(name) if name in LoggerType and name not in GeneralTracker.registered else name
@@ -160,9 +160,9 @@ def filter_trackers(
             continue
         if _needs_folder(name) and logging_dir is None:
             raise UsageError(
-                f"log_with={name!r} writes to a folder, and there is none",
+                f"log_with={name!r} needs a logging directory",
                 where="code Accelerator(log_with=)",
-                do="give Accelerator(project_dir=...), or ProjectConfiguration(logging_dir=...)",
+                do="set Accelerator(project_dir=...) or ProjectConfiguration(logging_dir=...)",
             )
         if kind not in found:
             found.append(kind)

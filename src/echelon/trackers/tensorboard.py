@@ -1,4 +1,4 @@
-"""TensorBoard event files."""
+"""The tracker for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["TensorBoardTracker"]
 
 
 class TensorBoardTracker(GeneralTracker):
-    """Writes to ``<logging_dir>/<run_name>`` through ``torch.utils.tensorboard.SummaryWriter``, or tensorboardX's.
+    """Writes to ``<logging_dir>/<run_name>`` with the ``SummaryWriter`` of ``torch.utils.tensorboard`` or tensorboardX.
 
     Args:
-        run_name: the name of the run, a folder.
-        logging_dir: where the folder is.
-        kwargs: of ``SummaryWriter``.
+        run_name: name of the run and of its directory.
+        logging_dir: parent directory.
+        kwargs: arguments of ``SummaryWriter``.
     """
 
     name = "tensorboard"
@@ -51,11 +51,12 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write the settings as hyperparameters, and as ``<time>/hparams.yml`` beside them.
+        """Write the settings as hyperparameters and to ``<time>/hparams.yml``.
 
-        Nested settings get names with slashes in the event file, where values are numbers, strings and booleans only.
+        In the event file, nested settings get names with slashes, and other values than numbers, strings and booleans
+        become strings.
         """
-        import yaml  # noqa: PLC0415 - not to be paid for by every start of an Accelerator
+        import yaml  # noqa: PLC0415 - slows down imports
 
         settings = plain(hide_secrets(values))
         known = {n: v if isinstance(v, (bool, int, float, str)) else str(v) for n, v in flat(settings)}
@@ -68,12 +69,12 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write numbers as scalars, strings as text, dicts of numbers as several curves in one figure.
+        """Write numbers as scalars, strings as text, and dicts of numbers as several curves in one chart.
 
         Args:
-            values: by name.
-            step: the x axis.
-            kwargs: of ``add_scalar``, ``add_text`` or ``add_scalars``.
+            values: values by name.
+            step: global step.
+            kwargs: arguments of ``add_scalar``, ``add_text`` or ``add_scalars``.
         """
         for name, value in plain(values).items():
             if is_number(value):
@@ -88,7 +89,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write batches of images; ``kwargs`` are those of ``add_images``."""
+        """Write batches of images; ``kwargs`` are passed to ``add_images``."""
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
 

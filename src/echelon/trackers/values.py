@@ -1,4 +1,4 @@
-"""Values for logging: tensors and numpy scalars as plain numbers, nested settings as flat ones, secrets hidden."""
+"""Conversion of values for logging: plain numbers, flat settings, hidden secrets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _logger = get_logger(__name__)
 
 
 class DroppedValues:
-    """Warns once per name of the values that a tracking library does not accept."""
+    """Warns once per name about values that a tracking library does not accept."""
 
     def __init__(self, library: str) -> None:
         self._library = library
@@ -41,9 +41,9 @@ class DroppedValues:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` with every tensor and numpy value in it as Python numbers (lists where it has dimensions).
+    """Convert the tensors and numpy values in ``value`` to Python numbers, or lists for several elements.
 
-    One element counts as a number, whatever its shape. ``.item()`` waits for the device: logging is the place for it.
+    Synchronizes with the device.
     """
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.detach().cpu().tolist()
@@ -61,12 +61,12 @@ def plain(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether ``value``, already plain, is a scalar that can be plotted as a curve."""
+    """Return whether the plain ``value`` is a scalar that can be plotted."""
     return isinstance(value, (int, float))
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting of nested ``settings`` as (name/of/setting, value)."""
+    """Flatten nested ``settings`` to pairs (name/of/setting, value)."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{key}/")
@@ -75,9 +75,9 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def hide_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` with the text of passwords, keys and access tokens hidden, recognized by their names.
+    """Return ``settings`` with passwords, keys and access tokens replaced, which are recognized by their names.
 
-    Special tokens of a tokenizer (``pad_token``) and numbers (``num_tokens``) stay.
+    Special tokens of a tokenizer (``pad_token``) and numbers (``num_tokens``) are kept.
     """
     hidden: dict[str, Any] = {}
     for key, value in settings.items():

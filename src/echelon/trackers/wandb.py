@@ -1,4 +1,4 @@
-"""Weights & Biases, and the libraries with its interface: SwanLab and Trackio.
+"""Trackers for Weights & Biases, and for SwanLab and Trackio, which have the same interface.
 
 wandb works offline with ``init_kwargs={"wandb": {"mode": "offline"}}`` or WANDB_MODE=offline.
 """
@@ -19,8 +19,8 @@ class _RunTracker(GeneralTracker):
     """Logs to the run that ``init(project=)`` of a library starts.
 
     Args:
-        run_name: the project.
-        kwargs: of the library's ``init``.
+        run_name: name of the project.
+        kwargs: arguments of the library's ``init``.
     """
 
     requires_logging_directory = False
@@ -50,7 +50,7 @@ class _RunTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log ``values``; ``kwargs`` are those of the run's ``log``."""
+        """Log ``values``; ``kwargs`` are passed to the run's ``log``."""
         self.run.log(self._loggable(values), step=step, **kwargs)
 
     @on_main_process
@@ -73,11 +73,11 @@ class _RunTracker(GeneralTracker):
 
 
 class WandBTracker(_RunTracker):
-    """Logs to a run of ``wandb``. Tensors of several elements become its histograms.
+    """Logs to a ``wandb`` run. Tensors with several elements become histograms.
 
     Args:
-        run_name: the project.
-        kwargs: of ``wandb.init``.
+        run_name: name of the project.
+        kwargs: arguments of ``wandb.init``.
     """
 
     name = "wandb"
@@ -90,7 +90,7 @@ class WandBTracker(_RunTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images; ``kwargs`` are those of ``Run.log``."""
+        """Log lists of images; ``kwargs`` are passed to ``Run.log``."""
         self._log_images(values, step, kwargs)
 
     @on_main_process
@@ -103,17 +103,17 @@ class WandBTracker(_RunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table of any objects, given as ``columns`` and ``data`` or as ``dataframe``."""
+        """Log a table of any objects, as ``columns`` and ``data`` or as ``dataframe``."""
         table = self._library().Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step=step, **kwargs)
 
 
 class SwanLabTracker(_RunTracker):
-    """Logs to a run of ``swanlab``.
+    """Logs to a ``swanlab`` run.
 
     Args:
-        run_name: the project.
-        kwargs: of ``swanlab.init``.
+        run_name: name of the project.
+        kwargs: arguments of ``swanlab.init``.
     """
 
     name = "swanlab"
@@ -126,16 +126,16 @@ class SwanLabTracker(_RunTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images; ``kwargs`` are those of the run's ``log``."""
+        """Log lists of images; ``kwargs`` are passed to the run's ``log``."""
         self._log_images(values, step, kwargs)
 
 
 class TrackioTracker(_RunTracker):
-    """Logs to a run of ``trackio``.
+    """Logs to a ``trackio`` run.
 
     Args:
-        run_name: the project.
-        kwargs: of ``trackio.init``.
+        run_name: name of the project.
+        kwargs: arguments of ``trackio.init``.
     """
 
     name = "trackio"

@@ -1,4 +1,4 @@
-"""The loss of a batch: how the model and the loss functions are called, and what their loss is divided by."""
+"""Computing the loss of a batch: calling the model and the loss functions, and normalizing the loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 def run_training_step(
     hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any
 ) -> torch.Tensor:
-    """Do what ``Trainer.training_step`` says, with inputs that are on the device."""
+    """Implement ``Trainer.training_step``, for inputs on the device."""
     accelerator = hooks.accelerator
     with hooks.compute_loss_context_manager():
         if session.interface.watches_items and isinstance(num_items, torch.Tensor):
@@ -36,7 +36,7 @@ def run_training_step(
         else:
             loss = call_compute_loss(hooks, session, model, inputs, num_items)
     if loss.dim() and accelerator.capabilities.num_devices > 1:
-        loss = loss.mean()  # one for each device
+        loss = loss.mean()  # one element per device
     if accelerator.parity != "off":
         accelerator.backward(loss, num_items=items_of(inputs, model=hooks.model))
         return loss.detach()
@@ -50,7 +50,7 @@ def run_training_step(
 def _watched_loss(
     hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: torch.Tensor
 ) -> torch.Tensor:
-    """Return the loss of a batch, and warn if it is not computed with ``num_items``; once a training."""
+    """Return the loss of a batch; warn if its computation does not use ``num_items``."""
     watched = WatchedNumber.of(num_items)
     loss: torch.Tensor = call_compute_loss(hooks, session, model, inputs, watched)
     session.interface.watches_items = False
@@ -68,7 +68,7 @@ def call_compute_loss(
     *,
     return_outputs: bool = False,
 ) -> Any:
-    """Call ``compute_loss`` with the arguments that it takes."""
+    """Call ``compute_loss`` with the arguments that it accepts."""
     options: dict[str, Any] = {"return_outputs": True} if return_outputs else {}
     if session.interface.compute_loss_takes_items:
         options["num_items_in_batch"] = num_items
@@ -84,7 +84,7 @@ def call_compute_loss(
 def compute_loss(
     hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Return the loss of a batch as ``Trainer.compute_loss`` defines it, and what the model returned."""
+    """Return the loss of a batch and the model's outputs, for ``Trainer.compute_loss``."""
     func, smoother, accelerator = hooks.compute_loss_func, hooks.label_smoother, hooks.accelerator
     batch = inputs
     inputs, labels = without_labels(inputs) if func is not None or smoother is not None else (inputs, None)
@@ -93,26 +93,26 @@ def compute_loss(
         num_devices = accelerator.capabilities.num_devices
         loss = loss_in(outputs, inputs, model=hooks.model, label_names=hooks.label_names, num_devices=num_devices)
         if num_items is not None and loss.dim():
-            loss = loss * loss.numel()  # each device divided its sum by the items of all, and their mean is taken
+            loss = loss * loss.numel()  # each device divided by all items, and the mean over devices follows
     elif func is None:
         assert smoother is not None
         assert labels is not None
         loss = smoother(outputs, labels, session.interface.is_causal, num_items)
     elif session.interface.loss_func_takes_items:
         if num_items is None and accelerator.parity != "off":
-            # Those of the batch: an exact mode weighs the loss by itself.
+            # The items of this batch only: an exact mode weights the loss itself.
             loss = func(outputs, labels, num_items_in_batch=count_items(batch, model=hooks.model))
         else:
             loss = func(outputs, labels, num_items_in_batch=num_items)
     else:
         loss = func(outputs, labels)
     if num_items is not None and hooks.args.average_tokens_across_devices:
-        loss = loss * _share_of_items(hooks, session)
+        loss = loss * _rank_weight(hooks, session)
     return loss, outputs
 
 
 def call_model(hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any) -> Any:
-    """Call ``model`` with the columns of a batch by name, or with its parts in their order, as many as forward takes."""
+    """Call ``model`` with the columns of a batch by name, or with as many elements as forward has parameters."""
     if isinstance(inputs, Mapping):
         if num_items is not None and hooks.model_accepts_loss_kwargs:
             return model(**inputs, num_items_in_batch=num_items)
@@ -122,12 +122,12 @@ def call_model(hooks: TrainerHooks, session: TrainerSession, model: nn.Module, i
 
 
 def count_update_items(hooks: TrainerHooks, session: TrainerSession, samples: list[Any], device: torch.device) -> Any:
-    """Return how many labels the batches ``samples`` hold, over all ranks; None where no loss is divided by that number.
+    """Return the number of labels in ``samples`` over all ranks; None if the loss is not divided by it.
 
-    Collective: with ``average_tokens_across_devices``, where labels are counted.
+    Collective: with ``average_tokens_across_devices``, if labels are counted.
     """
     accelerator = hooks.accelerator
-    is_exact = accelerator.parity != "off"  # there each loss brings its weight with it
+    is_exact = accelerator.parity != "off"  # then each loss is weighted by its own items
     first = samples[0] if samples else None
     if not session.interface.counts_items or is_exact or not isinstance(first, Mapping) or "labels" not in first:
         return None
@@ -143,17 +143,17 @@ def count_update_items(hooks: TrainerHooks, session: TrainerSession, samples: li
     return num_items
 
 
-def _share_of_items(hooks: TrainerHooks, session: TrainerSession) -> float:
-    """Return the factor of a sum divided by the items of all ranks, before the mean over the ranks is taken."""
+def _rank_weight(hooks: TrainerHooks, session: TrainerSession) -> float:
+    """Return the factor that compensates for the mean over ranks, since the loss is already divided by all items."""
     real = session.evaluation.real_samples
     if real is None:
         return hooks.accelerator.num_processes
-    mine, of_all = real  # an evaluation weighs each rank by its samples, and one may have fewer than the others
+    mine, of_all = real  # an evaluation weights each rank by its number of samples
     return of_all / mine if mine else 1
 
 
 def _warn_of_ignored_items(hooks: TrainerHooks, session: TrainerSession) -> None:
-    """Warn of a loss that is not divided by the items of the update, where that makes a difference."""
+    """Warn that the loss is not divided by the items of the update, if that changes the result."""
     is_overridden, args = session.interface.overrides_compute_loss, hooks.args
     num_batches = 1 if hooks.loss_is_scaled_for_ga is False else session.update_size(args).accumulation_steps
     averages = args.average_tokens_across_devices and not is_overridden
@@ -161,11 +161,14 @@ def _warn_of_ignored_items(hooks: TrainerHooks, session: TrainerSession) -> None
     if num_batches * num_ranks == 1:
         return
     if hooks.compute_loss_func is not None and not is_overridden:
-        who, do = "compute_loss_func", "Divide the sum of its losses by it, or remove that parameter."
+        who, do = "compute_loss_func", "Divide the sum of its losses by num_items_in_batch, or remove this parameter."
     else:
         model = type(hooks.model).__name__
         who = f"{type(hooks).__name__}.compute_loss" if is_overridden else f"{model}.forward"
-        do = f"Divide the sum of its losses by it, or set {model}.accepts_loss_kwargs = False: then the mean is meant."
+        do = (
+            f"Divide the sum of its losses by num_items_in_batch, or set {model}.accepts_loss_kwargs = False if it returns "
+            "a mean."
+        )
     parts = [f"{num_batches} batches of an update"] if num_batches > 1 else []
     parts += [f"{num_ranks} processes"] if num_ranks > 1 else []
     warn(ignored_number(who=who, factor=num_batches * num_ranks, of=" x ".join(parts), do=do))

@@ -1,4 +1,4 @@
-"""The Accelerator that a Trainer stands on, made from its arguments; and the seeds."""
+"""Building the Accelerator of a Trainer from its arguments, and seeding."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from echelon.trainer.arguments.fsdp import fsdp_plugin, parallelism
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.trackers import tracker_settings
 
-__all__ = ["accumulation_options", "make_accelerator", "set_seeds"]
+__all__ = ["accumulation_options", "build_accelerator", "set_seeds"]
 
-# What accelerator_config may hold, with the Trainer's own defaults.
+# Keys of accelerator_config and their defaults.
 _DATA_OPTIONS = {
     "split_batches": False,
     "dispatch_batches": None,
@@ -36,27 +36,27 @@ _DATA_OPTIONS = {
     "non_blocking": False,
 }
 _ACCUMULATION = ("num_steps", "sync_each_batch", "sync_with_dataloader", "adjust_scheduler")
-# A process group that is there is always used: nothing has to be said for it.
+# use_configured_state has no effect: an existing process group is always used.
 _OTHERS = ("gradient_accumulation_kwargs", "use_configured_state")
 
 
-def make_accelerator(args: TrainingArguments) -> Accelerator:
-    """Return an Accelerator of the choices in ``args``.
+def build_accelerator(args: TrainingArguments) -> Accelerator:
+    """Build the Accelerator for ``args``.
 
-    The Trainer divides by the accumulation itself, because it knows the batches of an update before the first one runs:
-    so the Accelerator's own number of accumulation steps stays 1. Schedules count optimizer steps.
+    Its number of accumulation steps stays 1, because the Trainer itself accumulates and divides the loss. Schedulers
+    count optimizer steps.
 
-    Collective: it makes the process group where there is none.
+    Collective: if the process group does not exist yet.
 
     Raises:
-        ConfigError: a setting that the Trainer does not offer.
+        ConfigError: a setting is not supported.
     """
-    accumulation_options(args)  # raises for a wrong key
+    accumulation_options(args)  # raises for an unknown key
     is_exact = args.parity not in (None, "off")
     settings = tracker_settings(args)
     project = settings.setdefault("project_config", ProjectConfiguration())
     project.save_on_each_node, project.max_failed_saves = args.save_on_each_node, args.max_failed_saves
-    project.checkpoint_format = "echelon"  # what it saves; files of transformers' layout are the Trainer's own
+    project.checkpoint_format = "echelon"  # the Trainer itself writes the layout of transformers
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
         cpu=args.use_cpu,
@@ -69,7 +69,7 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
         dynamo_plugin=_dynamo(args),
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[
-            _of_ddp(args),
+            _ddp_kwargs(args),
             InitProcessGroupKwargs(backend=args.ddp_backend, timeout=args.ddp_timeout_delta),
         ],
         engine=_engine(args),
@@ -79,15 +79,15 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
         max_micro_batch_size=(args.max_micro_batch_size or args.train_batch_size) if is_exact else None,
         **settings,
     )
-    if accelerator.parity != "off" and not is_exact:  # chosen outside of the script, where it is said what fits, too
+    if accelerator.parity != "off" and not is_exact:  # set outside the script, as is the micro-batch size
         accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
     if args.tf32 is not None:
-        _choose_tf32(args.tf32, accelerator.device)
+        _set_tf32(args.tf32, accelerator.device)
     return accelerator
 
 
 def set_seeds(args: TrainingArguments) -> None:
-    """Seed ``random``, numpy and torch, equally on all ranks, so that a model made after it is the same everywhere."""
+    """Seed ``random``, numpy and torch equally on all ranks, so that they create identical models."""
     random.seed(args.seed)
     np.random.seed(args.seed % 2**32)
     torch.manual_seed(args.seed)
@@ -99,17 +99,17 @@ def accumulation_options(args: TrainingArguments) -> dict[str, Any]:
     """Return ``accelerator_config["gradient_accumulation_kwargs"]``.
 
     Raises:
-        ConfigError: an unknown key, or two numbers of steps.
+        ConfigError: a key is unknown, or ``num_steps`` conflicts with ``gradient_accumulation_steps``.
     """
     given = dict(_accelerator_config(args).get("gradient_accumulation_kwargs") or {})
     for name in given:
-        _known(name, _ACCUMULATION, "accelerator_config['gradient_accumulation_kwargs']")
+        _check_key(name, _ACCUMULATION, "accelerator_config['gradient_accumulation_kwargs']")
     num_steps, own = given.get("num_steps"), args.gradient_accumulation_steps
     if num_steps is not None and own not in (1, num_steps):
         raise ConfigError(
-            f"gradient_accumulation_steps={own} and accelerator_config's num_steps={num_steps} are one setting with two values",
+            f"gradient_accumulation_steps={own} conflicts with num_steps={num_steps} in accelerator_config",
             where="TrainingArguments.gradient_accumulation_steps",
-            do="keep gradient_accumulation_steps only",
+            do="set only gradient_accumulation_steps",
         )
     return given
 
@@ -117,7 +117,7 @@ def accumulation_options(args: TrainingArguments) -> dict[str, Any]:
 def _data_options(args: TrainingArguments) -> dict[str, Any]:
     given = _accelerator_config(args)
     for name in given:
-        _known(name, (*_DATA_OPTIONS, *_OTHERS), "accelerator_config")
+        _check_key(name, (*_DATA_OPTIONS, *_OTHERS), "accelerator_config")
     return {name: given.get(name, default) for name, default in _DATA_OPTIONS.items()}
 
 
@@ -128,7 +128,7 @@ def _accelerator_config(args: TrainingArguments) -> dict[str, Any]:
     return {name: value for name, value in vars(given).items() if not name.startswith("_")}
 
 
-def _known(name: str, choices: tuple[str, ...], setting: str) -> None:
+def _check_key(name: str, choices: tuple[str, ...], setting: str) -> None:
     if name not in choices:
         near = difflib.get_close_matches(name, choices, n=1)
         raise ConfigError(
@@ -139,7 +139,7 @@ def _known(name: str, choices: tuple[str, ...], setting: str) -> None:
 
 
 def _engine(args: TrainingArguments) -> str | None:
-    """Return the engine for the Accelerator; None: it chooses."""
+    """Return the engine for the Accelerator; None lets it choose."""
     uses_several = args.engine is None and args.n_gpu > 1 and num_devices_of(args, args.distributed_state) > 1
     return "dp" if uses_several else args.engine
 
@@ -150,23 +150,23 @@ def _dynamo(args: TrainingArguments) -> TorchDynamoPlugin | None:
     return TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 
 
-def _choose_tf32(wanted: bool, device: torch.device) -> None:
-    """Allow or forbid the device to round float32 factors to TF32, in this process.
+def _set_tf32(wanted: bool, device: torch.device) -> None:
+    """Allow or forbid TF32 in this process.
 
     Raises:
-        ConfigError: it is asked for, and the device has none.
+        ConfigError: TF32 is requested, but the device does not support it.
     """
     if wanted and not has_tf32(device):
         raise ConfigError(
-            f"tf32=True, and this device ({device.type}) has no TF32: an NVIDIA GPU of the Ampere generation or later has",
+            f"tf32=True needs an NVIDIA GPU of the Ampere generation or later, but the device is {device.type}",
             where="TrainingArguments.tf32",
-            do="leave it out, or set bf16=True",
+            do="remove it, or set bf16=True",
         )
     torch.set_float32_matmul_precision("high" if wanted else "highest")
     torch.backends.cudnn.allow_tf32 = wanted
 
 
-def _of_ddp(args: TrainingArguments) -> DistributedDataParallelKwargs:
+def _ddp_kwargs(args: TrainingArguments) -> DistributedDataParallelKwargs:
     options = {
         "find_unused_parameters": args.ddp_find_unused_parameters,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,

@@ -1,4 +1,4 @@
-"""What the parts of a Trainer may use of it: public attributes, and the methods that a subclass may override."""
+"""The interface of a Trainer to its components: public attributes, and methods that subclasses may override."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["BoundMethods", "TrainerHooks", "bind_log", "bind_training_step", "no
 
 
 class TrainerHooks(Protocol):
-    """The public attributes and methods of a Trainer that its parts use.
+    """The public attributes and methods of a Trainer that its components use.
 
-    A script may replace any of the attributes and override any of the methods, so parts look them up when they need them.
+    Scripts may replace attributes and override methods, so components look them up at every use.
     """
 
     args: TrainingArguments
@@ -103,36 +103,36 @@ class TrainerHooks(Protocol):
 
 
 class BoundMethods(NamedTuple):
-    """Methods that subclasses override although their names begin with an underscore, bound when training begins."""
+    """Private methods that subclasses nevertheless override, bound when training starts."""
 
     prepare_inputs: Callable[[Any], Any]
-    """(batch) -> the batch on the device."""
+    """``prepare_inputs(batch)`` returns the batch on the device."""
     save_checkpoint: Callable[[Any, Any], None]
-    """(model, trial) writes a checkpoint."""
+    """``save_checkpoint(model, trial)`` saves a checkpoint."""
 
 
 def notify(hooks: TrainerHooks, event: str, **more: Any) -> TrainerControl:
-    """Call ``event`` of the callbacks and return the control that results."""
+    """Dispatch ``event`` to the callbacks, and return the resulting control."""
     hooks.control = hooks.callback_handler.call_event(event, hooks.args, hooks.state, hooks.control, **more)
     return hooks.control
 
 
 def bind_training_step(hooks: TrainerHooks) -> Callable[[nn.Module, Any, Any], torch.Tensor]:
-    """Return ``training_step``, callable with (model, inputs, num_items_in_batch) whether or not an override takes the third."""
+    """Return ``training_step`` as a function of three arguments; the third is dropped if an override does not accept it."""
     if takes(hooks.training_step, "num_items_in_batch"):
         return lambda model, inputs, num_items: hooks.training_step(model, inputs, num_items)
     return lambda model, inputs, _: hooks.training_step(model, inputs)
 
 
 def bind_log(hooks: TrainerHooks) -> Callable[[dict[str, Any], float | None], None]:
-    """Return ``log``, callable with (logs, start_time) whether or not an override takes the second."""
+    """Return ``log`` as a function of two arguments; ``start_time`` is dropped if an override does not accept it."""
     if takes(hooks.log, "start_time"):
         return lambda logs, start_time: hooks.log(logs, start_time=start_time)
     return lambda logs, _: hooks.log(logs)
 
 
 def record_logs(hooks: TrainerHooks, logs: dict[str, Any], start_time: float | None) -> None:
-    """Add the epoch and the tokens to ``logs``, append them to the history, and pass them to the callbacks."""
+    """Add the epoch and the token count to ``logs``, append them to the history, and notify the callbacks."""
     state = hooks.state
     if state.epoch is not None:
         logs["epoch"] = state.epoch

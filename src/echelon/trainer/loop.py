@@ -1,4 +1,4 @@
-"""The training loop: passes, updates, and what happens after each of them."""
+"""The training loop: epochs, updates, logs, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from echelon.trainer.data.epoch_batches import EpochBatches, warn_of_wrong_lengt
 from echelon.trainer.data.num_tokens import num_tokens
 from echelon.trainer.features.auto_find_batch_size import evaluation_memory_error
 from echelon.trainer.features.nonfinite import NonFiniteError, first_bad
-from echelon.trainer.hooks import BoundMethods, TrainerHooks, bind_log, bind_training_step, notify
-from echelon.trainer.loss_window import LossWindow, mean_loss, no_losses
+from echelon.trainer.hooks import bind_log, bind_training_step, notify
+from echelon.trainer.loss_window import MeanLoss
 from echelon.trainer.optim.prepared_optimizer import set_optimizer_mode
 from echelon.trainer.results import TrainOutput, speed_metrics
-from echelon.trainer.session import TrainerSession
+from echelon.trainer.session import TrainCall
 from echelon.trainer.training_plan import TrainingPlan
 
 __all__ = ["TrainingLoop"]
@@ -38,57 +38,43 @@ logger = get_logger(__name__)
 
 
 class TrainingLoop:
-    """One call of ``Trainer.train``: its epochs, updates, and what follows each of them.
-
-    It owns what belongs to this call only: the losses, the last norm of the gradients, the learning rate that was used.
+    """The loop of one call of ``Trainer.train``; owns the state of this call, such as the losses to log.
 
     Args:
-        hooks: the Trainer's public attributes and overridable methods.
-        session: the Trainer's parts.
-        methods: the Trainer's bound methods.
-        plan: the length of the training.
-        loader: of the training data.
-        start: where the training begins.
-        ignore_keys: outputs of the model that evaluations leave out.
+        call: the objects to work with.
+        plan: the length of the run.
+        loader: loader of the training data.
+        resume_point: position in the data at which training starts.
     """
 
-    def __init__(
-        self,
-        hooks: TrainerHooks,
-        session: TrainerSession,
-        methods: BoundMethods,
-        plan: TrainingPlan,
-        loader: Any,
-        *,
-        start: ResumePoint,
-        ignore_keys: list[str] | None,
-    ) -> None:
+    def __init__(self, call: TrainCall, plan: TrainingPlan, loader: Any, *, resume_point: ResumePoint) -> None:
+        hooks, session = call.hooks, call.session
         self.hooks = hooks
         self._session = session
         self._training_step = bind_training_step(hooks)
         self._log = bind_log(hooks)
-        self._methods = methods
+        self._methods = call.methods
         self._accumulation_steps = session.update_size(hooks.args).accumulation_steps
         self._syncs_each_batch = bool(accumulation_options(hooks.args).get("sync_each_batch"))
         self.plan = plan
         self.loader = loader
-        self.begins = start
+        self.resume_point = resume_point
         self.cursor = session.cursor
-        self.ignore_keys = ignore_keys
+        self.ignore_keys = call.ignore_keys
         self.is_exact = hooks.accelerator.parity != "off"
-        self.is_left = False
-        """The last update was left in its middle."""
+        self.is_update_abandoned = False
+        """Whether a callback ended the last update before its last batch."""
         self.is_stepping = False
-        """Between the step of the optimizer and the end of what belongs to it."""
+        """Whether an optimizer step, with the bookkeeping that belongs to it, is in progress."""
         self.batches = EpochBatches(())
-        """Of the epoch."""
+        """Batches of the current epoch."""
         self._is_length_warned = False
         self.last_saved_step: int | None = None
-        self._is_ending = False  # to end, and saved
-        self._boundary: dict[str, Any] | None = None  # of the last whole step, for an error after it
-        self.losses = LossWindow()
-        self.total = no_losses()  # those of this call that were logged, or taken at its end
-        self.num_items: Any = None  # what the losses of the update are divided by
+        self._is_ending = False  # saved after a signal; training ends
+        self._boundary: dict[str, Any] | None = None  # state after the last complete step, to save after an error
+        self._mean_loss = MeanLoss(hooks.accelerator, filtered=hooks.args.logging_nan_inf_filter)
+        self.losses = self._mean_loss.window
+        self.num_items: Any = None  # divisor of the losses of the update
         self.grad_norm: torch.Tensor | None = None
         self.learning_rate = 0.0
         self.last_logged_step = 0
@@ -96,7 +82,7 @@ class TrainingLoop:
         args = hooks.args
         self.counts_tokens = args.include_num_input_tokens_seen != "no"
         self.prepares_update = self.counts_tokens or args.torch_empty_cache_steps is not None
-        self.start = self.logged_at = time.time()
+        self.start_time = self.logged_at = time.time()
         self.first_step = hooks.state.global_step
         if hooks.state.global_step:
             self._restore(self.cursor)
@@ -110,34 +96,34 @@ class TrainingLoop:
         cursor.is_within_update = False
 
     def run(self) -> TrainOutput:
-        """Train, and return what came of it.
+        """Train and return the results.
 
         Collective: every rank.
         """
-        hooks, args, plan, start = self.hooks, self.hooks.args, self.plan, self.begins
-        self.start = self.logged_at = time.time()
+        hooks, args, plan, start = self.hooks, self.hooks.args, self.plan, self.resume_point
+        self.start_time = self.logged_at = time.time()
         if hooks.state.epoch is None:
             hooks.state.epoch = 0.0
         notify(hooks, "on_train_begin")
         if args.eval_on_start:
             self._evaluate(steps_schedule=False)
         elif self.cursor.is_within_evaluation:
-            start = self._evaluate_again(start)
+            start = self._repeat_evaluation(start)
         self._train_mode()
         is_done = self._is_ending or (self._has_all_steps and not start.num_batches)
-        # With other batches than those of the plan, max_steps may lie beyond its epochs.
+        # max_steps may need more epochs than planned if an epoch has fewer batches than its length.
         num_epochs = sys.maxsize if args.max_steps > 0 else plan.num_epochs
         for epoch in () if is_done else range(start.epoch, num_epochs):
             self._run_epoch(epoch, start if epoch == start.epoch else ResumePoint(epoch=epoch))
             if hooks.control.should_training_stop or self._has_all_steps:
                 break
-        self._count_losses()  # those since the last log
+        self._mean_loss.take()  # adds the steps since the last log to the total
         self._store_flops()
         num_steps = hooks.state.global_step - self.first_step
-        mean = self._mean_loss(self.total, num_steps=num_steps)
-        part = num_steps / max(plan.max_steps, 1)  # a training that was ended early, or that went on
+        mean = self._mean_loss.total(num_steps=num_steps)
+        part = num_steps / max(plan.max_steps, 1)  # below 1 if training stopped early or was resumed
         num_samples = int(plan.num_train_samples * part)
-        metrics = speed_metrics("train", self.start, num_samples=num_samples, num_steps=num_steps)
+        metrics = speed_metrics("train", self.start_time, num_samples=num_samples, num_steps=num_steps)
         metrics |= {"total_flos": hooks.state.total_flos, "train_loss": mean, **self._session.memory.end("train")}
         load_best(hooks, self._session.output_dir(args))
         hooks.is_in_train = False
@@ -154,13 +140,13 @@ class TrainingLoop:
         loader = self.loader
         if start.num_to_skip:
             loader = hooks.accelerator.skip_first_batches(loader, start.num_to_skip)
-        cursor.is_read &= start.num_batches > 0  # in the saved training, to the end of its data
+        cursor.is_read &= start.num_batches > 0  # as saved
         cursor.epoch, cursor.num_batches, cursor.is_over = epoch, start.num_batches, False
         notify(hooks, "on_epoch_begin")
         if start.random_states is not None and not start.restores_rng_after_reading:
             restore_random_states(start.random_states)
         after_reading = start.random_states if start.restores_rng_after_reading else None
-        self._note_boundary()
+        self._record_boundary()
         num_planned = sys.maxsize if self.is_exact else plan.batches_per_epoch - cursor.num_batches
         batches = self.batches = EpochBatches(loader, hooks.accelerator, num_planned=num_planned)
         num_made = 0
@@ -179,15 +165,15 @@ class TrainingLoop:
                 if hooks.control.should_epoch_stop or hooks.control.should_training_stop:
                     break
             if not num_made and start.random_states is not None:
-                restore_random_states(start.random_states)  # there was nothing to read, and looking may have drawn some
+                restore_random_states(start.random_states)  # reading an empty rest may have drawn random numbers
             has_more = not (cursor.is_read or hooks.control.should_epoch_stop)
             if has_more and (plan.is_sized or not self._has_all_steps):
                 has_more = self._has_more()
             if not has_more:
                 batches.close()
-            if not cursor.num_batches and not self.is_left:
+            if not cursor.num_batches and not self.is_update_abandoned:
                 logger.warning(
-                    "the training data gave no batch in pass %d: the training ends at step %d of %d",
+                    "the training data yielded no batch in epoch %d: training stops at step %d of %d",
                     epoch + 1,
                     hooks.state.global_step,
                     plan.max_steps,
@@ -196,37 +182,37 @@ class TrainingLoop:
             elif not start.num_batches:
                 self._warn_of_wrong_length(has_more=has_more)
             notify(hooks, "on_epoch_end")
-            # Batches that are left are trained on by whoever goes on from here.
-            cursor.is_over, cursor.is_within_update = not has_more, has_more and self.is_left
+            # A resumed run trains on the remaining batches.
+            cursor.is_over, cursor.is_within_update = not has_more, has_more and self.is_update_abandoned
             self._log_evaluate_save()
             self._stop_if_preempted(is_new_step=False)
         finally:
             batches.close()
 
-    # ---- where an epoch ends -----------------------------------------------------------------------------------------
+    # ---- end of an epoch ---------------------------------------------------------------------------------------------
 
     @property
     def _has_all_steps(self) -> bool:
-        """Whether the steps that were asked for are made: those of ``max_steps``, or of the last, partial epoch."""
+        """Whether all steps are made: those of ``max_steps``, or of a last, partial epoch."""
         return not self.plan.ends_with_data and self.hooks.state.global_step >= self._num_steps
 
     @property
     def _num_steps(self) -> int:
-        """The steps of the training, where it does not end with the data of its last epoch."""
+        """Number of steps of the run, unless it ends with the data of its last epoch."""
         num_beyond = 0 if self.hooks.args.max_steps > 0 else self.cursor.num_steps_beyond
         return self.plan.max_steps + num_beyond
 
     def _has_more(self, num_batches: int | None = None) -> bool:
-        """Whether the epoch has more batches than ``num_batches`` (those that were trained on).
+        """Return whether the epoch has more batches than ``num_batches`` (default: those trained on).
 
-        The data decide, whatever number was planned with, unless the user has set a limit, or they have no end.
+        The data decides, not the plan, unless the user has set a limit or the data seems infinite.
 
-        Collective: where ``EpochBatches.has_more`` is.
+        Collective: if ``EpochBatches.has_more`` is.
         """
         plan, cursor = self.plan, self.cursor
         num_batches = cursor.num_batches if num_batches is None else num_batches
         if num_batches < plan.batches_per_epoch:
-            return True  # as planned; if not, reading finds out
+            return True  # if the plan is wrong, reading detects it
         if plan.is_limited or cursor.has_no_end:
             return False
         if num_batches == cursor.num_batches and cursor.is_read:
@@ -238,7 +224,7 @@ class TrainingLoop:
         return not cursor.has_no_end
 
     def _is_last_step(self, num_batches: int) -> bool:
-        """Whether no step follows the one in hand, after which ``num_batches`` of the epoch are trained on."""
+        """Return whether the current step, which ends after ``num_batches`` batches of the epoch, is the last one."""
         plan, cursor = self.plan, self.cursor
         if not plan.ends_with_data:
             return self.hooks.state.global_step + 1 >= self._num_steps
@@ -247,13 +233,13 @@ class TrainingLoop:
         )
 
     def _warn_of_wrong_length(self, *, has_more: bool) -> None:
-        """Warn, once, of an epoch that had another number of batches than was planned, and may have more."""
+        """Warn once if an epoch has more or fewer batches than planned."""
         hooks, plan, cursor = self.hooks, self.plan, self.cursor
         if self._is_length_warned or not plan.is_sized or cursor.num_batches == plan.batches_per_epoch:
             return
         is_short = cursor.num_batches < plan.batches_per_epoch
         if is_short and (not cursor.is_read or plan.is_limited or hooks.control.should_epoch_stop):
-            return  # it was left before its end
+            return  # the epoch was ended early
         self._is_length_warned = True
         warn_of_wrong_length(
             plan,
@@ -266,11 +252,11 @@ class TrainingLoop:
         )
 
     def _update(self, batches: EpochBatches, random_states: Any) -> bool:
-        """Make one optimizer step of the next batches; False: there are none.
+        """Make one optimizer step with the next batches; return False if there are none.
 
         Args:
-            batches: of the epoch.
-            random_states: what random numbers are drawn from when they are read; None: as they come.
+            batches: batches of the epoch.
+            random_states: RNG states to restore after the batches are read.
         """
         hooks, model, losses = self.hooks, self.hooks.model_wrapped, self.losses
         group, num_items = self._next_group(batches)
@@ -285,7 +271,7 @@ class TrainingLoop:
         if self.prepares_update:
             self._prepare_update(group)
         for i, inputs in enumerate(group):
-            if i < last and not self._syncs_each_batch:  # gradients need not travel before the last pass
+            if i < last and not self._syncs_each_batch:  # gradients are synchronized in the last pass only
                 with hooks.accelerator.no_sync(model):
                     losses.add(self._training_step(model, inputs, num_items))
             else:
@@ -293,13 +279,13 @@ class TrainingLoop:
             if i < last:
                 control = notify(hooks, "on_substep_end")
                 if control.should_epoch_stop or control.should_training_stop:
-                    self._leave_update()
+                    self._abandon_update()
                     return True
         self._step(group, num_batches=len(group))
         return True
 
     def _next_group(self, batches: EpochBatches) -> tuple[list[Any], Any]:
-        """Return the batches of an update, and the number of their items: as many as are planned, and more where there are."""
+        """Return the batches of an update and the number of their items; include batches beyond the planned ones."""
         get, device = self.hooks.get_batch_samples, self.hooks.accelerator.device
         wanted, num_left = self._accumulation_steps, self.plan.batches_per_epoch - self.cursor.num_batches
         planned = min(wanted, num_left) if num_left > 0 else wanted
@@ -309,21 +295,19 @@ class TrainingLoop:
         more, num_more = get(batches, wanted - planned, device)
         return [*group, *more], None if num_items is None or num_more is None else num_items + num_more
 
-    def _leave_update(self) -> None:
-        """Forget an update that a callback ended before its last batch: nothing of it is stepped with later on."""
+    def _abandon_update(self) -> None:
+        """Discard the losses and gradients of an update that a callback ended before its last batch."""
         self.losses.drop_open_step()
         self._session.optimizer.zero_grad(self.hooks)
-        self.is_left = True
+        self.is_update_abandoned = True
 
     def _exact_update(self, batches: Any, random_states: Any) -> bool:
-        """Make one optimizer step in the micro-steps that the loader cuts it into; False: there is none.
+        """Make one optimizer step from the loader's micro-batches; return False if there are none.
 
-        Args:
-            batches: of the epoch.
-            random_states: as in ``_update``.
+        The arguments are those of ``_update``.
         """
         hooks, model, accelerator = self.hooks, self.hooks.model_wrapped, self.hooks.accelerator
-        hooks.current_gradient_accumulation_steps = 1  # the weight of each sample or label makes the mean
+        hooks.current_gradient_accumulation_steps = 1  # losses are weighted by samples or labels instead
         group: list[Any] = []
         while not group or not accelerator.sync_gradients:
             if group:
@@ -345,7 +329,7 @@ class TrainingLoop:
         return True
 
     def _step(self, group: list[Any], *, num_batches: int) -> None:
-        """Let the optimizer step with the gradients that are there, and do what comes after."""
+        """Step the optimizer and the scheduler, then log, evaluate, save and stop as requested."""
         hooks, cursor = self.hooks, self.cursor
         args, state, model, losses = hooks.args, hooks.state, hooks.model_wrapped, self.losses
         if self._session.interface.counts_flops:
@@ -363,40 +347,40 @@ class TrainingLoop:
         self.learning_rate = optimizer.param_groups[0]["lr"]
         if cursor.num_batches >= self.plan.batches_per_epoch:
             cursor.num_steps_beyond += 1
-        # Beyond the steps that it was made for, a schedule keeps its rate: a cosine would rise again.
+        # Beyond its planned steps the scheduler keeps its last rate: a cosine would rise again.
         is_beyond = state.global_step + 1 >= self.plan.max_steps and not self._is_last_step(
             cursor.num_batches + num_batches
         )
-        if self._session.optimizer.steps_per_update and not is_beyond and not self._was_skipped():
+        if self._session.optimizer.steps_per_update and not is_beyond and not self._step_was_skipped():
             hooks.lr_scheduler.step()
         self._session.optimizer.zero_grad(hooks)
         state.global_step += 1
         if is_beyond and state.global_step >= state.max_steps:
-            state.max_steps = state.global_step + 1  # callbacks end the training there
+            state.max_steps = state.global_step + 1  # so that callbacks do not stop training yet
         cursor.num_batches += num_batches
         cursor.is_read = self.batches.is_known_to_be_over
         state.epoch = cursor.epoch + min(cursor.num_batches / self.plan.batches_per_epoch, 1.0)
-        self._note_boundary()
+        self._record_boundary()
         self.is_stepping = False
         control = notify(hooks, "on_step_end")
         if control.should_log or control.should_evaluate or control.should_save:
             self._log_evaluate_save()
         self._stop_if_preempted(is_new_step=True)
 
-    def _was_skipped(self) -> bool:
+    def _step_was_skipped(self) -> bool:
         return self.hooks.args.fp16 and self.hooks.accelerator.optimizer_step_was_skipped
 
     def _log_evaluate_save(self) -> None:
         hooks, state = self.hooks, self.hooks.state
         if hooks.control.should_log and state.global_step > self.last_logged_step:
-            logs: dict[str, Any] = {"loss": self._count_losses()}
+            logs: dict[str, Any] = {"loss": self._mean_loss.take()}
             if self.grad_norm is not None:
                 logs["grad_norm"] = self.grad_norm.item()
             logs["learning_rate"] = self.learning_rate
             if hooks.args.log_throughput:
                 logs |= self._throughput(state.global_step - self.last_logged_step)
             self.last_logged_step = state.global_step
-            self._log(logs, self.start if self.counts_tokens else None)
+            self._log(logs, self.start_time if self.counts_tokens else None)
         if hooks.control.should_evaluate:
             metrics = self._evaluate()
             if metrics is None:
@@ -410,15 +394,10 @@ class TrainingLoop:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Write a checkpoint of now. Collective: every rank."""
+        """Save a checkpoint. Collective: every rank."""
         hooks, cursor = self.hooks, self.cursor
         self._store_flops()
-        num_processes = hooks.accelerator.num_processes
-        sums, num_steps = self.losses.state()
-        if self._num_shares > 1:
-            # Each rank gets the mean of all, whatever their number will be.
-            sums = hooks.accelerator.reduce(sums.to(hooks.accelerator.device), "sum").cpu() / num_processes
-        cursor.window = {"sums": sums, "num_steps": num_steps}
+        cursor.window = self._mean_loss.state()
         cursor.last_logged_step, cursor.learning_rate = self.last_logged_step, self.learning_rate
         cursor.grad_norm = None if self.grad_norm is None else float(self.grad_norm)
         cursor.schedule = hooks.lr_scheduler.state_dict() if self._session.optimizer.is_foreign_scheduler else None
@@ -428,15 +407,15 @@ class TrainingLoop:
         notify(hooks, "on_save")
 
     def _restore(self, cursor: TrainCursor) -> None:
-        """Restore what was not logged yet, if ``cursor`` is that of the checkpoint."""
+        """Restore the values to log from ``cursor``, if it comes from a checkpoint."""
         self.last_logged_step = self.hooks.state.global_step
         if cursor.window:
             self.losses.restore(cursor.window["sums"], cursor.window["num_steps"])
             self.last_logged_step, self.learning_rate = cursor.last_logged_step, cursor.learning_rate
             self.grad_norm = None if cursor.grad_norm is None else torch.tensor(cursor.grad_norm, dtype=torch.float64)
 
-    def _note_boundary(self) -> None:
-        """Note what an error in the next update must not change."""
+    def _record_boundary(self) -> None:
+        """Record the state that ``save_last_step`` restores after an error in the next update."""
         if self.hooks.args.save_on_exception:
             self._boundary = {
                 "random_states": current_random_states(),
@@ -445,7 +424,7 @@ class TrainingLoop:
             }
 
     def save_last_step(self) -> None:
-        """Write a checkpoint of the training after the last whole step. Collective: every rank."""
+        """Save a checkpoint of the state after the last complete step. Collective: every rank."""
         hooks, boundary = self.hooks, self._boundary
         assert boundary is not None
         self.losses.drop_open_step()
@@ -458,12 +437,12 @@ class TrainingLoop:
         self._save()
 
     def _stop_if_preempted(self, *, is_new_step: bool) -> None:
-        """If all ranks are to save here: save, and end the process or (``enable_jit_checkpoint``) the training.
+        """If the ranks have agreed to stop here, save and end the process or, with ``enable_jit_checkpoint``, the run.
 
-        Collective: where they are.
+        Collective: every rank, once the ranks have agreed.
 
         Raises:
-            Preempted: the training is saved.
+            Preempted: the checkpoint is saved, and the process must end.
         """
         preemption, step = self.hooks.accelerator.preemption, self.hooks.state.global_step
         if self._is_ending or not preemption.at_boundary(is_new_step=is_new_step, is_whole=True):
@@ -474,21 +453,21 @@ class TrainingLoop:
         hooks, step = self.hooks, self.hooks.state.global_step
         if is_needed:
             self._save()
-        how = "is saved" if hooks.accelerator.checkpoints.store.is_saved else "could not be saved"
-        logger.warning("asked to end by a signal: the training %s after step %d of %d", how, step, self.plan.max_steps)
+        how = "saved a checkpoint" if hooks.accelerator.checkpoints.store.is_saved else "could not save a checkpoint"
+        logger.warning("stopping after a signal: %s of step %d of %d", how, step, self.plan.max_steps)
         if not hooks.args.enable_jit_checkpoint or hooks.args.save_on_signal:
             raise Preempted
         self._is_ending = hooks.control.should_training_stop = True
 
     def _on_any_rank(self, flag: bool) -> bool:
-        """Collective: on several ranks."""
+        """Return whether ``flag`` is set on any rank. Collective: with several ranks."""
         accelerator = self.hooks.accelerator
         if accelerator.num_processes == 1:
             return flag
         return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum") > 0)
 
-    def _evaluate_again(self, start: ResumePoint) -> ResumePoint:
-        """Make the evaluation that the saved training was left in; return where the data goes on."""
+    def _repeat_evaluation(self, start: ResumePoint) -> ResumePoint:
+        """Repeat the evaluation that preemption interrupted, and return the new resume point."""
         hooks, cursor = self.hooks, self.cursor
         if start.random_states is not None:
             restore_random_states(start.random_states)
@@ -501,10 +480,10 @@ class TrainingLoop:
     # ---- parts of a step ---------------------------------------------------------------------------------------------
 
     def _evaluate(self, *, steps_schedule: bool = True) -> dict[str, float] | None:
-        """Return the metrics of now; None: in the middle, the training was asked to end, and is saved.
+        """Evaluate and return the metrics; None if preemption interrupted the evaluation and a checkpoint was saved.
 
         Args:
-            steps_schedule: tell a schedule that follows evaluations of it.
+            steps_schedule: step a scheduler that depends on the evaluation metric.
         """
         hooks, states = self.hooks, current_random_states()
         self._session.evaluation.is_repeatable = True
@@ -518,8 +497,8 @@ class TrainingLoop:
             return None
         except RuntimeError as error:
             size = hooks.args.per_device_eval_batch_size
-            if hooks.args.auto_find_batch_size and (ours := evaluation_memory_error(error, batch_size=size)):
-                raise ours from error
+            if hooks.args.auto_find_batch_size and (memory_error := evaluation_memory_error(error, batch_size=size)):
+                raise memory_error from error
             raise
         finally:
             self._session.evaluation.is_repeatable = False
@@ -535,9 +514,9 @@ class TrainingLoop:
         set_optimizer_mode(self.hooks.optimizer, "train")
 
     def _prepare_update(self, group: list[Any]) -> None:
-        """Count the tokens of an update, and set memory free, where asked for.
+        """Count the tokens of an update and empty the memory cache, as the arguments request.
 
-        Collective: where tokens are counted.
+        Collective: if tokens are counted.
         """
         hooks, args = self.hooks, self.hooks.args
         every = args.torch_empty_cache_steps
@@ -555,21 +534,21 @@ class TrainingLoop:
             hooks.state.num_input_tokens_seen += int(total)
 
     def _stop_on_nan(self, group: list[Any]) -> None:
-        """Raise before the optimizer steps with numbers that are not finite; the weights are those of the last good step.
+        """Raise if a loss or gradient is nonfinite, before the optimizer changes the weights.
 
         Collective: every rank.
         """
         hooks = self.hooks
         is_bad = not all(bool(loss.isfinite().all()) for loss in self.losses.last(len(group)))
-        if self.grad_norm is not None and not hooks.args.fp16:  # loss scaling tries sizes that overflow
+        if self.grad_norm is not None and not hooks.args.fp16:  # loss scaling handles overflow
             is_bad |= not bool(torch.as_tensor(self.grad_norm).isfinite())
         if not self._on_any_rank(is_bad):
             return
         step = hooks.state.global_step + 1
-        is_sharded = hooks.accelerator.capabilities.shards_parameters  # there a forward pass is collective
+        is_sharded = hooks.accelerator.capabilities.shards_parameters  # then a forward pass would be collective
         what = first_bad(hooks.model, group, compute_loss=None if is_sharded else self._compute_loss)
         raise NonFiniteError(
-            f"step {step} is not finite: {what or 'on another rank, whose error names the tensor'}",
+            f"a loss or gradient of step {step} is not finite: {what or 'see the error of another rank'}",
             where=f"step {step}, epoch {hooks.state.epoch:.3g}",
         )
 
@@ -587,33 +566,12 @@ class TrainingLoop:
             "steps_per_second": round(num_steps / seconds, 3),
         }
 
-    def _count_losses(self) -> float:
-        """Return the mean loss of the steps since the last call.
-
-        Collective: every rank.
-        """
-        num_steps, window = self.losses.num_steps, self.losses.take()
-        if self._num_shares > 1:
-            accelerator = self.hooks.accelerator
-            window = accelerator.reduce(window.to(accelerator.device), "sum").cpu()
-        self.total += window[1]
-        return self._mean_loss(window[0], num_steps=num_steps)
-
-    def _mean_loss(self, sums: torch.Tensor, *, num_steps: int) -> float:
-        filtered = self.hooks.args.logging_nan_inf_filter
-        return mean_loss(sums, num_steps=num_steps * self._num_shares, filtered=filtered)
-
-    @property
-    def _num_shares(self) -> int:
-        """Ranks with losses of their own; in the exact modes every rank has the mean of all."""
-        return 1 if self.is_exact else self.hooks.accelerator.num_processes
-
     def _store_flops(self) -> None:
-        """Add the operations since the last call to the state. Collective: where the model can tell them."""
-        self.hooks.state.total_flos += self._all_ranks(self.floating_point_ops)
+        """Add the floating-point operations since the last call to the state. Collective: if the model counts them."""
+        self.hooks.state.total_flos += self._sum_over_ranks(self.floating_point_ops)
         self.floating_point_ops = 0.0
 
-    def _all_ranks(self, number: float) -> float:
+    def _sum_over_ranks(self, number: float) -> float:
         accelerator = self.hooks.accelerator
         if accelerator.num_processes == 1 or not self._session.interface.counts_flops:
             return number

@@ -1,4 +1,4 @@
-"""What a model and the methods that compute its loss take: inspected once, when the Trainer is made and when training begins."""
+"""The signatures of a model and of the methods that compute its loss."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ __all__ = ["ModelInterface", "columns_of", "inspect_model"]
 
 @dataclass(kw_only=True)
 class ModelInterface:
-    """What is called how, for the loss of a batch."""
+    """How the model and the loss functions are called."""
 
     overrides_compute_loss: bool
     computes_own_loss: bool
-    """The loss is computed outside of the model."""
+    """Whether the loss is computed outside the model."""
     num_positional: int | None
-    """Positional parameters of forward; None: any number."""
+    """Number of positional parameters of forward; None for any number."""
     is_causal: bool
     infers_labels: bool
-    """Forward takes no labels, and ``label_names`` is not set: the column is assumed to be ``labels``."""
+    """Whether the label column is assumed to be ``labels``: forward takes no labels, and ``label_names`` is not set."""
     compute_loss_takes_items: bool
     loss_func_takes_items: bool
     counts_items: bool
-    """The loss is divided by the labels of the whole update."""
+    """Whether the loss is divided by the number of labels in the whole update."""
     watches_items: bool
-    """The next loss is checked to be computed with that number."""
+    """Whether to check that the next loss uses that number."""
     counts_flops: bool
     overrides_save_model: bool
 
 
 def inspect_model(hooks: TrainerHooks, *, base: type[Any]) -> ModelInterface:
-    """Move the model to the device, set the attributes that depend on it, and return what it takes.
+    """Move the model to the device, set the hooks' attributes that depend on it, and return its interface.
 
     Args:
-        hooks: ``label_names``, ``can_return_loss`` and ``model_accepts_loss_kwargs`` are set; ``label_smoother`` may be cleared.
-        base: the class whose methods count as not overridden.
+        hooks: sets ``label_names``, ``can_return_loss`` and ``model_accepts_loss_kwargs``; may clear ``label_smoother``.
+        base: class whose methods count as not overridden.
     """
     model, args = hooks.model, hooks.args
     config: Any = getattr(model, "config", None)
     if hooks.label_smoother is not None and getattr(config, "problem_type", None) == "multi_label_classification":
         warn(
-            f"{type(model).__name__} is for multi_label_classification: label_smoothing_factor="
-            f"{args.label_smoothing_factor} is ignored, because it needs one label a sample"
+            f"label_smoothing_factor={args.label_smoothing_factor} is ignored: {type(model).__name__} is for "
+            "multi_label_classification, and label smoothing needs one label per sample"
         )
         hooks.label_smoother = None
-    if not hasattr(model, "hf_device_map"):  # spread over devices already
+    if not hasattr(model, "hf_device_map"):  # already split over devices
         model.to(hooks.accelerator.device)
     if hasattr(config, "use_cache"):
         config.use_cache = args.use_cache
@@ -82,14 +82,14 @@ def inspect_model(hooks: TrainerHooks, *, base: type[Any]) -> ModelInterface:
         compute_loss_takes_items=compute_loss_takes_items,
         loss_func_takes_items=loss_func_takes_items,
         counts_items=counts_items,
-        watches_items=counts_items and not compiles,  # a compiler would compile for it
+        watches_items=counts_items and not compiles,  # the check would trigger a recompilation
         counts_flops=kind.floating_point_ops is not base.floating_point_ops or hasattr(model, "floating_point_ops"),
         overrides_save_model=kind.save_model is not base.save_model,
     )
 
 
 def columns_of(hooks: TrainerHooks, interface: ModelInterface) -> KeptColumns | None:
-    """Return the columns that reach the model; None: all."""
+    """Return the columns to keep; None for all."""
     if not hooks.args.remove_unused_columns:
         return None
     return kept_columns(hooks.model, label_names=hooks.label_names, own_loss=interface.computes_own_loss)

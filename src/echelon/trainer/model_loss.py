@@ -1,4 +1,4 @@
-"""The loss of a batch: where the model put it, and what it is with smoothed labels."""
+"""Finding the loss in the model's outputs, and the loss with label smoothing."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ __all__ = ["LabelSmoother", "is_causal", "loss_in", "missing_column", "without_l
 def loss_in(
     outputs: Any, inputs: Any, *, model: nn.Module, label_names: Sequence[str], num_devices: int = 1
 ) -> torch.Tensor:
-    """Return the loss that the model computed: ``outputs["loss"]``, ``outputs.loss`` of a dataclass, the first of a tuple, or a number.
+    """Return the loss in ``outputs``: ``outputs["loss"]``, ``outputs.loss``, the first element of a tuple, or a scalar.
 
-    Of several devices of one process it is one number for each: [devices], fewer for a short batch.
+    With several devices per process, the loss has one element per device: [devices], or fewer for a short batch.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the outputs contain no loss.
     """
     loss = None
     if isinstance(outputs, Mapping) or is_record(outputs):
         held: Any = contents(outputs) or {}
         loss = held.get("loss")
     elif isinstance(outputs, torch.Tensor):
-        loss = outputs if not outputs.dim() or _is_of_devices(outputs, num_devices) else None
+        loss = outputs if not outputs.dim() or _has_element_per_device(outputs, num_devices) else None
     elif isinstance(outputs, (tuple, list)) and outputs:
         loss = outputs[0]
-    if isinstance(loss, torch.Tensor) and (loss.numel() == 1 or _is_of_devices(loss, num_devices)):
+    if isinstance(loss, torch.Tensor) and (loss.numel() == 1 or _has_element_per_device(loss, num_devices)):
         return loss
-    what = f"the model ({type(model).__name__}) gave no loss"
+    what = f"the model ({type(model).__name__}) returned no loss"
     if not isinstance(inputs, Mapping):
         raise UsageError(
-            f"{what}: the batch is a {type(inputs).__name__}, whose parts are forward's arguments in their order",
+            f"{what}: the batch is a {type(inputs).__name__}, whose elements are passed to forward as positional arguments",
             where="Trainer.compute_loss",
-            do="give compute_loss_func, which gets (outputs, the last part); or override compute_loss; or let forward take "
-            "the last part, too, and return the loss first",
+            do="pass compute_loss_func, which receives the outputs and the last element; override compute_loss; or let forward "
+            "accept all elements and return the loss first",
         )
-    if getattr(model, "base_model", None) is model:  # of transformers
+    if getattr(model, "base_model", None) is model:  # a base model of transformers
         raise UsageError(
-            f"{what}: it is the body of a model of transformers, without a head",
+            f"{what}: it is a base model of transformers, without a head",
             where="Trainer.compute_loss",
-            do=f"make one with a head, such as {type(model).__name__.removesuffix('Model')}ForSequenceClassification; or "
+            do=f"use a class with a head, such as {type(model).__name__.removesuffix('Model')}ForSequenceClassification, or "
             "override compute_loss",
         )
     missing = [name for name in label_names if name not in inputs] or ([] if label_names else ["labels"])
@@ -60,25 +60,25 @@ def loss_in(
         where="Trainer.compute_loss",
         do="name the label column 'labels', or set label_names to its name"
         if label_names
-        else "override compute_loss, give compute_loss_func, or let forward take labels and return the loss first",
+        else "override compute_loss, pass compute_loss_func, or let forward accept labels and return the loss first",
     )
 
 
-def _is_of_devices(loss: torch.Tensor, num_devices: int) -> bool:
+def _has_element_per_device(loss: torch.Tensor, num_devices: int) -> bool:
     return num_devices > 1 and loss.dim() == 1 and loss.numel() <= num_devices
 
 
 def missing_column(
     name: str, inputs: Mapping[str, Any], *, kept: KeptColumns | None, label_names: Sequence[str]
 ) -> UsageError:
-    """Return the error of a ``compute_loss`` that reads the column ``name``, which the batch has not."""
+    """Return the error for a ``compute_loss`` that reads the column ``name``, which the batch does not have."""
     hint = (
-        "set remove_unused_columns=False: it leaves out what the model's forward does not take"
+        "set remove_unused_columns=False, to keep columns that the model's forward does not accept"
         if kept is not None and not kept.keeps(name)
-        else "rename a column of the data set, or set label_names"
+        else "rename a column of the dataset, or set label_names"
     )
     return UsageError(
-        f"compute_loss needs {name!r}, and the batch has only {', '.join(map(str, inputs)) or 'no columns'} "
+        f"compute_loss needs {name!r}, but the batch has only {', '.join(map(str, inputs)) or 'no columns'} "
         f"(label_names: {', '.join(label_names) or 'none'})",
         where="Trainer.compute_loss",
         do=hint,
@@ -86,7 +86,7 @@ def missing_column(
 
 
 def without_labels(inputs: Any) -> tuple[Any, Any]:
-    """Return a batch without its labels, and these: the column ``labels``, or the last of several parts; else None."""
+    """Split a batch into inputs and labels: the column ``labels`` or the last element; None if there are no labels."""
     if isinstance(inputs, Mapping):
         return {name: value for name, value in inputs.items() if name != "labels"}, inputs.get("labels")
     if isinstance(inputs, (tuple, list)) and len(inputs) > 1:
@@ -95,7 +95,7 @@ def without_labels(inputs: Any) -> tuple[Any, Any]:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Tell whether ``model`` (a language model of transformers, perhaps inside PEFT's) predicts the next token."""
+    """Return whether ``model``, possibly wrapped by PEFT, is a causal language model of transformers."""
     inner = getattr(getattr(model, "base_model", None), "model", None)
     kinds = [type(one).__name__ for one in (model, inner) if one is not None]
     return getattr(model, "loss_type", None) == "ForCausalLM" or any(
@@ -105,28 +105,28 @@ def is_causal(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class LabelSmoother:
-    """The cross entropy with targets that give a part of their weight to all classes equally."""
+    """Cross entropy with label smoothing."""
 
     epsilon: float = 0.1
-    """That part."""
+    """Label smoothing factor."""
     ignore_index: int = -100
-    """A label that does not count."""
+    """Label that the loss ignores."""
 
     @classmethod
     def of(cls, factor: float) -> LabelSmoother | None:
-        """Return the loss for ``label_smoothing_factor``; None where it is 0."""
+        """Return the loss for ``label_smoothing_factor``, or None if it is 0."""
         return cls(factor) if factor else None
 
     def __call__(
         self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Return the loss.
+        """Compute the loss.
 
         Args:
-            model_output: its ``logits``, or the first of a tuple, [..., classes].
+            model_output: outputs with ``logits`` [..., classes], by name or first in a tuple.
             labels: [...].
-            shift_labels: position i predicts label i + 1.
-            num_items_in_batch: what the sum is divided by; None: the labels that count.
+            shift_labels: whether position i predicts label i + 1.
+            num_items_in_batch: divisor of the sum (default: number of labels that are not ignored).
         """
         if isinstance(model_output, Mapping) or is_record(model_output):
             held: Any = contents(model_output) or {}

@@ -1,4 +1,4 @@
-"""The exact modes of a Trainer: what they cannot do, and the weight of a loss."""
+"""The exact modes of a Trainer: unsupported settings, and the weight of a loss."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ __all__ = ["check_exact", "items_of"]
 
 
 def check_exact(hooks: TrainerHooks) -> None:
-    """Raise for what an exact mode cannot do.
+    """Check for settings that an exact mode does not support.
 
     Raises:
-        ConfigError: ``auto_find_batch_size``.
-        UsageError: a loss that is divided by the items of the whole update, which is not known when a part of it runs.
+        ConfigError: ``auto_find_batch_size`` is set.
+        UsageError: ``compute_loss`` divides by the items of the whole update, which are not known for a micro-batch.
     """
     parity = hooks.accelerator.parity
     if hooks.args.auto_find_batch_size:
         raise ConfigError(
-            f"auto_find_batch_size changes what fits into memory, and parity={parity!r} needs to know it before",
+            f"auto_find_batch_size does not work with parity={parity!r}",
             where="TrainingArguments.auto_find_batch_size",
-            do="set max_micro_batch_size by hand: the updates do not depend on it",
+            do="set max_micro_batch_size, which does not change the updates",
         )
     if hooks.loss_is_scaled_for_ga:
         raise UsageError(
-            f"loss_is_scaled_for_ga=True: compute_loss divides by the labels of the whole update, and parity={parity!r} weighs "
-            "each part of it by its own",
+            f"loss_is_scaled_for_ga=True does not work with parity={parity!r}, which weights the loss of each micro-batch by "
+            "its labels",
             where=f"{type(hooks).__name__}.loss_is_scaled_for_ga",
-            do="leave it out, and let compute_loss return the mean over its batch",
+            do="remove it, and return the mean over the batch from compute_loss",
         )
 
 
 def items_of(inputs: Any, *, model: nn.Module) -> int | None:
-    """Return of how many labels the loss of a batch is the mean; None: of its samples.
+    """Return the number of labels that the loss of a batch averages over; None if it averages over samples.
 
-    Class numbers are labels where they are not -100, as torch's cross entropy counts.
+    Integer labels count unless they are -100, as in torch's cross entropy.
     """
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.is_complex():

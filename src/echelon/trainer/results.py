@@ -1,4 +1,4 @@
-"""What train, evaluate and predict return, and what compute_metrics receives."""
+"""Return values of train, evaluate and predict, and the argument of compute_metrics."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = [
 
 
 class EvalPrediction:
-    """What ``compute_metrics`` receives: numpy arrays, one row a sample, in the order of the data set.
+    """The argument of ``compute_metrics``: numpy arrays with one row per sample, in the order of the dataset.
 
-    Unpacks and indexes as ``predictions, label_ids`` and then, where they were asked for, ``inputs`` and ``losses``.
+    Unpacks to ``predictions, label_ids``, followed by ``inputs`` and ``losses`` if ``include_for_metrics`` requests them.
     """
 
     def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
@@ -39,12 +39,12 @@ class EvalPrediction:
 
     def __getitem__(self, position: int) -> Any:
         if not 0 <= position < len(self.elements):
-            raise IndexError(f"an EvalPrediction has the positions 0 to {len(self.elements) - 1}, not {position}")
+            raise IndexError(f"index {position} is out of range for an EvalPrediction of {len(self.elements)} elements")
         return self.elements[position]
 
 
 class EvalLoopOutput(NamedTuple):
-    """What an evaluation loop gathered."""
+    """Return value of an evaluation loop."""
 
     predictions: Any
     label_ids: Any
@@ -53,7 +53,7 @@ class EvalLoopOutput(NamedTuple):
 
 
 class PredictionOutput(NamedTuple):
-    """What ``predict`` returns."""
+    """Return value of ``predict``."""
 
     predictions: Any
     label_ids: Any
@@ -61,7 +61,7 @@ class PredictionOutput(NamedTuple):
 
 
 class TrainOutput(NamedTuple):
-    """What ``train`` returns."""
+    """Return value of ``train``."""
 
     global_step: int
     training_loss: float
@@ -75,7 +75,7 @@ def speed_metrics(
     num_steps: int | None = None,
     num_tokens: int | None = None,
 ) -> dict[str, float]:
-    """Return the duration since ``start_time`` (of ``time.time()``), and samples, steps and tokens per second."""
+    """Return the seconds since ``start_time`` (of ``time.time()``), and samples, steps and tokens per second."""
     runtime = time.time() - start_time
     metrics = {f"{split}_runtime": round(runtime, 4)}
     if runtime == 0:
@@ -90,7 +90,7 @@ def speed_metrics(
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn numpy scalars and one-element tensors of ``metrics`` into plain numbers, so that they print and save."""
+    """Convert numpy scalars and one-element tensors in ``metrics`` to Python numbers."""
     return {name: _as_number(value) for name, value in metrics.items()}
 
 

@@ -1,4 +1,4 @@
-"""The state of a Trainer beside its public attributes: each part has one owner, and helpers are given the part they use."""
+"""The state of a Trainer that is not in its public attributes."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.features.hub import HubUpload
 from echelon.trainer.features.hyperparameter_search import SearchState
 from echelon.trainer.features.memory_metrics import MemoryMeter
+from echelon.trainer.hooks import BoundMethods, TrainerHooks
 from echelon.trainer.model_interface import ModelInterface
 from echelon.trainer.optim.prepared_optimizer import PreparedOptimizer
 
-__all__ = ["EvaluationState", "TrainerSession", "UpdateSize", "global_batch_size"]
+__all__ = ["EvaluationState", "TrainCall", "TrainerSession", "UpdateSize", "global_batch_size"]
 
 
 class UpdateSize(NamedTuple):
-    """What one optimizer step takes of this process."""
+    """The size of one optimizer step on this process."""
 
     batch_size: int
-    """Samples in one forward pass."""
+    """Samples per forward pass."""
     accumulation_steps: int
-    """Forward passes."""
+    """Number of forward passes."""
 
 
 @dataclass
 class EvaluationState:
-    """What an evaluation that is running tells the code inside it."""
+    """The state of the running evaluation."""
 
     is_predicting: bool = False
-    """It is a call of ``predict``, whose samples need no labels."""
+    """Whether ``predict`` is running, whose samples need no labels."""
     is_repeatable: bool = False
-    """The training repeats it after a resume, so that it may be interrupted."""
+    """Whether a resumed run repeats this evaluation, so that preemption may interrupt it."""
     real_samples: tuple[int, int] | None = None
-    """Samples of the current batch that are no padding, on this rank and on all ranks; None: not known."""
+    """Number of samples in the current batch without padding, on this rank and on all ranks; None if unknown."""
     preparation_time: float | None = None
-    """Seconds that preparing the model took, where it was evaluated before any training."""
+    """Seconds spent on preparing the model for an evaluation before any training."""
 
 
 @dataclass
@@ -45,7 +46,7 @@ class TrainerSession:
     """The parts of one Trainer."""
 
     base: type[Any]
-    """The class whose methods count as not overridden."""
+    """Class whose methods count as not overridden."""
     cursor: TrainCursor = field(default_factory=TrainCursor)
     optimizer: PreparedOptimizer = field(default_factory=PreparedOptimizer)
     evaluation: EvaluationState = field(default_factory=EvaluationState)
@@ -54,18 +55,18 @@ class TrainerSession:
     memory: MemoryMeter = field(init=False)
     hub: HubUpload = field(init=False)
     fitted: UpdateSize | None = None
-    """The size of an update in the latest training; None before the first."""
+    """Size of an update in the latest training run; None before the first."""
 
     def update_size(self, args: TrainingArguments) -> UpdateSize:
-        """Return the size of an update: that of the latest training, which ``auto_find_batch_size`` may have changed."""
+        """Return the size of an update, which ``auto_find_batch_size`` may have changed."""
         return self.fitted or UpdateSize(args.train_batch_size, args.gradient_accumulation_steps)
 
     def output_dir(self, args: TrainingArguments) -> Path:
-        """Return the output folder (of the trial that is running), as an absolute path."""
+        """Return the absolute path of the output directory, or of the running trial's directory in it."""
         return self._of_trial(resolve_path(args))
 
     def output_dir_as_given(self, args: TrainingArguments) -> Path:
-        """Return the output folder as ``args`` spell it."""
+        """Return the same directory as ``output_dir``, with the path as written in ``args``."""
         return self._of_trial(Path(args.output_dir or "trainer_output"))
 
     def _of_trial(self, folder: Path) -> Path:
@@ -73,6 +74,16 @@ class TrainerSession:
         return folder if trial is None else folder / trial.name
 
 
+class TrainCall(NamedTuple):
+    """The objects that one call of ``Trainer.train`` works with."""
+
+    hooks: TrainerHooks
+    session: TrainerSession
+    methods: BoundMethods
+    ignore_keys: list[str] | None
+    """Outputs of the model that evaluations ignore."""
+
+
 def global_batch_size(args: TrainingArguments, num_processes: int) -> int:
-    """Return the samples of one optimizer step over all ranks, in the exact modes."""
+    """Return the number of samples per optimizer step over all ranks, in the exact modes."""
     return args.global_batch_size or args.train_batch_size * args.gradient_accumulation_steps * num_processes

@@ -1,4 +1,4 @@
-"""What a function of the user's takes: old tutorials override methods with fewer parameters than today's."""
+"""Inspecting the signatures of user functions, which may have fewer parameters than the current interface."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["new_model", "num_positional", "parameters_of", "takes", "takes_anyth
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Tell whether ``function`` can be given ``name=``."""
+    """Return whether ``function`` accepts the keyword ``name``."""
     parameters = inspect.signature(_called(function)).parameters
     return name in parameters or takes_anything(function)
 
 
 def takes_anything(function: Callable[..., Any]) -> bool:
-    """Tell whether ``function`` has ``**kwargs``."""
+    """Return whether ``function`` has ``**kwargs``."""
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(_called(function)).parameters.values())
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the parameters of ``function``, without ``*args`` and ``**kwargs``."""
+    """Return the parameter names of ``function``, without ``*args`` and ``**kwargs``."""
     kinds = inspect.Parameter
     variable = (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
     return [name for name, p in inspect.signature(function).parameters.items() if p.kind not in variable]
 
 
 def new_model(model_init: Callable[..., nn.Module] | None, trial: Any) -> nn.Module:
-    """Return the model of ``model_init``, called with the trial if it has a parameter for it: named so, or without a default."""
+    """Call ``model_init``, with the trial if its first parameter is named ``trial`` or has no default."""
     assert model_init is not None
     kinds = inspect.Parameter
     wanted = inspect.signature(model_init).parameters.values()
@@ -45,7 +45,7 @@ def new_model(model_init: Callable[..., nn.Module] | None, trial: Any) -> nn.Mod
 
 
 def num_positional(function: Callable[..., Any]) -> int | None:
-    """Return how many values ``function`` takes without names; None: any number."""
+    """Return the number of positional parameters of ``function``; None for any number."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
@@ -53,5 +53,5 @@ def num_positional(function: Callable[..., Any]) -> int | None:
 
 
 def _called(function: Callable[..., Any]) -> Callable[..., Any]:
-    # A module (CrossEntropyLoss) passes everything on to its forward.
+    # Calling a module such as CrossEntropyLoss calls its forward.
     return function.forward if isinstance(function, nn.Module) else function

@@ -1,4 +1,4 @@
-"""TrainerState (what happened so far; trainer_state.json) and TrainerControl (what is to happen next)."""
+"""TrainerState (the progress of a run; trainer_state.json) and TrainerControl (requests of callbacks)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TrainerControl", "TrainerState"]
 
 @dataclass
 class TrainerState:
-    """The counters and the history of a training; saved with each checkpoint."""
+    """The counters and the log history of a run; saved with each checkpoint."""
 
     epoch: float | None = 0
     global_step: int = 0
@@ -45,13 +45,13 @@ class TrainerState:
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:
-        """Read a state, also one that another version wrote: keys that this one does not know are left out."""
+        """Read a state; keys that this version does not know are ignored."""
         values = json.loads(Path(json_path).read_text(encoding="utf-8"))
         known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def compute_steps(self, args: TrainingArguments, max_steps: int) -> None:
-        """Take the intervals of ``args``; one below 1 is a part of ``max_steps``, rounded up."""
+        """Set the intervals from ``args``; one below 1 is a fraction of ``max_steps``, rounded up."""
         self.logging_steps = _interval(args.logging_steps, max_steps)
         self.save_steps = _interval(args.save_steps, max_steps)
         if args.eval_steps is not None:
@@ -60,7 +60,7 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """What a callback can ask of the loop; it returns the changed control, or changes the one it was given."""
+    """Requests of callbacks to the loop; a callback modifies the control it receives, or returns a new one."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -69,7 +69,7 @@ class TrainerControl:
     should_log: bool = False
 
     def state(self) -> dict[str, Any]:
-        """Return what trainer_state.json keeps of this object."""
+        """Return the state to save in trainer_state.json."""
         return {"args": asdict(self), "attributes": {}}
 
 

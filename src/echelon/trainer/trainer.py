@@ -1,4 +1,4 @@
-"""The Trainer: a model, data and TrainingArguments in, a trained model out; every method can be overridden."""
+"""The Trainer: trains, evaluates and predicts with a model, data and TrainingArguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.trainer.argument_conflicts import check_arguments, choose_processin
 from echelon.trainer.arguments.devices import has_fixed_devices
 from echelon.trainer.arguments.training_arguments import TrainingArguments, set_num_devices
 from echelon.trainer.batch_loss import compute_loss, count_update_items, run_training_step
-from echelon.trainer.build_accelerator import make_accelerator, set_seeds
+from echelon.trainer.build_accelerator import build_accelerator, set_seeds
 from echelon.trainer.callbacks.built_in import built_in_callbacks, progress_callback
 from echelon.trainer.callbacks.callback_handler import CallbackHandler, TrainerCallback
 from echelon.trainer.checkpoint.checkpoint_folders import STATE_FILE
@@ -48,12 +48,12 @@ from echelon.trainer.optim.optimizers import (
 )
 from echelon.trainer.optim.prepared_optimizer import create_optimizer, create_scheduler
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
-from echelon.trainer.session import TrainerSession, UpdateSize, global_batch_size
+from echelon.trainer.session import TrainCall, TrainerSession, UpdateSize, global_batch_size
 from echelon.trainer.signatures import new_model, parameters_of
 from echelon.trainer.state import TrainerControl, TrainerState
 from echelon.trainer.training_plan import num_examples_of
 from echelon.trainer.training_run import TrainingRun, plan_training
-from echelon.trainer.verbosity import speak_at
+from echelon.trainer.verbosity import set_log_level
 
 __all__ = ["Trainer"]
 
@@ -61,35 +61,36 @@ __all__ = ["Trainer"]
 class Trainer:
     """Trains, evaluates and predicts, on one process or many.
 
-    The interface is that of transformers' Trainer: same names, same order, same defaults. ``compute_loss`` may be
-    overridden with three or four parameters, ``training_step`` with two or three, ``log`` with one or two.
+    Names, order and defaults of the arguments are those of transformers' Trainer. Every method can be overridden:
+    ``compute_loss`` with three or four parameters, ``training_step`` with two or three, ``log`` with one or two.
 
     Args:
-        model: a module whose forward returns the loss first (or as ``loss``), or any module with ``compute_loss``
-            overridden or ``compute_loss_func`` given.
-        args: the settings; None: the defaults, and the folder tmp_trainer.
-        data_collator: a list of samples -> a batch; None: padding where ``processing_class`` pads, else stacking.
-        train_dataset: what to train on.
-        eval_dataset: what to evaluate on; a dict of several.
-        processing_class: a tokenizer or the like; it is saved beside the model.
-        model_init: returns a new model for each training, instead of ``model``.
-        compute_loss_func: (outputs, labels, num_items_in_batch=) -> loss.
-        compute_metrics: EvalPrediction -> dict of metrics.
-        callbacks: classes or objects.
-        optimizers: your own optimizer and schedule; None: by ``args``.
-        optimizer_cls_and_kwargs: the class and the arguments of the optimizer.
-        preprocess_logits_for_metrics: (logits, labels) -> what is gathered instead of the logits.
-        tokenizer: the old name of ``processing_class``.
+        model: a module whose forward returns the loss first or as ``loss``; any module if ``compute_loss`` is overridden
+            or ``compute_loss_func`` is given.
+        args: training arguments (default: all defaults, with the output directory tmp_trainer).
+        data_collator: builds a batch from a list of samples (default: pads with ``processing_class``, or stacks).
+        train_dataset: training data.
+        eval_dataset: evaluation data, or a dict of several datasets.
+        processing_class: a tokenizer or similar object, which is saved with the model.
+        model_init: returns a new model for each call of ``train``; replaces ``model``.
+        compute_loss_func: ``compute_loss_func(outputs, labels, num_items_in_batch=)`` returns the loss.
+        compute_metrics: computes a dict of metrics from an ``EvalPrediction``.
+        callbacks: callback classes or objects.
+        optimizers: optimizer and scheduler; None to create them from ``args``.
+        optimizer_cls_and_kwargs: class and arguments of the optimizer.
+        preprocess_logits_for_metrics: ``preprocess_logits_for_metrics(logits, labels)`` returns the value to gather
+            instead of the logits.
+        tokenizer: old name of ``processing_class``.
 
-    Collective: every rank makes one.
+    Collective: every rank.
 
     Raises:
-        EchelonError: arguments that cannot work together.
+        EchelonError: arguments conflict.
     """
 
     loss_is_scaled_for_ga: bool | None = None
-    """Whether an overridden ``compute_loss`` divides by the labels (or batches) of the whole update itself; None: when it
-    gets their number. False: the loss is a mean over its batch, and the Trainer divides by the batches of the update."""
+    """Whether an overridden ``compute_loss`` normalizes by the whole update. If False, the loss is a mean over its batch, and
+    the Trainer divides it by the number of batches of the update; None means True if it receives the number of labels."""
 
     label_names: list[str]
     can_return_loss: bool
@@ -115,13 +116,13 @@ class Trainer:
     ) -> None:
         self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         self._session = TrainerSession(base=Trainer)
-        set_seeds(self.args)  # before model_init makes a model
+        set_seeds(self.args)  # before model_init creates a model
         if has_fixed_devices(model):
             set_num_devices(self.args, min(self.args.n_gpu, 1))
         self.create_accelerator_and_postprocess()
         memory = self._session.memory = MemoryMeter(self.accelerator.device, is_on=not self.args.skip_memory_metrics)
         if self.args.log_level != "passive":
-            speak_at(self.args.get_process_log_level())
+            set_log_level(self.args.get_process_log_level())
 
         self.train_dataset = data_loaders.as_dataset(train_dataset)
         self.eval_dataset = data_loaders.as_dataset(eval_dataset)
@@ -130,7 +131,7 @@ class Trainer:
         self.compute_loss_func = compute_loss_func
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.optimizer: Any = optimizers[0]  # once training, the prepared one
+        self.optimizer: Any = optimizers[0]  # the prepared optimizer during training
         self.lr_scheduler: Any = optimizers[1]
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.label_smoother = LabelSmoother.of(self.args.label_smoothing_factor)
@@ -166,8 +167,8 @@ class Trainer:
         notify(self, "on_init_end")
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create ``self.accelerator`` by the arguments. Collective: every rank."""
-        self.accelerator: Accelerator = make_accelerator(self.args)
+        """Create ``self.accelerator`` from the arguments. Collective: every rank."""
+        self.accelerator: Accelerator = build_accelerator(self.args)
         self.accelerator.preemption.is_driven = True
         self._session.cursor = TrainCursor()
         self.accelerator.register_for_checkpointing(self._session.cursor)
@@ -181,37 +182,37 @@ class Trainer:
         ignore_keys_for_eval: list[str] | None = None,
         **kwargs: Any,
     ) -> TrainOutput:
-        """Train, as ``args`` say.
+        """Train the model.
 
         Args:
-            resume_from_checkpoint: a checkpoint; True: the newest of ``output_dir`` that is whole; ``auto``: the same, or a
-                new training if none exists; False: a new training; None: as ``args.resume_from_checkpoint`` says.
-            trial: of a search: settings as a dict, or the trial of ``hyperparameter_search``.
-            ignore_keys_for_eval: outputs of the model that evaluations leave out.
-            kwargs: ``allow_changed_data``, as of the arguments: resume from the middle of an epoch although the data have
-                changed. Old programs pass ``model_path``.
+            resume_from_checkpoint: path of a checkpoint; True for the newest valid one in ``output_dir``; ``auto`` for
+                the same, or to start from scratch if none exists; False to start from scratch; None for
+                ``args.resume_from_checkpoint``.
+            trial: settings as a dict, or the trial of ``hyperparameter_search``.
+            ignore_keys_for_eval: outputs of the model that evaluations ignore.
+            kwargs: ``allow_changed_data``, which overrides the argument of this name. Old programs pass ``model_path``.
 
         Collective: every rank.
 
         Raises:
-            UsageError: there is no checkpoint.
-            CheckpointError: it is damaged, another model's, or means nothing here (docs/checkpoints.md); or another process
-                trains in ``output_dir``.
+            UsageError: no checkpoint exists.
+            CheckpointError: the checkpoint is damaged, belongs to another model or does not fit this run
+                (docs/checkpoints.md), or another process trains in ``output_dir``.
         """
         methods = BoundMethods(self._prepare_inputs, self._save_checkpoint)
-        run = TrainingRun(self, self._session, methods, trial=trial, ignore_keys=ignore_keys_for_eval)
-        return run.start(resume_from_checkpoint, kwargs)
+        call = TrainCall(self, self._session, methods, ignore_keys_for_eval)
+        return TrainingRun(call, trial=trial).start(resume_from_checkpoint, kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Compute the loss of a batch and backpropagate it.
+        """Compute the loss of a batch and run the backward pass.
 
         Args:
             model: the wrapped model.
             inputs: a batch.
-            num_items_in_batch: labels of the whole update, over all ranks; None: the loss is not divided by them.
+            num_items_in_batch: number of labels in the whole update, over all ranks; None if the loss is not divided by it.
 
         Returns:
-            The loss, detached, divided by the number of batches of the update.
+            The detached loss, divided by the number of batches of the update.
 
         Collective: at the last batch of an update.
         """
@@ -220,18 +221,18 @@ class Trainer:
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """Return the loss of a batch; with ``return_outputs`` also what the model returned.
+        """Return the loss of a batch; with ``return_outputs``, also the model's outputs.
 
-        Called in training and in evaluation. Override it for a model that does not compute its own loss.
+        Called in training and evaluation. Override it if the model does not compute the loss.
 
         Raises:
-            UsageError: the model gives no loss, for example because the batch holds no labels.
+            UsageError: the model returned no loss, for example because the batch has no labels.
         """
         loss, outputs = compute_loss(self, self._session, model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """Return the context around ``compute_loss``; the model's forward has its autocast by itself."""
+        """Return the context around ``compute_loss``; the model's forward applies autocast itself."""
         return self.autocast_smart_context_manager()
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
@@ -245,9 +246,9 @@ class Trainer:
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the batches of one update, and the number of their labels where the loss is divided by it.
+        """Return the batches of one update, and the number of their labels if the loss is divided by it.
 
-        Collective: where labels are counted over all ranks.
+        Collective: if labels are counted over all ranks.
         """
         samples = list(itertools.islice(epoch_iterator, num_batches))
         return samples, self._get_num_items_in_batch(samples, device)
@@ -256,18 +257,18 @@ class Trainer:
         return count_update_items(self, self._session, batch_samples, device)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Create what was not given: ``self.optimizer`` and ``self.lr_scheduler``."""
+        """Create ``self.optimizer`` and ``self.lr_scheduler``, unless they were given."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """Create ``self.optimizer`` by the arguments, if none was given, and return it."""
+        """Create ``self.optimizer`` from the arguments, unless it was given, and return it."""
         if self.optimizer is None:
             self.optimizer = create_optimizer(self, model if model is not None else self.model)
         return self.optimizer  # type: ignore[no-any-return]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
-        """Create ``self.lr_scheduler`` by the arguments, if none was given, and return it."""
+        """Create ``self.lr_scheduler`` from the arguments, unless it was given, and return it."""
         if self.lr_scheduler is None:
             chosen = optimizer if optimizer is not None else self.optimizer
             assert chosen is not None
@@ -278,11 +279,11 @@ class Trainer:
     def get_optimizer_cls_and_kwargs(
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[type[Optimizer], dict[str, Any]]:
-        """Return the class of the optimizer and its arguments."""
+        """Return the class and the arguments of the optimizer."""
         return optimizer_class_and_arguments(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names of the parameters that decay: all but biases and those of normalisation layers."""
+        """Return the names of the parameters with weight decay: all except biases and normalization layers."""
         return decay_parameter_names(model)
 
     # ---- data --------------------------------------------------------------------------------------------------------
@@ -300,7 +301,7 @@ class Trainer:
         )
 
     def get_eval_dataloader(self, eval_dataset: str | Any | None = None) -> DataLoader[Any]:
-        """Return the loader of ``eval_dataset`` (also the name of one of several), sharded over the ranks."""
+        """Return the loader of ``eval_dataset``, a dataset or the name of one of several, sharded over the ranks."""
         dataset = data_loaders.choose_eval_dataset(eval_dataset, self.eval_dataset)
         sampler, size = self._get_eval_sampler(dataset), self.args.eval_batch_size
         return data_loaders.build_loader(self, self._session.interface, dataset, sampler, size)
@@ -336,9 +337,9 @@ class Trainer:
         """Evaluate, log the metrics, and return them.
 
         Args:
-            eval_dataset: in place of the Trainer's own; of a dict, each one, with its name in the metrics.
-            ignore_keys: outputs of the model to leave out.
-            metric_key_prefix: begins the names of the metrics.
+            eval_dataset: overrides the Trainer's dataset; each dataset of a dict is evaluated, with its name in the metrics.
+            ignore_keys: outputs of the model to ignore.
+            metric_key_prefix: prefix of the metric names.
 
         Collective: every rank.
         """
@@ -347,7 +348,7 @@ class Trainer:
     def predict(
         self, test_dataset: Dataset[Any] | Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Return the predictions for ``test_dataset``, its labels if any, and the metrics. Collective: every rank."""
+        """Return predictions for ``test_dataset``, its labels if it has any, and metrics. Collective: every rank."""
         return predict(self, self._session, test_dataset, ignore_keys=ignore_keys, prefix=metric_key_prefix)
 
     def evaluation_loop(
@@ -358,7 +359,7 @@ class Trainer:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run the model over ``dataloader``; ``evaluate`` and ``predict`` both end here. Collective: every rank."""
+        """Run the model over ``dataloader``; called by ``evaluate`` and ``predict``. Collective: every rank."""
         return run_evaluation(
             self,
             self._session,
@@ -372,7 +373,7 @@ class Trainer:
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Return (loss, logits, labels) of one batch; each may be None."""
+        """Return loss, logits and labels of one batch; each may be None."""
         return predict_batch(
             self,
             self._session,
@@ -386,19 +387,19 @@ class Trainer:
     # ---- logs and callbacks ------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the epoch to ``logs``, append them to the history, and pass them to the callbacks."""
+        """Add the epoch to ``logs``, append them to the history, and notify the callbacks."""
         record_logs(self, logs, start_time)
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback, or create one of a class."""
+        """Add a callback, or instantiate and add a class."""
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Remove a callback (or the first of a class) and return it."""
+        """Remove and return a callback, or the first one of a class."""
         return self.callback_handler.pop_callback(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Remove a callback (or the first of a class)."""
+        """Remove a callback, or the first one of a class."""
         self.callback_handler.remove_callback(callback)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
@@ -407,11 +408,11 @@ class Trainer:
             print(metrics_table(split, metrics), flush=True)
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return ``metrics`` as they are shown."""
+        """Format ``metrics`` for display."""
         return metrics_format(metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write ``metrics`` to ``<split>_results.json`` and, ``combined``, into ``all_results.json``, on rank zero."""
+        """Write ``metrics`` to ``<split>_results.json`` and, if ``combined``, add them to ``all_results.json``, on rank zero."""
         if self.is_world_process_zero():
             write_metrics(self._session.output_dir(self.args), split, metrics, combined=combined)
 
@@ -427,17 +428,17 @@ class Trainer:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the files of ``save_model``, on the one rank that writes; a sharded model needs its ``state_dict``."""
+        """Write the files of ``save_model`` on the saving rank; a sharded model needs ``state_dict``."""
         folder = Path(output_dir) if output_dir is not None else self._session.output_dir(self.args)
         write_model_files(self, folder, state_dict)
 
     def save_state(self) -> None:
-        """Write the state of the training to ``trainer_state.json`` in the output folder."""
+        """Write the Trainer's state to ``trainer_state.json`` in the output directory."""
         if self.args.should_save:
             self.state.save_to_json(self._session.output_dir(self.args) / STATE_FILE)
 
     def _save_checkpoint(self, model: Any = None, trial: Any = None) -> None:
-        """Write ``checkpoint-<step>``, then delete surplus ones; the parameters are for overrides. Collective: every rank."""
+        """Write ``checkpoint-<step>`` and delete surplus checkpoints; overrides use the parameters. Collective: every rank."""
         CheckpointWriter(self, self._session, self._save).save()
 
     def push_to_hub(
@@ -448,10 +449,12 @@ class Trainer:
         revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the model, write its card (``kwargs``: as ``create_model_card``), and upload both; not ``blocking``: in the background.
+        """Save the model, write its card, and upload both; in the background if not ``blocking``.
+
+        ``kwargs`` are the arguments of ``create_model_card``.
 
         Returns:
-            What huggingface_hub returns (of the commit; not blocking: of the upload that runs); None on other ranks.
+            The commit or, if not ``blocking``, a future; None on other ranks than zero.
 
         Collective: every rank.
 
@@ -462,7 +465,7 @@ class Trainer:
         return push(self, hub, commit_message, blocking=blocking, token=token, revision=revision, card=kwargs)
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the repository of the upload, on rank zero."""
+        """Create the Hub repository, on rank zero."""
         if self.is_world_process_zero():
             self.args.hub_model_id = self._session.hub.open(token)
 
@@ -478,7 +481,7 @@ class Trainer:
         dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
     ) -> None:
-        """Write README.md with the metadata, the results, the settings and the versions, on rank zero."""
+        """Write README.md with metadata, results, settings and versions, on rank zero."""
         if self.is_world_process_zero():
             metadata = {"language": language, "license": license, "base_model": finetuned_from, "tags": tags}
             metadata |= {"datasets": dataset_tags, "pipeline_tag": tasks}
@@ -495,21 +498,21 @@ class Trainer:
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> BestRun | list[BestRun] | None:
-        """Train with different settings, and return the best run, on every rank.
+        """Train with different settings, and return the best run on every rank.
 
         Args:
-            hp_space: optuna's trial -> settings; None: learning rate, epochs, seed and batch size.
-            compute_objective: metrics of an evaluation -> number; None: the loss, or the sum of all other metrics.
-            n_trials: trainings.
-            direction: ``minimize``, ``maximize``, or a list of these where the objective has several numbers.
+            hp_space: optuna's trial -> settings (default: learning rate, epochs, seed and batch size).
+            compute_objective: metrics of an evaluation -> number (default: the loss, or the sum of all other metrics).
+            n_trials: number of trials.
+            direction: ``minimize``, ``maximize``, or a list of these for an objective of several numbers.
             backend: ``optuna``.
-            hp_name: trial -> name of its folder; None: run-<number>.
-            kwargs: of ``optuna.create_study`` (pruner, sampler, storage, ...) and of its ``optimize`` (timeout, ...).
+            hp_name: trial -> name of its directory (default: run-<number>).
+            kwargs: options of ``optuna.create_study`` (pruner, sampler, storage, ...) and ``optimize`` (timeout, ...).
 
         Collective: every rank.
 
         Raises:
-            UsageError: the Trainer was made without ``model_init``.
+            UsageError: the Trainer has no ``model_init``.
             MissingExtraError: optuna is not installed.
         """
         return search(
@@ -525,14 +528,14 @@ class Trainer:
         )
 
     def end(self) -> None:
-        """Close the trackers and the process group: the last line of a program. Collective: every rank."""
+        """Close the trackers and the process group at the end of the program. Collective: every rank."""
         self.accelerator.end_training()
 
-    # ---- what scripts and subclasses read ----------------------------------------------------------------------------
+    # ---- for scripts and subclasses ----------------------------------------------------------------------------------
 
     @property
     def tokenizer(self) -> Any:
-        """The old name of ``processing_class``."""
+        """Old name of ``processing_class``."""
         return self.processing_class
 
     @tokenizer.setter
@@ -540,56 +543,56 @@ class Trainer:
         self.processing_class = processing_class
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Return a new model of ``model_init``, which takes nothing or the trial."""
+        """Return a new model from ``model_init``, which takes no argument or the trial."""
         return new_model(self.model_init, trial)
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Return whether this is the first process of its machine."""
         return self.accelerator.is_local_main_process
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is rank zero."""
+        """Return whether this is rank zero."""
         return self.accelerator.is_main_process
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Return the samples of ``dataloader``, over all ranks; an estimate where its data set has no length."""
+        """Return the number of samples of ``dataloader`` over all ranks; an estimate if its dataset has no length."""
         known = num_examples_of(dataloader)
         return known if known is not None else len(dataloader) * self.args.per_device_train_batch_size
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """Return the operations of one forward and backward pass, if the model can tell."""
+        """Return the floating-point operations of one forward and backward pass; 0 if the model does not count them."""
         count = getattr(self.model, "floating_point_ops", None)
         return float(count(inputs)) if callable(count) else 0.0
 
     def get_num_trainable_parameters(self) -> int:
-        """Return how many numbers are trained."""
+        """Return the number of trainable parameters."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def get_learning_rates(self) -> list[float]:
-        """Return the learning rate of each group."""
+        """Return the learning rate of each parameter group."""
         return [group["lr"] for group in param_groups_of(self.optimizer, "get_learning_rates")]
 
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
-        """Return the group of the optimizer that holds ``param``; the parameters of all groups, if none is given."""
+        """Return the parameter group that contains ``param``; without ``param``, the parameters of all groups."""
         return find_param_group(self.optimizer, self.model, param)
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: DataLoader[Any]
     ) -> tuple[int, int, int, int, int, int, int]:
-        """Return the numbers of the training's length, in transformers' order. Collective: every rank."""
+        """Return the numbers of the training plan, in the order of transformers. Collective: every rank."""
         return plan_training(self, self._session, dataloader).initial_values()
 
     def store_flos(self) -> None:
-        """Do nothing: the operations are added to ``state.total_flos`` by the loop; kept because scripts call it."""
+        """Do nothing: the loop updates ``state.total_flos``. Kept because scripts call it."""
 
     def get_tp_size(self) -> int:
-        """Return over how many ranks a layer or a sequence is split: none is."""
+        """Return 1: no tensor or sequence parallelism."""
         return 1
 
     get_cp_size = get_sp_size = get_tp_size
 
     def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
-        """Return the samples of one optimizer step, over all ranks."""
+        """Return the number of samples per optimizer step, over all ranks."""
         size = self._session.update_size(self.args)
         if args is not None and args is not self.args:
             size = UpdateSize(args.train_batch_size, args.gradient_accumulation_steps)

@@ -1,4 +1,4 @@
-"""How long a training is: steps, passes, and the numbers that are announced before it begins."""
+"""The plan of a run: its length in steps, epochs and samples."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 
-__all__ = ["TrainingPlan", "announce", "make_plan", "no_length", "num_examples_of"]
+__all__ = ["TrainingPlan", "log_plan", "make_plan", "no_length_error", "num_examples_of"]
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """The length of a training, in the units of this rank."""
+    """The length of a run, as seen by this rank."""
 
     max_steps: int
-    """Optimizer steps in all."""
+    """Total number of optimizer steps."""
     num_epochs: int
-    """Passes over the data that are begun; sys.maxsize when only steps count."""
+    """Number of epochs, including a partial last one; ``sys.maxsize`` if only steps count."""
     steps_per_epoch: int
-    """Optimizer steps of one pass."""
+    """Optimizer steps per epoch."""
     batches_per_epoch: int
-    """Batches of this rank in one pass; where the data have no length, those of all steps."""
+    """Batches per epoch on this rank; batches of all steps if the data has no length."""
     num_examples: int
-    """Samples of one pass; where the data have no length, those of all steps."""
+    """Samples per epoch; samples of all steps if the data has no length."""
     num_train_samples: int
-    """Samples of all passes and ranks, for samples per second."""
+    """Samples of all epochs and ranks, for throughput metrics."""
     total_train_batch_size: int
-    """Samples of one optimizer step, over all ranks."""
+    """Samples per optimizer step, over all ranks."""
     batch_size: int
-    """Samples of one batch of this rank; in the exact modes, of all ranks."""
+    """Samples per batch on this rank; in the exact modes, on all ranks."""
     is_sized: bool
-    """Whether the data have a length."""
+    """Whether the data has a length."""
     is_limited: bool = False
-    """Whether an epoch ends after ``batches_per_epoch``, whatever the data have: a limit of the user's."""
+    """Whether a user limit ends an epoch after ``batches_per_epoch``."""
     ends_with_data: bool = False
-    """Whether the training ends with its last epoch, whose data end it, and not after ``max_steps``."""
+    """Whether the run ends when the data of its last epoch is exhausted, instead of after ``max_steps``."""
 
     def initial_values(self) -> tuple[int, int, int, int, int, int, int]:
-        """Return the numbers in the order of ``Trainer.set_initial_training_values``."""
+        """Return the values of ``Trainer.set_initial_training_values``."""
         return (
             self.num_epochs,
             self.steps_per_epoch,
@@ -68,31 +68,31 @@ def make_plan(
     world_size: int,
     gather_rows: Callable[[list[int]], list[list[int]]] | None = None,
 ) -> TrainingPlan:
-    """Return the plan of a training over ``loader``.
+    """Return the plan of a run over ``loader``.
 
     Args:
-        args: max_steps decides before num_train_epochs.
-        loader: of this rank.
-        num_examples: samples of its data set; None where that has no length.
-        batch_size: samples of this rank in one batch.
-        accumulation: batches of one optimizer step.
-        world_size: number of ranks; 1: ``loader`` is that of all of them.
-        gather_rows: returns what each rank gives it; None: all ranks have as many batches.
+        args: training arguments; ``max_steps`` takes precedence over ``num_train_epochs``.
+        loader: loader of this rank.
+        num_examples: samples of its dataset; None if it has no length.
+        batch_size: samples per batch on this rank.
+        accumulation: batches per optimizer step.
+        world_size: number of ranks; 1 if ``loader`` yields the batches of all ranks.
+        gather_rows: gathers a row of integers from every rank; None if all ranks have the same number of batches.
 
-    Collective: every rank, with ``gather_rows``; the rank with the most batches decides, since schedules follow the plan.
+    Collective: every rank, with ``gather_rows``; the rank with the most batches determines the plan.
 
     Raises:
-        UsageError: the data have no length and max_steps is not given, or they are empty.
-        DesyncError: some ranks have no batch, and others do.
+        UsageError: the data is empty, or it has no length and ``max_steps`` is not set.
+        DesyncError: some ranks have no batch.
     """
     total = batch_size * accumulation * world_size
     limit = args.batches_of(args.limit_train_batches, loader)
     batches = length_of(loader)
     if gather_rows is not None:
-        batches, limit = _most_of_all_ranks(batches, limit, gather_rows)
+        batches, limit = _max_over_ranks(batches, limit, gather_rows)
     if batches < 0:
         if args.max_steps <= 0:
-            raise no_length()
+            raise no_length_error()
         batches = args.max_steps * accumulation if limit is None else limit
         return TrainingPlan(
             max_steps=args.max_steps,
@@ -110,13 +110,13 @@ def make_plan(
         raise UsageError(
             f"there is no batch to train on (samples: {num_examples})",
             where="Trainer.train",
-            do="check train_dataset; with dataloader_drop_last=True it must hold at least one whole batch",
+            do="check train_dataset; with dataloader_drop_last=True it must have at least one full batch",
         )
     is_limited = limit is not None and limit < batches
     if limit is not None and is_limited:
         batches = limit
         num_examples = min(num_examples or sys.maxsize, batches * batch_size * world_size)
-    steps_per_epoch = math.ceil(batches / accumulation)  # a last, smaller group of batches is a step, too
+    steps_per_epoch = math.ceil(batches / accumulation)  # an incomplete last update counts
     samples = num_examples if num_examples is not None else batches * batch_size * world_size
     if args.max_steps > 0:
         max_steps, num_epochs = args.max_steps, math.ceil(args.max_steps / steps_per_epoch)
@@ -140,10 +140,10 @@ def make_plan(
     )
 
 
-def _most_of_all_ranks(
+def _max_over_ranks(
     batches: int, limit: int | None, gather_rows: Callable[[list[int]], list[list[int]]]
 ) -> tuple[int, int | None]:
-    """Return the most batches that a rank has (-1: some rank does not know), and the largest limit.
+    """Return the largest number of batches of any rank (-1 if unknown on some rank), and the largest limit.
 
     Collective: every rank.
     """
@@ -158,29 +158,29 @@ def _no_batch_on_some(batches: Sequence[int]) -> DesyncError:
     idle = [str(rank) for rank, number in enumerate(batches) if number == 0]
     who = f"rank {idle[0]} has" if len(idle) == 1 else f"ranks {', '.join(idle)} have"
     return DesyncError(
-        f"{who} no batch to train on, and rank {batches.index(most)} has {most}: the ranks do not have the same number of batches",
+        f"{who} no batch to train on, but rank {batches.index(most)} has {most}: the ranks do not have the same number of batches",
         where="Trainer.train",
-        do="use accelerator_config={'even_batches': True} (the default), a smaller per_device_train_batch_size, or fewer processes",
+        do="set accelerator_config={'even_batches': True} (the default), reduce per_device_train_batch_size, or use fewer processes",
     )
 
 
 def num_examples_of(dataloader: Any) -> int | None:
-    """Return the samples of the data set of ``dataloader``; None where it has no length."""
+    """Return the number of samples of ``dataloader``'s dataset; None if it has no length."""
     num_examples = length_of(getattr(dataloader, "dataset", None))
     return None if num_examples < 0 else num_examples
 
 
-def no_length() -> UsageError:
-    """Return the error of data without a length and a training without an end."""
+def no_length_error() -> UsageError:
+    """Return the error for data without a length and no ``max_steps``."""
     return UsageError(
-        "train_dataset has no length, and max_steps is not set: the training would have no end",
+        "train_dataset has no length, and max_steps is not set: training would never end",
         where="TrainingArguments.max_steps",
-        do="set max_steps, or give the data set a __len__",
+        do="set max_steps, or add __len__ to the dataset",
     )
 
 
-def announce(plan: TrainingPlan, *, batch_size: int, num_devices: int, accumulation: int, num_parameters: int) -> None:
-    """Log what is about to run; ``batch_size`` is that of this process, over its ``num_devices``."""
+def log_plan(plan: TrainingPlan, *, batch_size: int, num_devices: int, accumulation: int, num_parameters: int) -> None:
+    """Log the plan; ``batch_size`` is the total of the ``num_devices`` devices of this process."""
     logger.info("***** Running training *****")
     logger.info("  Num examples = %s", f"{plan.num_examples:,}")
     logger.info("  Num Epochs = %s", f"{plan.num_epochs:,}")

@@ -1,4 +1,4 @@
-"""One call of ``Trainer.train``: from the arguments to a loop that is ready to run."""
+"""One call of ``Trainer.train``: sets up the data, model, optimizer and checkpoint, and runs the loop."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from echelon.base.warnings import warn
 from echelon.trainer.build_accelerator import accumulation_options, set_seeds
 from echelon.trainer.checkpoint.checkpoint_folders import PREFIX
 from echelon.trainer.checkpoint.resume_point import ResumedTraining, ResumePoint, find_checkpoint, saved_arguments
-from echelon.trainer.checkpoint.save_on_error import save_after
+from echelon.trainer.checkpoint.save_on_error import save_checkpoint_after_error
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.features.auto_find_batch_size import find_batch_size_and_train
 from echelon.trainer.features.hyperparameter_search import set_arguments
 from echelon.trainer.features.model_changes import enable_activation_checkpointing
 from echelon.trainer.features.neftune import noisy_embeddings
 from echelon.trainer.features.nonfinite import checked_forward
-from echelon.trainer.hooks import BoundMethods, TrainerHooks
+from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.loop import TrainingLoop
 from echelon.trainer.model_interface import inspect_model
 from echelon.trainer.parity import check_exact
 from echelon.trainer.results import TrainOutput
-from echelon.trainer.session import TrainerSession, UpdateSize, global_batch_size
+from echelon.trainer.session import TrainCall, TrainerSession, UpdateSize, global_batch_size
 from echelon.trainer.state import TrainerControl, TrainerState
-from echelon.trainer.training_plan import TrainingPlan, announce, make_plan, num_examples_of
+from echelon.trainer.training_plan import TrainingPlan, log_plan, make_plan, num_examples_of
 
 __all__ = ["TrainingRun", "plan_training"]
 
@@ -37,35 +37,23 @@ class TrainingRun:
     """One call of ``Trainer.train``.
 
     Args:
-        hooks: the Trainer's public attributes and overridable methods.
-        session: the Trainer's parts.
-        methods: the Trainer's bound methods.
-        trial: of a search: settings as a dict, or optuna's trial.
-        ignore_keys: outputs of the model that evaluations leave out.
+        call: the objects to work with.
+        trial: settings of a trial as a dict, or optuna's trial.
     """
 
-    def __init__(
-        self,
-        hooks: TrainerHooks,
-        session: TrainerSession,
-        methods: BoundMethods,
-        *,
-        trial: Any,
-        ignore_keys: list[str] | None,
-    ) -> None:
-        self._hooks = hooks
-        self._session = session
-        self._methods = methods
+    def __init__(self, call: TrainCall, *, trial: Any) -> None:
+        self._call = call
+        self._hooks = call.hooks
+        self._session = call.session
         self._trial = trial
-        self._ignore_keys = ignore_keys
         self._folder: Path | None = None  # the checkpoint to resume from
         self._allows_changed_data = False
 
     def start(self, resume_from_checkpoint: Any, options: dict[str, Any]) -> TrainOutput:
-        """Train from the beginning, or from a checkpoint.
+        """Train from scratch or from a checkpoint.
 
         Args:
-            resume_from_checkpoint: as for ``Trainer.train``.
+            resume_from_checkpoint: argument of ``Trainer.train``.
             options: other keyword arguments of ``Trainer.train``.
 
         Collective: every rank.
@@ -81,7 +69,7 @@ class TrainingRun:
             set_arguments(args, self._trial)
         wanted = args.resume_from_checkpoint if wanted is None else wanted
         output_dir = self._session.output_dir(args)
-        # Before the first step: a run that could not save would have computed for nothing.
+        # Locked before the first step: otherwise a run that cannot save would compute for nothing.
         with (
             contextlib.nullcontext()
             if args.save_strategy == "no"
@@ -98,7 +86,7 @@ class TrainingRun:
             return find_batch_size_and_train(hooks, self._train, accumulation=accumulation)
 
     def _set_global_batch_size(self) -> None:
-        """Set ``global_batch_size``: as given, else that of the checkpoint, else what these processes make together."""
+        """Set ``global_batch_size`` if it is not given: from the checkpoint, or from the batch size per process."""
         args = self._hooks.args
         if args.global_batch_size is None and self._folder is not None:
             args.global_batch_size = saved_arguments(self._folder).get("global_batch_size")
@@ -126,7 +114,7 @@ class TrainingRun:
             preemption, is_wanted = hooks.accelerator.preemption, args.save_on_signal or args.enable_jit_checkpoint
             if is_wanted and not stack.enter_context(preemption.during(hooks.accelerator.session.watcher)):
                 warn(
-                    "save_on_signal has no effect: the program handles the signals itself, or this is not its main thread"
+                    "save_on_signal has no effect: the program handles the signals itself, or train() does not run in the main thread"
                 )
             elif args.save_strategy != "no":
                 preemption.join()
@@ -134,11 +122,11 @@ class TrainingRun:
                 return loop.run()
             except (Exception, KeyboardInterrupt) as error:
                 if args.save_on_exception:
-                    save_after(error, loop)
+                    save_checkpoint_after_error(error, loop)
                 raise
 
     def _prepare_loop(self, batch_size: int, accumulation: int) -> TrainingLoop:
-        """Prepare data, state, model and optimizer, load the checkpoint, and return the loop over them.
+        """Prepare data, state, model and optimizer, load the checkpoint, and return the loop.
 
         Collective: every rank.
         """
@@ -160,14 +148,14 @@ class TrainingRun:
         hooks.callback_handler.train_dataloader = loader
         session.cursor.load_state_dict(TrainCursor().state_dict())
         start = ResumePoint() if resumed is None else resumed.load(loader, plan)
-        announce(
+        log_plan(
             plan,
             batch_size=batch_size,
             num_devices=hooks.accelerator.capabilities.num_devices,
             accumulation=accumulation,
             num_parameters=hooks.get_num_trainable_parameters(),
         )
-        return TrainingLoop(hooks, session, self._methods, plan, loader, start=start, ignore_keys=self._ignore_keys)
+        return TrainingLoop(self._call, plan, loader, resume_point=start)
 
     def _new_state(self, plan: TrainingPlan) -> TrainerState:
         hooks, args = self._hooks, self._hooks.args
@@ -188,7 +176,7 @@ class TrainingRun:
 
 
 def plan_training(hooks: TrainerHooks, session: TrainerSession, loader: Any) -> TrainingPlan:
-    """Return the length of a training over ``loader``; in the exact modes its batches are those of all ranks, one an update.
+    """Return the plan of a run over ``loader``; in the exact modes a batch holds the samples of all ranks for one update.
 
     Collective: every rank, with ``parity="off"``.
     """
@@ -223,13 +211,13 @@ def plan_training(hooks: TrainerHooks, session: TrainerSession, loader: Any) -> 
 
 
 def _checkpoint_argument(given: Any, options: Mapping[str, Any]) -> Any:
-    """Return the checkpoint that ``train`` was given, also under its old name ``model_path``."""
+    """Return the checkpoint passed to ``train``, also under the old name ``model_path``."""
     unknown = [name for name in options if name != "model_path"]
     if unknown:
         raise UsageError(
-            f"train() does not take {', '.join(unknown)}", where="Trainer.train", do="see help(Trainer.train)"
+            f"train() has no argument {', '.join(unknown)}", where="Trainer.train", do="see help(Trainer.train)"
         )
     if options.get("model_path") is None:
         return given
-    warn("train(model_path=) is called resume_from_checkpoint= now")
+    warn("train(model_path=) was renamed to resume_from_checkpoint=")
     return options["model_path"] if given is None else given

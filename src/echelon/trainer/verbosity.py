@@ -1,14 +1,14 @@
-"""How much echelon says: the log level of the arguments, and a place for the lines where the program has none."""
+"""The log level of echelon."""
 
 from __future__ import annotations
 
 import logging
 
-__all__ = ["speak_at"]
+__all__ = ["set_log_level"]
 
 
-def speak_at(level: int) -> None:
-    """Set the level of echelon's loggers; without any handler in the program, lines go to stderr as they are."""
+def set_log_level(level: int) -> None:
+    """Set the level of echelon's loggers, and log to stderr if the program has no handler."""
     logger = logging.getLogger("echelon")
     logger.setLevel(level)
     if not logger.hasHandlers():

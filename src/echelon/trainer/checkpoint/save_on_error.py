@@ -8,14 +8,14 @@ from echelon.accelerator.checkpoint.folders import same_on_all_ranks
 from echelon.base.logging import get_logger
 from echelon.trainer.loop import TrainingLoop
 
-__all__ = ["save_after"]
+__all__ = ["save_checkpoint_after_error"]
 
 logger = get_logger(__name__)
 
 _TIMEOUT = timedelta(seconds=10)  # for the other ranks to fail as well
 
 
-def save_after(error: BaseException, loop: TrainingLoop) -> None:
+def save_checkpoint_after_error(error: BaseException, loop: TrainingLoop) -> None:
     """Save a checkpoint of the last completed step if possible; otherwise log why not.
 
     If only one rank fails, no checkpoint is possible, because the other ranks wait in a collective.

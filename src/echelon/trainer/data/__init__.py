@@ -1,1 +1,1 @@
-"""From data sets to batches: samplers, collators, loaders."""
+"""Samplers, collators and data loaders of the Trainer."""

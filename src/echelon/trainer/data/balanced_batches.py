@@ -1,4 +1,4 @@
-"""Batches of about equal cost: many short samples in one, a few long ones in another, and each rank as much as the others."""
+"""Batches of similar cost: a batch holds many short samples or few long ones."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch.utils.data import Sampler
 __all__ = ["BalancedBatchSampler", "balanced_sizes"]
 
 _QUADRATIC = 0.001
-"""What attention adds to the cost of a sample, by the square of its length."""
+"""Cost of attention per squared length, relative to the cost per length."""
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
-    """The batches of all ranks in turn: the samples of each update are random, and dealt so that no batch costs much.
+    """Yields the batches of all ranks in turn, balanced by cost within each update.
 
-    A batch costs what its samples do when all are padded to the longest of them. Every update has the same number of
-    samples, its batches have different ones. The dearest batches of an update come first, one for each rank.
+    The cost of a batch counts all samples padded to the longest one. Every update has the same number of random samples,
+    but its batches differ in size. The most expensive batches of an update come first, one per rank.
 
     Args:
-        lengths: of every sample.
-        samples_per_update: of all ranks.
-        num_ranks: the batches of a round are neighbours.
-        num_rounds: batches of one rank in an update.
-        seed: pass e is drawn by a generator of the seed ``seed + e``.
-        drop_last: leave out the last update of a pass where it is short; otherwise it has fewer rounds, and samples from
-            the beginning of the pass only where there are fewer of its own than ranks.
+        lengths: length of every sample.
+        samples_per_update: samples per update, over all ranks.
+        num_ranks: number of ranks; consecutive batches go to consecutive ranks.
+        num_rounds: batches per rank in an update.
+        seed: epoch e uses a generator with the seed ``seed + e``.
+        drop_last: drop an incomplete last update; otherwise it has fewer rounds, and repeats samples from the start of
+            the epoch only if it has fewer samples than ranks.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass."""
+        """Set the epoch, which determines the order of the next pass."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -80,14 +80,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
 
 def balanced_sizes(lengths: Sequence[int], *, num_batches: int) -> list[int]:
-    """Return the sizes of ``num_batches`` batches of neighbours, none empty, so that the dearest costs as little as can be.
+    """Return the sizes of ``num_batches`` nonempty, contiguous batches that minimize the cost of the most expensive one.
 
     Args:
-        lengths: of the samples, longest first; at least as many as batches.
-        num_batches: how many.
+        lengths: lengths of the samples, longest first; at least ``num_batches``.
     """
     costs = [_cost(length) for length in lengths]
-    # A batch that begins at sample i costs size * costs[i]: the least limit that the batches keep is one of these.
+    # A batch that starts at sample i costs size * costs[i]; bisect for the lowest cost limit that all batches respect.
     low, high = costs[0], len(costs) * costs[0]
     best = [len(costs)]
     while high > low * (1 + 1e-12):
@@ -99,7 +98,7 @@ def balanced_sizes(lengths: Sequence[int], *, num_batches: int) -> list[int]:
             low = middle
     if len(low_sizes := _sizes_within(low, costs)) <= num_batches:
         best = low_sizes
-    while len(best) < num_batches:  # to cut a batch makes none dearer
+    while len(best) < num_batches:  # splitting a batch does not increase the maximum
         widest = max(range(len(best)), key=best.__getitem__)
         best[widest : widest + 1] = [-(-best[widest] // 2), best[widest] // 2]
     return best

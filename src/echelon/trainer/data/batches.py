@@ -1,4 +1,4 @@
-"""What is in a batch: moving it, detaching it, cutting it, joining several, and counting its samples."""
+"""Operations on the tensors of a batch: move, detach, cut, concatenate, count samples."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["batch_size", "concatenate", "cut", "detach", "fill", "map_tensors", 
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Return ``data`` on ``device``; itself where it is there already."""
+    """Return ``data`` on ``device``; the same object if it is already there."""
     return data if _is_on(data, device) else map_tensors(lambda tensor: tensor.to(device), data)
 
 
 def detach(data: Any) -> Any:
-    """Return ``data`` without its graph."""
+    """Detach the tensors of ``data`` from the graph."""
     return map_tensors(lambda tensor: tensor.detach(), data)
 
 
 def to_numpy(data: Any) -> Any:
-    """Return ``data`` as numpy arrays; bfloat16, which numpy has not, as float32."""
+    """Convert the tensors of ``data`` to numpy arrays; bfloat16 becomes float32."""
     return map_tensors(_array, data)
 
 
 def batch_size(data: Any) -> int | None:
-    """Return the samples in ``data``: the rows of its first tensor; None when it has none."""
+    """Return the number of samples in ``data``, the rows of its first tensor; None without tensors."""
     for leaf in leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return int(leaf.shape[0])
@@ -37,12 +37,12 @@ def batch_size(data: Any) -> int | None:
 
 
 def cut(data: Any, *, rows: int, of: int) -> Any:
-    """Return the first ``rows`` samples of a batch of ``of``: of each tensor that has a row for each of them."""
+    """Return the first ``rows`` samples of a batch of ``of`` samples; tensors without a row per sample stay unchanged."""
     return map_tensors(lambda tensor: tensor[:rows] if tensor.dim() and tensor.shape[0] == of else tensor, data)
 
 
 def fill(data: Any, *, rows: int, of: int) -> Any:
-    """Undo ``cut``: repeat the last row of each tensor of ``rows`` until there are ``of``."""
+    """Undo ``cut``: repeat the last row of each tensor with ``rows`` rows up to ``of`` rows."""
 
     def _filled(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != rows:
@@ -53,9 +53,9 @@ def fill(data: Any, *, rows: int, of: int) -> Any:
 
 
 def concatenate(parts: list[Any], *, padding: int = -100) -> Any:
-    """Join batches of the same structure along the samples.
+    """Concatenate batches of the same structure along the first dimension.
 
-    Where tensors differ in their second dim, all are padded to the longest with ``padding``.
+    Tensors that differ in their second dimension are padded to the longest with ``padding``.
     """
     first = parts[0]
     if isinstance(first, torch.Tensor):
@@ -69,7 +69,7 @@ def concatenate(parts: list[Any], *, padding: int = -100) -> Any:
         )
     if isinstance(first, (list, tuple)):
         return rebuild_like(first, [concatenate(list(column), padding=padding) for column in zip(*parts)])
-    raise TypeError(f"predictions hold a {type(first).__name__}, not a tensor")
+    raise TypeError(f"predictions contain a {type(first).__name__}, not only tensors")
 
 
 def _lengthen(tensor: torch.Tensor, length: int, padding: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ def _is_on(data: Any, device: torch.device) -> bool:
         data = leaves(data)
     elif not isinstance(data, (list, tuple)):
         return True
-    for part in data:  # noqa: SIM110 - at every step: a generator, and a call for each tensor, cost several times as much
+    for part in data:  # noqa: SIM110 - runs at every step, where a generator is several times slower
         if not (part.device == device if type(part) is torch.Tensor else _is_on(part, device)):
             return False
     return True

@@ -1,4 +1,4 @@
-"""From samples to a batch: the collators that the Trainer uses when the user gives none."""
+"""The default collators of the Trainer."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["PaddingCollator", "Tokenizer", "default_data_collator"]
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What pads samples of different lengths: a tokenizer or feature extractor of transformers."""
+    """An object that pads samples, such as a tokenizer or feature extractor of transformers."""
 
     def pad(self, features: Any, **options: Any) -> Any:
-        """Return one batch of ``features``."""
+        """Pad ``features`` and return a batch."""
         ...
 
 
 def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -> Any:
-    """Stack samples: mappings key by key, everything else (tuples of a TensorDataset) as torch's own loader does.
+    """Stack samples: mappings by key, other samples with torch's ``default_collate``.
 
-    Of a mapping, ``label`` and ``label_ids`` become ``labels`` (int64 for whole numbers, else float); texts and None
-    are left out. An object with attributes counts as the mapping of these.
+    In a mapping, ``label`` and ``label_ids`` become ``labels`` (int64 for integers, otherwise float32); strings and None
+    are dropped. Other objects are treated as the mapping of their attributes.
 
-    Source: the rules of the function of this name in transformers.
+    Source: the function of this name in transformers.
     """
     first = features[0]
     if isinstance(first, (tuple, list, torch.Tensor, np.ndarray, int, float)):
@@ -43,13 +43,13 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
 
 
 class PaddingCollator:
-    """Pads the samples of a batch to the longest one, by the tokenizer's own ``pad``."""
+    """Pads samples to the longest one of the batch with the tokenizer's ``pad``."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return one batch; ``label`` and ``label_ids`` become ``labels``."""
+        """Return a batch; ``label`` and ``label_ids`` become ``labels``."""
         batch = dict(self.tokenizer.pad(list(features), return_tensors="pt"))
         for old in ("label", "label_ids"):
             if old in batch:

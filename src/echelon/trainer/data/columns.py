@@ -1,4 +1,4 @@
-"""Which columns of a data set reach the model: those that its forward takes, and the labels."""
+"""Selecting the columns of a dataset that the model's forward accepts, and the labels."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from echelon.trainer.signatures import parameters_of, takes_anything
 
 __all__ = ["ColumnFilter", "Table", "drop_columns", "find_labels", "forward_of", "kept_columns"]
 
-# Names under which tutorials keep what only an overridden compute_loss reads.
+# Common names of columns that only an overridden compute_loss reads.
 _LABEL_WORDS = ("label", "target")
 _LABEL_LETTERS = ("y",)
 
 
 @runtime_checkable
 class Table(Protocol):
-    """A data set with named columns, as those of the library `datasets`."""
+    """A dataset with named columns, as in the library `datasets`."""
 
     column_names: Any
 
     def remove_columns(self, column_names: list[str]) -> Any:
-        """Return the data set without these columns."""
+        """Return the dataset without these columns."""
         ...
 
 
 @runtime_checkable
 class _Wrapper(Protocol):
-    """What PEFT puts around a model; its own ``forward`` names only some of the parameters of the model's."""
+    """A PEFT model, whose ``forward`` names only some parameters of the base model's."""
 
     def get_base_model(self) -> nn.Module:
-        """Return the model inside."""
+        """Return the base model."""
         ...
 
 
 def forward_of(model: nn.Module) -> Callable[..., Any]:
-    """Return the ``forward`` whose parameters say what ``model`` takes: of a model inside PEFT's, its own."""
+    """Return the ``forward`` of ``model``, or of the base model in a PEFT model."""
     inner = model.get_base_model() if isinstance(model, _Wrapper) else model
     return inner.forward
 
 
 def find_labels(forward: Callable[..., Any]) -> list[str]:
-    """Return the parameters of ``forward`` that are labels, by their names."""
+    """Return the parameters of ``forward`` that are labels, judged by their names."""
     names = parameters_of(forward)
     if "start_positions" in names and "end_positions" in names:  # question answering
         return [name for name in names if "label" in name or name in ("start_positions", "end_positions")]
@@ -58,22 +58,22 @@ class KeptColumns:
 
     names: frozenset[str]
     by_word: bool
-    """Keep also what is named like a label: an overridden compute_loss may read it."""
+    """Whether to keep columns named like labels, which an overridden compute_loss may read."""
 
     def keeps(self, name: str) -> bool:
-        """Tell whether the column ``name`` stays."""
+        """Return whether the column ``name`` is kept."""
         if name in self.names:
             return True
         return self.by_word and (name.lower() in _LABEL_LETTERS or any(word in name.lower() for word in _LABEL_WORDS))
 
 
 def kept_columns(model: nn.Module, *, label_names: Sequence[str], own_loss: bool) -> KeptColumns | None:
-    """Return which columns ``model`` uses; None when its forward takes any.
+    """Return the columns that ``model`` uses; None if its forward accepts any.
 
     Args:
-        model: its ``forward`` is looked at, or that of the model inside PEFT's.
-        label_names: labels, also those that forward does not take.
-        own_loss: the loss is computed outside of the model.
+        model: model whose ``forward`` is inspected.
+        label_names: labels, including those that forward does not accept.
+        own_loss: whether the loss is computed outside the model.
     """
     forward = forward_of(model)
     names = parameters_of(forward)
@@ -83,17 +83,17 @@ def kept_columns(model: nn.Module, *, label_names: Sequence[str], own_loss: bool
 
 
 def drop_columns(table: Table, kept: KeptColumns, *, model: nn.Module) -> tuple[Any, list[str]]:
-    """Return ``table`` without the columns that are not kept, and their names.
+    """Drop the other columns from ``table``, and return it with the names of the dropped columns.
 
     Raises:
-        UsageError: none would be left.
+        UsageError: no column would be left.
     """
     columns = [str(name) for name in table.column_names]
     dropped = [name for name in columns if not kept.keeps(name)]
     if len(dropped) == len(columns):
         raise UsageError(
-            f"{type(model).__name__}.forward takes none of the columns of the data set ({', '.join(columns)}); "
-            f"it takes {', '.join(parameters_of(model.forward))}",
+            f"{type(model).__name__}.forward accepts none of the columns of the dataset ({', '.join(columns)}); "
+            f"it accepts {', '.join(parameters_of(model.forward))}",
             where="TrainingArguments.remove_unused_columns",
             do="rename the columns, or set remove_unused_columns=False if compute_loss or the collator reads them",
         )
@@ -101,7 +101,7 @@ def drop_columns(table: Table, kept: KeptColumns, *, model: nn.Module) -> tuple[
 
 
 class ColumnFilter:
-    """A collator that leaves out of each sample (where it is a mapping) the columns that are not kept."""
+    """A collator that drops columns from samples that are mappings."""
 
     def __init__(self, collator: Callable[[Any], Any], kept: KeptColumns) -> None:
         self.collator = collator

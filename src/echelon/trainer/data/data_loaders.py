@@ -1,4 +1,4 @@
-"""DataLoaders of a Trainer: from a data set, a collator and the arguments."""
+"""Building the data loaders of a Trainer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ logger = get_logger(__name__)
 
 
 def as_dataset(data: Any) -> Any:
-    """Return ``data`` as a data set: of a tuple of tensors or arrays, one sample is a row of each; others stay.
+    """Convert a tuple of tensors or arrays to a ``TensorDataset``; return other data unchanged.
 
     Raises:
-        UsageError: the parts of the tuple have different lengths.
+        UsageError: the tensors have different lengths.
     """
     if (
         not isinstance(data, tuple)
@@ -41,9 +41,9 @@ def as_dataset(data: Any) -> Any:
     lengths = [len(part) for part in data]
     if len(set(lengths)) > 1:
         raise UsageError(
-            f"the parts of a data set have different lengths: {', '.join(map(str, lengths))}",
+            f"the tensors of a dataset have different lengths: {', '.join(map(str, lengths))}",
             where="Trainer(train_dataset=, eval_dataset=)",
-            do="give tensors whose first dimension is the samples, such as (x, y)",
+            do="pass tensors with one row per sample, such as (x, y)",
         )
     return TensorDataset(*(torch.as_tensor(part) for part in data))
 
@@ -51,17 +51,17 @@ def as_dataset(data: Any) -> Any:
 def train_sampler(
     args: TrainingArguments, dataset: Any, *, batch_size: int, accumulation: int, num_ranks: int, tokenizer: Any
 ) -> Sampler[Any] | None:
-    """Return the order of the training data (of the strategy ``batch_rebalance``, its batches).
+    """Return the sampler of the training data, or the batch sampler for the strategy ``batch_rebalance``.
 
-    The prepared loader makes it one of (seed, epoch) only.
+    The prepared loader makes the order depend only on seed and epoch.
 
     Args:
-        args: which order.
-        dataset: None or without a length: no sampler.
-        batch_size: samples of one rank in one forward pass.
-        accumulation: forward passes of an optimizer step.
-        num_ranks: ranks.
-        tokenizer: its first input is the column whose length is that of the sample; else it is ``input_ids``.
+        args: training arguments.
+        dataset: training data; without a length, there is no sampler.
+        batch_size: samples per rank in one forward pass.
+        accumulation: forward passes per optimizer step.
+        num_ranks: number of ranks.
+        tokenizer: its first input names the column that defines the length of a sample (default: ``input_ids``).
     """
     if dataset is None or length_of(dataset) < 0:
         return None
@@ -85,24 +85,24 @@ def train_sampler(
 
 
 def require_train_dataset(dataset: Any) -> None:
-    """Raise where there is no training data.
+    """Check that there is training data.
 
     Raises:
         UsageError: ``dataset`` is None.
     """
     if dataset is None:
         raise UsageError(
-            "there is nothing to train on: train_dataset is None",
+            "train_dataset is None",
             where="Trainer(train_dataset=)",
-            do="give a train_dataset, or override get_train_dataloader",
+            do="pass train_dataset, or override get_train_dataloader",
         )
 
 
 def choose_eval_dataset(given: Any, own: Any) -> Any:
-    """Return the data set that ``evaluate(given)`` means: ``given``, or one of the Trainer's ``own``.
+    """Return the dataset to evaluate: ``given``, the one of ``own`` that it names, or ``own``.
 
     Raises:
-        UsageError: there is none, or none of that name.
+        UsageError: there is no dataset, or none with this name.
     """
     if isinstance(given, str) and isinstance(own, dict) and given in own:
         return own[given]
@@ -110,11 +110,11 @@ def choose_eval_dataset(given: Any, own: Any) -> Any:
     if dataset is None or isinstance(dataset, str):
         known = list(own) if isinstance(own, dict) else "none by name"
         raise UsageError(
-            "there is nothing to evaluate on: eval_dataset is None"
+            "eval_dataset is None"
             if dataset is None
-            else f"there is no evaluation set {dataset!r} (available: {known})",
+            else f"there is no evaluation dataset {dataset!r} (available: {known})",
             where="Trainer.evaluate",
-            do="give an eval_dataset to the Trainer or to evaluate()",
+            do="pass eval_dataset to the Trainer or to evaluate()",
         )
     return as_dataset(dataset)
 
@@ -128,20 +128,20 @@ def build_loader(
     *,
     purpose: Literal["train", "eval"] = "eval",
 ) -> DataLoader[Any]:
-    """Return the loader of ``dataset``, with the columns that the model takes, sharded over the ranks."""
+    """Return the loader of ``dataset``, with the columns that the model accepts, sharded over the ranks."""
     args, accelerator, model = hooks.args, hooks.accelerator, hooks.model
     collator, kept = hooks.data_collator, columns_of(hooks, interface)
     if kept is not None and isinstance(dataset, Table):
         dataset, dropped = drop_columns(dataset, kept, model=model)
         if dropped:
-            logger.info("columns that %s.forward does not take: %s", type(model).__name__, ", ".join(dropped))
+            logger.info("dropped columns that %s.forward does not accept: %s", type(model).__name__, ", ".join(dropped))
     elif kept is not None:
         collator = ColumnFilter(collator, kept)
     rank, device = accelerator.process_index, accelerator.device
     loader = _local_loader(
         args, dataset, collator=collator, batch_size=batch_size, sampler=sampler, rank=rank, device=device
     )
-    # Whether the user says that each process has its own share of the data; None: unspecified.
+    # None: not specified, the loader detects it.
     is_sharded = {"true": True, purpose: True, "false": False}.get(args.already_sharded or "none")
     return accelerator.prepare_data_loader(loader, already_sharded=is_sharded)
 
@@ -161,7 +161,7 @@ def _local_loader(
         "batch_size": batch_size,
         "collate_fn": collator,
         "num_workers": workers,
-        "pin_memory": args.dataloader_pin_memory and device.type != "cpu",  # torch warns where there is no accelerator
+        "pin_memory": args.dataloader_pin_memory and device.type != "cpu",  # torch warns without an accelerator
         "in_order": args.dataloader_in_order,
     }
     if workers:
@@ -179,7 +179,7 @@ def _local_loader(
 
 
 def _seed_worker(worker: int, *, num_workers: int, rank: int) -> None:
-    # All ranks have one seed; their workers must not augment different samples in the same way.
+    # All ranks have the same seed, but their workers must draw different random augmentations.
     seed = (torch.initial_seed() + num_workers * rank) % 2**32
     random.seed(seed)
     np.random.seed(seed)

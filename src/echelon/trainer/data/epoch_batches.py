@@ -1,4 +1,4 @@
-"""The batches of one epoch, which the data end: their length is only what the training was planned by."""
+"""The batches of one epoch, whose number the data determines; its length is only used for planning."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ __all__ = ["EpochBatches", "warn_of_wrong_length"]
 
 
 class EpochBatches(Iterator[Any]):
-    """The batches of a pass over ``loader``; asked, they say whether there are more.
+    """Iterates over one pass of ``loader`` and detects whether more batches follow.
 
-    A prepared loader looks one batch ahead. Of another one, which may be any iterable, a batch is read ahead only where
-    somebody asks: after as many as were planned.
+    A prepared loader reads one batch ahead. From any other iterable, ``has_more`` reads a batch ahead.
 
     Args:
-        loader: prepared, or a user's own.
-        accelerator: whose ranks must agree that there are more; None: each answers for itself.
-        num_planned: batches after which a group of them ends with the data, without a look beyond.
+        loader: a prepared loader, or any iterable.
+        accelerator: makes ``has_more`` agree on all its ranks; None for a local answer.
+        num_planned: number of batches after which iteration stops if the data is known to be exhausted.
     """
 
     def __init__(self, loader: Any, accelerator: Accelerator | None = None, *, num_planned: int = sys.maxsize) -> None:
@@ -38,7 +37,7 @@ class EpochBatches(Iterator[Any]):
         self._batches = iter(loader)
         self._num_left = num_planned
         self._ahead: list[Any] = []
-        self._is_begun = self._is_over = False
+        self._has_started = self._is_over = False
 
     def __next__(self) -> Any:
         if self._ahead:
@@ -50,21 +49,21 @@ class EpochBatches(Iterator[Any]):
         except StopIteration:
             self._is_over = True
             raise
-        self._is_begun = True
+        self._has_started = True
         self._num_left -= 1
         return batch
 
     @property
     def is_known_to_be_over(self) -> bool:
-        """Was the batch in hand the last one? Not every loader knows."""
-        return self._is_over or (self._is_begun and self._prepared is not None and self._prepared.end_of_dataloader)
+        """Whether the current batch is known to be the last one."""
+        return self._is_over or (self._has_started and self._prepared is not None and self._prepared.end_of_dataloader)
 
     def has_more(self) -> bool:
-        """Whether there is a batch after the one in hand; a loader that does not know is read to find out.
+        """Return whether a batch follows the current one; may read it from a loader that is not prepared.
 
-        Collective: with an ``accelerator``, of a loader that is not prepared.
+        Collective: with an ``accelerator``, if the loader is not prepared.
         """
-        if self._prepared is not None and self._is_begun:
+        if self._prepared is not None and self._has_started:
             return not self.is_known_to_be_over
         if not self._ahead and not self._is_over:
             batch = next(self._batches, _END)
@@ -78,16 +77,15 @@ class EpochBatches(Iterator[Any]):
         num_with = round(float(accelerator.reduce(flag, "sum")))
         if 0 < num_with < num_ranks:
             warn(
-                f"{num_with} of {num_ranks} ranks have more batches than the others in this epoch, which ends here: theirs are "
-                "not trained on. Let get_train_dataloader return accelerator.prepare(loader), which gives every rank equally "
-                "many, or give each rank as many batches"
+                f"the epoch ends early: only {num_with} of {num_ranks} ranks have more batches, which are not trained on. Return "
+                "accelerator.prepare(loader) from get_train_dataloader, which yields equally many batches on every rank"
             )
         if num_with < num_ranks:
             self._ahead, self._is_over = [], True
         return num_with == num_ranks
 
     def close(self) -> None:
-        """End the reading of a prepared loader, which counts as being read until then."""
+        """End the pass of a prepared loader, which counts as active until then."""
         if isinstance(self._batches, Generator):
             self._batches.close()
 
@@ -95,48 +93,48 @@ class EpochBatches(Iterator[Any]):
 def warn_of_wrong_length(
     plan: TrainingPlan, loader: Any, *, epoch: int, num_batches: int, has_more: bool, ends: bool, max_steps: int
 ) -> None:
-    """Warn that an epoch does not have as many batches as the training was planned with.
+    """Warn that an epoch has more or fewer batches than planned.
 
     Args:
-        plan: of the training.
-        loader: of its data.
-        epoch: the epoch, from zero.
-        num_batches: that were trained on in it.
-        has_more: there are more.
-        ends: and the epoch ends all the same, because it seems to have no end.
-        max_steps: as the user set it.
+        plan: plan of the run.
+        loader: loader of the training data.
+        epoch: index of the epoch, from zero.
+        num_batches: number of batches trained on.
+        has_more: whether more batches follow.
+        ends: whether the epoch ends nevertheless, because the data seems infinite.
+        max_steps: as set by the user.
     """
     is_short = num_batches < plan.batches_per_epoch
-    more = " and goes on" if has_more else ""
-    text = f"epoch {epoch + 1} had {num_batches} batches on this process{more}, and the training was planned with "
-    text += f"{plan.batches_per_epoch} by its length ({_where(loader)})."
+    more = " and has more" if has_more else ""
+    text = f"epoch {epoch + 1} had {num_batches} batches on this process{more}, but the length of the data "
+    text += f"({_where(loader)}) announced {plan.batches_per_epoch}."
     if ends:
-        text += " It is taken for data without an end: what comes after is not read, and later epochs end as planned."
+        text += " The data seems infinite: the rest of this epoch is skipped, and later epochs end as planned."
     elif not is_short:
-        text += " All of them are trained on."
+        text += " Training uses all of them."
     if max_steps <= 0:
-        text += f" The schedule of the learning rate was made for {plan.max_steps} steps" + (
-            ", which the training does not reach." if is_short else ": the rate of the last of them is kept."
+        text += f" The learning rate scheduler is set up for {plan.max_steps} steps" + (
+            ", which training does not reach." if is_short else " and keeps its last rate afterwards."
         )
     num_workers = getattr(loader, "num_workers", 0)
     if num_workers > 1 and not is_short:
         text += (
-            f" With num_workers={num_workers} each worker has a last batch of its own, and a dataset that does not divide itself "
-            "by get_worker_info() is read by each of them."
+            f" With num_workers={num_workers}, each worker has its own last batch, and reads the whole dataset unless the dataset "
+            "shards itself with get_worker_info()."
         )
-    steps = "" if max_steps > 0 else "Set max_steps= to the number of steps that the training is to have, or let "
-    warn(f"{text} {steps or 'Let '}__len__ be the number of samples that an epoch gives")
+    steps = "" if max_steps > 0 else "Set max_steps= to the number of steps, or return "
+    warn(f"{text} {steps or 'Return '}the true number of samples per epoch from __len__")
 
 
 def _where(loader: Any) -> str:
-    """Return what says how long ``loader`` is, and the user's line of it."""
+    """Return the ``__len__`` that defines the length of ``loader``, with its file and line."""
     whole = getattr(loader, "original", loader)
     owner = whole
     if isinstance(whole, DataLoader):
         owner = whole.dataset
         if not isinstance(owner, IterableDataset):
             owner = whole.sampler if whole.batch_sampler is None else whole.batch_sampler
-            # torch's own counts what the sampler says
+            # torch's batch sampler delegates to the sampler
             owner = (
                 owner.sampler if type(owner).__module__.startswith("torch.") and hasattr(owner, "sampler") else owner
             )

@@ -1,4 +1,4 @@
-"""Batches of samples of about the same length: less padding, and still a random order."""
+"""Batches of samples of similar length in random order, to reduce padding."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ __all__ = ["LengthGroupedSampler", "length_grouped_order", "lengths_of"]
 
 
 def length_grouped_order(lengths: Sequence[int], *, batch_size: int, generator: torch.Generator) -> list[int]:
-    """Return an order in which ``batch_size`` neighbours are of similar length.
+    """Return an order in which groups of ``batch_size`` samples have similar lengths.
 
-    A random permutation is cut into pieces of at most 50 batches (fewer where there would be less than four pieces), and
-    each piece is sorted, longest first; the longest sample of all comes first, so that memory runs out at once, if it
-    does.
+    A random permutation is split into chunks of at most 50 batches, at least four chunks if possible, and each chunk is
+    sorted, longest first. The longest sample of all comes first, so that a lack of memory shows at once.
 
-    Source: the rule of transformers' sampler of this name.
+    Source: transformers' sampler of this name.
     """
     size = batch_size * max(1, min(len(lengths) // (batch_size * 4), 50))
     order = torch.randperm(len(lengths), generator=generator).tolist()
-    pieces = [
+    chunks = [
         sorted(order[start : start + size], key=lambda i: lengths[i], reverse=True)
         for start in range(0, len(order), size)
     ]
-    longest = max(range(len(pieces)), key=lambda piece: lengths[pieces[piece][0]])
-    pieces[0][0], pieces[longest][0] = pieces[longest][0], pieces[0][0]
-    return [i for piece in pieces for i in piece]
+    longest = max(range(len(chunks)), key=lambda chunk: lengths[chunks[chunk][0]])
+    chunks[0][0], chunks[longest][0] = chunks[longest][0], chunks[0][0]
+    return [i for chunk in chunks for i in chunk]
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """The order of ``length_grouped_order``, another one in each pass; it depends on the seed and the pass only.
+    """Yields a new ``length_grouped_order`` in each epoch; it depends only on the seed and the epoch.
 
     Args:
-        batch_size: samples of one optimizer step.
-        lengths: of every sample.
-        seed: pass e is drawn by a generator of the seed ``seed + e``.
+        batch_size: samples per optimizer step.
+        lengths: length of every sample.
+        seed: epoch e uses a generator with the seed ``seed + e``.
     """
 
     def __init__(self, batch_size: int, *, lengths: Sequence[int], seed: int) -> None:
@@ -49,7 +48,7 @@ class LengthGroupedSampler(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass."""
+        """Set the epoch, which determines the order of the next pass."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -61,7 +60,7 @@ class LengthGroupedSampler(Sampler[int]):
 
 
 def lengths_of(dataset: Any, *, column: str, name: str) -> list[int]:
-    """Return the length of every sample: the column ``column`` where there is one, else that of ``name`` in each sample.
+    """Return the length of every sample: the value of ``column`` if it exists, otherwise the length of the value of ``name``.
 
     Raises:
         UsageError: the samples have neither.
@@ -76,7 +75,7 @@ def lengths_of(dataset: Any, *, column: str, name: str) -> list[int]:
             return [len(dataset[i][name]) for i in range(len(dataset))]
     columns = ", ".join(map(str, first)) if isinstance(first, Mapping) else f"a {type(first).__name__}"
     raise UsageError(
-        f"this train_sampling_strategy needs the length of each sample, and a sample has {columns}",
+        f"this train_sampling_strategy needs the length of each sample, but a sample has only {columns}",
         where="TrainingArguments.length_column_name",
-        do=f"add a column {column!r}, set length_column_name to the one that holds it, or let samples have {name!r}",
+        do=f"add a column {column!r}, set length_column_name to the column with the length, or add {name!r} to the samples",
     )

@@ -1,4 +1,4 @@
-"""The items of a batch: how many labels a loss is a mean over, and whether it is divided by their number at all."""
+"""Counting the labels of a batch, and detecting whether a loss is divided by their number."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from torch import nn
 
 __all__ = ["WatchedNumber", "count_items", "ignored_number"]
 
-# Losses of transformers that predict the next token: their first label is nobody's target.
+# Values of ``loss_type`` in transformers whose loss shifts the labels.
 _SHIFTED = ("ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGeneration")
 
 
 def count_items(batch: Any, *, model: nn.Module) -> torch.Tensor | None:
-    """Return how many labels of ``batch`` count: those that are not -100; None: its labels are no tensor."""
+    """Return the number of labels in ``batch`` that are not -100; None if the labels are not a tensor."""
     if not isinstance(batch, Mapping):
         return None
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, torch.Tensor):
         return None
     if "shift_labels" not in batch and _shifts_labels(model):
-        labels = labels[..., 1:]  # the model predicts the next token: the first one is nobody's target
+        labels = labels[..., 1:]  # the first label is not a target
     count: torch.Tensor = labels.ne(-100).sum()
     return count
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """Tell whether the loss of ``model`` compares position i with label i + 1; one with an encoder shifts its inputs."""
+    """Return whether the loss of ``model`` compares position i with label i + 1; encoder-decoders shift the inputs instead."""
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return getattr(model, "loss_type", None) in _SHIFTED and not has_encoder
 
 
 class WatchedNumber(torch.Tensor):
-    """A number that notes whether somebody computes with it. What is computed of it is a plain tensor."""
+    """A tensor that records whether it is used in a computation; the results are plain tensors."""
 
     is_used: bool
 
     @staticmethod
     def of(number: torch.Tensor) -> WatchedNumber:
-        """Return ``number``, watched."""
+        """Return ``number`` as a watched tensor."""
         watched = number.as_subclass(WatchedNumber)
         watched.is_used = False
         return watched
@@ -49,7 +49,7 @@ class WatchedNumber(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute with the plain numbers, and note it."""
+        """Record the use, and compute with plain tensors."""
         with torch._C.DisableTorchFunctionSubclass():
             plain, named = _plain(args), _plain(kwargs or {})
             return func(*plain, **named)
@@ -67,15 +67,15 @@ def _plain(value: Any) -> Any:
 
 
 def ignored_number(*, who: str, factor: int, of: str, do: str) -> str:
-    """Return the warning for a loss that is not divided by the number of items which it was given.
+    """Return the warning for a loss that is not divided by the number of items.
 
     Args:
-        who: computes it.
-        factor: how many times it counts.
-        of: what the factor is made of.
-        do: what to do.
+        who: function that computes the loss.
+        factor: factor by which the loss is too large.
+        of: origin of the factor.
+        do: advice to the user.
     """
     return (
-        f"{who} was given num_items_in_batch, the labels of the whole update, and does not compute with it: its loss counts "
-        f"{factor} times, in the gradients and in the logs ({of}), as with transformers. {do}"
+        f"{who} accepts num_items_in_batch, the number of labels in the whole update, but does not use it: its loss counts "
+        f"{factor} times in the gradients and in the logs ({of}), as in transformers. {do}"
     )

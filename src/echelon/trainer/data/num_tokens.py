@@ -1,4 +1,4 @@
-"""How many tokens a batch holds."""
+"""Counting the tokens of a batch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["num_tokens"]
 
 
 def num_tokens(inputs: Any, *, model: nn.Module, with_padding: bool, tokenizer: Any) -> int:
-    """Return the tokens in the column that ``model`` reads first (``main_input_name``, else ``input_ids``).
+    """Return the number of tokens in the main input column of ``model`` (``main_input_name``, default ``input_ids``).
 
     Args:
         inputs: a batch.
-        model: says which column.
-        with_padding: count all; else not those that the attention mask leaves out, or that are the padding token.
-        tokenizer: knows ``pad_token_id``; needed where there is no attention mask.
+        model: defines the column.
+        with_padding: count all tokens; otherwise, exclude padding by the attention mask or the padding token.
+        tokenizer: its ``pad_token_id`` is used without an attention mask.
 
     Raises:
-        UsageError: the batch has no such column, or nothing says what padding is.
+        UsageError: the batch has no such column, or padding cannot be identified.
     """
     name = getattr(model, "main_input_name", "input_ids")
     if not isinstance(inputs, Mapping) or name not in inputs:
         columns = (
-            ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"the parts of a {type(inputs).__name__}"
+            ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"the elements of a {type(inputs).__name__}"
         )
         raise UsageError(
-            f"tokens cannot be counted: the batch has no {name!r}, only {columns}",
+            f"cannot count tokens: the batch has no {name!r}, only {columns}",
             where="TrainingArguments.include_num_input_tokens_seen",
-            do=f"set main_input_name of {type(model).__name__} to the name of one of them",
+            do=f"set {type(model).__name__}.main_input_name to the column with the tokens",
         )
     tokens: torch.Tensor = inputs[name]
     if with_padding:
@@ -43,8 +43,8 @@ def num_tokens(inputs: Any, *, model: nn.Module, with_padding: bool, tokenizer: 
     token = getattr(tokenizer, "pad_token_id", None)
     if token is None:
         raise UsageError(
-            "tokens without padding cannot be counted: there is no attention_mask, and no pad_token_id",
+            "cannot count tokens without padding: there is neither an attention_mask nor a pad_token_id",
             where="TrainingArguments.include_num_input_tokens_seen",
-            do="set it to 'all', or give the Trainer the tokenizer as processing_class",
+            do="set it to 'all', or pass the tokenizer to the Trainer as processing_class",
         )
     return int((tokens != token).sum())

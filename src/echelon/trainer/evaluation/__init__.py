@@ -1,1 +1,1 @@
-"""The evaluation loop, prediction and metric reports."""
+"""Evaluation, prediction and metric reports of the Trainer."""

@@ -1,4 +1,4 @@
-"""The loop over an evaluation set: losses, predictions and labels of every sample once, and the metrics of them."""
+"""The evaluation loop: gathers losses, predictions and labels of every sample, and computes the metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 def evaluate(
     hooks: TrainerHooks, session: TrainerSession, dataset: Any, *, ignore_keys: list[str] | None, prefix: str
 ) -> dict[str, float]:
-    """Do what ``Trainer.evaluate`` says.
+    """Implement ``Trainer.evaluate``.
 
     Collective: every rank.
     """
@@ -64,7 +64,7 @@ def evaluate(
 def predict(
     hooks: TrainerHooks, session: TrainerSession, dataset: Any, *, ignore_keys: list[str] | None, prefix: str
 ) -> PredictionOutput:
-    """Do what ``Trainer.predict`` says.
+    """Implement ``Trainer.predict``.
 
     Collective: every rank.
     """
@@ -108,8 +108,8 @@ def run_evaluation(
 ) -> EvalLoopOutput:
     """Return the model's outputs for every sample of ``dataloader``, and the metrics.
 
-    Every sample counts once: where the last batch of a rank is padded with samples that another rank has too, the model
-    gets the new ones only, so that the loss, too, is that of a single process.
+    Padding samples in the last batch of a rank are removed before the forward pass, so that every sample counts once and
+    the loss equals that of a single process.
 
     Collective: every rank, with the same number of batches.
     """
@@ -143,8 +143,10 @@ def run_evaluation(
         metrics = {_prefixed(name, prefix): value for name, value in as_numbers(metrics).items()}
         if (mean := collected.mean_loss(filtered=args.logging_nan_inf_filter)) is not None:
             metrics = {f"{prefix}_loss": mean, **metrics}
-        is_claimed = isinstance(getattr(dataloader, "dataset", None), IterableDataset)  # its length is what it says
-        if num_examples is None or limit is not None or is_claimed:
+        has_unreliable_length = isinstance(
+            getattr(dataloader, "dataset", None), IterableDataset
+        )  # its __len__ may be wrong
+        if num_examples is None or limit is not None or has_unreliable_length:
             columns = collected.columns
             num_examples = columns["losses"].num_samples or columns["logits"].num_samples or collected.num_observed
         return EvalLoopOutput(predictions=predictions, label_ids=label_ids, metrics=metrics, num_samples=num_examples)
@@ -161,7 +163,7 @@ def _evaluate_batches(
     loss_only: bool,
     ignore_keys: list[str] | None,
 ) -> tuple[_Collected, dict[str, Any], Any]:
-    """Return what the batches gave, the metrics of them (with ``batch_eval_metrics``), and the last batch."""
+    """Return the collected outputs, the metrics (with ``batch_eval_metrics``), and the last batch."""
     args, state, collected = hooks.args, session.evaluation, _Collected(hooks)
     by_batch = args.batch_eval_metrics and hooks.compute_metrics is not None
     metrics: dict[str, Any] = {}
@@ -169,7 +171,7 @@ def _evaluate_batches(
     for done, inputs in enumerate(numbered, 1):
         size = batches.batch_size(inputs)
         real = state.real_samples = _real_samples(hooks, dataloader, size)
-        # With none of its own the batch runs all the same: a forward pass may be collective; gathering leaves it out.
+        # A batch of padding only still runs, because the forward pass may be collective; gathering drops it.
         rows = real[0] if real is not None and 0 < real[0] < (size or 0) else None
         if rows is not None and size is not None:
             inputs = batches.cut(inputs, rows=rows, of=size)
@@ -181,7 +183,7 @@ def _evaluate_batches(
         if loss is not None and hooks.accelerator.parity != "off":
             collected.weigh(inputs, size=size)
         if by_batch and gathered["logits"] is not None:
-            is_last = done == limit or not numbered.has_more()  # whatever its length says
+            is_last = done == limit or not numbered.has_more()  # the length may be wrong
             metrics = _metrics_of(hooks, session, gathered, inputs, compute_result=is_last)
         if by_batch and not state.is_predicting:
             collected.keep(losses=gathered["losses"])
@@ -195,10 +197,10 @@ def _evaluate_batches(
 
 
 def _end_batch(hooks: TrainerHooks, session: TrainerSession) -> None:
-    """Notify the callbacks; stop here if the run is asked to end, and nothing is lost by it.
+    """Notify the callbacks, and stop if the run is preempted and can resume from here.
 
     Raises:
-        Preempted: it stops.
+        Preempted: the run stops.
     """
     notify(hooks, "on_prediction_step")
     is_boundary = session.evaluation.is_repeatable or not hooks.is_in_train
@@ -210,7 +212,7 @@ def _prepared_model(hooks: TrainerHooks, session: TrainerSession) -> nn.Module:
     if not session.optimizer.is_prepared and session.evaluation.preparation_time is None:
         start = time.time()
         devices = hooks.accelerator.capabilities.num_devices
-        # A batch of several devices would not fit on one.
+        # With several devices, a batch may be too large for one of them.
         hooks.model_wrapped = hooks.accelerator.prepare_model(hooks.model, evaluation_mode=devices == 1)
         session.evaluation.preparation_time = round(time.time() - start, 4)
     return hooks.model_wrapped
@@ -218,11 +220,9 @@ def _prepared_model(hooks: TrainerHooks, session: TrainerSession) -> nn.Module:
 
 @contextmanager
 def _cast_to(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
-    """Inside, the numbers of ``model`` are of ``dtype``; afterwards those of before are back, which were on the host.
+    """Cast ``model``, which must not be sharded, to ``dtype`` inside the block; a copy on the host restores the values.
 
-    Args:
-        dtype: None: nothing changes.
-        model: not sharded.
+    ``dtype=None`` changes nothing.
     """
     if dtype is None:
         yield
@@ -240,7 +240,7 @@ def _cast_to(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
 
 
 def _main_input(inputs: Any, hooks: TrainerHooks) -> Any:
-    """Return the column of a batch that the model reads first: ``main_input_name`` of the model, else ``input_ids``.
+    """Return the main input column of a batch: ``main_input_name`` of the model, or ``input_ids``.
 
     Raises:
         UsageError: the batch has no such column.
@@ -253,14 +253,14 @@ def _main_input(inputs: Any, hooks: TrainerHooks) -> Any:
     raise UsageError(
         f"the batch has no {name!r}: its columns are {', '.join(map(str, inputs))}",
         where="TrainingArguments.include_for_metrics",
-        do=f"set main_input_name of {type(hooks.model).__name__} to the name of one of them",
+        do=f"set {type(hooks.model).__name__}.main_input_name to one of these columns",
     )
 
 
 def _metrics_of(
     hooks: TrainerHooks, session: TrainerSession, found: Mapping[str, Any], inputs: Any, **more: Any
 ) -> dict[str, Any]:
-    """Call ``compute_metrics`` with what was gathered; nothing of a prediction without labels."""
+    """Call ``compute_metrics`` with the gathered outputs; return no metrics for a prediction without labels."""
     if found["labels"] is None:
         _refuse_without_labels(hooks, session, inputs)
         return {}
@@ -276,17 +276,17 @@ def _metrics_of(
 
 
 class _Collected:
-    """What was gathered of all ranks, batch by batch."""
+    """The outputs of all batches, gathered over all ranks."""
 
     def __init__(self, hooks: TrainerHooks) -> None:
         self._hooks = hooks
         self.columns = {name: _Column(hooks.args) for name in ("losses", "logits", "labels", "inputs")}
         self.num_observed = 0
-        """Samples of this rank."""
-        self._weights: list[torch.Tensor] = []  # of the losses, sample by sample; none: they weigh the same
+        """Number of samples on this rank."""
+        self._weights: list[torch.Tensor] = []  # of the losses, per sample; empty for equal weights
 
     def gather(self, loss: Any, logits: Any, labels: Any, inputs: Any, *, size: int | None) -> dict[str, Any]:
-        """Return the outputs of one batch for the samples of all ranks, padded to the longest with -100.
+        """Gather the outputs of one batch over all ranks, padded to the longest with -100.
 
         Collective: every rank, once a batch.
         """
@@ -299,13 +299,13 @@ class _Collected:
         return {name: None if part is None else self._gathered(part) for name, part in found.items()}
 
     def keep(self, **found: Any) -> None:
-        """Keep what is to be joined after the last batch."""
+        """Store outputs to join after the last batch."""
         for name, part in found.items():
             if part is not None:
                 self.columns[name].add(part)
 
     def weigh(self, inputs: Any, *, size: int | None) -> None:
-        """Let the loss of a batch weigh as much as it holds items: in the exact modes batches are cut by what fits.
+        """Weight the loss of a batch by its items, because micro-batches of the exact modes differ in size.
 
         Collective: every rank, once a batch.
         """
@@ -316,10 +316,10 @@ class _Collected:
         self._weights.append(self._gathered(weights).cpu())
 
     def mean_loss(self, *, filtered: bool) -> float | None:
-        """Return the mean of the losses over all samples, in float64; None when there are none.
+        """Return the mean loss over all samples in float64, or None without losses.
 
         Args:
-            filtered: leave those out that are not finite, unless none is.
+            filtered: ignore nonfinite losses, unless none is finite.
         """
         return self.columns["losses"].mean(filtered=filtered, weights=self._weights)
 
@@ -332,28 +332,28 @@ class _Collected:
         return self._hooks.accelerator.gather_for_metrics(part, use_gather_object=self._is_of_objects(part))
 
     def _is_of_objects(self, part: Any) -> bool:
-        """Whether ``part`` is a list with an object for each sample; tensors are gathered as tensors all the same."""
+        """Return whether ``part`` is a list of one object per sample; tensors are always gathered as tensors."""
         return self._hooks.args.eval_use_gather_object and isinstance(part, list)
 
 
 def _real_samples(hooks: TrainerHooks, dataloader: Any, size: int | None) -> tuple[int, int] | None:
-    """Return how many samples of a batch of ``size`` are no padding, on this rank and on all; None where that is not known."""
+    """Return the number of samples without padding in a batch of ``size``, on this rank and on all; None if unknown."""
     accelerator = hooks.accelerator
     if accelerator.num_processes == 1:
         return None
-    last = getattr(dataloader, "last_step", None)  # of a prepared loader; a user's own has no such thing
+    last = getattr(dataloader, "last_step", None)  # only prepared loaders have it
     if last is None or last.sizes[accelerator.process_index] != size:
         return None
     return int(last.real[accelerator.process_index]), sum(int(new) for new in last.real)
 
 
 def _refuse_without_labels(hooks: TrainerHooks, session: TrainerSession, inputs: Any) -> None:
-    """Raise where metrics were asked for and cannot be computed; a prediction need not have labels."""
+    """Raise if an evaluation with ``compute_metrics`` has no labels; a prediction needs none."""
     if session.evaluation.is_predicting:
         return
     seen = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"a {type(inputs).__name__}"
     raise UsageError(
-        f"compute_metrics needs labels, and the batches have none: {seen} "
+        f"compute_metrics needs labels, but the batches have none: {seen} "
         f"(label_names: {', '.join(hooks.label_names) or 'none'})",
         where="Trainer(compute_metrics=)",
         do="name the label column 'labels', or set label_names to its name",
@@ -361,7 +361,7 @@ def _refuse_without_labels(hooks: TrainerHooks, session: TrainerSession, inputs:
 
 
 class _Column:
-    """One kind of output, batch by batch."""
+    """One kind of output, stored by batch."""
 
     def __init__(self, args: Any) -> None:
         self._every = args.eval_accumulation_steps
@@ -372,7 +372,7 @@ class _Column:
         self.num_samples = 0
 
     def add(self, part: Any) -> None:
-        """Keep a batch; on the device, until eval_accumulation_steps of them are moved to the CPU."""
+        """Store a batch; every eval_accumulation_steps batches are moved to the CPU."""
         self._parts.append(part)
         self.num_samples += batches.batch_size(part) or 0
         self._on_device += 1
@@ -383,7 +383,7 @@ class _Column:
             self._on_device = 0
 
     def joined(self) -> Any:
-        """Return the batches as numpy arrays: joined, or a list; None when there are none."""
+        """Return the batches as numpy arrays, concatenated or as a list; None without batches."""
         if not self._parts:
             return None
         if not self._joins:
@@ -396,17 +396,17 @@ class _Column:
             )
         except (RuntimeError, TypeError) as error:
             raise UsageError(
-                f"the predictions of {len(self._parts)} batches cannot be joined: {error}",
+                f"the predictions of {len(self._parts)} batches cannot be concatenated: {error}",
                 where="TrainingArguments.eval_do_concat_batches",
-                do="set eval_do_concat_batches=False, or let preprocess_logits_for_metrics make them of one shape",
+                do="set eval_do_concat_batches=False, or return tensors of one shape from preprocess_logits_for_metrics",
             ) from error
 
     def mean(self, *, filtered: bool, weights: list[torch.Tensor]) -> float | None:
-        """Return the mean of all rows, in float64; None when there are none.
+        """Return the mean of all rows in float64, or None without rows.
 
         Args:
-            filtered: leave those out that are not finite, unless none is.
-            weights: of the rows, as parts; none: equal ones.
+            filtered: ignore nonfinite values, unless none is finite.
+            weights: weights of the rows, by batch; empty for equal weights.
         """
         if not self._parts:
             return None

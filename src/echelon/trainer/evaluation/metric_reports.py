@@ -1,4 +1,4 @@
-"""Metrics for people and for files: the table of ``log_metrics``, the JSON files of ``save_metrics``."""
+"""The table of ``log_metrics`` and the JSON files of ``save_metrics``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["metrics_format", "metrics_table", "write_metrics"]
 
 
 def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``metrics`` as they are shown: durations as h:mm:ss.cc, operations as GF, other numbers with 4 digits."""
+    """Format ``metrics``: durations as h:mm:ss.cc, floating-point operations as GF, other floats with 4 decimals."""
     return {name: _shown(name, value) for name, value in metrics.items()}
 
 
 def metrics_table(split: str, metrics: Mapping[str, Any]) -> str:
-    """Return ``metrics`` as lines, sorted, names to the left and values to the right."""
+    """Return ``metrics`` as a sorted table with two columns."""
     shown = metrics_format(metrics)
     left = max((len(str(name)) for name in shown), default=0)
     right = max((len(str(value)) for value in shown.values()), default=0)
@@ -26,7 +26,7 @@ def metrics_table(split: str, metrics: Mapping[str, Any]) -> str:
 
 
 def write_metrics(folder: Path, split: str, metrics: Mapping[str, Any], *, combined: bool) -> None:
-    """Write ``<split>_results.json``; ``combined``: and put the metrics into ``all_results.json``."""
+    """Write ``<split>_results.json`` and, if ``combined``, add the metrics to ``all_results.json``."""
     _write(folder / f"{split}_results.json", dict(metrics))
     if combined:
         path = folder / "all_results.json"

@@ -1,4 +1,4 @@
-"""One batch of an evaluation: its loss, what the model says, and the labels."""
+"""Loss, logits and labels of one evaluation batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["evaluation_dtype", "predict_batch"]
 
 
 def evaluation_dtype(hooks: TrainerHooks) -> torch.dtype | None:
-    """Return the dtype to which the whole model is cast for an evaluation outside of the training; None: its own.
+    """Return the dtype to cast the model to for an evaluation outside training; None for no cast.
 
     Raises:
         ConfigError: the model is sharded.
@@ -28,9 +28,9 @@ def evaluation_dtype(hooks: TrainerHooks) -> torch.dtype | None:
         return None
     if hooks.accelerator.capabilities.shards_parameters:
         raise ConfigError(
-            "a sharded model cannot be cast as a whole for an evaluation",
+            "a sharded model cannot be cast for an evaluation",
             where="TrainingArguments.bf16_full_eval, .fp16_full_eval",
-            do="remove it: with bf16=True (or fp16=True) evaluations compute in it, too",
+            do="remove it: bf16=True and fp16=True also apply to evaluations",
         )
     return torch.bfloat16 if hooks.args.bf16_full_eval else torch.float16
 
@@ -45,16 +45,16 @@ def predict_batch(
     ignore_keys: list[str] | None,
     count_items: Callable[[list[Any], torch.device], Any],
 ) -> tuple[torch.Tensor | None, Any, Any]:
-    """Return (loss, logits, labels) of one batch on the device; each may be None. See ``Trainer.prediction_step``.
+    """Return loss, logits and labels of one batch, each of which may be None; see ``Trainer.prediction_step``.
 
     Args:
-        hooks: of the Trainer.
-        session: of the Trainer.
+        hooks: hooks of the Trainer.
+        session: session of the Trainer.
         model: the wrapped model.
         inputs: a batch, on the device.
         prediction_loss_only: return no logits and no labels.
-        ignore_keys: outputs of the model that are no logits; None: as its config says.
-        count_items: (batches, device) -> the number that their loss is divided by.
+        ignore_keys: outputs of the model that are not logits (default: from its config).
+        count_items: ``count_items(batches, device)`` returns the divisor of the loss.
     """
     if ignore_keys is None:
         config = getattr(hooks.model, "config", None)
@@ -80,13 +80,13 @@ def predict_batch(
             outputs = call_model(hooks, session, model, inputs, None)
     if prediction_loss_only:
         return loss, None, None
-    # What is None was not computed, and is no prediction: the loss of a model that an overridden compute_loss serves.
+    # None values are not predictions, such as the loss of a model whose loss compute_loss computes.
     if isinstance(outputs, Mapping) or is_record(outputs):
         left_out = [*ignore_keys, *(["loss"] if loss is not None else [])]
         held: Any = outputs if isinstance(outputs, Mapping) else contents(outputs)
         logits: Any = tuple(value for name, value in held.items() if name not in left_out and value is not None)
     elif isinstance(outputs, (tuple, list)):
-        # A model of transformers returns its loss first; an overridden compute_loss need not.
+        # Models of transformers return the loss first, but an overridden compute_loss may not.
         has_loss = loss is not None and isinstance(outputs[0], torch.Tensor) and not outputs[0].dim()
         logits = tuple(value for value in (outputs[1:] if has_loss else outputs) if value is not None)
     else:
@@ -96,16 +96,16 @@ def predict_batch(
 
 
 def _has_loss(hooks: TrainerHooks, session: TrainerSession, inputs: Any) -> bool:
-    """Whether a loss can be computed for a batch of an evaluation."""
+    """Return whether a loss can be computed for an evaluation batch."""
     interface, is_predicting = session.interface, session.evaluation.is_predicting
     if not isinstance(inputs, Mapping):
         num_parts = len(inputs) if isinstance(inputs, (tuple, list)) else 1
-        if not interface.computes_own_loss:  # forward gets all parts, the labels too, and returns the loss first
+        if not interface.computes_own_loss:  # forward receives all elements with the labels, and returns the loss first
             return num_parts > 1 and (interface.num_positional is None or num_parts <= interface.num_positional)
         return num_parts > 1 or not is_predicting
     if hooks.label_names and all(inputs.get(name) is not None for name in hooks.label_names):
         return True
-    if interface.infers_labels:  # forward takes no labels: only compute_loss knows what it needs
+    if interface.infers_labels:  # forward takes no labels, so compute_loss decides
         return not is_predicting
     return not hooks.label_names and hooks.can_return_loss
 
@@ -116,5 +116,5 @@ def _labels_in(hooks: TrainerHooks, inputs: Any) -> Any:
         if not labels or any(label is None for label in labels):
             return None
         return labels[0] if len(labels) == 1 else labels
-    # Tuples of a TensorDataset: the labels are last.
+    # In a tuple, as from a TensorDataset, the labels are last.
     return inputs[-1] if isinstance(inputs, (tuple, list)) and len(inputs) > 1 else None

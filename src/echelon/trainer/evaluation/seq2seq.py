@@ -1,6 +1,6 @@
-"""Seq2SeqTrainer: evaluations and predictions that generate text with an encoder-decoder model."""
+"""Seq2SeqTrainer: a Trainer that evaluates and predicts with generated text."""
 
-# ruff: noqa: RUF009 - `setting` is `dataclasses.field` with the help text behind the default
+# ruff: noqa: RUF009 - `setting` wraps `dataclasses.field`
 
 from __future__ import annotations
 
@@ -26,31 +26,33 @@ class _Generates(Protocol):
     generation_config: Any
 
     def generate(self, **inputs: Any) -> torch.Tensor:
-        """Return tokens [samples, length]."""
+        """Return generated tokens [samples, length]."""
         ...
 
 
 @dataclass
 class Seq2SeqTrainingArguments(TrainingArguments):
-    """``TrainingArguments`` and how to generate."""
+    """``TrainingArguments`` with settings for generation."""
 
-    sortish_sampler: bool = setting(False, "Sort samples roughly by length; see train_sampling_strategy.")
-    predict_with_generate: bool = setting(False, "Generate in evaluations, so that metrics see text (ROUGE, BLEU).")
-    generation_max_length: int | None = setting(None, "max_length of generate; none given: the model's own.")
-    generation_num_beams: int | None = setting(None, "num_beams of generate; none given: the model's own.")
-    generation_config: str | Path | Any = setting(None, "A generation config: an object, or the folder or file of one.")
+    sortish_sampler: bool = setting(False, "Not supported; use train_sampling_strategy.")
+    predict_with_generate: bool = setting(False, "Generate text in evaluations, for metrics such as ROUGE and BLEU.")
+    generation_max_length: int | None = setting(None, "max_length of generate (default: the model's).")
+    generation_num_beams: int | None = setting(None, "num_beams of generate (default: the model's).")
+    generation_config: str | Path | Any = setting(
+        None, "A generation config: an object, or the path of a directory or file."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sortish_sampler:
             raise ConfigError(
-                "sortish_sampler has no effect in transformers 5, and none here",
+                "sortish_sampler is not supported; it has no effect in transformers 5 either",
                 where="Seq2SeqTrainingArguments.sortish_sampler",
                 do="set train_sampling_strategy='group_by_length'",
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values; secrets are masked, and a generation config is a dict."""
+        """Return the fields as plain values, with secrets masked and the generation config as a dict."""
         values = super().to_dict()
         if callable(as_dict := getattr(self.generation_config, "to_dict", None)):
             values["generation_config"] = as_dict()
@@ -58,10 +60,7 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 
 
 class Seq2SeqTrainer(Trainer):
-    """A Trainer whose evaluations generate, where ``predict_with_generate`` is set; else it is a Trainer.
-
-    Collective: as Trainer.
-    """
+    """A Trainer whose evaluations and predictions generate text if ``predict_with_generate`` is set."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,19 +70,20 @@ class Seq2SeqTrainer(Trainer):
             self.model.generation_config = self.load_generation_config(config)
 
     def load_generation_config(self, gen_config_arg: Any) -> Any:
-        """Return a copy of a config, or the one in a folder or file, of the kind that the model has.
+        """Return a copy of a config, or load one from a path with the class of the model's config.
 
         Raises:
-            UsageError: a path, where the model has no config whose kind could read it.
+            UsageError: a path is given, but the model has no generation config.
         """
         if not isinstance(gen_config_arg, (str, Path)):
             return copy.deepcopy(gen_config_arg)
         own = getattr(self.model, "generation_config", None)
         if own is None:
             raise UsageError(
-                f"generation_config={str(gen_config_arg)!r} cannot be read: {type(self.model).__name__} has none of its own",
+                f"cannot load generation_config={str(gen_config_arg)!r}: {type(self.model).__name__} has no generation_config, "
+                "whose class is needed",
                 where="Seq2SeqTrainingArguments.generation_config",
-                do="give the config itself",
+                do="pass a config object instead of a path",
             )
         path = Path(gen_config_arg)
         folder, name = (path.parent, path.name) if path.is_file() else (gen_config_arg, None)
@@ -96,7 +96,7 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "eval",
         **gen_kwargs: Any,
     ) -> dict[str, float]:
-        """Evaluate; ``gen_kwargs`` are those of ``generate`` (max_length, num_beams, ...).
+        """Evaluate; ``gen_kwargs`` are passed to ``generate`` (max_length, num_beams, ...).
 
         Collective: every rank.
         """
@@ -110,7 +110,7 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "test",
         **gen_kwargs: Any,
     ) -> PredictionOutput:
-        """Predict; ``gen_kwargs`` are those of ``generate``.
+        """Predict; ``gen_kwargs`` are passed to ``generate``.
 
         Collective: every rank.
         """
@@ -125,37 +125,37 @@ class Seq2SeqTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Return (loss, generated tokens, labels) of one batch; both padded to the longest that may come."""
+        """Return loss, generated tokens and labels of one batch; tokens and labels are padded to the maximum length."""
         generates = getattr(self.args, "predict_with_generate", False)
         if not generates or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         if not isinstance(self.model, _Generates) or not isinstance(inputs, Mapping):
             raise UsageError(
-                f"predict_with_generate=True, and {type(self.model).__name__} has no generate() and generation_config",
+                f"predict_with_generate=True, but {type(self.model).__name__} has no generate() or no generation_config",
                 where="Seq2SeqTrainingArguments.predict_with_generate",
-                do="leave it out, or use a model of transformers that generates",
+                do="remove it, or use a generative model of transformers",
             )
         inputs = self._prepare_inputs(inputs)
         labels = inputs.get("labels")
         wanted = gen_kwargs or self._gen_kwargs
-        tokens = self.model.generate(**_without_answers(inputs), **wanted)
+        tokens = self.model.generate(**_generation_inputs(inputs), **wanted)
         loss = None
         if labels is not None:
             loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys=ignore_keys)
         return loss, self._padded(tokens, wanted), None if labels is None else self._padded(labels.detach(), wanted)
 
     def _generation(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is given to ``generate``: by the call, else by the arguments."""
+        """Return the arguments of ``generate``, from the call or from the training arguments."""
         wanted = {name: value for name, value in given.items() if value is not None}
         if not {"max_length", "max_new_tokens"} & wanted.keys():
             wanted["max_length"] = getattr(self.args, "generation_max_length", None)
         wanted.setdefault("num_beams", getattr(self.args, "generation_num_beams", None))
         if self.accelerator.capabilities.shards_parameters:
-            wanted["synced_gpus"] = True  # a rank that is done goes on with the others: its parts are needed
+            wanted["synced_gpus"] = True  # finished ranks continue, because the others need their shards
         return {name: value for name, value in wanted.items() if value is not None}
 
     def _padded(self, tokens: torch.Tensor, wanted: Mapping[str, Any]) -> torch.Tensor:
-        """Lengthen ``tokens`` to what was asked for at most, so that those of all batches can be joined."""
+        """Pad ``tokens`` to the maximum generated length, so that all batches can be concatenated."""
         config: Any = self.model.generation_config
         sizes = [
             wanted.get("max_length"),
@@ -179,15 +179,15 @@ class Seq2SeqTrainer(Trainer):
             if token is not None:
                 return int(token)
         raise UsageError(
-            "generated texts of different lengths need a padding token, and there is none",
+            "padding generated text needs a padding token, but neither the tokenizer nor the model defines one",
             where="Seq2SeqTrainer.prediction_step",
-            do="set pad_token_id of the tokenizer or of the model's generation_config",
+            do="set pad_token_id in the tokenizer or in the model's generation_config",
         )
 
 
-def _without_answers(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is generated from: without decoder inputs that were made of the labels."""
+def _generation_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of ``generate``, without labels and decoder inputs derived from them."""
     labels, decoder = inputs.get("labels"), inputs.get("decoder_input_ids")
-    made_of_labels = labels is not None and decoder is not None and labels.shape == decoder.shape
-    left_out = {"labels"} | ({"decoder_input_ids", "decoder_attention_mask"} if made_of_labels else set())
-    return {name: value for name, value in inputs.items() if name not in left_out}
+    from_labels = labels is not None and decoder is not None and labels.shape == decoder.shape
+    excluded = {"labels"} | ({"decoder_input_ids", "decoder_attention_mask"} if from_labels else set())
+    return {name: value for name, value in inputs.items() if name not in excluded}

@@ -1,4 +1,4 @@
-"""A learning rate that rises while evaluations get better, and falls while they do not."""
+"""GreedyLR: raises the learning rate while the metric improves, and lowers it otherwise."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 __all__ = ["GreedyLR"]
 
-_IS_BETTER = "_is_better" if hasattr(ReduceLROnPlateau, "_is_better") else "is_better"  # the name in torch 2.7 and 2.8
+_IS_BETTER = (
+    "_is_better" if hasattr(ReduceLROnPlateau, "_is_better") else "is_better"
+)  # named is_better in torch 2.7 and 2.8
 
 
 class GreedyLR(ReduceLROnPlateau):
-    """Divides the rate by ``factor`` after more than ``patience`` better values in a row, multiplies it after as many others.
+    """Divides the rate by ``factor`` after more than ``patience`` improvements in a row; multiplies it after as many failures.
 
-    It is a ReduceLROnPlateau, so that whoever steps one of these after an evaluation steps it, too.
+    Derived from ``ReduceLROnPlateau``, so that code which steps that class with a metric also steps this one.
 
-    Source: GreedyLR, arXiv 2512.14527; the names and defaults are those of transformers' class.
+    Source: GreedyLR, arXiv 2512.14527; names and defaults are those of transformers' class.
 
     Args:
-        optimizer: its rates are changed.
-        mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps: as ReduceLROnPlateau has them.
-        warmup: values that count for nothing after a rise, as ``cooldown`` after a fall.
-        max_lr: where the rate stops rising; one, or one for each group.
-        smooth: look at the mean of the last ``window_size`` values.
+        optimizer: optimizer whose learning rates are changed.
+        mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps: arguments of ``ReduceLROnPlateau``.
+        warmup: number of values to ignore after an increase, as ``cooldown`` after a decrease.
+        max_lr: maximum rate, for all groups or per group.
+        smooth: use the mean of the last ``window_size`` values.
         window_size: see ``smooth``.
-        reset_start: falls that find every rate at its least before all begins anew.
+        reset_start: number of decreases at the minimum rate after which rates and counters are reset.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class GreedyLR(ReduceLROnPlateau):
         self._window: deque[float] = deque(maxlen=self.window_size)
 
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
-        """Look at the value of an evaluation."""
+        """Update the rate with the metric of an evaluation."""
         current = float(metrics)
         if self.smooth:
             self._window.append(current)
@@ -92,8 +94,8 @@ class GreedyLR(ReduceLROnPlateau):
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def _raise_lr(self) -> None:
-        for group, most in zip(self.optimizer.param_groups, self.max_lrs):
-            higher = min(group["lr"] / self.factor, most)
+        for group, max_lr in zip(self.optimizer.param_groups, self.max_lrs):
+            higher = min(group["lr"] / self.factor, max_lr)
             if higher - group["lr"] > self.eps:
                 group["lr"] = higher
         self.reset_start = self.reset_start_original
@@ -110,7 +112,7 @@ class GreedyLR(ReduceLROnPlateau):
             self._reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers and lists, under transformers' names."""
+        """Return the state, with the names of transformers."""
         state = {name: value for name, value in vars(self).items() if name not in ("optimizer", "_window")}
         if self.smooth:
             values = list(self._window)
@@ -118,7 +120,7 @@ class GreedyLR(ReduceLROnPlateau):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, also transformers'."""
+        """Load a state of this class or of transformers' class."""
         window = (state_dict.get("_streaming_avg") or {}).get("values", [])
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "_streaming_avg"})
         self._window = deque(window, maxlen=self.window_size)

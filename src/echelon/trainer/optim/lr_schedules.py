@@ -1,4 +1,4 @@
-"""Learning-rate schedules: for each name, a factor on the peak rate as a function of the optimizer step."""
+"""Learning rate schedulers: for each name, a factor on the peak rate as a function of the optimizer step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.base.errors import ConfigError
 from echelon.trainer.arguments.enums import SchedulerType, choose
 from echelon.trainer.optim.greedy_lr import GreedyLR
 
-__all__ = ["follows_a_metric", "get_scheduler"]
+__all__ = ["steps_with_metric", "get_scheduler"]
 
 
 def get_scheduler(
@@ -25,17 +25,17 @@ def get_scheduler(
     num_training_steps: int | None = None,
     scheduler_specific_kwargs: dict[str, Any] | None = None,
 ) -> LRScheduler:
-    """Return the schedule ``name`` on ``optimizer``; call its ``step`` once per optimizer step.
+    """Return the scheduler ``name`` for ``optimizer``; call its ``step`` once per optimizer step.
 
     Args:
         name: see ``SchedulerType``.
-        optimizer: its learning rates are the peak.
-        num_warmup_steps: steps in which the rate rises; 0 where none is given.
-        num_training_steps: steps in all, warm-up included; the constant schedules do not need it.
-        scheduler_specific_kwargs: more arguments of that schedule.
+        optimizer: optimizer whose learning rates are the peak.
+        num_warmup_steps: number of warm-up steps (default: 0).
+        num_training_steps: total number of steps, including warm-up; constant schedulers do not need it.
+        scheduler_specific_kwargs: extra arguments of the scheduler.
 
     Raises:
-        ConfigError: an unknown name or argument, or a count that is missing.
+        ConfigError: a name or argument is unknown, or ``num_training_steps`` is missing.
     """
     kind = choose(SchedulerType, name, setting="lr_scheduler_type")
     more = dict(scheduler_specific_kwargs or {})
@@ -43,14 +43,14 @@ def get_scheduler(
         return ReduceLROnPlateau(optimizer, **more)
     if kind is SchedulerType.GREEDY:
         return GreedyLR(optimizer, **more)
-    if num_training_steps is None and kind in _NEED_THE_END:
+    if num_training_steps is None and kind in _NEED_NUM_STEPS:
         raise ConfigError(
-            f"the schedule {kind.value!r} needs to know where it ends",
+            f"the scheduler {kind.value!r} needs num_training_steps",
             where="get_scheduler",
-            do="give num_training_steps",
+            do="pass num_training_steps",
         )
-    if kind in _WITH_A_FLOOR:
-        more["min_lr_rate"] = _floor(kind, more, peak=float(optimizer.defaults["lr"]))
+    if kind in _WITH_MIN_LR:
+        more["min_lr_rate"] = _min_lr_rate(kind, more, peak=float(optimizer.defaults["lr"]))
     if kind is SchedulerType.POLYNOMIAL:
         more["end_rate"] = _end_rate(more.pop("lr_end", 1e-7), peak=float(optimizer.defaults["lr"]))
     factor = partial(_FACTORS[kind], warmup=num_warmup_steps or 0, total=num_training_steps or 0, **more)
@@ -58,15 +58,15 @@ def get_scheduler(
         factor(0)
     except TypeError as error:
         raise ConfigError(
-            f"the schedule {kind.value!r} does not take these arguments: {error}",
+            f"the scheduler {kind.value!r} does not accept these arguments: {error}",
             where="lr_scheduler_kwargs",
             do="see the functions of echelon.trainer.optim.lr_schedules",
         ) from error
     return LambdaLR(optimizer, factor)
 
 
-def follows_a_metric(scheduler: Any) -> bool:
-    """Tell whether ``scheduler`` is stepped with the value of an evaluation: ReduceLROnPlateau, or whose ``step`` needs one."""
+def steps_with_metric(scheduler: Any) -> bool:
+    """Return whether ``scheduler.step`` requires a metric, as that of ``ReduceLROnPlateau`` does."""
     if isinstance(scheduler, ReduceLROnPlateau):
         return True
     kinds = inspect.Parameter
@@ -134,7 +134,7 @@ def _cosine_warmup_with_min_lr(
     num_cycles: float = 0.5,
     warmup_lr_rate: float | None = None,
 ) -> float:
-    # The first step already moves: the count begins with 1 here.
+    # As in transformers, this scheduler counts steps from 1.
     if step < warmup:
         if warmup_lr_rate is None:
             return (step + 1) / max(1, warmup)
@@ -169,14 +169,14 @@ def _warmup_stable_decay(
 
 
 def _shape(kind: str, part: float, *, num_cycles: float, setting: str) -> float:
-    """Return how much is left when ``part`` of the way down is done."""
+    """Return the factor after the fraction ``part`` of a decay from 1 to 0."""
     if kind == "linear":
         return 1.0 - part
     if kind == "cosine":
         return _half_wave(2.0 * num_cycles * part)
     if kind == "1-sqrt":
         return 1.0 - math.sqrt(part)
-    raise ConfigError(f"{setting}={kind!r} is none of linear, cosine, 1-sqrt", where="lr_scheduler_kwargs")
+    raise ConfigError(f"{setting}={kind!r} is not one of linear, cosine, 1-sqrt", where="lr_scheduler_kwargs")
 
 
 def _half_wave(turns: float) -> float:
@@ -187,13 +187,13 @@ def _progress(step: int, warmup: int, total: int) -> float:
     return (step - warmup) / max(1, total - warmup)
 
 
-def _floor(kind: SchedulerType, more: dict[str, Any], *, peak: float) -> float:
+def _min_lr_rate(kind: SchedulerType, more: dict[str, Any], *, peak: float) -> float:
     rate, lr = more.pop("min_lr_rate", None), more.pop("min_lr", None)
     if (rate is None) == (lr is None):
         raise ConfigError(
-            f"the schedule {kind.value!r} needs one of min_lr (a rate) and min_lr_rate (a part of the peak)",
+            f"the scheduler {kind.value!r} needs either min_lr (a learning rate) or min_lr_rate (a fraction of the peak)",
             where="lr_scheduler_kwargs",
-            do="give one of them, for example lr_scheduler_kwargs={'min_lr_rate': 0.1}",
+            do="set one of them, for example lr_scheduler_kwargs={'min_lr_rate': 0.1}",
         )
     return float(rate) if rate is not None else float(lr) / peak
 
@@ -201,9 +201,9 @@ def _floor(kind: SchedulerType, more: dict[str, Any], *, peak: float) -> float:
 def _end_rate(lr_end: float, *, peak: float) -> float:
     if not peak > lr_end:
         raise ConfigError(
-            f"the polynomial schedule falls to lr_end={lr_end}, which is not below the learning rate {peak}",
+            f"lr_end={lr_end} of the polynomial scheduler is not below the learning rate {peak}",
             where="lr_scheduler_kwargs",
-            do="choose a smaller lr_end",
+            do="set a smaller lr_end",
         )
     return lr_end / peak
 
@@ -220,8 +220,8 @@ _FACTORS: Mapping[SchedulerType, Callable[..., float]] = {
     SchedulerType.COSINE_WARMUP_WITH_MIN_LR: _cosine_warmup_with_min_lr,
     SchedulerType.WARMUP_STABLE_DECAY: _warmup_stable_decay,
 }
-_WITH_A_FLOOR = frozenset({SchedulerType.COSINE_WITH_MIN_LR, SchedulerType.COSINE_WARMUP_WITH_MIN_LR})
-_NEED_THE_END = frozenset(_FACTORS) - {
+_WITH_MIN_LR = frozenset({SchedulerType.COSINE_WITH_MIN_LR, SchedulerType.COSINE_WARMUP_WITH_MIN_LR})
+_NEED_NUM_STEPS = frozenset(_FACTORS) - {
     SchedulerType.CONSTANT,
     SchedulerType.CONSTANT_WITH_WARMUP,
     SchedulerType.INVERSE_SQRT,

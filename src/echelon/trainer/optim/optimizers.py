@@ -1,4 +1,4 @@
-"""The optimizer of a training: its class and arguments by name, and the two groups with and without weight decay."""
+"""Optimizers by name, and the parameter groups with and without weight decay."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(
 def optimizer_class_and_arguments(
     args: TrainingArguments, model: nn.Module | None = None
 ) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Return the class that ``args.optim`` names and its arguments, without the parameters and their decay.
+    """Return the optimizer class for ``args.optim`` and its arguments, except parameters and weight decay.
 
-    Optimizers that treat some weights in another way have their groups under ``params``.
+    Optimizers with their own parameter groups have them under ``params``.
 
     Args:
-        args: ``optim``, ``optim_args``, the learning rate and the settings of Adam.
-        model: for those with groups of their own.
+        args: training arguments.
+        model: needed by optimizers with their own parameter groups.
 
     Raises:
-        MissingExtraError: its package is not installed.
+        MissingExtraError: the package of the optimizer is not installed.
     """
     kind = OptimizerNames(args.optim)
-    more = _parse(args.optim_args)
+    more = _parse_arguments(args.optim_args)
     common = {"lr": args.learning_rate}
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     of_torch: Mapping[OptimizerNames, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -59,7 +59,7 @@ def optimizer_class_and_arguments(
     if kind in of_torch:
         chosen, arguments = of_torch[kind]
         return chosen, {**common, **arguments, **more}
-    for begins, find in _OF_PACKAGES.items():
+    for begins, find in _FROM_PACKAGES.items():
         if re.match(begins, kind.value):
             chosen, arguments = find(kind.value, args, adam, more, model)
             return chosen, {**common, **arguments}
@@ -67,14 +67,13 @@ def optimizer_class_and_arguments(
 
 
 def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return ``kind``, or a class that does the same without importing torch's compiler, where nothing has done so yet.
+    """Return ``kind``, or an equivalent class that does not import torch's compiler, if nothing has imported it yet.
 
-    The first optimizer of a process imports ``torch._dynamo``, only to mark its own methods as not to be compiled: that takes
-    longer than torch itself. Underneath the marks are the methods as they are, and a process that never compiles needs none.
-    Pickles and copies are of ``kind``.
+    The first optimizer of a process imports ``torch._dynamo`` only to mark its methods with ``torch._disable_dynamo``, which
+    takes longer than importing torch. The returned class has the unmarked methods. Pickles and copies are of ``kind``.
 
     Args:
-        kind: any class; those that are not torch's own are returned as they are.
+        kind: any class; classes outside torch are returned unchanged.
 
     Source: ``functools.wraps`` ("__wrapped__ ... allows access to the original function for ... bypassing a decorator").
     """
@@ -83,18 +82,18 @@ def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
     marked = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
     methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name), stop=_is_foreign) for name in marked}
     step: Any = inspect.unwrap(kind.step, stop=_is_foreign)
-    methods["step"] = torch.no_grad()(step)  # torch's mark of steps does this, too
+    methods["step"] = torch.no_grad()(step)  # as torch's own decorator of step does
 
     def reduce(self: Any) -> tuple[Any, ...]:
         return object.__new__, (kind,), self.__getstate__()
 
-    # By its names it is ``kind``, which error messages and checks of what an optimizer does go by.
+    # Error messages and type checks by name see ``kind``.
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), {**names, **methods, "__reduce__": reduce})
 
 
 def _is_foreign(function: Any) -> bool:
-    """Did somebody else put this around a method of torch's?"""
+    """Return whether ``function`` is a wrapper that does not come from torch."""
     return not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.")
 
 
@@ -157,18 +156,18 @@ def _low_rank(name: str, args: TrainingArguments, adam: dict[str, Any], more: di
 
 
 def _target_weights(wanted: Any, model: nn.Module | None, *, optimizer: str) -> list[torch.Tensor]:
-    """Return the weights of the linear layers that ``optim_target_modules`` names.
+    """Return the weights of the linear layers selected by ``optim_target_modules``.
 
     Args:
-        wanted: ``all-linear``, a regular expression for whole names, or a list of ends of names or expressions.
-        model: where they are.
-        optimizer: for the error.
+        wanted: ``all-linear``, a regular expression that matches the full name, or a list of substrings or expressions.
+        model: the model.
+        optimizer: name of the optimizer, for the error.
     """
     if wanted is None or model is None:
         raise ConfigError(
-            f"optim={optimizer!r} treats some layers in its own way, and optim_target_modules does not say which",
+            f"optim={optimizer!r} needs optim_target_modules, the layers to which it applies",
             where="TrainingArguments.optim_target_modules",
-            do="set it to 'all-linear', a regular expression, or a list of (ends of) names, such as ['attn', 'mlp']",
+            do="set it to 'all-linear', a regular expression, or a list of parts of names, such as ['attn', 'mlp']",
         )
 
     def _is_wanted(name: str) -> bool:
@@ -180,9 +179,9 @@ def _target_weights(wanted: Any, model: nn.Module | None, *, optimizer: str) -> 
     if not found:
         layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         raise ConfigError(
-            f"optim_target_modules={wanted!r} names no linear layer; there are {', '.join(layers[:8]) or 'none'}",
+            f"optim_target_modules={wanted!r} matches no linear layer; the model has {', '.join(layers[:8]) or 'none'}",
             where="TrainingArguments.optim_target_modules",
-            do="name some of them, or set 'all-linear'",
+            do="name one or more of these layers, or set it to 'all-linear'",
         )
     return found
 
@@ -199,8 +198,8 @@ def _stable(name: str, args: TrainingArguments, adam: dict[str, Any], more: dict
     return package.StableAdamW, {**adam, **arguments, **more}
 
 
-# How the names begin -> who makes the optimizer; the first that fits.
-_OF_PACKAGES: Mapping[str, Callable[..., _Found]] = {
+# Pattern of the name -> factory; the first match counts.
+_FROM_PACKAGES: Mapping[str, Callable[..., _Found]] = {
     "adamw_torch_[48]bit": _torchao,
     "paged_|lion_|ademamix|adamw_|rmsprop_": _bitsandbytes,
     "schedule_free_": _schedule_free,
@@ -211,7 +210,7 @@ _OF_PACKAGES: Mapping[str, Callable[..., _Found]] = {
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that decay: all but biases and those of normalisation layers."""
+    """Return the names of the parameters with weight decay: all except biases and normalization layers."""
     in_layer_norm = {
         f"{module_name}.{name}" if module_name else name
         for module_name, module in model.named_modules()
@@ -226,10 +225,10 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
 
 
 def param_groups_of(optimizer: Any, method: str) -> list[dict[str, Any]]:
-    """Return the groups of ``optimizer``, for the method ``method`` of a Trainer.
+    """Return the parameter groups of ``optimizer``, for ``Trainer.<method>``.
 
     Raises:
-        UsageError: it is None.
+        UsageError: ``optimizer`` is None.
     """
     if optimizer is None:
         raise UsageError(
@@ -240,7 +239,7 @@ def param_groups_of(optimizer: Any, method: str) -> list[dict[str, Any]]:
 
 
 def find_param_group(optimizer: Any, model: nn.Module, param: str | nn.Parameter | None) -> Any:
-    """Return what ``Trainer.get_optimizer_group`` returns: the group of ``param``, or the parameters of all groups."""
+    """Implement ``Trainer.get_optimizer_group``."""
     groups = param_groups_of(optimizer, "get_optimizer_group")
     if param is None:
         return [group["params"] for group in groups]
@@ -249,7 +248,7 @@ def find_param_group(optimizer: Any, model: nn.Module, param: str | nn.Parameter
 
 
 def parameter_groups(model: nn.Module, *, decaying: list[str], weight_decay: float) -> list[dict[str, Any]]:
-    """Return the trainable parameters as two groups: with decay, then without; the order that checkpoints keep."""
+    """Return two groups of trainable parameters: with decay, then without; checkpoints depend on this order."""
     names = set(decaying)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [
@@ -258,8 +257,8 @@ def parameter_groups(model: nn.Module, *, decaying: list[str], weight_decay: flo
     ]
 
 
-def _parse(text: str | None) -> dict[str, Any]:
-    """Read ``name=value,name=value``; commas inside brackets belong to the value."""
+def _parse_arguments(text: str | None) -> dict[str, Any]:
+    """Parse ``name=value,name=value``; commas inside brackets belong to the value."""
     result = {}
     for part in re.split(r",(?![^(\[]*[)\]])", text or ""):
         name, separator, value = part.strip().partition("=")
@@ -274,5 +273,5 @@ def _parse(text: str | None) -> dict[str, Any]:
         try:
             result[name.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
-            result[name.strip()] = value.strip()  # a word
+            result[name.strip()] = value.strip()  # a string
     return result

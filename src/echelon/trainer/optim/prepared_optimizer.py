@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of a training: created by the arguments, and prepared by the Accelerator."""
+"""Creating the optimizer and the scheduler of a run, and preparing them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from echelon.accelerator import AcceleratedOptimizer, AcceleratedScheduler, Dumm
 from echelon.accelerator.setup.build_deepspeed import parameters_by_group
 from echelon.trainer.arguments.deepspeed import deepspeed_optimizer, deepspeed_schedule
 from echelon.trainer.hooks import TrainerHooks
-from echelon.trainer.optim.lr_schedules import follows_a_metric, get_scheduler
+from echelon.trainer.optim.lr_schedules import get_scheduler, steps_with_metric
 from echelon.trainer.optim.optimizers import parameter_groups, without_compiler
 
 __all__ = ["PreparedOptimizer", "create_optimizer", "create_scheduler", "set_optimizer_mode"]
 
 
 def create_optimizer(hooks: TrainerHooks, model: nn.Module) -> Optimizer | DummyOptim:
-    """Return a new optimizer for ``model``, as ``Trainer.create_optimizer`` says."""
+    """Return a new optimizer for ``model``, for ``Trainer.create_optimizer``."""
     args = hooks.args
     kind, given = hooks.optimizer_cls_and_kwargs or hooks.get_optimizer_cls_and_kwargs(args, model)
     options = dict(given)
     decaying = hooks.get_decay_parameter_names(model)
     groups = parameter_groups(model, decaying=decaying, weight_decay=args.weight_decay)
-    groups = options.pop("params", groups)  # of an optimizer that treats some weights in its own way
-    if args.world_size == 1 and not args.torch_compile:  # elsewhere torch loads its compiler anyway
+    groups = options.pop("params", groups)  # optimizers with their own parameter groups
+    if args.world_size == 1 and not args.torch_compile:  # otherwise torch imports its compiler anyway
         kind = without_compiler(kind)
     return deepspeed_optimizer(args, groups) or kind(groups, **options)
 
 
 def create_scheduler(hooks: TrainerHooks, optimizer: Optimizer, num_steps: int) -> LRScheduler | DummyScheduler:
-    """Return a new schedule of ``optimizer``, as ``Trainer.create_scheduler`` says."""
+    """Return a new scheduler for ``optimizer``, for ``Trainer.create_scheduler``."""
     args, accelerator = hooks.args, hooks.accelerator
     options = args.lr_scheduler_kwargs
     assert options is None or isinstance(options, dict), options
@@ -53,27 +53,27 @@ def create_scheduler(hooks: TrainerHooks, optimizer: Optimizer, num_steps: int) 
 
 @dataclass
 class PreparedOptimizer:
-    """What the loop and checkpoints know of the optimizer and its schedule, beside the Trainer's attributes."""
+    """State of the optimizer and the scheduler that is not in the Trainer's attributes."""
 
     is_prepared: bool = False
-    """A training has begun: model, optimizer and schedule are the Accelerator's."""
+    """Whether model, optimizer and scheduler are prepared."""
     scheduler: Any = None
-    """The schedule as ``prepare`` returned it."""
+    """Scheduler as returned by ``prepare``."""
     is_foreign_scheduler: bool = False
-    """Of a class that torch does not know: the Accelerator does not save it."""
+    """Whether the scheduler is not a torch ``LRScheduler``, so that the Accelerator does not save it."""
     steps_per_update: bool = True
-    """The schedule is stepped after each update; else with the metric of each evaluation."""
-    _has_other_gradients: bool = False  # of weights that the optimizer does not hold
+    """Whether the scheduler steps after each update; otherwise, with the metric of each evaluation."""
+    _has_other_gradients: bool = False  # trainable weights that the optimizer does not contain
     _created_scheduler: bool = False
 
     def prepare(self, hooks: TrainerHooks, max_steps: int) -> None:
-        """Create what was not given, and let the Accelerator prepare the model, the optimizer and the schedule.
+        """Create the optimizer and the scheduler if they were not given, and prepare them with the model.
 
         Collective: every rank.
         """
         hooks.optimizer = _unwrapped(hooks.optimizer)
         if self._created_scheduler:
-            hooks.lr_scheduler = None  # of an earlier training, and at its end
+            hooks.lr_scheduler = None  # finished, from an earlier run
         is_given = hooks.lr_scheduler is not None
         hooks.create_optimizer_and_scheduler(max_steps)
         self._created_scheduler = not is_given
@@ -81,25 +81,25 @@ class PreparedOptimizer:
         held = {id(p) for group in parameters_by_group(optimizer) for p in group}
         self._has_other_gradients = any(p.requires_grad and id(p) not in held for p in hooks.model.parameters())
         hooks.model_wrapped, hooks.optimizer, prepared = hooks.accelerator.prepare(hooks.model, optimizer, scheduler)
-        # Schedules count optimizer steps here, so that the user's own object can be stepped, and asked what it is.
+        # Schedulers count optimizer steps here, so the loop can step the unwrapped object.
         hooks.lr_scheduler = prepared.scheduler if isinstance(prepared, AcceleratedScheduler) else prepared
         self.scheduler = prepared
         self.is_foreign_scheduler = not isinstance(scheduler, (LRScheduler, DummyScheduler))
         if self.is_foreign_scheduler and getattr(scheduler, "optimizer", None) is optimizer:
-            scheduler.optimizer = hooks.optimizer.optimizer  # as engines do for a schedule that they know
-        self.steps_per_update = not follows_a_metric(hooks.lr_scheduler)
+            scheduler.optimizer = hooks.optimizer.optimizer  # as engines do for torch schedulers
+        self.steps_per_update = not steps_with_metric(hooks.lr_scheduler)
         hooks.model = hooks.accelerator.unwrap_model(hooks.model_wrapped, keep_torch_compile=False)
         self.is_prepared = True
         handler = hooks.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = hooks.model, hooks.optimizer, hooks.lr_scheduler
 
     def zero_grad(self, hooks: TrainerHooks) -> None:
-        """Clear the gradients of the model, also of weights that the optimizer does not hold."""
+        """Zero the gradients of the model, including weights that the optimizer does not contain."""
         (hooks.model_wrapped if self._has_other_gradients else hooks.optimizer).zero_grad()
 
 
 def set_optimizer_mode(optimizer: Any, mode: Literal["train", "eval"]) -> None:
-    """Switch an optimizer that keeps other weights for evaluations (schedule-free)."""
+    """Switch a schedule-free optimizer, which has separate weights for evaluation, to ``mode``."""
     switch = getattr(_unwrapped(optimizer), mode, None)
     if callable(switch):
         switch()
