@@ -24,5 +24,5 @@ def test_the_contract_on_every_device(engine: str) -> None:
     command = [*start, "-m", "echelon.testing.engine_contract", engine]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=dict(os.environ))
     assert ended.returncode == 0, ended.stderr
-    held = [line.removeprefix("holds: ") for line in ended.stdout.splitlines() if line.startswith("holds: ")]
+    held = [line.removeprefix("passed: ") for line in ended.stdout.splitlines() if line.startswith("passed: ")]
     assert held == [check.__name__ for check in engine_contract.CHECKS]

@@ -226,6 +226,6 @@ def test_the_contract_is_a_command() -> None:
     command = [sys.executable, "-m", "echelon.testing.engine_contract", "single", "--cpu"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert [line for line in ended.stdout.splitlines() if line.startswith("holds: ")] == [
-        f"holds: {check.__name__}" for check in engine_contract.CHECKS
+    assert [line for line in ended.stdout.splitlines() if line.startswith("passed: ")] == [
+        f"passed: {check.__name__}" for check in engine_contract.CHECKS
     ]

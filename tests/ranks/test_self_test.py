@@ -14,7 +14,7 @@ from echelon import Accelerator
 from echelon.base.errors import DesyncError
 from echelon.testing import bandwidth, self_test
 from echelon.testing.bandwidth import COLLECTIVES, Measured, measure
-from echelon.testing.evidence import CheckFinding, EvidenceWriter, told
+from echelon.testing.evidence import CheckFinding, EvidenceWriter, read_findings
 from tests.harness import run_on_ranks
 
 KILOBYTE = 1 << 10
@@ -38,7 +38,7 @@ def _checks(folder: Path, engine: str, is_wrong: bool) -> list[CheckFinding]:
         self_test.check_world(accelerator, teller)
         self_test.check_exact(accelerator, teller)
         self_test.check_bandwidth(accelerator, teller, is_quick=True)
-    return [one for one in next(told(folder)) if isinstance(one, CheckFinding)]
+    return [one for one in next(read_findings(folder)) if isinstance(one, CheckFinding)]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ part = "layout" if "launch" in sys.argv else "alone"
 folder = sys.argv[sys.argv.index(part) + 1]
 wanted = json.loads({wanted!r})[part]
 open({log!r}, "a").write(json.dumps([part, sys.argv[1:], sorted(os.environ)]) + "\\n")
-with open(folder + "/told.jsonl", "a") as file:
+with open(folder + "/findings.jsonl", "a") as file:
     for line in wanted["told"]:
         file.write(json.dumps(line) + "\\n")
 print(wanted.get("says", ""), file=sys.stderr)
@@ -62,7 +62,14 @@ def _evidence(tmp_path: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "evidence.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-LAYOUT = [_found("world"), {"begun": "exact"}, _found("exact"), _found("data"), _found("restart"), _found("bandwidth")]
+LAYOUT = [
+    _found("world"),
+    {"started": "exact"},
+    _found("exact"),
+    _found("data"),
+    _found("restart"),
+    _found("bandwidth"),
+]
 
 
 def test_what_the_ranks_told_is_shown_and_noted(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

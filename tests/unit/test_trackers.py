@@ -108,7 +108,7 @@ def test_main_process_only_decides_which_ranks_log(
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"log_with='tensorbord' is no known tracker[\s\S]*tensorboard"):
+    with pytest.raises(ValueError, match=r"log_with='tensorbord' is not a known tracker[\s\S]*tensorboard"):
         filter_trackers("tensorbord")
 
 
@@ -128,7 +128,7 @@ def test_all_means_every_installed_one_after_the_given_objects(monkeypatch: pyte
 
 def test_a_tracker_of_files_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.trackers.registry.is_available", lambda name: True)
-    with pytest.raises(ValueError, match="log_with='tensorboard' writes to a folder, and there is none"):
+    with pytest.raises(ValueError, match="log_with='tensorboard' needs a logging directory"):
         filter_trackers("tensorboard")
 
 
@@ -141,7 +141,7 @@ def test_a_registered_class_goes_by_its_name_and_a_later_one_takes_its_place() -
     class Other(Recorder):
         pass
 
-    with pytest.warns(EchelonWarning, match="'recorder' is registered already; Other takes its place"):
+    with pytest.warns(EchelonWarning, match="'recorder' is already registered; Other replaces it"):
         register_tracker_class(Other)
     assert LOGGER_TYPE_TO_CLASS["recorder"] is Other
 
@@ -150,8 +150,8 @@ def test_a_registered_class_goes_by_its_name_and_a_later_one_takes_its_place() -
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (int, "no subclass of GeneralTracker"),
-        (Recorder("x"), "no subclass of GeneralTracker"),
+        (int, "not a subclass of GeneralTracker"),
+        (Recorder("x"), "not a subclass of GeneralTracker"),
         (type("A", (GeneralTracker,), {}), "A has no 'name'"),
         (type("B", (GeneralTracker,), {"name": ""}), "B has no 'name'"),
         (type("C", (GeneralTracker,), {"name": "c"}), "C has no 'requires_logging_directory'"),

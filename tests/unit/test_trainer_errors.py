@@ -111,7 +111,7 @@ def test_a_label_column_is_missing(tmp_path: Path) -> None:
         OwnLoss(Bare(), _args(tmp_path), train_dataset=rows).train()
     _says(
         error.value,
-        what="compute_loss needs 'labels', and the batch has only x, target_value (label_names: labels)",
+        what="compute_loss needs 'labels', but the batch has only x, target_value (label_names: labels)",
         where="Trainer.compute_loss",
         do="rename a column of the dataset, or set label_names",
     )
@@ -167,7 +167,7 @@ def test_nothing_to_go_on_from(tmp_path: Path) -> None:
         train(str(tmp_path))
     train("auto")
     train(False)
-    with pytest.raises(UsageError, match=r"train.. does not take trail"):
+    with pytest.raises(UsageError, match=r"train.. has no argument trail"):
         Trainer(Line(), _args(tmp_path), train_dataset=DATA).train(trail=1)
 
 
@@ -205,7 +205,7 @@ def test_predictions_that_cannot_be_joined(tmp_path: Path) -> None:
         Trainer(Shapes(), args).predict(rows)
     _says(
         error.value,
-        what="the predictions of 2 batches cannot be joined",
+        what="the predictions of 2 batches cannot be concatenated",
         where="eval_do_concat",
         do="eval_do_concat_batches=False",
     )

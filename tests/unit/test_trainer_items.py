@@ -297,7 +297,9 @@ def test_labels_that_are_no_tensor_are_not_counted(tmp_path: Path) -> None:
 def test_smoothed_labels_of_many_kinds_at_once_are_refused_by_the_plain_loss(tmp_path: Path) -> None:
     model: Any = Net()
     model.config = type("Config", (), {"problem_type": "multi_label_classification", "use_cache": False})()
-    with pytest.warns(EchelonWarning, match="multi_label_classification: label_smoothing_factor=0.1 is ignored"):
+    with pytest.warns(
+        EchelonWarning, match="label_smoothing_factor=0.1 is ignored: Net is for multi_label_classification"
+    ):
         trainer = Trainer(model, arguments(tmp_path, label_smoothing_factor=0.1))
     assert trainer.label_smoother is None
 

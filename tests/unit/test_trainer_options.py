@@ -177,7 +177,7 @@ def test_parts_of_a_batch_without_a_loss_are_told(tmp_path: Path) -> None:
         Trainer(
             Bare(), _args(tmp_path), train_dataset=(torch.ones(4, 1), torch.ones(4)), optimizers=_sgd(Line())
         ).train()
-    assert "give compute_loss_func" in (error.value.do or "")
+    assert "pass compute_loss_func" in (error.value.do or "")
 
 
 def _sgd(model: nn.Module) -> tuple[torch.optim.Optimizer, None]:

@@ -1,1 +1,1 @@
-"""What copies the names of other libraries and has no behaviour of its own: one table each."""
+"""Names of other libraries, without behavior specific to echelon."""

@@ -1,4 +1,4 @@
-"""File names and lists of choices that are part of Accelerate's interface."""
+"""Constants of Accelerate's interface: file names and lists of choices."""
 
 SCALER_NAME = "scaler.pt"
 MODEL_NAME = "pytorch_model"

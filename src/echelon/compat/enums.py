@@ -1,4 +1,4 @@
-"""Enums of Accelerate's interface: values for scripts to read and pass; echelon never branches on them."""
+"""Enums of Accelerate's interface, for scripts to read and pass; echelon itself never branches on them."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
 
     @classmethod
     def list(cls) -> list[str]:
-        """Return the values as text."""
+        """Return the values as strings."""
         return [str(member) for member in cls]
 
 
 class LoggerType(BaseEnum):
-    """The trackers that ``log_with`` accepts by name; ``ALL``: every installed one."""
+    """The trackers that ``log_with`` accepts by name; ``ALL`` selects every installed one."""
 
     ALL = "all"
     AIM = "aim"
@@ -80,7 +80,7 @@ class DistributedType(str, Enum):
 
     @classmethod
     def of(cls, device: torch.device, *, distributed: bool) -> DistributedType:
-        """Return the kind for one process, or several on this type of device."""
+        """Return the kind for one process, or for several processes on this type of device."""
         name = {"cuda": "GPU"}.get(device.type, device.type.upper())
         return cls(f"MULTI_{name}") if distributed else cls.NO
 
@@ -98,7 +98,7 @@ class PrecisionType(str, BaseEnum):
 
 
 class DynamoBackend(str, BaseEnum):
-    """The backends of ``torch.compile`` (in lower case there)."""
+    """The backends of ``torch.compile``, in uppercase."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -145,7 +145,7 @@ class DDPCommunicationHookType(BaseEnum):
 
 
 class ComputeEnvironment(str, Enum):
-    """Where a run is started."""
+    """Where a run starts."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
@@ -160,7 +160,7 @@ class SageMakerDistributedType(str, Enum):
 
 
 class FP8BackendType(str, Enum):
-    """The libraries for fp8."""
+    """Libraries for fp8."""
 
     NO = "NO"
     TE = "TE"

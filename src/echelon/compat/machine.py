@@ -1,4 +1,4 @@
-"""Facts about this machine: ports, sizes, the NVIDIA driver, the kernel; under Accelerate's names."""
+"""Accelerate's functions about this machine: ports, GPUs, the NVIDIA driver, the kernel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass
 class CPUInformation:
-    """The rank of this process and the world size, from the variables of MPI or torchrun."""
+    """Rank and world size, from the variables of MPI or torchrun."""
 
     rank: int = 0
     world_size: int = 1
@@ -51,7 +51,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return the rank of this process and the world size, from the environment."""
+    """Return rank and world size from the environment."""
     return CPUInformation(
         rank=get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
         world_size=get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
@@ -65,7 +65,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the kind of accelerator and the name of a distributed run on it; ``("cuda", "MULTI_GPU")`` without any."""
+    """Return the kind of accelerator and its ``DistributedType`` name; ``("cuda", "MULTI_GPU")`` without any."""
     probes = (
         ("mlu", is_mlu_available),
         ("sdaa", is_sdaa_available),
@@ -79,20 +79,20 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Tell whether a program listens on ``port`` (default: 29500) of this machine."""
+    """Return whether a program listens on ``port`` (default: 29500) of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("127.0.0.1", 29500 if port is None else port)) == 0
 
 
 def get_free_port() -> int:
-    """Return a port of the loopback interface that is free at this moment."""
+    """Return a port that is currently free on the loopback interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def convert_bytes(size: float) -> str:
-    """Return a human-readable size, in units of 1024: ``1.5 KB``."""
+    """Return a human-readable size with a base of 1024, such as ``1.5 KB``."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -101,7 +101,7 @@ def convert_bytes(size: float) -> str:
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Write ``source`` into ``destination``, dicts in it key by key; also return that."""
+    """Merge ``source`` recursively into ``destination``, and return ``destination``."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -111,17 +111,17 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the name of a class or function; of another object, that of its class."""
+    """Return the name of a class or function, or of the class of any other object."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of the NVIDIA GPUs and how many there are.
+    """Return the names and the number of NVIDIA GPUs.
 
     Raises:
-        FileNotFoundError: there is no nvidia-smi.
-        CalledProcessError: it failed.
+        FileNotFoundError: nvidia-smi is not installed.
+        CalledProcessError: nvidia-smi failed.
     """
     names = [line.partition(",")[2].strip() for line in _nvidia_smi("count,name")]
     return names, len(names)
@@ -131,25 +131,25 @@ def get_driver_version() -> str:
     """Return the version of the NVIDIA driver.
 
     Raises:
-        FileNotFoundError: there is no nvidia-smi.
-        CalledProcessError: it failed.
+        FileNotFoundError: nvidia-smi is not installed.
+        CalledProcessError: nvidia-smi failed.
     """
     return _nvidia_smi("driver_version")[0]
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return False where NVIDIA GPUs cannot communicate directly: several RTX 40 with a driver before 550.40.07."""
+    """Return False if the GPUs cannot communicate directly: several RTX 40 GPUs with a driver before 550.40.07."""
     try:
         names, count = get_gpu_info()
         if count > 1 and any("RTX 40" in name for name in names):
             return at_least(get_driver_version(), "550.40.07")
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return True  # no NVIDIA GPU here
+        return True  # no NVIDIA GPU
     return True
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Tell whether the first NVIDIA GPU computes in fp8 (compute capability 8.9 or more); False without one."""
+    """Return whether the first NVIDIA GPU supports fp8 (compute capability 8.9 or higher)."""
     try:
         capability = _nvidia_smi("compute_cap")[0]
     except (FileNotFoundError, subprocess.CalledProcessError):
@@ -158,11 +158,11 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def check_os_kernel() -> None:
-    """Warn of a Linux kernel before 5.5, on which collectives may hang."""
+    """Warn about a Linux kernel before 5.5, on which collectives may hang."""
     info = platform.uname()
     match = re.match(r"\d+\.\d+(\.\d+)?", info.release)
     if info.system == "Linux" and match and not at_least(match[0], "5.5.0"):
-        warn(f"the Linux kernel is {match[0]}: before 5.5.0, collectives may hang; upgrade the kernel if yours do")
+        warn(f"the Linux kernel is {match[0]}, but collectives may hang before 5.5.0; upgrade the kernel if they do")
 
 
 def _nvidia_smi(query: str) -> list[str]:

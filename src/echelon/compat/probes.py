@@ -1,7 +1,7 @@
-"""What is installed and what the hardware can do, as the ``is_*_available`` functions of Accelerate.
+"""The ``is_*_available`` functions of Accelerate: installed packages and hardware features.
 
-A package is available when it can be found and its distribution is installed in a version that works; a device when torch
-finds one. Nothing is imported to find out, except torch and the package that adds a device to it.
+A package is available if it can be found and its distribution is installed in a supported version; a device, if torch
+detects one. The probes import nothing except torch and packages that add a device to torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from echelon.compat.variables import parse_flag_from_env
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# torch is imported inside the functions: this layer must import without it.
+# torch is imported inside the functions, because this layer must import without it.
 
 
 def _is_installed(module: str, *distributions: str, least: str | None = None, below: str | None = None) -> bool:
-    """Tell whether ``module`` is installed by one of the ``distributions`` (default: its own name) in a version that fits."""
+    """Return whether one of the ``distributions`` (default: ``module``) provides ``module`` in a supported version."""
     if not is_available(module):
         return False
     for name in distributions or (module,):
@@ -39,17 +39,17 @@ def _is_installed(module: str, *distributions: str, least: str | None = None, be
 
 
 def _probe(module: str, *distributions: str, least: str | None = None, below: str | None = None) -> Callable[[], bool]:
-    """Return a function that tells whether the package is installed; arguments as of ``_is_installed``."""
+    """Return a probe for the package; the arguments are those of ``_is_installed``."""
 
     def is_installed() -> bool:
         return _is_installed(module, *distributions, least=least, below=below)
 
-    is_installed.__doc__ = f"Tell whether {module} is installed{f', {least} or later' if least else ''}."
+    is_installed.__doc__ = f"Return whether {module} is installed{f', {least} or later' if least else ''}."
     return is_installed
 
 
 def _device(kind: str, brought_by: str | None = None) -> bool:
-    """Tell whether torch sees a device of this kind; ``brought_by`` is the package that teaches torch about it."""
+    """Return whether torch detects a device of this kind; ``brought_by`` is the package that adds it to torch."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if brought_by is not None:
@@ -64,57 +64,57 @@ def _device(kind: str, brought_by: str | None = None) -> bool:
 
 
 def is_cuda_available() -> bool:
-    """Tell whether torch sees a CUDA (or ROCm) device; a process forked later can still use it."""
+    """Return whether torch detects a CUDA or ROCm device, without initializing CUDA, so that forked processes can use it."""
     with environ.patch({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         return _device("cuda")
 
 
 def is_rocm_available() -> bool:
-    """Tell whether torch is built for ROCm and sees a device."""
+    """Return whether torch is built for ROCm and detects a device."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     return torch.version.hip is not None and is_cuda_available()
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Tell whether there is an Apple GPU, and torch is at least ``min_version``."""
+    """Return whether an Apple GPU is available and torch is at least ``min_version``."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     return at_least(torch.__version__, min_version) and torch.backends.mps.is_available()
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """Tell whether torch sees an Intel GPU."""
+    """Return whether torch detects an Intel GPU."""
     return _device("xpu")
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """Tell whether torch sees an Ascend NPU (package torch_npu)."""
+    """Return whether torch detects an Ascend NPU (package torch_npu)."""
     return _device("npu", "torch_npu")
 
 
 def is_mlu_available(check_device: bool = False) -> bool:
-    """Tell whether torch sees a Cambricon MLU (package torch_mlu)."""
+    """Return whether torch detects a Cambricon MLU (package torch_mlu)."""
     return _device("mlu", "torch_mlu")
 
 
 def is_musa_available(check_device: bool = False) -> bool:
-    """Tell whether torch sees a Moore Threads GPU (package torch_musa)."""
+    """Return whether torch detects a Moore Threads GPU (package torch_musa)."""
     return _device("musa", "torch_musa")
 
 
 def is_sdaa_available(check_device: bool = False) -> bool:
-    """Tell whether torch sees a Tecorigin device (package torch_sdaa)."""
+    """Return whether torch detects a Tecorigin device (package torch_sdaa)."""
     return _device("sdaa", "torch_sdaa")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Tell whether torch sees a Gaudi (package habana_frameworks)."""
+    """Return whether torch detects a Gaudi (package habana_frameworks)."""
     return is_available("habana_frameworks") and _device("hpu", "habana_frameworks.torch")
 
 
 def is_habana_gaudi1() -> bool:
-    """Tell whether the Gaudi is one of the first generation."""
+    """Return whether the device is a first-generation Gaudi."""
     if not is_hpu_available():
         return False
     experimental: Any = import_module("habana_frameworks.torch.utils.experimental")
@@ -122,18 +122,18 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_neuron_available(check_device: bool = False) -> bool:
-    """Tell whether torch sees an AWS Neuron core (package torch_neuronx)."""
+    """Return whether torch detects an AWS Neuron core (package torch_neuronx)."""
     return _device("neuron", "torch_neuronx")
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Tell whether torch_xla is installed (and drives a TPU, or a GPU); ``USE_TORCH_XLA=0`` says no.
+    """Return whether torch_xla is installed and, if requested, drives a TPU or a GPU; False if ``USE_TORCH_XLA=0``.
 
     Raises:
-        UsageError: both are asked for.
+        UsageError: both flags are set.
     """
     if check_is_tpu and check_is_gpu:
-        raise UsageError("check_is_tpu and check_is_gpu exclude each other", do="pass one of them")
+        raise UsageError("check_is_tpu and check_is_gpu are mutually exclusive", do="pass one of them")
     if not parse_flag_from_env("USE_TORCH_XLA", default=True) or not is_available("torch_xla"):
         return False
     if not (check_is_tpu or check_is_gpu):
@@ -142,11 +142,11 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     return kind == "TPU" if check_is_tpu else kind in ("GPU", "CUDA")
 
 
-# What the device and torch can do
+# Features of the device and of torch
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Tell whether the device of this machine computes in bfloat16."""
+    """Return whether the device supports bfloat16."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if is_torch_xla_available(check_is_tpu=True):
@@ -161,43 +161,43 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Tell whether the device computes in float16."""
+    """Return whether the device supports float16."""
     return not is_habana_gaudi1()
 
 
 def is_fp8_available() -> bool:
-    """Tell whether one of the libraries for fp8 is installed."""
+    """Return whether an fp8 library is installed."""
     return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Tell whether Transformer Engine is installed and the device knows MXFP8."""
+    """Return whether Transformer Engine is installed and the device supports MXFP8."""
     if not _is_installed("transformer_engine", "transformer-engine"):
         return False
     return bool(import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
 
 
 def is_torch_distributed_available() -> bool:
-    """Tell whether this torch is built with ``torch.distributed``."""
+    """Return whether this torch is built with ``torch.distributed``."""
     import torch.distributed as dist  # noqa: PLC0415 - torch-free layer
 
     return bool(dist.is_available())
 
 
 def is_xccl_available() -> bool:
-    """Tell whether this torch is built with XCCL, the collectives of Intel GPUs."""
+    """Return whether this torch is built with XCCL, the collectives of Intel GPUs."""
     import torch.distributed as dist  # noqa: PLC0415 - torch-free layer
 
     return bool(dist.is_available() and dist.is_xccl_available())
 
 
 def is_weights_only_available() -> bool:
-    """Return True: every torch that echelon runs on loads weights without running code."""
+    """Return True: every supported torch version has ``weights_only``."""
     return True
 
 
 def is_pippy_available() -> bool:
-    """Return True: every torch that echelon runs on has ``torch.distributed.pipelining``."""
+    """Return True: every supported torch version has ``torch.distributed.pipelining``."""
     return True
 
 
@@ -237,32 +237,32 @@ is_wandb_available = _probe("wandb")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Tell whether numpy is installed, at least in this version."""
+    """Return whether numpy is installed in at least this version."""
     return _is_installed("numpy", least=min_version)
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Tell whether bitsandbytes is installed, at least in this version."""
+    """Return whether bitsandbytes is installed in at least this version."""
     return _is_installed("bitsandbytes", least=min_version)
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Tell whether bitsandbytes is installed and works on more than CUDA."""
+    """Return whether bitsandbytes is installed and supports other backends than CUDA."""
     return is_bnb_available() and "multi_backend" in getattr(import_module("bitsandbytes"), "features", set())
 
 
 def is_4bit_bnb_available() -> bool:
-    """Tell whether bitsandbytes quantizes to 4 bits."""
+    """Return whether bitsandbytes supports 4-bit quantization."""
     return is_bnb_available("0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
-    """Tell whether bitsandbytes quantizes to 8 bits."""
+    """Return whether bitsandbytes supports 8-bit quantization."""
     return is_bnb_available("0.37.2")
 
 
 def is_megatron_lm_available() -> bool:
-    """Tell whether Megatron-LM is asked for (``ACCELERATE_USE_MEGATRON_LM``) and installed."""
+    """Return whether Megatron-LM is requested (``ACCELERATE_USE_MEGATRON_LM``) and installed."""
     return (
         parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM")
         and _is_installed("megatron", "megatron-core", least="0.8.0")
@@ -271,19 +271,19 @@ def is_megatron_lm_available() -> bool:
 
 
 def is_rich_available() -> bool:
-    """Tell whether rich is installed and wanted (``ACCELERATE_ENABLE_RICH``)."""
+    """Return whether rich is installed and enabled (``ACCELERATE_ENABLE_RICH``)."""
     return _is_installed("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH")
 
 
 def is_transformer_engine_available() -> bool:
-    """Tell whether Transformer Engine is installed."""
+    """Return whether Transformer Engine is installed."""
     if is_hpu_available():
         return _is_installed("intel_transformer_engine", "intel-transformer-engine")
     return _is_installed("transformer_engine", "transformer-engine")
 
 
 def is_tensorboard_available() -> bool:
-    """Tell whether tensorboard or tensorboardX is installed."""
+    """Return whether tensorboard or tensorboardX is installed."""
     return _is_installed("tensorboard") or _is_installed("tensorboardX")
 
 
@@ -306,12 +306,12 @@ def _requires(
 
 
 def torchao_required(func: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make ``func`` raise ``MissingExtraError`` when it is called without torchao."""
+    """Make ``func`` raise ``MissingExtraError`` if torchao is not installed."""
     return _requires(func, "torchao", extra="fp8", is_installed=lambda: is_torchao_available())
 
 
 def deepspeed_required(func: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make ``func`` raise ``MissingExtraError`` when it is called without deepspeed."""
+    """Make ``func`` raise ``MissingExtraError`` if deepspeed is not installed."""
     return _requires(func, "deepspeed", extra="deepspeed", is_installed=lambda: is_deepspeed_available())
 
 

@@ -1,6 +1,6 @@
-"""Load the names that a stub file lists when they are first used (PEP 562), so that each name is listed once.
+"""Lazy loading of the names that a stub file lists (PEP 562), so that each name is listed only once.
 
-``lazy_loader`` does the same for relative imports; its import costs as much as that of echelon itself.
+``lazy_loader`` does this for relative imports, but takes as long to import as echelon itself.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def lazy_names(package: str, stub: str) -> tuple[Callable[[str], object], Callab
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package from the ``from a import b as c`` lines of its stub.
 
     Args:
-        package: its dotted name. A submodule (``from package import b as b``) is an attribute and not in ``__all__``.
-        stub: the path of the ``.pyi`` file.
+        package: dotted name of the package. Submodules (``from package import b as b``) are not in ``__all__``.
+        stub: path of the ``.pyi`` file.
     """
     with open(stub, encoding="utf-8") as file:
         tree = ast.parse(file.read())
-    # Public name -> (module, the name there).
+    # Public name -> (module, name in the module).
     sources = {
         alias.asname or alias.name: (node.module or "", alias.name)
         for node in tree.body
@@ -44,14 +44,14 @@ def lazy_names(package: str, stub: str) -> tuple[Callable[[str], object], Callab
 
 
 def public_names(namespace: Mapping[str, object]) -> Iterator[str]:
-    """Yield the names of a module for ``import *``: no submodules, as ``random`` would replace that of the standard library."""
+    """Yield the names of a module for ``import *``, without submodules, which might shadow modules such as ``random``."""
     for name, value in namespace.items():
         if name[0] != "_" and name != "TYPE_CHECKING" and not isinstance(value, ModuleType):
             yield name
 
 
 def defined_names(namespace: Mapping[str, object]) -> Iterator[str]:
-    """Yield the public names that a module defines itself."""
+    """Yield the public names that the module itself defines."""
     for name in public_names(namespace):
         if getattr(namespace[name], "__module__", None) == namespace["__name__"]:
             yield name

@@ -1,4 +1,4 @@
-"""Tracebacks in colour, by the library rich."""
+"""Tracebacks with rich."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["install"]
 
 
 def install(**options: Any) -> Any:
-    """Show tracebacks through rich from now on; options as of ``rich.traceback.install``.
+    """Display tracebacks with rich; the options are those of ``rich.traceback.install``.
 
     Raises:
         MissingExtraError: rich is not installed.
     """
-    # Locals may hold secrets: off unless asked for.
+    # Off by default, because locals may contain secrets.
     return require("rich.traceback", extra="dev", purpose="rich tracebacks").install(
         **{"show_locals": False, **options}
     )

@@ -1,4 +1,4 @@
-"""Accelerate's names that echelon does not support: importing one works, using it raises an error with the alternative."""
+"""Accelerate's names that echelon does not support: importing one works, but using it raises an error."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from echelon.base.errors import UsageError
 __all__ = ["ALTERNATIVES", "TPU_ALTERNATIVE", "UnsupportedClass", "add_modules", "add_names"]
 
 TPU_ALTERNATIVE = (
-    "train on CPUs, or on the accelerators that torch.accelerator supports (CUDA, ROCm, XPU, NPU, MPS). A package that "
-    "provides an Engine for torch_xla can register it under the entry point 'echelon.engines', for "
-    "Accelerator(engine='its name'); an Engine of your own: Accelerator(engine=MyEngine(...))"
+    "train on CPUs or on accelerators that torch.accelerator supports (CUDA, ROCm, XPU, NPU, MPS); or implement an Engine "
+    "for torch_xla and pass it as Accelerator(engine=MyEngine(...)), or register it under the entry point "
+    "'echelon.engines' and pass its name"
 )
 
-# What to do instead -> module path -> names. `a=b`: the module calls `b` what `echelon.utils` calls `a`.
+# Alternative -> module path -> names. In `a=b`, `b` is the name in the module and `a` the name in `echelon.utils`.
 _NAMES: dict[str, dict[str, str]] = {
     "load the whole model on one device, or build it on torch.device('meta') and load its state dict with assign=True": {
         "big_modeling": """
@@ -91,61 +91,63 @@ _NAMES: dict[str, dict[str, str]] = {
     "bind processes to cores with echelon launch --enable_cpu_affinity, or ACCELERATE_CPU_AFFINITY=1": {
         "utils.environment": "override_numa_affinity set_numa_affinity",
     },
-    "give the settings as flags of echelon launch, or in a file for its --config_file": {
+    "pass the settings as flags of echelon launch, or in a file with --config_file": {
         "commands.config.config_args": "BaseConfig SageMakerConfig",
     },
 }
-# Name -> what to do instead.
+# Name -> alternative.
 ALTERNATIVES: dict[str, str] = {
     entry.partition("=")[0]: do for do, paths in _NAMES.items() for names in paths.values() for entry in names.split()
 }
 
 
 class UnsupportedClass:
-    """Base of the classes that cannot be instantiated; a user's subclass cannot be, either."""
+    """Base of the unsupported classes, which cannot be instantiated, nor can subclasses."""
 
     _do: str
 
     def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
-        """Raise instead of making an object."""
+        """Raise the error."""
         raise _error(cls.__name__, cls._do)
 
 
 def __getattr__(name: str) -> Any:
     if name not in ALTERNATIVES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _stand_in(name)
+    return _placeholder(name)
 
 
 def add_names(namespace: dict[str, Any]) -> None:
     """Add the unsupported names of a module to its ``globals()``."""
     path = namespace["__name__"].removeprefix("echelon.")
-    namespace.update({alias: _stand_in(name) for name, alias in _entries(path)})
+    namespace.update({alias: _placeholder(name) for name, alias in _entries(path)})
 
 
 def add_modules(namespace: dict[str, Any], *modules: str) -> None:
-    """Give a package submodules that hold unsupported names only, and add those names to the package's ``globals()``.
+    """Create submodules with only unsupported names, and add the names to the package's ``globals()``.
 
-    ``import package.module`` finds them in ``sys.modules``: the import system looks there again after the parent's import.
+    ``import package.module`` finds them, because the import system checks ``sys.modules`` after importing the parent.
     """
     for module in modules:
         full_name = f"{namespace['__name__']}.{module}"
-        made = module_from_spec(ModuleSpec(full_name, loader=None))
-        made.__doc__ = f"The names of ``{full_name.replace('echelon', 'accelerate', 1)}``: none is supported."
-        add_names(vars(made))
-        namespace[module] = sys.modules[full_name] = made
-        namespace.update({name: _stand_in(name) for name, _ in _entries(full_name.removeprefix("echelon."))})
+        submodule = module_from_spec(ModuleSpec(full_name, loader=None))
+        submodule.__doc__ = (
+            f"The names of ``{full_name.replace('echelon', 'accelerate', 1)}``, none of which is supported."
+        )
+        add_names(vars(submodule))
+        namespace[module] = sys.modules[full_name] = submodule
+        namespace.update({name: _placeholder(name) for name, _ in _entries(full_name.removeprefix("echelon."))})
 
 
 def _entries(path: str) -> list[tuple[str, str]]:
-    """Return the unsupported names of a module path, each with the name that the module gives it."""
+    """Return pairs of an unsupported name and its name in the module, for a module path."""
     entries = [entry.partition("=") for paths in _NAMES.values() for entry in paths.get(path, "").split()]
     return [(name, alias or name) for name, _, alias in entries]
 
 
 @functools.cache
-def _stand_in(name: str) -> Any:
-    """Return a class (capitalized names) or a function that raises when it is used."""
+def _placeholder(name: str) -> Any:
+    """Return a class (for capitalized names) or a function that raises when it is used."""
     do = ALTERNATIVES[name]
     doc = f"Raise: {name} is not supported by this version of echelon ({do})."
     if name[0].isupper():

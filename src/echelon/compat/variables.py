@@ -1,4 +1,4 @@
-"""Read, patch and clear environment variables, with Accelerate's names; ``environ`` does the access."""
+"""Accelerate's functions to read, patch and clear environment variables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PURGED = ("ACCELERATE_", "ECHELON_")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return 1 or 0 for the usual words of yes and no, in any case; ``to_bool``: True or False.
+    """Convert a case-insensitive yes or no word to 1 or 0, or to a bool with ``to_bool``.
 
     Raises:
         ConfigError: ``value`` is another word.
@@ -48,7 +48,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return the variable ``key`` as a bool; ``default`` when it is unset or empty.
+    """Return the variable ``key`` as a bool, or ``default`` if it is unset or empty.
 
     Raises:
         ConfigError: its value is neither yes nor no.
@@ -63,15 +63,15 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the variable ``key`` as text; ``default`` when it is unset or empty."""
+    """Return the variable ``key`` as text, or ``default`` if it is unset or empty."""
     return environ.get(key) or str(default)
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first of the variables that holds an integer from 0 on, else ``default``.
+    """Return the first variable with a nonnegative integer, or ``default``.
 
     Raises:
-        ConfigError: one holds something else than an integer.
+        ConfigError: the value of a variable is not an integer.
     """
     for key in env_keys:
         text = environ.get(key)
@@ -87,31 +87,31 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def refuse_misspelled(prefix: str, known: Iterable[str]) -> None:
-    """Raise for an unknown variable with ``prefix`` that resembles a ``known`` one; others may belong to other programs.
+    """Check for misspelled variables with ``prefix``; unknown names that resemble no ``known`` one are ignored.
 
     Raises:
-        ConfigError: there is one; the message names the known one.
+        ConfigError: a variable resembles a known one, which the message names.
     """
     ends = sorted(name.removeprefix(prefix) for name in known if name.startswith(prefix))
     for name in environ.snapshot():
         end = name.removeprefix(prefix)
-        # Compared without the prefix, which would make short names similar: ECHELON_HELD does not mean ECHELON_SEED.
+        # Compared without the prefix, which would make short names such as ECHELON_HELD and ECHELON_SEED similar.
         if name.startswith(prefix) and end not in ends and (near := _nearest(end, ends)):
             raise ConfigError(
                 f"unknown variable {name}",
                 where=f"env {name}",
-                do=f"did you mean {prefix}{near}? For a variable of your own, choose a name without the prefix {prefix}",
+                do=f"did you mean {prefix}{near}? Variables of your program need names without the prefix {prefix}",
             )
 
 
 def _nearest(word: str, words: list[str]) -> str | None:
-    """Return the word that ``word`` is likely to mean: three quarters similar, or, for short words, one typing error away."""
+    """Return the word that ``word`` likely misspells: at least 75% similar, or one typo away for short words."""
     near = get_close_matches(word, words, n=1, cutoff=0.75)
     return near[0] if near else next((other for other in words if _is_one_typo(word, other)), None)
 
 
 def _is_one_typo(one: str, other: str) -> bool:
-    """Tell whether one letter is replaced, missing, added, or swapped with its neighbour."""
+    """Return whether the words differ by one replaced, missing or added letter, or by two swapped neighbors."""
     if len(one) > len(other):
         one, other = other, one
     at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), len(one))
@@ -123,24 +123,24 @@ def _is_one_typo(one: str, other: str) -> bool:
 
 @contextmanager
 def patch_environment(**kwargs: object) -> Iterator[None]:
-    """Set variables (names in upper case, values as text) inside the block and restore what was there after it."""
+    """Set variables inside the block, and restore them afterwards; names are uppercased."""
     with environ.patch({name.upper(): str(value) for name, value in kwargs.items()}):
         yield
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment inside the block; after it everything is as before, whatever the block has set."""
+    """Clear the environment inside the block, and restore it afterwards."""
     with environ.restored(lambda name: True):
         environ.write(dict.fromkeys(environ.snapshot()))
         yield
 
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
-    """Decorate a function, or the test methods of a class, so that ``ACCELERATE_*`` and ``ECHELON_*`` are as before after it."""
+    """Decorate a function or the test methods of a class to restore ``ACCELERATE_*`` and ``ECHELON_*`` afterwards."""
     if isinstance(func_or_cls, type):
         _purge_tests(func_or_cls)
-        # Subclasses add tests of their own.
+        # Also wrap the tests that subclasses add.
         func_or_cls.__init_subclass__ = classmethod(lambda cls, **kwargs: _purge_tests(cls))  # type: ignore[assignment]
         return func_or_cls
     assert callable(func_or_cls), func_or_cls
@@ -148,18 +148,18 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the libraries that this process has imported."""
+    """Return the names of the libraries that this process has imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return the lines ``NAME=value`` of an environment file; variables that such a line cannot express are left out with a warning."""
+    """Return the lines ``NAME=value`` of an environment file; skip variables that it cannot express, with a warning."""
     lines = []
     for name, value in current_env.items():
         if not name or not value or set(name + value) & set(";\n<> "):
-            # The value may be a secret: only the name is shown.
+            # Only the name is shown, because the value may be a secret.
             warn(
-                f"the variable {name!r} is left out: its name or value is empty or holds one of `;`, `<`, `>`, space, newline"
+                f"the variable {name!r} is skipped: its name or value is empty or contains one of `;`, `<`, `>`, space, newline"
             )
         else:
             lines.append(f"{name}={value}\n")

@@ -62,7 +62,7 @@ def choose_processing_class(processing_class: Any, tokenizer: Any) -> Any:
     """Return the processing class, also if it was passed under its old name ``tokenizer``.
 
     Raises:
-        UsageError: both are given and differ.
+        UsageError: both are passed and differ.
     """
     if tokenizer is None:
         return processing_class

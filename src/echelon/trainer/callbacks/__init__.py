@@ -1,1 +1,1 @@
-"""Callbacks: the events of a training, and those that come with echelon."""
+"""Callback events, and the built-in callbacks."""

@@ -1,1 +1,1 @@
-"""checkpoint-N: what is saved, and how a training is resumed."""
+"""Saving and resuming checkpoint-N directories."""

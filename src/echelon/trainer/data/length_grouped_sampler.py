@@ -17,7 +17,7 @@ def length_grouped_order(lengths: Sequence[int], *, batch_size: int, generator: 
     """Return an order in which groups of ``batch_size`` samples have similar lengths.
 
     A random permutation is split into chunks of at most 50 batches, at least four chunks if possible, and each chunk is
-    sorted, longest first. The longest sample of all comes first, so that a lack of memory shows at once.
+    sorted, longest first. The longest sample of all comes first, so that an out-of-memory error occurs immediately.
 
     Source: transformers' sampler of this name.
     """

@@ -105,7 +105,7 @@ def _has_loss(hooks: TrainerHooks, session: TrainerSession, inputs: Any) -> bool
         return num_parts > 1 or not is_predicting
     if hooks.label_names and all(inputs.get(name) is not None for name in hooks.label_names):
         return True
-    if interface.infers_labels:  # forward takes no labels, so compute_loss decides
+    if interface.infers_labels:  # forward takes no labels; only compute_loss knows whether it needs them
         return not is_predicting
     return not hooks.label_names and hooks.can_return_loss
 

@@ -1,1 +1,1 @@
-"""Features that a training may use: NEFTune, search, hub, memory metrics and others."""
+"""Optional features: NEFTune, hyperparameter search, Hub uploads, memory metrics and others."""
