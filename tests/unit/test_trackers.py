@@ -355,7 +355,7 @@ def test_clearml_splits_names_and_leaves_a_task_that_it_did_not_make_open(monkey
     tracker.start()  # Task.current_task() gives one
     tracker.log({"eval_loss": 1.0, "lr": 0.1}, step=5)
     tracker.log({"best": 2})
-    with pytest.raises(UsageError, match="neither data nor dataframe"):
+    with pytest.raises(UsageError, match="needs data or dataframe"):
         tracker.log_table("t")
     tracker.log_table("train_t", columns=["a"], data=[[1]], step=5)
     tracker.finish()
