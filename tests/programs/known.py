@@ -65,7 +65,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "an optimizer that was not prepared holds no shards",
         lambda p, at: not p.is_prepared and (at.engine or "").startswith("fsdp2"),
-        "from before prepare\\(\\), which sharded ones have replaced",
+        "that prepare\\(\\) replaced with sharded ones",
     ),
     _Refusal(
         "parity off goes on in mid-epoch on the same number of processes",

@@ -1,4 +1,4 @@
-"""save_state and load_state in echelon's own format: any layout reads any other, and a resumed run is the plain loop."""
+"""save_state and load_state in echelon's format: checkpoints move between layouts, and a resumed run matches the plain loop."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _model(seed: int, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
     model.register_buffer("counts", torch.arange(3))
-    return model.to(dtype).eval()  # of BatchNorm the buffers only: its statistics would depend on the number of ranks
+    return model.to(dtype).eval()  # only buffers of BatchNorm, because its statistics would depend on the number of ranks
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -79,7 +79,7 @@ def _plain(num_steps: int, dtype: torch.dtype) -> Result:
 def _options(layout: str) -> dict[str, Any]:
     engine, _, kind = layout.partition(" ")
     if engine == "deepspeed":
-        zero = {"stage": int(kind), "stage3_param_persistence_threshold": 0}  # small parameters would stay whole
+        zero = {"stage": int(kind), "stage3_param_persistence_threshold": 0}  # otherwise small parameters would not be sharded
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero})}
     if kind == "stage 2":
         return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)}
@@ -143,7 +143,7 @@ def load_and_go_on(layout: str, folder: str, dtype: torch.dtype) -> tuple[Result
 
 @dataclass(frozen=True)
 class Saved:
-    """What a layout has saved in ``folder``, what it had then, and what it had after going on in place."""
+    """The checkpoint of a layout in ``folder``, the state at that time, and the state after training continued."""
 
     layout: tuple[str, int]
     folder: str
@@ -157,7 +157,7 @@ def save_in(layout: tuple[str, int], folder: str, dtype: torch.dtype) -> Saved:
 
 
 def check_load(saved: Saved, other: tuple[str, int], dtype: torch.dtype, tolerance: float) -> None:
-    """Go on in the layout ``other``, and compare with going on in place, and with the plain loop."""
+    """Resume in the layout ``other``, and compare with uninterrupted training and with the plain loop."""
     (at_load, resumed), *_ = run_on_ranks(
         load_and_go_on, other[0], saved.folder, dtype, world_size=other[1], timeout=180
     )
@@ -169,7 +169,7 @@ def check_load(saved: Saved, other: tuple[str, int], dtype: torch.dtype, toleran
     if other == saved.layout:
         assert all(torch.equal(tensor, resumed[0][name]) for name, tensor in saved.gone_on[0].items())
     expected = _plain(6, dtype)
-    for name, tensor in expected[0].items():  # the order in which ranks are added; eps keeps Adam from raising it
+    for name, tensor in expected[0].items():  # the order of addition over ranks; eps keeps Adam from amplifying the difference
         torch.testing.assert_close(
             resumed[0][name], tensor, rtol=tolerance, atol=tolerance, msg=lambda m: f"{saved.layout} {other}: {m}"
         )
@@ -185,7 +185,7 @@ def check_load(saved: Saved, other: tuple[str, int], dtype: torch.dtype, toleran
         *(pytest.param(layout, LAYOUTS + LARGE, marks=pytest.mark.soak) for layout in LAYOUTS + LARGE),
     ],
 )
-def test_what_one_layout_has_saved_is_gone_on_with_in_any_other(
+def test_a_checkpoint_of_any_layout_resumes_in_any_other(
     saved: tuple[str, int], others: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     whole = save_in(saved, str(tmp_path / "s"), torch.float64)
@@ -195,7 +195,7 @@ def test_what_one_layout_has_saved_is_gone_on_with_in_any_other(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stateful", [False, True], ids=["skip", "stateful"])
-def test_a_run_stopped_in_the_middle_of_an_epoch_is_the_plain_loop_bit_for_bit(
+def test_a_run_stopped_in_mid_epoch_matches_the_plain_loop_bit_for_bit(
     world_size: int, stateful: bool, tmp_path: Path
 ) -> None:
     for plain, resumed in run_on_ranks(_both, str(tmp_path / "s"), (1, 3), False, stateful, world_size=world_size):
@@ -204,7 +204,7 @@ def test_a_run_stopped_in_the_middle_of_an_epoch_is_the_plain_loop_bit_for_bit(
     assert (tmp_path / "s" / "manifest.json").exists()
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- rejected checkpoints -------------------------------------------------------------------------------------------------
 
 
 def _saved(folder: Path, **options: Any) -> Accelerator:
@@ -215,7 +215,7 @@ def _saved(folder: Path, **options: Any) -> Accelerator:
     return accelerator
 
 
-def test_groups_that_differ_and_objects_that_are_missing_are_named(tmp_path: Path) -> None:
+def test_errors_name_different_groups_and_missing_objects(tmp_path: Path) -> None:
     _saved(tmp_path / "s")
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 1)
@@ -236,7 +236,7 @@ def _momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     return {name: optimizer.state[p]["momentum_buffer"] for name, p in model.named_parameters() if p.requires_grad}
 
 
-def test_parameters_in_another_order_get_the_state_of_their_names_and_frozen_ones_count_for_nothing(
+def test_optimizer_state_follows_parameter_names_and_ignores_frozen_parameters(
     tmp_path: Path,
 ) -> None:
     def make(order: list[str], *groups_of: bool) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
@@ -265,12 +265,12 @@ def test_parameters_in_another_order_get_the_state_of_their_names_and_frozen_one
         accelerator.load_state(tmp_path / "s")
 
 
-def test_a_missing_piece_is_an_error_that_names_the_way_out(tmp_path: Path) -> None:
+def test_a_missing_object_is_an_error_that_names_the_remedy(tmp_path: Path) -> None:
     seeds = itertools.count()
 
     def make(*more: str) -> tuple[Accelerator, nn.Module]:
         accelerator = Accelerator(cpu=True)
-        torch.manual_seed(next(seeds))  # loading sets the random state of the run that was saved
+        torch.manual_seed(next(seeds))  # loading restores the RNG state of the saved run
         model = nn.ModuleDict({"body": nn.Linear(2, 1), **({"head": nn.Linear(1, 1)} if "head" in more else {})})
         optimizer = torch.optim.SGD(model["body"].parameters(), lr=0.1)
         accelerator.prepare(model, optimizer)
@@ -323,7 +323,7 @@ def _wide(num: int) -> nn.Module:
         (1, nn.Sequential(nn.Linear(2, 2, bias=False)), "unexpected 0.bias"),
     ],
 )
-def test_another_model_is_blamed_on_the_model_and_not_on_the_optimizer(
+def test_the_error_for_another_model_names_the_model_not_the_optimizer(
     kind: Any, saved: int, here: nn.Module, why: str, tmp_path: Path
 ) -> None:
     def prepare(model: nn.Module) -> Accelerator:
@@ -357,7 +357,7 @@ def test_another_model_is_blamed_on_the_model_and_not_on_the_optimizer(
 
 
 class _WithExtra(nn.Linear):
-    """A module whose state dict gives more than its own tensors."""
+    """A module whose state dict contains more than its tensors."""
 
     secret = 1
 
@@ -369,7 +369,7 @@ class _WithExtra(nn.Linear):
         self.secret = state["secret"]
 
 
-def test_a_state_dict_that_holds_more_than_tensors_comes_back(tmp_path: Path) -> None:
+def test_a_state_dict_with_more_than_tensors_is_restored(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = _WithExtra(2, 1)
     accelerator.prepare(model)
@@ -394,7 +394,7 @@ class _Holds:
         self.value = state["value"]
 
 
-def test_registered_objects_come_back_and_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
+def test_registered_objects_are_restored_and_unsupported_ones_are_rejected(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(
         UsageError, match=r"the state of _Holds\['value'\]\[1\] is a builtins.object, which is not plain"
@@ -415,7 +415,7 @@ def test_registered_objects_come_back_and_what_cannot_be_saved_is_refused_at_onc
         accelerator.load_state(tmp_path / "s")
 
 
-def test_formats_are_chosen_by_argument_and_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_and_environment_select_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def files(**options: Any) -> set[str]:
         accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(**options))
         accelerator.prepare(nn.Linear(1, 1))
@@ -424,7 +424,7 @@ def test_formats_are_chosen_by_argument_and_by_environment(tmp_path: Path, monke
     own = {"manifest.json", "objects.json", "rank_00000.safetensors", "rank_00000.json"}
     theirs = {"model.safetensors", "random_states_0.pkl"}
     assert files() == own
-    assert files(checkpoint_format="accelerate") == theirs  # nothing of the other layout is left
+    assert files(checkpoint_format="accelerate") == theirs  # no files of the other layout remain
     monkeypatch.setenv("ECHELON_CHECKPOINT_FORMAT", "accelerate")
     assert files() == theirs
     assert files(checkpoint_format="echelon") == own
@@ -485,11 +485,11 @@ def _project(folder: Path, **options: Any) -> ProjectConfiguration:
     return ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, **options)
 
 
-def test_the_newest_whole_checkpoint_is_loaded_and_it_says_what_was_passed_over(tmp_path: Path) -> None:
+def test_the_newest_complete_checkpoint_is_loaded_and_skipped_ones_are_reported(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, project_config=_project(tmp_path, total_limit=2))
     model = accelerator.prepare(nn.Linear(1, 1))
     folders = []
-    (tmp_path / "checkpoints" / f"checkpoint_7.tmp-{'0' * 16}").mkdir(parents=True)  # of a run that was killed
+    (tmp_path / "checkpoints" / f"checkpoint_7.tmp-{'0' * 16}").mkdir(parents=True)  # left by a killed run
     for step in range(3):
         with torch.no_grad():
             model.weight.fill_(step)
@@ -522,14 +522,14 @@ def test_the_best_and_every_nth_checkpoint_are_kept(blocking: bool, tmp_path: Pa
         accelerator.save_state(metric=loss, blocking=blocking)
         accelerator.checkpoints.store.wait()
         kept.append(sorted(int(p.name[11:]) for p in (tmp_path / "checkpoints").glob("checkpoint_*")))
-    # 0 and 4 are multiples of 4; 1 is the best; the newest stays, and no more than 2 that count.
+    # 0 and 4 are multiples of 4, and 1 is the best. The newest is kept, and at most 2 others count.
     assert kept == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4], [0, 1, 4, 5]]
     best = accelerator.best_checkpoint
     assert best is not None
     assert best.name == "checkpoint_1"
     again = Accelerator(cpu=True, project_config=_project(tmp_path, greater_is_better=True, **options))
     again.prepare(nn.Linear(1, 1))
-    best = again.best_checkpoint  # what an earlier start of the run has measured counts
+    best = again.best_checkpoint  # metrics of earlier starts of the run are considered
     assert best is not None
     assert best.name == "checkpoint_4"
     with pytest.raises(UsageError, match="keep_every=0 is below 1"):
@@ -537,7 +537,7 @@ def test_the_best_and_every_nth_checkpoint_are_kept(blocking: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_disk_that_says_no_is_reported_and_ends_the_run_at_the_third_time(
+def test_a_full_disk_is_reported_and_the_third_failure_ends_the_run(
     blocking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator = Accelerator(cpu=True, project_config=_project(tmp_path))
@@ -587,7 +587,7 @@ def _in_background(folder: str) -> tuple[float, float]:
     return before, float(sum(t.sum() for t in state.values())) if state else 0.0
 
 
-def test_ranks_save_in_the_background_and_keep_one(tmp_path: Path) -> None:
+def test_ranks_save_in_the_background_and_keep_one_checkpoint(tmp_path: Path) -> None:
     for before, after in run_on_ranks(_in_background, str(tmp_path)):
         assert before == after
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [".lock", "checkpoint_3"]

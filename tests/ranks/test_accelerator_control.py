@@ -1,4 +1,4 @@
-"""Who does what: facts, decorators, turns, flags and collectives of the Accelerator and of PartialState; parts of a loop."""
+"""Process control of the Accelerator and PartialState: properties, decorators, ordering, collectives, and accumulation windows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _facts(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["Accelerator", "PartialState"])
-def test_each_function_runs_where_it_was_meant_to(kind: str) -> None:
+def test_each_function_runs_on_the_intended_ranks(kind: str) -> None:
     first, second = run_on_ranks(_facts, kind)
     assert first == [(2, 0, 0), (True, True, False), "ran", "ran", None, None, None, None]
     assert second == [(2, 1, 1), (False, False, True), None, None, "ran", "ran", "ran", "ran"]
@@ -63,7 +63,7 @@ def _in_turn(kind: str, folder: str) -> list[Any]:
         with turn():
             found.append(path.exists())
             if state.process_index == 0:
-                time.sleep(0.05)  # the other rank would be here long ago
+                time.sleep(0.05)  # the other rank would have arrived long before
                 path.touch()
         state.wait_for_everyone()
     with state.split_between_processes([1, 2, 3]) as part, state.split_between_processes([1, 2, 3], True) as padded:
@@ -93,13 +93,13 @@ def _together() -> dict[str, Any]:
     return {
         "flags": flags,
         "gather": accelerator.gather({"x": mine})["x"].tolist(),
-        "sum": accelerator.reduce(mine).item(),  # "sum" here, "mean" in echelon.utils: as in accelerate
+        "sum": accelerator.reduce(mine).item(),  # the default is "sum" here and "mean" in echelon.utils, like in accelerate
         "mean": accelerator.reduce(mine, reduction="mean", scale=10.0).item(),
         "padded": accelerator.pad_across_processes(torch.ones(rank + 1), pad_index=7).tolist(),
     }
 
 
-def test_what_the_processes_say_together() -> None:
+def test_collectives_combine_the_values_of_all_processes() -> None:
     first, second = run_on_ranks(_together)
     assert (first.pop("padded"), second.pop("padded")) == ([1.0, 7.0], [1.0, 1.0])
     assert first == second == {"flags": [False, True, False], "gather": [1.0, 2.0], "sum": 3.0, "mean": 15.0}
@@ -127,7 +127,7 @@ def _uneven_join() -> tuple[int, float]:
     return steps, accelerator.unwrap_model(model).weight.item()
 
 
-def test_processes_may_run_out_of_batches_on_the_cpu_too() -> None:
+def test_processes_may_run_out_of_batches_on_the_cpu() -> None:
     # Three batches for two ranks. The gradient of w * 1 is 1; in step 2 rank 0 is alone, and DDP divides by both: -1.5.
     # accelerate does nothing on CPUs, and hangs.
     assert run_on_ranks(_uneven_join) == [(2, -1.5), (1, -1.5)]
@@ -150,7 +150,7 @@ def _short_window(joins: bool) -> None:
 
 
 @pytest.mark.parametrize("joins", [False, True])
-def test_a_rank_whose_window_ends_alone_is_an_error_there(joins: bool) -> None:
+def test_a_window_that_ends_on_only_one_rank_is_an_error(joins: bool) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_on_ranks(_short_window, joins, timeout=15)
     error = failed.value.errors[1]
@@ -189,7 +189,7 @@ def test_rank_with_more_batches_fails_before_its_forward_pass(num_steps: int) ->
 
 
 def _two_together(own_first: bool, joins: bool) -> tuple[int, float]:
-    # One batch for two ranks, read together with two: rank 1 is given none, whatever the other loader has.
+    # One batch for two ranks, read together with two batches: rank 1 gets none, although the other loader has one.
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
     model, optimizer, short, whole = _prepared(accelerator, (1, 1), (2, 1))
     steps = 0
@@ -198,7 +198,7 @@ def _two_together(own_first: bool, joins: bool) -> tuple[int, float]:
             accelerator.backward(model(first).mean() + second.mean())
             optimizer.step()
             steps += 1
-    # A collective of another kind, with which the reduction of rank 0 would be mistaken.
+    # A different collective, with which the reduction of rank 0 would be mismatched.
     accelerator.gather(torch.zeros(3))
     return steps, accelerator.unwrap_model(model).weight.item()
 
@@ -209,7 +209,7 @@ def test_a_rank_that_is_given_no_batch_by_one_of_two_loaders_is_an_error(own_fir
     assert "in step 1 of this pass would hang, because rank 1 ended after at most 0 batches" in text
 
 
-def test_ranks_that_join_may_read_two_loaders_together() -> None:
+def test_joining_ranks_may_read_two_loaders_together() -> None:
     # The gradient of w * 1 is 1, divided by both ranks; rank 1 takes over the model of rank 0.
     assert run_on_ranks(_two_together, True, True) == [(1, -0.5), (0, -0.5)]
 
@@ -227,7 +227,7 @@ def _left_in_its_last_batch() -> int:
     return total
 
 
-def test_a_pass_that_has_ended_says_nothing_about_the_next_loop() -> None:
+def test_a_finished_pass_does_not_affect_the_next_loop() -> None:
     assert run_on_ranks(_left_in_its_last_batch) == [2, 2]
 
 
@@ -246,7 +246,7 @@ def _whole_windows() -> tuple[int, float]:
     return steps, accelerator.unwrap_model(model).weight.item()
 
 
-def test_a_rank_may_end_where_a_window_of_all_does() -> None:
+def test_a_rank_may_end_at_a_window_boundary_of_all_ranks() -> None:
     # The gradient of w * 1 is 1. In the second window rank 0 is alone: one batch for a window, divided by both ranks: -1.5.
     assert run_on_ranks(_whole_windows) == [(3, -1.5), (2, -1.5)]
 
@@ -308,7 +308,7 @@ class _ScheduleFree(torch.optim.SGD):
         self.mode = "eval"
 
 
-def test_a_schedule_free_optimizer_is_switched() -> None:
+def test_a_schedule_free_optimizer_switches_between_train_and_eval() -> None:
     parameters = list(nn.Linear(1, 1).parameters())
     inner = _ScheduleFree(parameters, lr=0.1)
     optimizer, plain = Accelerator().prepare(inner, torch.optim.SGD(parameters, lr=0.1))
@@ -317,7 +317,7 @@ def test_a_schedule_free_optimizer_is_switched() -> None:
         switch()
         modes.append(inner.mode)
     assert modes == ["eval", "train"]
-    assert (plain.eval(), plain.train()) == (None, None)  # others have nothing to switch
+    assert (plain.eval(), plain.train()) == (None, None)  # other optimizers have no modes
 
 
 class _Count(IterableDataset[torch.Tensor]):
@@ -331,7 +331,7 @@ def _kinds_of_loaders() -> list[Any]:
     return [isinstance(dispatched, DataLoaderDispatcher), [batch.tolist() for batch in dispatched]]
 
 
-def test_loaders_of_each_kind_read_what_they_should() -> None:
+def test_each_kind_of_loader_reads_the_expected_samples() -> None:
     assert run_on_ranks(_kinds_of_loaders) == [[True, [[0], [2]]], [True, [[1], [3]]]]
     sampler = torch.utils.data.BatchSampler(range(7), 2, False)
     skipping = SkipBatchSampler(sampler, skip_batches=2)
@@ -361,7 +361,7 @@ def test_gradients_are_unscaled_once_and_clipped_by_value() -> None:
     assert _gradients(scaled=True) == [24.0, 3.0, 2.0]
 
 
-def test_the_window_is_shown_under_accelerates_names() -> None:
+def test_the_window_has_accelerates_attribute_names() -> None:
     plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=False, sync_with_dataloader=True)
     accelerator = Accelerator(gradient_accumulation_plugin=plugin)
     state = accelerator.gradient_state
@@ -377,7 +377,7 @@ def test_the_window_is_shown_under_accelerates_names() -> None:
             accelerator.backward(model(batch).sum())
             seen.append((accelerator.step, accelerator.sync_gradients, state.end_of_dataloader))
             assert state.dataloader_references == [None, loader]
-    assert seen == [(1, False, False), (2, True, False), (0, True, True)]  # the last window is a short one
+    assert seen == [(1, False, False), (2, True, False), (0, True, True)]  # the last window is shorter
     accelerator.gradient_accumulation_steps = 4
     assert state.num_steps == 4
     accelerator.sync_gradients = False
@@ -400,7 +400,7 @@ def _schedule(with_optimizer: bool, steps: int) -> list[float]:
     return rates
 
 
-def test_schedules_follow_the_optimizer_or_the_call() -> None:
+def test_schedules_follow_the_optimizer_or_explicit_calls() -> None:
     # Two ranks: two steps of the schedule in an update (calls 2 and 4 where two are accumulated), or one in every call.
     assert run_on_ranks(_schedule, True, 2)[1] == [1, 3, 3, 5]
     assert run_on_ranks(_schedule, True, 1)[1] == [3, 5, 7, 9]
@@ -415,14 +415,14 @@ def _track(folder: str) -> bool:
     return dist.is_initialized()
 
 
-def test_what_is_logged_is_in_a_file_of_the_main_process(tmp_path: Path) -> None:
+def test_logged_values_are_in_a_file_of_the_main_process(tmp_path: Path) -> None:
     assert run_on_ranks(_track, str(tmp_path), init_group=False) == [False, False]
     (path,) = tmp_path.rglob("*.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["step"], line["values"]) for line in lines if line["kind"] == "metrics"] == [(3, {"loss": 0.25})]
 
 
-def test_two_accelerators_keep_their_settings_and_windows() -> None:
+def test_two_accelerators_have_separate_settings_and_windows() -> None:
     first = Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
     second = Accelerator()
     model, other = first.prepare(nn.Linear(1, 1)), second.prepare(nn.Linear(1, 1))
@@ -434,9 +434,9 @@ def test_two_accelerators_keep_their_settings_and_windows() -> None:
             second.backward(other(torch.ones(1, 1)).sum())
         flags.append((first.sync_gradients, second.sync_gradients))
     assert flags == [(False, True)] * 3 + [(True, True)]
-    # accelerate: the second one resets the first one's steps to 1, and makes it "no" in precision.
+    # In accelerate, the second Accelerator resets the first one's steps to 1 and its precision to "no".
     assert (first.gradient_accumulation_steps, first.mixed_precision) == (4, "bf16")
     assert model.weight.grad.item() == 1.0  # the mean of four
-    assert other.weight.grad.item() == 4.0  # four updates, none cleared
+    assert other.weight.grad.item() == 4.0  # four updates without zero_grad
     first.free_memory()
     assert second._models == [other]

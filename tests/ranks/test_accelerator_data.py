@@ -1,4 +1,4 @@
-"""Prepared loaders and gather_for_metrics: who gets what, and each sample exactly once."""
+"""Prepared loaders and gather_for_metrics: the distribution of samples, each used exactly once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _evaluate_all(split: bool, even: bool, sizes: list[int]) -> list[tuple[int, 
         if split and batch % world:
             continue
         if not even and _leaves_a_rank_without(n, batch, world, split):
-            continue  # it cannot gather
+            continue  # gathering is impossible
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=split, even_batches=even))
         loader = accelerator.prepare(DataLoader(torch.arange(n), batch_size=batch))  # type: ignore[arg-type]
         tensors, objects, nested = [], [], []
         for x in loader:
             tensors += accelerator.gather_for_metrics(x).tolist()
-            if n % 7 == 0:  # the slower kinds less often
+            if n % 7 == 0:  # fewer cases for the slower kinds
                 objects += accelerator.gather_for_metrics([str(int(i)) for i in x])
                 nested += accelerator.gather_for_metrics({"x": (x, x.float()[:, None])})["x"][1].squeeze(1).tolist()
         if tensors != list(range(n)) or (n % 7 == 0 and (nested != tensors or objects != [str(i) for i in range(n)])):
@@ -57,7 +57,7 @@ def test_gather_for_metrics_returns_each_sample_exactly_once(world_size: int, si
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("split", "even"), [(True, True), (True, False), (False, False)])
-def test_gather_for_metrics_is_exact_however_batches_are_cut(split: bool, even: bool, sizes: list[int]) -> None:
+def test_gather_for_metrics_is_exact_for_any_split_of_the_batches(split: bool, even: bool, sizes: list[int]) -> None:
     assert run_on_ranks(_evaluate_all, split, even, sizes, world_size=2, timeout=240) == [[]] * 2
 
 
@@ -91,8 +91,8 @@ def test_batches_go_to_the_ranks_in_turn_or_are_cut(
 
 
 def _orders(kind: str) -> tuple[list[int], list[int], Any]:
-    """Return the samples of two epochs, in global order, and whether the rank's own generator is untouched."""
-    torch.manual_seed(7 if dist.get_rank() == 0 else 1234)  # only rank 0 has the plain program's seed
+    """Return the samples of two epochs in global order, and whether the rank's generator is unchanged."""
+    torch.manual_seed(7 if dist.get_rank() == 0 else 1234)  # only rank 0 has the seed of the plain program
     config = DataLoaderConfiguration(use_seedable_sampler=kind == "seedable", data_seed=5)
     accelerator = Accelerator(dataloader_config=config)
     loader = accelerator.prepare(_plain_loader(kind))
@@ -116,7 +116,7 @@ def _plain_loader(kind: str) -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("kind", ["sequential", "shuffled", "generator", "own sampler", "own batches", "seedable"])
-def test_the_order_is_that_of_the_plain_program(kind: str) -> None:
+def test_the_sample_order_matches_the_plain_program(kind: str) -> None:
     torch.manual_seed(7)
     loader = _plain_loader(kind)
     if kind == "seedable":
@@ -136,7 +136,7 @@ def _first_rank_s_batches() -> list[list[int]]:
     return [x.tolist() for (x,) in Accelerator().prepare(_plain_loader("own batches"))]
 
 
-def test_on_one_process_the_loader_reads_as_it_did() -> None:
+def test_on_one_process_the_loader_reads_like_the_original() -> None:
     torch.manual_seed(7)
     expected = [x.tolist() for _ in range(2) for (x,) in _plain_loader("shuffled")]
     torch.manual_seed(7)
@@ -148,7 +148,7 @@ def _collate(samples: list[Any]) -> torch.Tensor:
     return torch.stack([s[0] for s in samples]) * 10
 
 
-def test_a_prepared_loader_keeps_what_the_user_chose() -> None:
+def test_a_prepared_loader_keeps_the_users_settings() -> None:
     data = TensorDataset(torch.arange(6))
     plain = DataLoader(data, batch_size=3, collate_fn=_collate, drop_last=True)
     accelerator = Accelerator()
@@ -163,7 +163,7 @@ def test_a_prepared_loader_keeps_what_the_user_chose() -> None:
     assert accelerator.prepare(plain) is loader
 
 
-def test_the_last_batch_is_known_and_a_break_is_forgotten() -> None:
+def test_the_last_batch_is_detected_and_an_aborted_pass_is_forgotten() -> None:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(torch.arange(5), batch_size=2))  # type: ignore[arg-type]
     ends = [(accelerator.gradient_state.end_of_dataloader, accelerator.gradient_state.in_dataloader) for _ in loader]
@@ -180,7 +180,7 @@ def _workers() -> list[int]:
     return [i for x in loader for i in accelerator.gather_for_metrics(x).tolist()]
 
 
-def test_loader_workers_keep_it_exact() -> None:
+def test_gather_for_metrics_is_exact_with_loader_workers() -> None:
     first, second = run_on_ranks(_workers, world_size=2)
     assert first == second
     assert sorted(first) == list(range(22))

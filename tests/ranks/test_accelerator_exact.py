@@ -1,4 +1,4 @@
-"""Level 2 against plain PyTorch: bit for bit on one process, to rounding on two."""
+"""The Accelerator against plain PyTorch: bit-identical on one process, equal up to rounding on two."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _tokens(counts: list[list[int]], accumulation: int) -> list[torch.Tensor]:
         x = everything[first : first + step_counts[rank]]
         start += sum(step_counts)
         with accelerator.accumulate(model):
-            loss = model(x).square().mean()  # NaN where there is no token
+            loss = model(x).square().mean()  # NaN without tokens
             accelerator.backward(loss, num_items=len(x))
     return [p.grad for p in model.parameters()]
 
@@ -185,7 +185,7 @@ def test_two_losses_in_one_micro_step_are_divided_once(accumulation: int) -> Non
         torch.testing.assert_close(gradients, expected, rtol=1e-13, atol=1e-15)
 
 
-def test_a_reference_that_is_no_count_in_sight_does_not_change_the_bits() -> None:
+def test_scaling_the_item_counts_does_not_change_the_bits() -> None:
     """Items of 3 and of 3 * 1024 give the same gradients: the scale between them is a power of two."""
     results = []
     for factor in (1, 1024):
@@ -220,7 +220,7 @@ def _guarded(clears_first: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_zero_grad_before_the_loss_keeps_the_micro_steps_also_where_only_the_last_one_steps(world_size: int) -> None:
+def test_zero_grad_before_the_loss_keeps_the_gradients_of_earlier_micro_steps(world_size: int) -> None:
     for first, last in zip(*(run_on_ranks(_guarded, first, world_size=world_size) for first in (True, False))):
         torch.testing.assert_close(first, last, rtol=0, atol=0)
     if world_size == 1:

@@ -1,4 +1,4 @@
-"""The less used members of the Accelerator and of its state: each has Accelerate's meaning, or says what it cannot do."""
+"""Rarely used members of the Accelerator and its state: same meaning as in Accelerate, or an error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _two_forwards(unused: bool) -> tuple[list[float], list[float], bool]:
     inner.weight.data.fill_(1.0)
     model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=1.0))
     rank = accelerator.process_index
-    bystander = Accelerator()  # the context is the one of whoever prepared the model
+    bystander = Accelerator()  # the context belongs to the Accelerator that prepared the model
     with accelerator.no_sync(model):
         first = model(torch.tensor([[1.0 + rank]])).sum()
         second = model(torch.tensor([[10.0 + 10 * rank]])).sum()
@@ -45,18 +45,18 @@ def _two_forwards(unused: bool) -> tuple[list[float], list[float], bool]:
         accelerator.backward(second)
     shared = inner.weight.grad.flatten().tolist()
     optimizer.step()  # a warning of the step guard would be an error
-    with accelerator.no_sync(model):  # and the context leaves nothing behind
+    with accelerator.no_sync(model):  # the context changes nothing afterwards
         accelerator.backward(model(torch.tensor([[1.0 + rank]])).sum())
     return local, shared, accelerator.session.engine.reduced(model)
 
 
 @pytest.mark.parametrize("unused", [False, True])
-def test_the_last_backward_of_several_forwards_brings_them_all_together(unused: bool) -> None:
+def test_the_last_backward_of_several_forwards_reduces_all_gradients(unused: bool) -> None:
     # The gradient of w * x is x: 1 and 10 on rank 0, 2 and 20 on rank 1; the mean of 11 and 22 is 16.5.
     assert run_on_ranks(_two_forwards, unused) == [([1.0], [16.5], False), ([2.0], [16.5], False)]
 
 
-def test_on_one_process_there_is_nothing_to_trigger() -> None:
+def test_trigger_sync_in_backward_does_nothing_on_one_process() -> None:
     accelerator = Accelerator()
     stranger = nn.Linear(1, 1, bias=False)
     model = accelerator.prepare(nn.Linear(1, 1, bias=False))
@@ -72,7 +72,7 @@ def _over_devices() -> None:
     Accelerator().prepare(model)
 
 
-def test_a_model_over_several_devices_is_seen_and_not_copied_to_ranks() -> None:
+def test_a_model_on_several_devices_is_detected_and_not_replicated() -> None:
     accelerator = Accelerator()
     model = nn.Sequential(nn.Linear(1, 1))
     assert accelerator.verify_device_map(model) is False
@@ -87,7 +87,7 @@ def test_a_model_over_several_devices_is_seen_and_not_copied_to_ranks() -> None:
     assert {type(error) for error in failed.value.errors.values()} == {UsageError}
 
 
-def test_what_needs_another_layout_is_empty_or_an_error() -> None:
+def test_members_for_other_layouts_are_empty_or_raise() -> None:
     accelerator = Accelerator()
     batch = torch.arange(4.0).reshape(1, 4)
     with accelerator.maybe_context_parallel(buffers=[batch], buffer_seq_dims=[1], no_restore_buffers={batch}):
@@ -114,7 +114,7 @@ def test_what_needs_another_layout_is_empty_or_an_error() -> None:
             Accelerator(**{name: object()})
 
 
-def test_handlers_that_were_given_are_shown_and_cannot_be_exchanged() -> None:
+def test_given_handlers_are_readable_and_cannot_be_replaced() -> None:
     plain = Accelerator()
     names = ("autocast_handler", "ddp_handler", "init_handler", "profile_handler", "scaler_handler")
     assert [getattr(plain, name) for name in names] == [None] * 5
@@ -132,13 +132,13 @@ def test_handlers_that_were_given_are_shown_and_cannot_be_exchanged() -> None:
 
 
 class _Moves:
-    """A batch that says how it was moved."""
+    """A batch that records how it was moved."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> tuple[str, bool]:
         return device.type, non_blocking
 
 
-def test_models_and_batches_go_to_the_device_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_and_batches_go_to_the_device_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.base.device.num_devices", lambda: 1)  # an accelerator of the kind "meta"
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
     monkeypatch.setattr("echelon.world.world.backend_of", lambda device: "gloo")
@@ -157,7 +157,7 @@ def test_models_and_batches_go_to_the_device_unless_told_otherwise(monkeypatch: 
         assert list(loader) == [("meta", non_blocking)]
 
 
-def test_autocast_is_switched_by_its_handler() -> None:
+def test_the_autocast_handler_switches_autocast() -> None:
     def product(accelerator: Accelerator, handler: AutocastKwargs | None = None) -> torch.dtype:
         with accelerator.autocast(handler):
             return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
@@ -168,12 +168,12 @@ def test_autocast_is_switched_by_its_handler() -> None:
     assert product(Accelerator(mixed_precision="bf16", kwargs_handlers=[off])) == torch.float32
 
 
-def test_a_copy_of_what_holds_an_accelerator_holds_the_same_one() -> None:
+def test_a_copy_of_an_object_refers_to_the_same_accelerator() -> None:
     accelerator = Accelerator()
     assert copy.deepcopy({"accelerator": accelerator})["accelerator"] is accelerator
 
 
-def test_the_data_loader_settings_can_be_read_and_one_be_set(tmp_path: Any) -> None:
+def test_the_data_loader_settings_are_readable_and_one_is_writable(tmp_path: Any) -> None:
     config = DataLoaderConfiguration(
         split_batches=True, dispatch_batches=False, even_batches=False, non_blocking=True, use_seedable_sampler=True
     )
@@ -226,7 +226,7 @@ def test_the_state_of_a_rank() -> None:
         "native_amp": False,
         "use_distributed": True,
         "num_processes": 2,
-        "backends": ("gloo", "gloo", "gloo"),  # the handler's default is "nccl", as in accelerate, and means: by device
+        "backends": ("gloo", "gloo", "gloo"),  # the handler's default "nccl", like in accelerate, selects the backend by device
         "shared": (2, "no"),
         "devices": ["cpu", "cpu", "cpu"],
         "still there": (True, 2),
@@ -234,7 +234,7 @@ def test_the_state_of_a_rank() -> None:
     }  # fmt: skip
 
 
-def test_the_state_knows_what_this_version_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_reports_unsupported_features(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(mixed_precision="bf16")
     state = AcceleratorState()
     assert accelerator.native_amp is True
@@ -252,7 +252,7 @@ def test_the_state_knows_what_this_version_does_not_have(monkeypatch: pytest.Mon
     assert PartialState().debug is True
 
 
-def test_the_shared_state_is_empty_before_anybody_asked() -> None:
+def test_the_shared_state_is_initially_empty() -> None:
     import gc
 
     gc.collect()
@@ -262,7 +262,7 @@ def test_the_shared_state_is_empty_before_anybody_asked() -> None:
     assert GradientState is type(accelerator.gradient_state)
 
 
-def test_defaults_of_the_process_group_are_those_of_accelerate_and_mean_nothing() -> None:
+def test_default_process_group_arguments_have_no_effect() -> None:
     handler = InitProcessGroupKwargs()
     assert (handler.backend, handler.init_method, handler.timeout) == ("nccl", None, timedelta(minutes=10))
     assert handler.to_kwargs() == {}

@@ -1,4 +1,4 @@
-"""Accelerators pickle with their settings; join, checkpoints and loaders say what scripts for Accelerate ask of them."""
+"""Pickling of Accelerators, and join, checkpoints and loaders as scripts for Accelerate use them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _pickled() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_accelerator_pickles_with_its_settings_and_without_what_it_prepared(world_size: int) -> None:
+def test_an_accelerator_pickles_its_settings_but_not_prepared_objects(world_size: int) -> None:
     expected = {
         "facts": [True] * len(_FACTS),
         "settings": (3, True, 4, True),
@@ -65,7 +65,7 @@ def _joined() -> tuple[str, bool]:
     accelerator = Accelerator()
     frozen = nn.Linear(2, 1).requires_grad_(False)
     frozen = accelerator.prepare(frozen)
-    with accelerator.join_uneven_inputs([frozen]):  # nothing of it is reduced: nothing to join
+    with accelerator.join_uneven_inputs([frozen]):  # without gradients to reduce, nothing has to join
         entered = True
     with pytest.raises(UsageError) as caught:
         with accelerator.join_uneven_inputs([frozen, nn.Linear(2, 1)]):
@@ -73,7 +73,7 @@ def _joined() -> tuple[str, bool]:
     return str(caught.value), entered
 
 
-def test_joining_what_was_not_prepared_is_an_error() -> None:
+def test_joining_an_unprepared_model_is_an_error() -> None:
     for text, entered in run_on_ranks(_joined):
         assert entered
         assert "join_uneven_inputs() received objects that this Accelerator has not prepared: Linear" in text
@@ -100,7 +100,7 @@ def _overridden(dispatch: bool) -> list[list[int]]:
         (True, [[[0, 1, 4], [2, 3]], [[0, 1, 4], [2, 3, 0]]]),
     ],
 )
-def test_join_overrides_even_batches_of_iterable_data_too(dispatch: bool, expected: list[list[list[int]]]) -> None:
+def test_join_overrides_even_batches_of_iterable_data(dispatch: bool, expected: list[list[list[int]]]) -> None:
     ragged, even = zip(*run_on_ranks(_overridden, dispatch))
     assert [list(ragged), list(even)] == expected
 
@@ -121,7 +121,7 @@ def _saved(folder: str) -> tuple[list[str], float, list[str]]:
     return sorted(path.name for path in Path(folder).iterdir()), restored, told
 
 
-def test_ranks_that_name_other_folders_share_that_of_the_first_rank(tmp_path: Path) -> None:
+def test_all_ranks_use_the_folder_of_the_first_rank(tmp_path: Path) -> None:
     (folders, difference, told), (_, other, silent) = run_on_ranks(_saved, str(tmp_path))
     assert (folders, difference, other) == (["0"], 0.0, 0.0)
     assert [text.split(" was given")[0] for text in told] == ["save_state()", "load_state()"]
@@ -150,7 +150,7 @@ def _remainders(kind: str) -> tuple[list[tuple[bool, int]], list[int]]:
     [
         ("rest", [(False, 2), (False, 2), (True, 2)], 10),  # 10 samples, 4 in a step of both ranks
         ("full", [(False, 0), (True, 0)], 8),
-        ("iterable", [(False, -1), (True, 1)], 5),  # known when the end is
+        ("iterable", [(False, -1), (True, 1)], 5),  # known at the end
     ],
 )
 def test_the_remainder_is_known_in_every_step(kind: str, expected: list[tuple[bool, int]], num_samples: int) -> None:
@@ -196,7 +196,7 @@ def _tracked() -> tuple[list[str], list[Any], list[Any]]:
     return names, everywhere.notes, main.notes
 
 
-def test_every_rank_has_the_trackers_and_each_writes_where_it_says() -> None:
+def test_every_rank_has_the_trackers_and_each_writes_on_its_ranks() -> None:
     assert run_on_ranks(_tracked) == [
         (["everywhere", "main"], ["start", (rank, 4), "finish"], ["start", (0, 4), "finish"] if rank == 0 else [])
         for rank in (0, 1)

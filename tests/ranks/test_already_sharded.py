@@ -1,4 +1,4 @@
-"""A loader that has been cut for the ranks already keeps its cut: each sample exactly once, or an error that names it."""
+"""Loaders that are already sharded keep their sharding: each sample exactly once, or an error that names the loader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _values(batch: Any) -> list[float]:
 
 
 def _by_accelerator(name: str, n: int, num_workers: int) -> list[float]:
-    """Return what gather_for_metrics gives in a pass, the same on every rank."""
+    """Return the values that gather_for_metrics gathers in a pass, equal on every rank."""
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(cut_loader(name, n, 2, num_workers))
     found = []
@@ -59,7 +59,7 @@ class _CutTrainer(Trainer):
 
 
 def _by_trainer(name: str, n: int, num_workers: int, folder: str) -> list[float]:
-    # Each worker of a stream has a last batch of its own; the samples of a map are dealt to the workers in whole batches.
+    # Each worker of a stream has its own last batch. Samples of a map-style dataset go to the workers in whole batches.
     parts = max(num_workers, 1) if name in STREAMS else 1
     mine = n // dist.get_world_size()
     steps = sum(-(-len(range(part, mine, parts)) // 2) for part in range(parts))
@@ -75,14 +75,14 @@ def _by_trainer(name: str, n: int, num_workers: int, folder: str) -> list[float]
 
 
 def _matrix(names: list[str], num_workers: int, levels: list[str], folder: str) -> dict[str, Any]:
-    """Return what is wrong, by case."""
+    """Return the errors by case."""
     wrong: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("error", EchelonWarning)
         for name in names:
             for n in (24, 17):
                 for level in levels:
-                    if level == "trainer" and n != 24:  # it trains on whole steps
+                    if level == "trainer" and n != 24:  # it drops incomplete steps
                         continue
                     if level == "accelerator":
                         found = [_by_accelerator(name, n, num_workers)]
@@ -91,7 +91,7 @@ def _matrix(names: list[str], num_workers: int, levels: list[str], folder: str) 
                     else:
                         found = _from_all(_by_trainer(name, n, num_workers, folder))
                     values = sorted(value for values in found for value in values)
-                    # Torch's own sampler gives up to world_size - 1 samples again, and shard() leaves its batches as they are.
+                    # torch's sampler repeats up to world_size - 1 samples, and shard() keeps its batches.
                     repeats = level == "shard" and ("Sampler" in name or name == "torchdata")
                     if (sorted(set(values)) if repeats else values) != list(range(n)):
                         wrong[f"{name}, n={n}, {level}"] = found
@@ -124,7 +124,7 @@ def test_each_sample_comes_exactly_once(world_size: int, num_workers: int, level
 
 
 class _Sized(IterableDataset[Any]):
-    """Divides itself by rank and by worker, and says how many samples a rank has."""
+    """Shards itself by rank and worker, and reports the number of samples of a rank."""
 
     def __init__(self, n: int) -> None:
         self.stream = STREAMS["asks for its rank"](n)
@@ -163,7 +163,7 @@ def _epochs_of_a_trainer(n: int, num_workers: int, prepares: bool, folder: str) 
 @pytest.mark.parametrize(
     ("world_size", "prepares"), [(2, True), (2, False), pytest.param(4, True, marks=pytest.mark.soak)]
 )
-def test_the_last_batches_of_all_workers_are_trained_on(world_size: int, prepares: bool, tmp_path: Any) -> None:
+def test_the_trainer_uses_the_last_batches_of_all_workers(world_size: int, prepares: bool, tmp_path: Any) -> None:
     # 6 samples of a rank are 3 batches of 2; each of the two workers has 3 of them, and a last batch with one.
     n = 6 * world_size
     found = run_on_ranks(_epochs_of_a_trainer, n, 2, prepares, str(tmp_path), world_size=world_size, timeout=120)
@@ -176,7 +176,7 @@ def test_the_last_batches_of_all_workers_are_trained_on(world_size: int, prepare
     assert all(texts == [] for _, _, texts in found[1:])
 
 
-def test_loader_workers_divide_what_their_rank_has(tmp_path: Any) -> None:
+def test_loader_workers_divide_the_data_of_their_rank(tmp_path: Any) -> None:
     names = ["DistributedSampler", "asks for its rank"]
     assert run_on_ranks(_matrix, names, 2, ["accelerator"], str(tmp_path), timeout=200) == [{}] * 2
 
@@ -192,7 +192,7 @@ def _shares_of_a_trainer(says: Any, folder: str) -> list[Any]:
     return [trained, model.seen]
 
 
-def test_a_trainer_s_shares_of_the_training_data_and_its_whole_evaluation_set(tmp_path: Any) -> None:
+def test_a_trainer_shards_training_data_and_evaluates_all_data(tmp_path: Any) -> None:
     found = run_on_ranks(_shares_of_a_trainer, "train", str(tmp_path))
     assert [sorted(trained) for trained, _ in found] == [[float(i) for i in range(rank, 24, 2)] for rank in (0, 1)]
     assert {value for _, evaluated in found for value in evaluated} == {float(i) for i in range(10)}
@@ -202,7 +202,7 @@ def test_a_trainer_s_shares_of_the_training_data_and_its_whole_evaluation_set(tm
     assert TrainingArguments(output_dir=str(tmp_path), use_cpu=True, already_sharded=True).already_sharded == "true"
 
 
-# ---- what belongs to keeping a cut --------------------------------------------------------------------------------------
+# ---- keeping the sharding --------------------------------------------------------------------------------------
 
 
 def _epochs(kind: str) -> list[Any]:
@@ -211,13 +211,13 @@ def _epochs(kind: str) -> list[Any]:
     loader = DataLoader(numbers(8), batch_size=2, sampler=sampler)
     prepared = shard(loader) if kind == "shard" else accelerator.prepare(loader)
     first = [[_values(batch) for batch in prepared] for _ in range(2)]
-    sampler.set_epoch(5)  # the script's own call, before a pass
+    sampler.set_epoch(5)  # called by the script before a pass
     later = [[_values(batch) for batch in prepared] for _ in range(2)]
     return [first, later, sampler.epoch]
 
 
 @pytest.mark.parametrize("kind", ["accelerator", "shard"])
-def test_the_sampler_is_told_the_epoch_and_may_be_told_by_the_script(kind: str) -> None:
+def test_the_sampler_gets_the_epoch_from_echelon_or_the_script(kind: str) -> None:
     for rank, (first, later, epoch) in enumerate(run_on_ranks(_epochs, kind)):
         expected = [
             [[(i + e) % 8.0 for i in (rank, rank + 2)], [(i + e) % 8.0 for i in (rank + 4, rank + 6)]]
@@ -234,7 +234,7 @@ def _uneven(even: bool) -> Any:
     return len(loader), steps, loader.total_dataset_length, loader.total_batch_size
 
 
-def test_a_rank_with_fewer_batches_repeats_its_first_one_or_ends() -> None:
+def test_a_rank_with_fewer_batches_repeats_its_first_batch_or_ends() -> None:
     whole = [([0.0, 2.0], None), ([4.0, 6.0], None), ([8.0], [1, 0])], [([1.0, 3.0], None), ([5.0, 7.0], None)]
     zero, one = run_on_ranks(_uneven, True)
     assert zero == (3, whole[0], 9, 4)
@@ -257,7 +257,7 @@ def _windows() -> list[Any]:
     return found
 
 
-def test_the_last_window_of_a_pass_ends_with_it() -> None:
+def test_the_last_window_ends_with_the_pass() -> None:
     assert run_on_ranks(_windows) == [[False, True, False, True, True]] * 2
 
 
@@ -271,7 +271,7 @@ def _skipped(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["DistributedSampler", "a batch sampler", "asks for its rank"])
-def test_the_first_batches_of_a_rank_s_own_are_skipped(kind: str) -> None:
+def test_skipping_applies_to_the_ranks_own_batches(kind: str) -> None:
     assert run_on_ranks(_skipped, kind) == [[float(i) for i in range(8, 17)]] * 2
 
 
@@ -302,7 +302,7 @@ def _resumed(folder: str, stateful: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_a_pass_goes_on_in_its_middle(stateful: bool, tmp_path: Any) -> None:
+def test_a_pass_resumes_in_the_middle(stateful: bool, tmp_path: Any) -> None:
     folder = tmp_path / str(stateful)
     for rank, found in enumerate(run_on_ranks(_resumed, str(folder), stateful)):
         plain = []
@@ -336,11 +336,11 @@ def _size() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("parity", ["exact", "bitwise"])
-def test_torch_s_own_sampler_is_undone_so_that_the_order_is_that_of_one_process(parity: str) -> None:
+def test_exact_parity_undoes_torchs_distributed_sampler(parity: str) -> None:
     orders = [torch.randperm(21, generator=torch.Generator().manual_seed(4 + epoch)) for epoch in (0, 1)]
     for world_size in (1, 2, 3):
         for found in run_on_ranks(_exact_pass, parity, world_size=world_size):
-            # Training shares are neighbours of a global batch, so the gathered order is that of the batch only when sorted.
+            # Training samples of a rank are contiguous in a global batch, so the gathered values must be sorted to get its order.
             for order, samples in zip(orders, found):
                 batches = [order[i : i + 6].tolist() for i in range(0, 21, 6)]
                 assert sorted(samples) == [float(i) for i in range(21)]
@@ -362,7 +362,7 @@ def _refused(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[st
     return found
 
 
-def test_what_a_cut_excludes_is_refused_by_name() -> None:
+def test_options_that_conflict_with_a_sharded_loader_are_rejected() -> None:
     cases: list[Any] = [
         ("num_replicas and rank", {"parity": "exact"}, {}),
         ("asks for its rank", {"parity": "bitwise"}, {}),
@@ -399,27 +399,27 @@ def _wrong_numbers() -> list[str]:
     return found
 
 
-def test_a_sampler_for_others_than_these_ranks_is_an_error() -> None:
+def test_a_sampler_for_other_ranks_is_an_error() -> None:
     for texts in run_on_ranks(_wrong_numbers):
         for text in texts[:2]:
             assert "for a different number of processes (world_size: 2, number of shards: 4)" in text
         for text in texts[2:4]:
             assert "rank 0 has shard 0, rank 1 has shard 0" in text
-        assert texts[4:] == ["no error"] * 2  # the parts of another order of ranks are all there
+        assert texts[4:] == ["no error"] * 2  # the ranks have all parts, but in another order
 
 
-def test_one_process_does_not_read_a_half() -> None:
+def test_a_sampler_for_two_ranks_is_an_error_on_one_process() -> None:
     for prepare in (Accelerator(cpu=True).prepare, shard):
         loader = DataLoader(numbers(12), batch_size=2, sampler=DistributedSampler(numbers(12), 2, 0))
         with pytest.raises(UsageError, match="world_size: 1, number of shards: 2"):
             prepare(loader)
 
 
-# ---- what nobody could recognise ----------------------------------------------------------------------------------------
+# ---- sharding that cannot be recognised ----------------------------------------------------------------------------------------
 
 
 class _Listed(IterableDataset[Any]):
-    """Was given its files: nothing but they shows that it is a share."""
+    """Holds a list of files that belongs to one rank, which nothing else reveals."""
 
     def __init__(self, files: list[str]) -> None:
         self.files = files
@@ -437,7 +437,7 @@ _START = [0]
 
 
 class _Same(IterableDataset[Any]):
-    """Has the attributes of one that divides itself, and gives every rank everything."""
+    """Has the attributes of a dataset that shards itself, but gives every rank all samples."""
 
     def __init__(self, order: list[int]) -> None:
         self.order = order
@@ -448,7 +448,7 @@ class _Same(IterableDataset[Any]):
 
 
 def _unrecognised(case: str, parity: str, level: str) -> list[str]:
-    """Return what is said, in the first pass and in the second."""
+    """Return the warnings of the first and the second pass."""
     rank, size = dist.get_rank(), dist.get_world_size()
     config = DataLoaderConfiguration(dispatch_batches=False if case == "a stream" else None)
     accelerator = Accelerator(cpu=True, parity=parity, dataloader_config=config)
@@ -474,7 +474,7 @@ def _unrecognised(case: str, parity: str, level: str) -> list[str]:
                 prepared = accelerator.prepare_data_loader(loaders[case](), already_sharded=claim)
             for _ in range(
                 1 if parity == "exact" else 2
-            ):  # an error ends the rank that sees it; a launcher ends the others
+            ):  # an error ends the rank that detects it; a launcher would end the other ranks
                 list(prepared)
         except (DesyncError, UsageError) as error:
             said.append(f"error: {error}")
@@ -495,7 +495,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_not_recognised_is_said_once_at_the_loader_s_line(case: str) -> None:
+def test_unrecognised_sharding_is_reported_once_at_the_loaders_line(case: str) -> None:
     said = [text for texts in run_on_ranks(_unrecognised, case, "off", "accelerator") for text in texts]
     assert len(said) == 1, said
     for part in ("test_already_sharded.py:", *CASES[case]):
@@ -505,20 +505,20 @@ def test_what_was_not_recognised_is_said_once_at_the_loader_s_line(case: str) ->
 @pytest.mark.parametrize(
     "case", ["a hidden sampler", "a share of the data", "a stream", "a false cut", "a false claim"]
 )
-def test_exact_parity_refuses_it(case: str) -> None:
+def test_exact_parity_rejects_unrecognised_sharding(case: str) -> None:
     said = [text for texts in run_on_ranks(_unrecognised, case, "exact", "accelerator") for text in texts]
     assert said
     assert all(text.startswith("error: ") for text in said), said
 
 
 @pytest.mark.parametrize("case", ["a share of the data", "a false claim"])
-def test_shard_says_it_too(case: str) -> None:
+def test_shard_reports_unrecognised_sharding(case: str) -> None:
     said = [text for texts in run_on_ranks(_unrecognised, case, "off", "shard") for text in texts]
     assert len(said) == 1, said
     assert "test_already_sharded.py:" in said[0]
 
 
-# ---- no false alarm -----------------------------------------------------------------------------------------------------
+# ---- no false positives -----------------------------------------------------------------------------------------------------
 
 
 class _Augmented(TensorDataset):
@@ -537,7 +537,7 @@ class _Stream(IterableDataset[Any]):
 
 
 def _ordinary(part: int, num_parts: int) -> list[str]:
-    """Read ordinary loaders, and return what is said of them."""
+    """Read ordinary loaders, and return the warnings about them."""
     torch.manual_seed(dist.get_rank())
     found: list[str] = []
     number = 0
@@ -546,10 +546,10 @@ def _ordinary(part: int, num_parts: int) -> list[str]:
         datasets: list[Any] = [
             TensorDataset(x, torch.arange(n) % 2),
             TensorDataset(torch.zeros(n, 3), torch.ones(n)),  # all samples are equal
-            TensorDataset(x % 8, (torch.arange(n) % 8)),  # copies of a few
+            TensorDataset(x % 8, (torch.arange(n) % 8)),  # copies of a few samples
             TensorDataset((x % 2).repeat(1, 3)),
             _Augmented(x, torch.arange(n)),
-            [{"x": torch.randn(3), "y": torch.randn(1)} for _ in range(n)],  # each rank draws its own
+            [{"x": torch.randn(3), "y": torch.randn(1)} for _ in range(n)],  # each rank draws different samples
             Subset(TensorDataset(x), range(0, n, 2)),
             _Stream(n, noise=False),
             _Stream(n, noise=True),
@@ -579,12 +579,12 @@ def _ordinary(part: int, num_parts: int) -> list[str]:
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in (1, 2, 3))])
-def test_nothing_is_said_of_ordinary_loaders(part: int) -> None:
+def test_ordinary_loaders_are_not_reported(part: int) -> None:
     assert run_on_ranks(_ordinary, part, 4, timeout=300) == [[], []]
 
 
 def _whole_on_purpose() -> list[str]:
-    """Read a small evaluation set on every rank, without prepare."""
+    """Read a small evaluation set on every rank without prepare."""
     accelerator = Accelerator(cpu=True)
     loader = accelerator.allow_unsharded(DataLoader(numbers(32), batch_size=4))
     with warnings.catch_warnings(record=True) as caught:
@@ -593,5 +593,5 @@ def _whole_on_purpose() -> list[str]:
     return [str(w.message) for w in caught]
 
 
-def test_a_loader_that_every_rank_reads_on_purpose_is_left_alone() -> None:
+def test_a_loader_that_every_rank_reads_intentionally_is_not_reported() -> None:
     assert run_on_ranks(_whole_on_purpose) == [[], []]

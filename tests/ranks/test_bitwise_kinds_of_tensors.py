@@ -1,4 +1,4 @@
-"""``parity="bitwise"`` and tensors of other kinds: complex parameters train to the same bits, sparse gradients are refused."""
+"""``parity="bitwise"`` with complex parameters (bit-identical) and sparse gradients (rejected)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums in one fixed tree: the same bits on any number of ranks."""
+"""Sums in a fixed tree are bit-identical on any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _leaf(number: int, kind: str) -> list[torch.Tensor | None] | None:
 
 
 def _by_hand(lo: int, hi: int, size: int, num_leaves: int, kind: str) -> list[torch.Tensor | None] | None:
-    """Return the sum of the leaves from lo to hi: halves first, one tensor after the other."""
+    """Return the sum of the leaves from lo to hi, computed recursively from its halves."""
     if lo >= num_leaves:
         return None
     if size == 1:
@@ -49,7 +49,7 @@ def _summed(num_leaves: int, kind: str, small: int) -> list[torch.Tensor | None]
         for leaf in leaves:
             tree.add(_leaf(leaf, kind) or [])
         like = [torch.zeros(300), torch.zeros(7), torch.zeros(2)]
-        tree.finish([torch.ones(300), None, None], like)  # with another last leaf: it leaves nothing behind
+        tree.finish([torch.ones(300), None, None], like)  # a different last leaf, which must not affect later results
         found = tree.finish(_leaf(last, kind) or [], like)
         tree.add(_leaf(last, kind) or [])
         again = tree.finish(None, like)
@@ -61,13 +61,13 @@ def _summed(num_leaves: int, kind: str, small: int) -> list[torch.Tensor | None]
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("kind", ["whole", "ragged"])
-def test_bits_are_those_of_the_tree_on_any_number_of_ranks(kind: str, world_size: int) -> None:
+def test_sums_are_bit_identical_on_any_number_of_ranks(kind: str, world_size: int) -> None:
     for num_leaves in (4, 8, 11):
         size = 1 << (num_leaves - 1).bit_length()
         expected = _by_hand(0, size, size, num_leaves, kind)
         assert expected is not None
         assert expected[2] is None
-        for small in (0, 2**18):  # in parts, and everything to every rank
+        for small in (0, 2**18):  # exchange of parts, and all-gather of everything
             for found in run_on_ranks(_summed, num_leaves, kind, small, world_size=world_size):
                 assert found[2] is None
                 assert all(
@@ -75,7 +75,7 @@ def test_bits_are_those_of_the_tree_on_any_number_of_ranks(kind: str, world_size
                 )
 
 
-def test_the_order_matters_here() -> None:
+def test_the_test_data_depends_on_the_order_of_addition() -> None:
     in_order = torch.stack([leaf[0] for i in range(8) if (leaf := _leaf(i, "whole")) and leaf[0] is not None]).cumsum(
         0
     )[-1]
@@ -85,7 +85,7 @@ def test_the_order_matters_here() -> None:
     assert not torch.equal(in_order, tree[0])
 
 
-def test_every_leaf_is_under_one_root_of_one_rank() -> None:
+def test_every_leaf_belongs_to_one_root_of_one_rank() -> None:
     for num_leaves in range(1, 20):
         for world_size in range(1, num_leaves + 1):
             seen = []

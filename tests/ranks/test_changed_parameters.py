@@ -108,7 +108,7 @@ def _new_layer(outputs: int) -> nn.Module:
 
 
 def _rebuild(form: str, model: Any, optimizer: Any) -> None:
-    """Give ``model`` another head, or one more layer."""
+    """Replace the head of ``model``, or add a layer."""
     if form == "replaced":
         model[4] = _new_layer(1)
         new = model[4]
@@ -143,7 +143,7 @@ def _rebuilt(engine: str, form: str, parity: str) -> tuple[dict[str, torch.Tenso
         count = 0
         for (x,) in loader:
             if count == 2:
-                torch.manual_seed(100 + rank)  # the ranks make other values; rank zero's count
+                torch.manual_seed(100 + rank)  # the ranks create different values; rank zero's are used
                 _rebuild(form, accelerator.unwrap_model(model), optimizer)
                 count += 1
             train_prepared(accelerator, model, optimizer, [x])
@@ -165,9 +165,9 @@ def test_layers_may_be_added_and_replaced(engine: str, form: str, parity: str) -
 
 
 def _whole_frozen_model(engine: str, max_norm: float) -> tuple[list[torch.Tensor], list[str]]:
-    """Prepared while nothing in it trains, so that DDP refuses it; beside one that trains."""
+    """A fully frozen model, which DDP rejects, beside a model that trains."""
     accelerator = Accelerator(engine=engine)
-    torch.manual_seed(dist.get_rank())  # the ranks have other values; rank zero's count
+    torch.manual_seed(dist.get_rank())  # the ranks have different values; rank zero's are used
     head, body = nn.Linear(6, 1).double(), nn.Linear(6, 6).double().requires_grad_(False)
     held = [*head.parameters(), *body.parameters()]
     first, second, optimizer = accelerator.prepare(head, body, torch.optim.SGD(held, lr=0.1))
@@ -193,7 +193,7 @@ def _plain_frozen_model(max_norm: float) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("engine", "max_norm"), [("ddp", 0.01), ("zero1", 0.01), ("fsdp2", 0.01)])
-def test_a_model_that_was_prepared_frozen_may_be_unfrozen(engine: str, max_norm: float) -> None:
+def test_a_model_prepared_while_frozen_may_be_unfrozen(engine: str, max_norm: float) -> None:
     """float64, SGD: 1e-12; the ranks equal to the bit, also where their own gradients would be clipped by another norm."""
     (first, said), (second, silent) = run_on_ranks(_whole_frozen_model, engine, max_norm, world_size=2)
     assert all(map(torch.equal, first, second))
@@ -288,7 +288,7 @@ def _changed_compiled(form: str) -> dict[str, torch.Tensor] | None:
 
 
 @pytest.mark.soak
-def test_layers_of_a_compiled_model_may_be_unfrozen_and_not_frozen() -> None:
+def test_layers_of_a_compiled_model_may_be_unfrozen_but_not_frozen() -> None:
     """float64, AdamW: 1e-9."""
     expected = _plain("unfrozen")
     for weights in run_on_ranks(_changed_compiled, "unfrozen", world_size=2):

@@ -33,7 +33,7 @@ def _placed(folder: str) -> list[int]:
     for name in tensors:
         assert torch.equal(checkpoint.read(name), values), name
     own = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()])
-    with pytest.raises(CheckpointError, match="this rank's part of it is not a box"):
+    with pytest.raises(CheckpointError, match="this rank's part is not a box"):
         save(Path(folder) / "d", Content(tensors={"w": own}), world=World.current())
     files = sorted(os.listdir(folder_of))
     assert files == ["manifest.json", "objects.json", *(f"rank_0000{rank}.safetensors" for rank in range(4))]
@@ -42,7 +42,7 @@ def _placed(folder: str) -> list[int]:
 
 def test_every_placement_of_a_tensor_is_saved_once(tmp_path: Path) -> None:
     ((sizes), *_) = run_on_ranks(_placed, str(tmp_path), world_size=4)
-    assert sum(sizes) < 4 * 35 * 4 + 4 * 400  # four tensors, and the headers; every rank's copies would be 8 tensors
+    assert sum(sizes) < 4 * 35 * 4 + 4 * 400  # four tensors and the headers; copies of every rank would be 8 tensors
 
 
 class _FailsAt(LocalStorage):
@@ -59,7 +59,7 @@ def _in_background(folder: str) -> tuple[list[float], str]:
         w.fill_(step)
         content = Content(tensors={"w": w, f"of_{rank}": w + rank}, objects={"step": step}, rank_objects={"r": rank})
         saver.start(begin_save(Path(folder) / "c", content, world=world))
-        for _ in range(20):  # what the training sends meanwhile
+        for _ in range(20):  # communication of the training loop in the meantime
             dist.all_reduce(w)
     saver.wait()
     content = Content(tensors={"w": w}, objects={"step": 9})
@@ -85,7 +85,7 @@ def _unequal(folder: str) -> Any:
     return save(Path(folder) / "c", content, world=World.current())
 
 
-def test_ranks_with_other_models_are_told_which_tensor(tmp_path: Path) -> None:
+def test_the_error_for_different_models_names_the_tensor(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"the tensor w is float32 \[2\] on rank 0 and float32 \[3\] on rank 1"):
         run_on_ranks(_unequal, str(tmp_path))
     assert list(tmp_path.iterdir()) == []

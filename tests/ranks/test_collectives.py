@@ -1,4 +1,4 @@
-"""Level 1's collectives on nested data, against references in plain Python lists."""
+"""Collectives of ``echelon.distributed`` on nested data, against references in plain Python lists."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Pair = namedtuple("Pair", ["left", "right"])
 
 
 def _values(rank: int, count: int) -> list[int]:
-    """Small numbers, different on each rank, exact in every dtype of the tests."""
+    """Return small numbers that differ between ranks and are exact in every tested dtype."""
     return [(3 * rank + 2 * i) % 7 for i in range(count)]
 
 
@@ -128,7 +128,7 @@ def _bf16_sum_of_many() -> float:
     return float(reduce(torch.tensor(256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16), "sum").item())
 
 
-def test_bfloat16_is_added_in_float32() -> None:
+def test_bfloat16_is_summed_in_float32() -> None:
     # In bfloat16 256 + 1 = 256 at each step, so adding 1 twice would leave 256; in float32 it is 258.
     assert run_on_ranks(_bf16_sum_of_many, world_size=3) == [258.0] * 3
 
@@ -143,7 +143,7 @@ def _scaled() -> tuple[list[float], list[float], list[float], list[int]]:
     )
 
 
-def test_reduce_scales_means_and_sums_and_leaves_alone() -> None:
+def test_reduce_scales_means_and_sums() -> None:
     assert run_on_ranks(_scaled, world_size=2) == [([6.0], [12.0], [1.0], [0]), ([6.0], [12.0], [1.0], [1])]
 
 
@@ -158,7 +158,7 @@ def _broadcast_each_dtype(source: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("world_size", "source"), [(1, 0), (2, 1), (3, 2)])
-def test_broadcast_gives_every_rank_the_source_s_tensors(world_size: int, source: int) -> None:
+def test_broadcast_gives_every_rank_the_tensors_of_the_source(world_size: int, source: int) -> None:
     for seen in run_on_ranks(_broadcast_each_dtype, source, world_size=world_size):
         assert seen[0] == ([float(v != 0) for v in _values(source, 4)], [0], source)
         assert seen[1:] == [([float(v) for v in _values(source, 4)], [0], source)] * (len(ALL) - 1)
@@ -258,7 +258,7 @@ def test_misuse_says_what_and_what_to_do(what: str, text: str) -> None:
         assert "do:" in error
 
 
-def test_without_a_process_group_every_collective_is_the_identity_of_one_rank() -> None:
+def test_without_a_process_group_every_collective_is_the_identity() -> None:
     assert not dist.is_initialized()
     tensor = torch.tensor([1, 2])
     assert gather({"x": tensor})["x"].tolist() == [1, 2]
@@ -276,5 +276,5 @@ def _gather_one_of_a_column() -> list[float]:
     return found.tolist()
 
 
-def test_one_value_of_a_larger_tensor_is_gathered() -> None:
+def test_a_view_of_a_larger_tensor_is_gathered() -> None:
     assert run_on_ranks(_gather_one_of_a_column) == [[0.0, 1.0]] * 2

@@ -1,4 +1,4 @@
-"""Compressed gradients on gloo against plain DDP."""
+"""Compressed gradients with gloo, against plain DDP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _train(rank: int, hook: str, bucket_cap_mb: float, **options: Any) -> tuple[
 
 
 def _compare(cases: list[tuple[str, float, dict[str, Any]]]) -> list[tuple[float, float, torch.Tensor]]:
-    """Return for each case the distance from plain DDP's weights over their way, that of the last losses, the weights."""
+    """Return for each case the relative distance to plain DDP's weights, the difference of the last losses, and the weights."""
     rank = torch.distributed.get_rank()
     plain, plain_loss = _train(rank, "no", 25)
     found = []
@@ -67,7 +67,7 @@ CASES: list[tuple[str, float, dict[str, Any], float]] = [
 ]
 
 
-def test_every_hook_stays_near_plain_ddp_and_the_ranks_agree() -> None:
+def test_every_hook_is_close_to_plain_ddp_and_the_ranks_agree() -> None:
     first, second = run_on_ranks(_compare, [case[:3] for case in CASES])
     for (hook, cap, options, limit), one, other in zip(CASES, first, second):
         case = f"{hook} {cap} {options}: {one[0]} {one[1]}"
@@ -77,7 +77,7 @@ def test_every_hook_stays_near_plain_ddp_and_the_ranks_agree() -> None:
 
 
 def test_power_sgd_works_with_several_buckets() -> None:
-    """Without the waiting for each bucket gloo adds tensors of different sizes, or aborts the process."""
+    """Without waiting for each bucket, gloo adds tensors of different sizes or aborts the process."""
     case = ("power_sgd", 0.005, {"state_options": {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2}})
     first, second = run_on_ranks(_compare, [case] * 3)
     assert all(torch.equal(one[2], other[2]) for one, other in zip(first, second))
@@ -96,11 +96,11 @@ def _texts() -> list[str]:
         with pytest.raises(ConfigError) as error:
             register_comm_hook(wrapped, **options)  # type: ignore[arg-type]
         texts.append(error.value.what)
-    register_comm_hook(wrapped, hook="fp16")  # nothing was changed by the others
+    register_comm_hook(wrapped, hook="fp16")  # the rejected calls changed nothing
     return texts
 
 
-def test_batched_power_sgd_is_refused_and_so_is_what_makes_no_sense() -> None:
+def test_batched_power_sgd_and_invalid_combinations_are_rejected() -> None:
     (batched, alone, no_wrapper, no_state, unknown), _ = run_on_ranks(_texts)
     assert batched.startswith("comm_hook='batched_power_sgd' does not work in torch")
     assert alone == "comm_wrapper='bf16' without a comm_hook has no effect"
@@ -120,6 +120,6 @@ def _through_the_accelerator() -> list[float]:
     return parameter.grad.flatten().tolist()
 
 
-def test_the_hook_of_the_handler_reaches_the_engine() -> None:
-    # 1 + 2**-12 needs 12 bits of mantissa; bfloat16 has 7, so what travelled as bfloat16 is exactly 1.
+def test_the_handlers_hook_reaches_the_engine() -> None:
+    # 1 + 2**-12 needs 12 bits of mantissa. bfloat16 has 7, so a gradient sent as bfloat16 is exactly 1.
     assert run_on_ranks(_through_the_accelerator, world_size=2) == [[1.0] * 3] * 2

@@ -33,7 +33,7 @@ def test_agree_gives_every_rank_the_same_answer() -> None:
 
 
 def _barrier_order(folder: str) -> list[int]:
-    """Return, for each of five rounds, how many ranks had announced themselves before the barrier opened."""
+    """Return how many ranks had arrived before the barrier opened, for each of five rounds."""
     counts = []
     for turn in range(5):
         Path(folder, f"{turn}-{dist.get_rank()}").touch()
@@ -42,7 +42,7 @@ def _barrier_order(folder: str) -> list[int]:
     return counts
 
 
-def test_a_barrier_opens_when_every_rank_is_there_again_and_again(tmp_path: Path) -> None:
+def test_a_barrier_repeatedly_waits_for_every_rank(tmp_path: Path) -> None:
     assert run_on_ranks(_barrier_order, str(tmp_path), world_size=3) == [[3] * 5] * 3
 
 
@@ -50,12 +50,12 @@ def _one_missing() -> str:
     barrier()
     if dist.get_rank() != 2:
         with pytest.raises(RankTimeoutError) as raised:
-            barrier(timeout=timedelta(seconds=2))  # the two come at once, but the machine may be busy
+            barrier(timeout=timedelta(seconds=2))  # both arrive immediately, but the machine may be busy
         return str(raised.value)
     return "stayed away"
 
 
-def test_a_barrier_names_who_did_not_come() -> None:
+def test_a_barrier_names_the_missing_rank() -> None:
     texts = run_on_ranks(_one_missing, world_size=3)
     assert texts[2] == "stayed away"
     assert all("barrier: rank 2 did not arrive within 2 s" in text for text in texts[:2])
@@ -66,14 +66,14 @@ def _first_writes(folder: str) -> bool:
     with main_first():
         found = path.exists()
         path.touch()
-    with main_first():  # a second block must wait again, not run on the first one's outcome
+    with main_first():  # a second block must wait again and not reuse the first result
         found_again = Path(folder, "second").exists()
         Path(folder, "second").touch()
     assert found == found_again
     return found
 
 
-def test_main_first_lets_the_others_find_what_rank_zero_made(tmp_path: Path) -> None:
+def test_main_first_lets_other_ranks_use_the_result_of_rank_zero(tmp_path: Path) -> None:
     assert run_on_ranks(_first_writes, str(tmp_path), world_size=3) == [False, True, True]
 
 
@@ -82,7 +82,7 @@ def _first_fails() -> None:
         raise OSError("disk full")
 
 
-def test_main_first_ends_the_others_when_the_first_rank_fails() -> None:
+def test_main_first_fails_on_all_ranks_if_the_first_rank_fails() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_on_ranks(_first_fails, world_size=2)
     assert isinstance(failed.value.errors[0], OSError)
@@ -97,7 +97,7 @@ def _first_is_slow() -> bool:
     return True
 
 
-def test_main_first_outlasts_the_timeout_of_the_group() -> None:
+def test_main_first_may_exceed_the_groups_timeout() -> None:
     assert run_on_ranks(_with_short_timeout, world_size=2, init_group=False) == [True, True]
 
 
@@ -105,7 +105,7 @@ def _with_short_timeout() -> bool:
     from echelon.distributed import process_group
 
     with process_group():
-        barrier()  # who comes late to the start is not what is asked here
+        barrier()  # late arrival at startup is not tested here
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
         return _first_is_slow()
 

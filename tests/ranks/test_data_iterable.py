@@ -1,4 +1,4 @@
-"""Iterable datasets on several ranks: dealt, dispatched, or in shards of their own; each sample exactly once."""
+"""Iterable datasets on several ranks: sharded by sample, dispatched, or with their own shards; each sample exactly once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pair = namedtuple("Pair", ["x", "name"])
 
 
 class Shards(IterableDataset[Any]):
-    """Has shards as Hugging Face's iterable datasets do."""
+    """Has shards like Hugging Face's iterable datasets."""
 
     def __init__(self, shards: list[list[int]]) -> None:
         self.shards = shards
@@ -40,7 +40,7 @@ class Shards(IterableDataset[Any]):
 
 
 def _once(loader: PreparedLoader) -> tuple[list[int], int]:
-    """Return what a pass gathers, and the number of this rank's steps."""
+    """Return the values that a pass gathers, and the number of this rank's steps."""
     gathered, steps = [], 0
     for x in loader:
         steps += 1
@@ -107,7 +107,7 @@ def _first_pieces() -> list[Any]:
     return [x.tolist() for x in _prepare(DataLoader(EpochStream(10), batch_size=3))]
 
 
-def test_pieces_are_slices_of_global_batches() -> None:
+def test_local_batches_are_slices_of_global_batches() -> None:
     assert run_on_ranks(_first_pieces) == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 0, 1]]]
 
 
@@ -120,8 +120,8 @@ def _with_workers(even: bool) -> Any:
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_loader_workers_with_a_rest_each_keep_it_exact(even: bool) -> None:
-    # The workers read 12 and 11 samples: the second one's rest lies in the middle or at the end of the pass.
+def test_loader_workers_with_incomplete_batches_are_exact(even: bool) -> None:
+    # The workers read 12 and 11 samples, so the incomplete batch of the second is in the middle or at the end of the pass.
     for (first, steps), (second, _) in run_on_ranks(_with_workers, even):
         assert sorted(first) == list(range(23))
         assert sorted(second) == list(range(100, 123))
@@ -146,7 +146,7 @@ def _same_randomness(num_workers: int) -> Any:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_shuffling_stream_is_shuffled_alike_on_all_ranks(num_workers: int) -> None:
+def test_a_shuffling_stream_has_the_same_order_on_all_ranks(num_workers: int) -> None:
     first, second = run_on_ranks(_same_randomness, num_workers)
     assert first[0] == second[0]
     assert sorted(first[0]) == list(range(12))
@@ -155,7 +155,7 @@ def test_a_shuffling_stream_is_shuffled_alike_on_all_ranks(num_workers: int) -> 
 
 
 class Batches(IterableDataset[Any]):
-    """Yields batches of its own, of unequal size."""
+    """Yields complete batches of unequal size."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from torch.arange(15).split([3, 2, 3, 3, 4])
@@ -171,7 +171,7 @@ def _ready_batches(even: bool, dispatch: bool) -> Any:
     return [x.tolist() for x in loader], len(list(loader))
 
 
-def test_a_dataset_that_yields_batches_is_dealt_too() -> None:
+def test_a_dataset_that_yields_batches_is_sharded() -> None:
     assert run_on_ranks(_ready_batches, True, False) == [(list(range(15)), 3)] * 2
     assert run_on_ranks(_ready_batches, True, True) == [(list(range(15)), 3)] * 2
     first, second = run_on_ranks(_ready_batches, False, False)
@@ -192,17 +192,17 @@ def _read_shards(shards: list[list[int]], **choices: Any) -> Any:
     return mine, gathered
 
 
-def test_a_dataset_in_shards_gives_each_rank_its_own() -> None:
+def test_a_dataset_with_shards_gives_each_rank_its_own_shards() -> None:
     shards = [[0, 1, 2], [10], [3, 4]]
     (first, gathered), (second, again) = run_on_ranks(_read_shards, shards)
     assert first == [[0, 1], [2, 3], [4]]
-    assert second == [[10], [10], [10]]  # repeated, so that it makes as many steps
+    assert second == [[10], [10], [10]]  # repeated, so that the rank has the same number of steps
     assert gathered == again == [0, 1, 10, 2, 3, 4]
     (first, _), (second, _) = run_on_ranks(_read_shards, shards, even_batches=False)
     assert (first, second) == ([[0, 1], [2, 3], [4]], [[10]])
     (first, gathered), (second, _) = run_on_ranks(_read_shards, shards, drop_last=True)
     assert (first, second, gathered) == ([], [], [])
-    # Too few shards: dealt by samples.
+    # With too few shards, samples are distributed.
     (first, gathered), (second, _) = run_on_ranks(_read_shards, [[0, 1, 2, 3, 4]])
     assert (first, second, gathered) == ([[0, 1], [4, 0]], [[2, 3], [1, 2]], [0, 1, 2, 3, 4])
 
@@ -234,7 +234,7 @@ def _dispatch_map(shuffle: bool) -> Any:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_dispatched_data_have_the_order_of_the_plain_program(shuffle: bool) -> None:
+def test_dispatched_data_has_the_order_of_the_plain_program(shuffle: bool) -> None:
     torch.manual_seed(3)
     plain: DataLoader[Any] = DataLoader(
         TensorDataset(torch.arange(11)), batch_size=2, shuffle=shuffle, num_workers=2 if shuffle else 0
@@ -271,7 +271,7 @@ def _rich(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["plain", "objects", "dicts", "named"])
-def test_structures_travel_whole(kind: str) -> None:
+def test_dispatched_batches_keep_their_structure(kind: str) -> None:
     world = run_on_ranks(_rich, kind)
     for rank in range(2):
         assert len(world[rank]) == 3
@@ -301,7 +301,7 @@ def _own_slices() -> Any:
     return [x.tolist() for x in loader]
 
 
-def test_the_users_slice_fn_cuts() -> None:
+def test_the_users_slice_fn_is_used() -> None:
     assert run_on_ranks(_own_slices) == [[[0, 10]], [[21, 31]]]
 
 
@@ -340,7 +340,7 @@ def _read_ragged() -> str:
     return str(caught.value)
 
 
-def test_batches_that_cannot_be_joined_are_shown() -> None:
+def test_an_error_shows_batches_that_cannot_be_joined() -> None:
     first, second = run_on_ranks(_read_ragged)
     for text in (first, second):
         assert "they differ in more than their length" in text
@@ -354,7 +354,7 @@ def _no_split() -> str:
     return str(caught.value)
 
 
-def test_a_batch_that_does_not_divide_is_refused_before_the_first_step() -> None:
+def test_an_indivisible_batch_is_rejected_before_the_first_step() -> None:
     assert all("batch_size=3 is not divisible" in text for text in run_on_ranks(_no_split))
 
 
@@ -362,7 +362,7 @@ def _epochs(dispatch: bool) -> Any:
     loader = _prepare(DataLoader(EpochStream(2), batch_size=1), dispatch_batches=dispatch, put_on_device=True)
     seen = [[x.tolist() for x in loader] for _ in range(2)]
     for _ in loader:
-        break  # not a whole pass: the epoch does not count
+        break  # an incomplete pass does not advance the epoch
     seen.append([x.tolist() for x in loader])
     loader.set_epoch(7)
     seen.append([x.tolist() for x in loader])

@@ -1,4 +1,4 @@
-"""Prepared loaders: skipping, saving in the middle of a pass, uneven ends, random states, pickling."""
+"""Prepared loaders: skipping, saving in the middle of a pass, uneven ends, RNG states, pickling."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def _skip_all(world_matters: bool) -> list[Any]:
 
 
 def _all_ranks(loader: Any) -> list[list[int]]:
-    """Return the new samples of all ranks, step by step."""
+    """Return the new samples of all ranks for each step."""
     return [gather_samples(x, loader.last_step).tolist() for x in loader]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_first_batches_of_a_prepared_loader_are_skipped_unread(world_size: int) -> None:
+def test_skipped_batches_of_a_prepared_loader_are_not_read(world_size: int) -> None:
     assert run_on_ranks(_skip_all, True, world_size=world_size) == [[]] * world_size
 
 
@@ -99,7 +99,7 @@ def test_the_first_batches_of_a_plain_loader_are_skipped_unread() -> None:
     assert [int(x) for x in skip_first_batches(DataLoader(Numbers(3), batch_size=None), 1)] == [1, 2]
 
 
-def test_a_shuffled_order_is_that_of_the_whole_pass() -> None:
+def test_skipping_keeps_the_order_of_a_shuffled_pass() -> None:
     def loader() -> DataLoader[Any]:
         return DataLoader(Numbers(8), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
 
@@ -165,7 +165,7 @@ def _resume(kind: str, num_workers: int, dispatch: bool) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "generator", "subset", "seedable", "stream"])
-def test_a_saved_pass_goes_on_where_it_was(kind: str) -> None:
+def test_a_saved_pass_resumes_at_its_position(kind: str) -> None:
     for wrong, seen in run_on_ranks(_resume, kind, 0, False, world_size=1):
         assert wrong == []
         assert seen == list(range(22))
@@ -178,11 +178,11 @@ def test_a_saved_pass_goes_on_where_it_was(kind: str) -> None:
     ("kind", "num_workers", "dispatch"),
     [("shuffle", 2, False), ("stream", 2, False), ("shuffle", 0, True), ("stream", 0, True)],
 )
-def test_a_saved_pass_goes_on_with_workers_and_dispatch(kind: str, num_workers: int, dispatch: bool) -> None:
+def test_a_saved_pass_resumes_with_workers_and_dispatch(kind: str, num_workers: int, dispatch: bool) -> None:
     assert [wrong for wrong, _ in run_on_ranks(_resume, kind, num_workers, dispatch)] == [[], []]
 
 
-def test_a_missing_torchdata_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_missing_torchdata_shows_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(module: str) -> None:
         raise ModuleNotFoundError(f"No module named {module!r}", name="torchdata")
 
@@ -218,7 +218,7 @@ def test_error_names_the_rank_that_ended_early() -> None:
 
 
 class Parted(IterableDataset[Any]):
-    """Two shards, as Hugging Face's iterable datasets have them, of 5 and 2 samples."""
+    """Two shards of 5 and 2 samples, like Hugging Face's iterable datasets."""
 
     n_shards = 2
 
@@ -271,7 +271,7 @@ def _ends(kind: str, skip: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", UNEVEN)
-def test_a_rank_knows_in_its_last_batch_that_others_have_more(kind: str) -> None:
+def test_a_rank_detects_in_its_last_batch_that_other_ranks_have_more(kind: str) -> None:
     for skip in (0, 1):
         zero, one = run_on_ranks(_ends, kind, skip)
         for first, second in zip(zero, one):
@@ -296,7 +296,7 @@ def test_even_batches_can_be_changed_between_passes() -> None:
     assert run_on_ranks(_even_again) == [[(3, 3), (3, 3)], [(2, 2), (3, 3)]]
 
 
-# ---- what else a loader keeps ------------------------------------------------------------------------------------------
+# ---- other attributes of loaders ------------------------------------------------------------------------------------------
 
 
 def _rng() -> Any:
@@ -313,11 +313,11 @@ def _rng() -> Any:
     return after, in_pass
 
 
-def test_random_states_are_those_of_rank_zero() -> None:
+def test_rng_states_are_copied_from_rank_zero() -> None:
     first, second = run_on_ranks(_rng)
     assert first == second
     torch.manual_seed(0)
-    torch.empty((), dtype=torch.int64).random_()  # the DataLoader's own draw at the beginning of a pass
+    torch.empty((), dtype=torch.int64).random_()  # drawn by the DataLoader at the start of a pass
     assert first[1] == [torch.rand(()).item()]
 
 
@@ -337,7 +337,7 @@ def _samplers() -> Any:
     return own, [x.tolist() for x in ready], [x.tolist() for (x,) in given], (ready.total_batch_size, len(ready))
 
 
-def test_samplers_are_reached_and_replaced() -> None:
+def test_samplers_can_be_read_and_replaced() -> None:
     first, second = run_on_ranks(_samplers)
     assert first == ([[0, 1], [4, 5]], [[0, 1], [4, 5]], [[7, 6], [3, 2]], (4, 2))
     assert second == ([[2, 3], [6, 7]], [[2, 3], [6, 7]], [[5, 4], [1, 0]], (4, 2))

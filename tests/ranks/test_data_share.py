@@ -1,4 +1,4 @@
-"""One copy of a data set on a machine; and each process its part of a list."""
+"""Sharing one copy of a dataset on a machine, and splitting lists between processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _total_pss() -> int:
 
 
 def _pages(megabytes: int) -> mmap:
-    """Memory of its own: malloc gives out again what an earlier test has freed, which is counted already."""
+    """Return newly mapped memory. malloc would reuse memory that an earlier test freed and that is already counted."""
     return mmap(-1, megabytes * 2**20, flags=MAP_PRIVATE | MAP_ANONYMOUS)
 
 
@@ -58,7 +58,7 @@ def _memory(share: bool, megabytes: int) -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="PSS is Linux's")
-def test_four_ranks_hold_one_copy() -> None:
+def test_four_ranks_share_one_copy() -> None:
     assert run_on_ranks(_memory, True, 200, world_size=4)[0] < 1.2
     assert run_on_ranks(_memory, False, 50, world_size=4)[0] > 3.8
 
@@ -81,14 +81,14 @@ def _all_kinds(first_only: bool) -> Any:
         data.x[0, 0] = 77
     dist.barrier()
     subset = share_dataset(Subset(TensorDataset(torch.arange(4)), [3, 1]))
-    dist.barrier()  # rank 0 removes the name when all have mapped it
+    dist.barrier()  # rank 0 removes the name after all ranks have mapped it
     names = list(Path("/dev/shm").glob("echelon-share-*")) if Path("/dev/shm").is_dir() else []
     dist.barrier()
     return seen, kept, int(data.x[0, 0]), [int(x) for (x,) in subset], names
 
 
 @pytest.mark.parametrize("first_only", [False, True])
-def test_columns_of_every_kind_are_shared_and_nothing_is_left(first_only: bool) -> None:
+def test_columns_of_every_kind_are_shared_without_leftover_files(first_only: bool) -> None:
     for seen, kept, written, subset, names in run_on_ranks(_all_kinds, first_only):
         assert seen == [[[0, 3], [1, 4], [2, 5]], ["a", "bcd"], [1.5, 2.5], [0, 1, 2]]
         assert kept == ["<U3", "torch.bfloat16", ">i2", 3]
@@ -105,7 +105,7 @@ def _nothing() -> None:
     share_dataset(None)
 
 
-def test_wrong_use_is_told_on_every_rank() -> None:
+def test_misuse_raises_on_every_rank() -> None:
     with pytest.raises(RanksFailed, match="ranks 0 and 1 of one machine have different columns") as failed:
         run_on_ranks(_different)
     assert len(failed.value.errors) == 2
@@ -138,7 +138,7 @@ def test_lists_are_split_in_order_and_padded_with_the_last_item() -> None:
             assert all(i == n - 1 for part, real in zip(padded, parts) for i in part[len(real) :])
 
 
-def test_every_kind_keeps_its_type() -> None:
+def test_each_container_keeps_its_type() -> None:
     assert _parts(("a", "b", "c"), 2, padding=True) == [("a", "b"), ("c", "c")]
     tensors = _parts(torch.arange(6).reshape(3, 2), 2, padding=True)
     assert [part.tolist() for part in tensors] == [[[0, 1], [2, 3]], [[4, 5], [4, 5]]]
@@ -146,7 +146,7 @@ def test_every_kind_keeps_its_type() -> None:
     given = {"x": [1, 2, 3], "y": torch.arange(3)}
     first, second = _parts(given, 2)
     assert (first["x"], first["y"].tolist(), second["x"], second["y"].tolist()) == ([1, 2], [0, 1], [3], [2])
-    assert given["x"] == [1, 2, 3]  # accelerate cuts the caller's own dict
+    assert given["x"] == [1, 2, 3]  # accelerate modifies the caller's dict
     assert [list(part) for part in _parts(range(3), 2)] == [[0, 1], [2]]
     data = TensorDataset(torch.arange(3))
     assert [[int(x) for (x,) in part] for part in _parts(data, 2, padding=True)] == [[0, 1], [2, 2]]

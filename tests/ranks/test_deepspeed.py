@@ -1,4 +1,4 @@
-"""The engine deepspeed, stages 0 to 3, beside a plain loop on one process."""
+"""The engine deepspeed in stages 0 to 3, against a plain loop on one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.sharded_already import cut_loader
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.deepspeed
 
-# Stage, and where the optimizer's state is.
+# Stage and location of the optimizer state.
 LAYOUTS = [(0, "none"), (1, "none"), (2, "none"), (2, "cpu"), (3, "none"), (3, "cpu")]
 STAGES = [0, 1, 2, 3]
 
@@ -43,7 +43,7 @@ STAGES = [0, 1, 2, 3]
 def _plugin(stage: int, offload: str = "none", **more: Any) -> DeepSpeedPlugin:
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
-        zero["stage3_param_persistence_threshold"] = 0  # small parameters would otherwise stay whole
+        zero["stage3_param_persistence_threshold"] = 0  # otherwise small parameters would not be sharded
     if offload != "none":
         zero["offload_optimizer"] = {"device": offload}
     return DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero, "gradient_accumulation_steps": "auto", **more})
@@ -80,7 +80,7 @@ def _assert_like(state: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @contextmanager
 def _fp16(is_supported: bool) -> Iterator[None]:
-    """Let DeepSpeed have fp16, or not, whatever this CPU has fast instructions for: torch computes in it anyway."""
+    """Make DeepSpeed accept fp16, or not, independently of this CPU's instructions; torch supports it in any case."""
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator()
@@ -97,9 +97,9 @@ def _check(check: engine_contract.Check, stage: int) -> None:
 
 
 @pytest.mark.parametrize("check", engine_contract.CHECKS, ids=lambda check: check.__name__)
-# What the other stages have of their own, the loops and layouts below show.
+# The tests of loops and layouts below cover the specifics of the other stages.
 @pytest.mark.parametrize("stage", [pytest.param(n, marks=[pytest.mark.soak] if n < 3 else []) for n in STAGES])
-def test_the_contract(stage: int, check: engine_contract.Check) -> None:
+def test_the_engine_contract(stage: int, check: engine_contract.Check) -> None:
     run_on_ranks(_check, check, stage, world_size=2)
 
 
@@ -136,7 +136,7 @@ def _odd_loops(stage: int, offload: str) -> tuple[dict[str, torch.Tensor] | None
     accelerator = _accelerator(stage, offload)
     model = _model()
     model, optimizer = accelerator.prepare(model, _adam(model))
-    optimizer.step()  # without gradients it does nothing, as in torch
+    optimizer.step()  # without gradients it does nothing, like torch
     for window in _data():
         accelerator.backward(model(share_of(window[1]) * 3).square().mean())
         optimizer.zero_grad()  # thrown away
@@ -178,7 +178,7 @@ def _state(stage: int, offload: str, precision: str, folder: Path) -> list[bool]
 
 
 def _continued(stage: int, offload: str, precision: str, folder: Path) -> list[bool]:
-    """Train, keep the state in three ways, train on; models with these states must go the same way, bit for bit."""
+    """Train, save the state in three ways, and continue; models with these states must continue bit for bit."""
     equal = []
     ends = []
     kept: Any = None
@@ -213,7 +213,7 @@ def _continued(stage: int, offload: str, precision: str, folder: Path) -> list[b
     if dist.get_rank() == 0:
         plain = _model()
         optimizer = _adam(plain)
-        optimizer.load_state_dict(kept[2])  # numbered and shaped as torch's own
+        optimizer.load_state_dict(kept[2])  # the numbers and shapes are those of torch
         equal.append(float(optimizer.state_dict()["state"][0]["step"]) == 3.0)
     return equal
 
@@ -229,13 +229,13 @@ def _continued(stage: int, offload: str, precision: str, folder: Path) -> list[b
         pytest.param(3, "cpu", "no", marks=pytest.mark.soak),
     ],
 )
-def test_its_state_continues_where_it_was(stage: int, offload: str, precision: str, tmp_path: Path) -> None:
+def test_saved_state_resumes_exactly(stage: int, offload: str, precision: str, tmp_path: Path) -> None:
     results = run_on_ranks(_state, stage, offload, precision, tmp_path / "state", world_size=2)
     assert results[0] == [True] * 5
 
 
 def _refusals() -> list[str]:
-    """Return what is said to what DeepSpeed cannot do."""
+    """Return the errors for operations that DeepSpeed does not support."""
     said = []
 
     def refused(kind: type[Exception], run: Any, *args: Any, **kwargs: Any) -> None:
@@ -267,7 +267,7 @@ def _refusals() -> list[str]:
     return said
 
 
-def test_what_it_cannot_do_is_said() -> None:
+def test_unsupported_operations_raise() -> None:
     said = run_on_ranks(_refusals, world_size=2)[0]
     expected = [
         "2 models would be trained, but DeepSpeed trains one",
@@ -288,7 +288,7 @@ def test_what_it_cannot_do_is_said() -> None:
 
 
 def _by_config() -> tuple[list[float], list[Any], dict[str, Any]]:
-    """Train by the optimizer and the schedule of a config in which all is "auto"."""
+    """Train with the optimizer and the scheduler of a config with "auto" values."""
     config = {
         **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
         "gradient_clipping": "auto",
@@ -336,10 +336,10 @@ def _by_config() -> tuple[list[float], list[Any], dict[str, Any]]:
     return losses, rates, {**shown["zero_optimization"], **shown["optimizer"]["params"], **shown}
 
 
-def test_a_config_full_of_auto_trains_by_its_own_optimizer_and_schedule() -> None:
+def test_a_config_with_auto_values_trains_with_its_optimizer_and_schedule() -> None:
     losses, rates, shown = run_on_ranks(_by_config, world_size=2)[0]
     assert losses[-1] < losses[0] / 2
-    assert rates == pytest.approx([0.0, 0.0125, 0.025, 0.0375, 0.05, 0.05], abs=1e-9)  # one step with each update
+    assert rates == pytest.approx([0.0, 0.0125, 0.025, 0.0375, 0.05, 0.05], abs=1e-9)  # one step per update
     assert (shown["train_batch_size"], shown["train_micro_batch_size_per_gpu"]) == (6, 3)
     assert (shown["gradient_accumulation_steps"], shown["gradient_clipping"]) == (1, 1.0)
     assert (shown["reduce_bucket_size"], shown["stage3_prefetch_bucket_size"]) == (64, 57)
@@ -347,7 +347,7 @@ def test_a_config_full_of_auto_trains_by_its_own_optimizer_and_schedule() -> Non
 
 
 def _compiled(folder: Path) -> tuple[dict[str, torch.Tensor] | None, str, list[str]]:
-    """Train with the state on the host by DeepSpeed's own optimizer, which it compiles."""
+    """Train with offloaded state and DeepSpeed's optimizer, which it compiles."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -362,7 +362,7 @@ def _compiled(folder: Path) -> tuple[dict[str, torch.Tensor] | None, str, list[s
 
 
 @pytest.mark.soak
-def test_deepspeed_compiles_its_own_optimizers(tmp_path: Path) -> None:
+def test_deepspeed_compiles_its_optimizers(tmp_path: Path) -> None:
     state, kind, said = run_on_ranks(_compiled, tmp_path, world_size=2, timeout=600)[0]
     assert state is not None
     _assert_like(state, _plain().state)
@@ -374,7 +374,7 @@ def test_deepspeed_compiles_its_own_optimizers(tmp_path: Path) -> None:
 
 
 def _alone() -> tuple[bool, float]:
-    """One process: DeepSpeed needs a group all the same."""
+    """Train on one process, for which DeepSpeed also needs a group."""
     accelerator = _accelerator(2, "cpu", cpu=True)
     model = _model()
     model, optimizer = accelerator.prepare(model, _adam(model))
@@ -416,7 +416,7 @@ def test_other_parameters_than_those_it_was_given_are_refused_by_name(stage: int
         assert ("0.more" if form == "added" else "0.weight") in text
 
 
-def test_stage_0_follows_what_is_unfrozen() -> None:
+def test_stage_0_trains_unfrozen_parameters() -> None:
     """Against a plain loop: float32, AdamW."""
     model: Any = _model()
     model[0].requires_grad_(False)
@@ -433,7 +433,7 @@ def test_stage_0_follows_what_is_unfrozen() -> None:
 
 
 def _read_what_is_cut(name: str) -> list[list[float]]:
-    """Return what each rank has trained on in a pass of a loader that was cut before."""
+    """Return the training samples of each rank in a pass of a loader that is already sharded."""
     accelerator = _accelerator(2)
     model = nn.Linear(1, 1)
     model, _, loader = accelerator.prepare(model, _adam(model), cut_loader(name, 24, 2, 0))
@@ -448,6 +448,6 @@ def _read_what_is_cut(name: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("name", ["DistributedSampler", "asks for its rank"])
-def test_a_loader_that_is_cut_already_is_not_cut_again(name: str) -> None:
+def test_a_sharded_loader_is_not_sharded_again(name: str) -> None:
     with_all = run_on_ranks(_read_what_is_cut, name, world_size=2)[0]
     assert sorted(value for seen in with_all for value in seen) == [float(i) for i in range(24)]

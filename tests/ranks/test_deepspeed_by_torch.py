@@ -1,4 +1,4 @@
-"""DeepSpeed's settings on the engine fsdp2, and what they say about a run; no DeepSpeed is needed."""
+"""DeepSpeed configs with the engine fsdp2, which does not need the DeepSpeed library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _agreement() -> None:
         _settings(config, {"gradient_accumulation_steps": 2})
 
 
-def test_the_run_and_the_plugin_agree_on_precision_and_accumulation() -> None:
+def test_the_plugin_and_the_accelerator_must_agree_on_precision_and_accumulation() -> None:
     run_on_ranks(_agreement, world_size=1)
 
 
@@ -68,5 +68,5 @@ def _clipped(clipping: Any, in_the_loop: float | None) -> float:
     ("clipping", "in_the_loop", "expected"),
     [(0.5, None, 0.5), (0.5, 3.0, 0.5), ("auto", None, 1.0), ("auto", 3.0, 3.0), (0.0, None, 20.0)],
 )
-def test_each_step_clips_as_the_config_says(clipping: Any, in_the_loop: float | None, expected: float) -> None:
+def test_each_step_clips_to_the_configured_norm(clipping: Any, in_the_loop: float | None, expected: float) -> None:
     assert run_on_ranks(_clipped, clipping, in_the_loop, world_size=1)[0] == pytest.approx(expected, rel=1e-5)

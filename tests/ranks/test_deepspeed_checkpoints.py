@@ -1,4 +1,4 @@
-"""Checkpoints of the engine deepspeed: in echelon's own format, by parameter names, from and to any other layout."""
+"""Checkpoints of the engine deepspeed in echelon's format, to and from any other layout."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def own_format(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("savers", "loaders"), [([OWN[3]], [OWN[3], OTHERS[1]]), pytest.param(ALL, ALL, marks=pytest.mark.soak)]
 )
-def test_what_one_layout_has_saved_is_gone_on_with_in_any_other(
+def test_a_checkpoint_of_any_layout_resumes_in_any_other(
     savers: list[tuple[str, int]], loaders: list[tuple[str, int]], tmp_path: Path
 ) -> None:
-    # DeepSpeed keeps much in variables of its modules: ranks of which some have trained with it before train wrongly
-    # together. So each layout has its own processes, as a program has.
+    # DeepSpeed keeps state in module variables, so that ranks with different histories train incorrectly together.
+    # Each layout therefore has its own processes, like a program.
     saved = []
     for number, layout in enumerate(savers):
         shut_down()
@@ -47,7 +47,7 @@ def test_what_one_layout_has_saved_is_gone_on_with_in_any_other(
 
 
 def _frozen_and_evaluated(folder: str, saves: bool, stage: int | None) -> dict[str, list[float]]:
-    """Save, or load, a model of which a part does not train, and one that is only evaluated; return their weights."""
+    """Save or load a partly frozen model and a model for evaluation; return their weights."""
     torch.manual_seed(0 if saves else 9)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     model[0].requires_grad_(False)
@@ -59,7 +59,7 @@ def _frozen_and_evaluated(folder: str, saves: bool, stage: int | None) -> dict[s
         accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero}))
     optimizer: Any = torch.optim.AdamW(
         model.parameters(), lr=0.1
-    )  # with those that do not train: DeepSpeed leaves them out
+    )  # includes frozen parameters, which DeepSpeed would omit
     model, optimizer, teacher = accelerator.prepare(model, optimizer, teacher)
     if saves:
         accelerator.backward(model(torch.ones(2, 3)).square().mean())
@@ -73,7 +73,7 @@ def _frozen_and_evaluated(folder: str, saves: bool, stage: int | None) -> dict[s
     return found
 
 
-def test_frozen_parameters_and_models_for_evaluation_come_back(tmp_path: Path) -> None:
+def test_frozen_parameters_and_evaluation_models_are_restored(tmp_path: Path) -> None:
     of_stage_3, *_ = run_on_ranks(_frozen_and_evaluated, str(tmp_path / "3"), True, 3, timeout=180)
     assert len(of_stage_3) == 6
     assert run_on_ranks(_frozen_and_evaluated, str(tmp_path / "3"), False, 3, timeout=180)[0] == of_stage_3
@@ -96,6 +96,6 @@ def _num_trained() -> int:
     return 1
 
 
-def test_ranks_of_which_some_were_in_another_group_before_train_together() -> None:
+def test_ranks_with_different_earlier_groups_train_together() -> None:
     run_on_ranks(_num_trained, world_size=1, timeout=180)
     assert run_on_ranks(_num_trained, world_size=2, timeout=180) == [1, 1]

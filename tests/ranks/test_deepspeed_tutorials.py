@@ -1,4 +1,4 @@
-"""Loops of tutorials under DeepSpeed's settings, unchanged, on DeepSpeed and on fsdp2; and LoRA."""
+"""Unmodified tutorial loops with a DeepSpeed config, on the engines deepspeed and fsdp2; and LoRA."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ EXPORTED = {
 
 @contextmanager
 def _as_libraries_warn() -> Iterator[None]:
-    """Let the libraries warn of one another (DeepSpeed asks transformers for attributes that are deprecated)."""
+    """Ignore the libraries' warnings about each other (DeepSpeed reads deprecated attributes of transformers)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", EchelonWarning)  # what fsdp2 has no counterpart for: its own test reads it
+        warnings.simplefilter("ignore", EchelonWarning)  # settings without a counterpart in fsdp2 have a separate test
         yield
 
 
@@ -54,13 +54,13 @@ def _config() -> Any:
 
 
 def _tokens() -> torch.Tensor:
-    """Return sequences that count up, which are easy to learn."""
+    """Return ascending sequences, which are easy to learn."""
     starts = torch.randint(0, 48, (32, 1), generator=torch.Generator().manual_seed(0))
     return starts + torch.arange(16)
 
 
 def _tutorial(engine: str, folder: Path) -> tuple[list[float], str, bool, float | None]:
-    """Train a GPT-2 as tutorials do; return the losses, and how far a fresh model with the saved weights is off."""
+    """Train a GPT-2 like tutorials; return the losses, and the error of a new model with the saved weights."""
     from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
     with environ.patch({**EXPORTED, "ECHELON_ENGINE": engine}), _as_libraries_warn():
@@ -102,7 +102,7 @@ def _tutorial(engine: str, folder: Path) -> tuple[list[float], str, bool, float 
 
 
 def _fresh(accelerator: Accelerator) -> Any:
-    """Make a whole model on one rank, while transformers makes them in shards."""
+    """Create a whole model on one rank, although transformers creates sharded models."""
     from transformers import AutoModelForCausalLM
 
     assert accelerator.deepspeed_plugin is not None
@@ -123,7 +123,7 @@ def test_a_gpt2_trains_under_an_ordinary_yaml(engine: str, tmp_path: Path) -> No
 
 
 def _lora(kind: str, folder: Path) -> tuple[list[str], list[float], list[str]]:
-    """Train a LoRA, save the adapter alone, load it into a fresh model; return its names, and the loss at each point."""
+    """Train a LoRA model, save only the adapter, and load it into a new model; return its names and the losses."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
     from transformers import GPT2LMHeadModel
 
@@ -185,7 +185,7 @@ def _lora(kind: str, folder: Path) -> tuple[list[str], list[float], list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero3"])
-def test_of_a_lora_only_the_adapter_is_saved_and_it_loads_again(kind: str, tmp_path: Path) -> None:
+def test_only_the_adapter_of_a_lora_model_is_saved_and_it_reloads(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     results = run_on_ranks(_lora, kind, tmp_path, world_size=2, timeout=120)
     layers = [

@@ -1,4 +1,4 @@
-"""What every engine must do; each new one is added to ENGINES and passes all of it."""
+"""The contract of all engines. Each engine is listed in ENGINES and passes every check."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.counting_engine import CountingEngine, installed
 from tests.cpu_data_parallel import cpu_devices
 from tests.harness import RanksFailed, run_on_ranks
 
-# What the Accelerator is given; each on its numbers of ranks.
+# Arguments of the Accelerator, each with its numbers of ranks.
 LAYOUTS: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("single", {}, (1,)),
     ("ddp", {}, (1, 2, 3)),
@@ -51,7 +51,7 @@ def _runs() -> Iterator[Any]:
             yield pytest.param(engine, options, world_size, check, id=name, marks=[pytest.mark.soak] if is_soak else [])
 
 
-def test_every_registered_engine_is_tested_here() -> None:
+def test_every_registered_engine_is_tested() -> None:
     assert {name for name, *_ in LAYOUTS} == {*ENGINES, "counting"} - {"deepspeed"}  # in test_deepspeed.py
 
 
@@ -75,13 +75,15 @@ def _check(check: engine_contract.Check, engine: str, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(("engine", "options", "world_size", "check"), [*_runs()])
-def test_the_contract(engine: str, options: dict[str, Any], world_size: int, check: engine_contract.Check) -> None:
+def test_the_engine_contract(
+    engine: str, options: dict[str, Any], world_size: int, check: engine_contract.Check
+) -> None:
     run_on_ranks(_check, check, engine, options, world_size=world_size)
 
 
 @contextmanager
 def _around(engine: str) -> Iterator[None]:
-    """Make the surroundings in which ``engine`` runs here."""
+    """Set up the environment in which ``engine`` runs."""
     with ExitStack() as stack:
         if engine == "dp":
             stack.enter_context(cpu_devices(2))
@@ -100,11 +102,11 @@ def _alone(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
-def test_an_engine_of_many_runs_in_a_lone_process_that_made_no_group(engine: str) -> None:
+def test_distributed_engines_run_in_a_single_process_without_a_group(engine: str) -> None:
     run_on_ranks(_alone, engine, world_size=1, init_group=False)
 
 
-def test_every_engine_is_final_and_whole() -> None:
+def test_every_engine_is_final_and_complete() -> None:
     for name in ENGINES:
         engine = load_engine(name)
         assert engine.__bases__ in ((Engine,), (DelegatingEngine,))
@@ -115,20 +117,20 @@ def test_the_default_engine() -> None:
     assert (default_engine(world_size=1), default_engine(world_size=2)) == ("single", "ddp")
 
 
-def test_an_unknown_engine_gives_the_nearest_name() -> None:
+def test_the_error_for_an_unknown_engine_suggests_the_closest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'ddp'"):
         load_engine("ddq")
 
 
 @pytest.mark.parametrize("name", ["xla", "tpu"])
-def test_tpus_are_refused_with_what_there_is(name: str) -> None:
+def test_tpus_are_rejected_with_alternatives(name: str) -> None:
     with pytest.raises(ConfigError, match="does not run on TPUs") as caught:
         Accelerator(engine=name, cpu=True)
     assert "torch.accelerator supports" in str(caught.value)
     assert "entry point 'echelon.engines'" in str(caught.value)
 
 
-def test_an_engine_of_an_installed_package_is_found_by_its_entry_point() -> None:
+def test_entry_points_register_engines() -> None:
     with pytest.raises(ConfigError, match="there is no engine 'counting'"):
         load_engine("counting")
     with installed():
@@ -148,11 +150,11 @@ def _counted() -> tuple[int, bool]:
     return engine.num_steps, accelerator.session.engine is engine
 
 
-def test_an_engine_may_be_given_as_an_object() -> None:
+def test_an_engine_object_is_accepted() -> None:
     assert run_on_ranks(_counted) == [(3, True)] * 2
 
 
-# ---- the contract sees what is wrong -----------------------------------------------------------------------------------
+# ---- the contract detects errors -----------------------------------------------------------------------------------
 
 
 class _NeverDivides(CountingEngine):
@@ -216,13 +218,13 @@ def _check_broken(kind: type[CountingEngine], check: engine_contract.Check) -> N
 
 
 @pytest.mark.parametrize(("kind", "check"), BROKEN, ids=lambda value: value.__name__)
-def test_a_broken_engine_is_found(kind: type[CountingEngine], check: engine_contract.Check) -> None:
+def test_the_contract_detects_a_broken_engine(kind: type[CountingEngine], check: engine_contract.Check) -> None:
     with pytest.raises(RanksFailed) as caught:
         run_on_ranks(_check_broken, kind, check)
     assert any(isinstance(error, AssertionError) for error in caught.value.errors.values())
 
 
-def test_the_contract_is_a_command() -> None:
+def test_the_contract_can_be_run_as_a_command() -> None:
     command = [sys.executable, "-m", "echelon.testing.engine_contract", "single", "--cpu"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr

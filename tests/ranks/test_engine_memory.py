@@ -1,4 +1,4 @@
-"""What a rank holds between two steps: the formulae of ZeRO (Rajbhandari et al., 2020, section 3), and the table of docs/engines.md."""
+"""Memory of a rank between two steps: the formulas of ZeRO (Rajbhandari et al., 2020, section 3) and the table of docs/engines.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon import Accelerator, FullyShardedDataParallelPlugin, ParallelismConf
 from tests.harness import run_on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
-# What the Accelerator is given, under the table's names.
+# Arguments of the Accelerator, by the names in the table.
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "`ddp`": ("ddp", {}),
     "`zero1`": ("zero1", {}),
@@ -38,7 +38,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _held(engine: str, options: dict[str, Any], width: int) -> tuple[int, int, int]:
-    """Return the bytes of parameters, gradients and optimizer state of this rank (torch's step counters left out)."""
+    """Return the bytes of parameters, gradients and optimizer state on this rank, without torch's step counters."""
     settings: dict[str, Any] = {}
     if "replicas" in options:
         settings["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
@@ -55,7 +55,7 @@ def _held(engine: str, options: dict[str, Any], width: int) -> tuple[int, int, i
 
 
 def _expected(name: str, parts: int, part: int, width: int) -> tuple[int, int, int]:
-    """Return what ZeRO says; fully_shard cuts a tensor's rows into equal pieces, the last ones shorter or empty."""
+    """Return the bytes by ZeRO's formula. fully_shard splits rows into equal parts; the last ones are shorter or empty."""
     model = _model(width)
     whole = sum(map(_num_bytes, model.parameters()))
     if name == "`ddp`":
@@ -67,13 +67,13 @@ def _expected(name: str, parts: int, part: int, width: int) -> tuple[int, int, i
     return own, own, 2 * own
 
 
-@pytest.mark.parametrize("width", [64, 7])  # one that four ranks divide, and one that they do not
+@pytest.mark.parametrize("width", [64, 7])  # one size that four ranks divide, and one that they do not
 @pytest.mark.parametrize(("name", "world_size"), RUNS)
-def test_each_rank_holds_its_part(name: str, world_size: int, width: int) -> None:
+def test_each_rank_holds_its_expected_share_of_memory(name: str, world_size: int, width: int) -> None:
     engine, options = LAYOUTS[name]
     parts = 2 if name.endswith("hybrid") else world_size
     held = run_on_ranks(_held, engine, options, width, world_size=world_size)
-    if name == "`zero1`":  # a parameter belongs to one rank whole: even to one parameter
+    if name == "`zero1`":  # whole parameters belong to a rank, so shares differ by at most one parameter
         whole = sum(map(_num_bytes, _model(width).parameters()))
         largest = max(map(_num_bytes, _model(width).parameters()))
         assert all(entry[:2] == (whole, whole) for entry in held)

@@ -1,4 +1,4 @@
-"""mixed_precision="fp8" through torchao: emulated on the CPU; tests/gpu runs the real kernels."""
+"""mixed_precision="fp8" through torchao, emulated on the CPU; tests/gpu runs the real kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness import run_on_ranks
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    # first, in fp8, sizes that do not fit, in fp8, last
+    # first, in fp8, unsuitable sizes, in fp8, last
     sizes = [(8, 32), (32, 24), (24, 32), (32, 32), (32, 16)]
     return nn.Sequential(*[layer for ins, outs in sizes for layer in (nn.Linear(ins, outs), nn.Tanh())])
 
@@ -65,14 +65,14 @@ def _train() -> tuple[list[float], list[str], list[torch.Tensor], list[str]]:
 
 def test_two_ranks_learn_in_fp8_and_parameters_keep_their_names() -> None:
     first, second = run_on_ranks(_train, world_size=2)
-    assert first[3] == ["6"]  # 8 x 32 is the first, 32 x 24 and 24 x 32 do not fit, 32 x 16 is the last
+    assert first[3] == ["6"]  # 8 x 32 is the first, 32 x 24 and 24 x 32 are unsuitable, 32 x 16 is the last
     for losses, names, _, _ in (first, second):
         assert losses[-1] < 0.5 * losses[0]
         assert names == list(_model().state_dict())
     torch.testing.assert_close(first[2], second[2], rtol=0, atol=0)
 
 
-def test_fp8_is_coarser_than_bf16_and_acts_where_it_is_told_to() -> None:
+def test_fp8_is_coarser_than_bf16_and_applies_to_the_selected_layers() -> None:
     (x, _), model = _data(0), _model()
     outputs = {}
     for precision, handlers in (("no", []), ("bf16", []), ("fp8", [_recipe()])):
@@ -92,10 +92,10 @@ def test_fp8_is_coarser_than_bf16_and_acts_where_it_is_told_to() -> None:
     Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[own]).prepare(model)
     assert _fp8_layers(model) == ["0", "8"]
     assert has_ao_layers(model)
-    assert all(a is b for a, b in zip(weights, model.parameters()))  # optimizers made before keep them
+    assert all(a is b for a, b in zip(weights, model.parameters()))  # existing optimizers keep the parameters
 
 
-def test_what_cannot_run_in_fp8_is_told() -> None:
+def test_unsupported_fp8_settings_raise_or_warn() -> None:
     with pytest.raises(ConfigError, match="on the device cpu: fp8 matrix products need an NVIDIA GPU") as raised:
         Accelerator(cpu=True, mixed_precision="fp8")
     assert "Float8LinearConfig(emulate=True)" in str(raised.value.do)
@@ -108,15 +108,15 @@ def test_what_cannot_run_in_fp8_is_told() -> None:
             kind()
         assert "fp8 through torchao (AORecipeKwargs)" in str(refused.value.do)
     accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[_recipe()])
-    with pytest.warns(EchelonWarning, match="no layer of Sequential computes in fp8, so it runs in bf16"):
+    with pytest.warns(EchelonWarning, match="no layer of Sequential computes in fp8, so the model runs in bf16"):
         accelerator.prepare(nn.Sequential(nn.Linear(16, 16), nn.ReLU()))
     everything = _recipe(module_filter_func=lambda module, name: True)
     accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[everything])
-    with pytest.raises(UsageError, match="the model itself is one Linear"):
+    with pytest.raises(UsageError, match="the model itself is a Linear"):
         accelerator.prepare(nn.Linear(16, 16))
 
 
-def test_a_missing_torchao_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_missing_torchao_shows_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)

@@ -1,4 +1,4 @@
-"""Nothing of echelon keeps what a program has let go of: models, and the threads of a closed process group."""
+"""echelon keeps no references to models that a program has released, nor threads of a closed process group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TASKS = Path("/proc/self/task")
 
 
 def _num_groups(*, patience_s: float = 0.0, enough: int = 0) -> int:
-    """Count the process groups by a thread that each of gloo's has; one that is ending needs patience."""
+    """Count the process groups by their gloo threads; a thread that is ending takes a while."""
     deadline = time.monotonic() + patience_s
     while True:
         names = [read for path in _TASKS.glob("*/comm") if (read := _read(path))]
@@ -40,7 +40,7 @@ def _read(path: Path) -> str:
 
 
 def _train_and_let_go(engine: str) -> bool:
-    """Tell whether the model of a short training is still there when no name leads to it."""
+    """Return whether the model of a short training run still exists after its last reference is gone."""
     accelerator = Accelerator(cpu=True, engine=engine)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -55,9 +55,9 @@ def _train_and_let_go(engine: str) -> bool:
 
 
 def _rounds(engine: str) -> tuple[list[bool], int]:
-    """Train four times, each with a group of its own; return each time's answer, and how many groups stay."""
+    """Train four times, each with a new group; return the result of each time and the number of remaining groups."""
     kept = []
-    before = _num_groups()  # of the tests before, in this process
+    before = _num_groups()  # from earlier tests in this process
     for _ in range(4):
         kept.append(_train_and_let_go(engine))
         close_group()
@@ -65,13 +65,13 @@ def _rounds(engine: str) -> tuple[list[bool], int]:
     return kept, _num_groups(patience_s=10, enough=before + 2) - before
 
 
-# DeepSpeed itself keeps models and groups in variables of its modules.
+# DeepSpeed itself keeps models and groups in module variables.
 @pytest.mark.skipif(not _TASKS.exists(), reason="threads are counted in /proc, which Linux has")
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
 def test_a_model_and_its_group_are_freed(engine: str) -> None:
     for kept, num_groups in run_on_ranks(_rounds, engine, init_group=False):
         assert kept == [False] * 4
-        assert num_groups <= 2  # torch keeps the last one, and of DTensors the last two
+        assert num_groups <= 2  # torch keeps the last one, and the last two with DTensors
 
 
 def _let_models_go_after_their_groups(rounds: int) -> list[int]:
@@ -97,7 +97,7 @@ def _let_models_go_after_their_groups(rounds: int) -> list[int]:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="one core makes the moment frequent")
 @pytest.mark.parametrize("rounds", [20, pytest.param(1000, marks=pytest.mark.soak)])
-def test_a_model_that_outlives_its_group_does_not_hang_the_end_of_the_program(rounds: int) -> None:
+def test_a_model_that_outlives_its_group_does_not_block_exit(rounds: int) -> None:
     (references,) = run_on_ranks(_let_models_go_after_their_groups, rounds, world_size=1, init_group=False)
     # The variable, the argument, the model, and who lets it go in peace; the hang itself takes hundreds of rounds.
     assert references == [4] * rounds

@@ -1,4 +1,4 @@
-"""The sharded engine: what it holds, and that it trains like one process."""
+"""The engine fsdp2: what it shards, and that it trains like one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """Embedding tied to the output, and blocks; widths that no number of ranks divides."""
+    """An embedding tied to the output, and blocks of widths that are not divisible by the number of ranks."""
 
     _no_split_modules = ("_Block",)
 
@@ -113,7 +113,7 @@ def _train(
 ) -> tuple[Any, list[float], list[Any], bool]:
     accelerator = _accelerator(kind, gradient_accumulation_steps=2)
     with torch.device("meta" if on_meta and dist.get_rank() else "cpu"):
-        model: Any = _net(seed=dist.get_rank())  # rank zero's weights count
+        model: Any = _net(seed=dist.get_rank())  # rank zero's weights are used
     stepper: Any
     model, stepper = accelerator.prepare(model, _optimizer(optimizer, model))
     sharded = all(isinstance(p, DTensor) for p in model.parameters())
@@ -133,7 +133,7 @@ def _train(
 
 
 @pytest.mark.parametrize(("kind", "world_size"), _RUNS)
-def test_it_trains_like_one_process(kind: str, world_size: int) -> None:
+def test_sharded_training_matches_one_process(kind: str, world_size: int) -> None:
     for optimizer, weighted in (("sgd", False), ("adamw", True)):
         plain = _plain(optimizer, clip=_clip)
         results = run_on_ranks(_train, kind, optimizer, weighted, world_size=world_size)
@@ -169,7 +169,7 @@ def _no_values() -> str:
     return "no error"
 
 
-def test_a_model_that_nobody_has_the_values_of_is_refused() -> None:
+def test_a_model_without_values_on_any_rank_is_rejected() -> None:
     answers = run_on_ranks(_no_values, world_size=2)
     assert all("was prepared on the meta device, and 14 of its tensors have no values yet" in text for text in answers)
 
@@ -184,7 +184,7 @@ def _exact(folder: Path) -> Any:
     )
     warnings.filterwarnings("ignore", "a loop ended inside an update")
     for _ in range(2):
-        for stop in (True, False):  # half an update, left and made again
+        for stop in (True, False):  # an unfinished update that is repeated
             for ids in loader:
                 with accelerator.accumulate(model):
                     accelerator.backward(_loss(model, ids))
@@ -227,7 +227,7 @@ def _save(folder: Path, kind: str | None, load: bool) -> Any:
 
 
 @pytest.mark.parametrize(("one", "other"), [("stage 3", "stage 2"), ("stage 3", None), (None, "stage 3")])
-def test_its_state_goes_on_elsewhere(tmp_path: Path, one: str | None, other: str | None) -> None:
+def test_its_state_resumes_on_another_layout(tmp_path: Path, one: str | None, other: str | None) -> None:
     model = _net()
     plain = train_updates(model, partial(_loss, model), _ids()[:, :1], _optimizer("adamw", model))
     run_on_ranks(_save, tmp_path / "state", one, False, world_size=2)
@@ -236,7 +236,7 @@ def test_its_state_goes_on_elsewhere(tmp_path: Path, one: str | None, other: str
 
 
 def _on_a_backend_that_adds_for_mean(can_sum: bool) -> float:
-    """Return how far the gradients are from those of one process, in float32: float64 is never asked for as a mean."""
+    """Return the relative difference of gradients to one process, in float32; float64 never uses an average."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
             if (scatter := getattr(dist, name, None)) is not None:
@@ -260,14 +260,40 @@ def _on_a_backend_that_adds_for_mean(can_sum: bool) -> float:
         return float((found.full_tensor() - plain.weight.grad).norm() / plain.weight.grad.norm())
 
 
-def test_gradients_are_means_where_the_backend_adds_without_a_word() -> None:
-    # As gloo of torch 2.7 and 2.8 does. 1e-6: float32, two terms in another order.
+def test_gradients_are_averaged_if_the_backend_silently_sums() -> None:
+    # gloo in torch 2.7 and 2.8 behaves like this. 1e-6: float32, two terms in another order.
     assert max(run_on_ranks(_on_a_backend_that_adds_for_mean, True, world_size=2)) < 1e-6
 
 
 def test_a_torch_that_cannot_average_gradients_is_refused() -> None:
     for text in errors_on_ranks(UsageError, _on_a_backend_that_adds_for_mean, False, world_size=2):
         assert "sums gradients over the ranks on CPUs instead of averaging them" in text
+
+
+def _prepare_when_the_average_raises(message: str) -> str:
+    """Prepare while every average raises ``message``; return the error of ``prepare``, or ``prepared``."""
+
+    def fail(*_args: Any, op: Any = dist.ReduceOp.SUM, **_kwargs: Any) -> None:
+        assert op == dist.ReduceOp.AVG
+        raise RuntimeError(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+            if hasattr(dist, name):
+                patch.setattr(dist, name, fail)
+        try:
+            Accelerator(cpu=True, engine="fsdp2").prepare(nn.Linear(3, 3))
+        except RuntimeError as error:
+            return str(error)
+    return "prepared"
+
+
+@pytest.mark.parametrize(
+    ("message", "outcome"),
+    [("Cannot use ReduceOp.AVG with Gloo", "prepared"), ("Connection closed by peer", "Connection closed by peer")],
+)
+def test_only_an_unsupported_average_is_replaced_by_a_sum(message: str, outcome: str) -> None:
+    assert run_on_ranks(_prepare_when_the_average_raises, message, world_size=2) == [outcome, outcome]
 
 
 def _norms_of_few_rows() -> tuple[float, float]:
@@ -341,7 +367,7 @@ def _looked_at_before_the_step(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     optimizer.step()
     with torch.no_grad():
         after_a_look = model(x).clone()
-    model(x)  # a loss that nobody backpropagates
+    model(x)  # a loss that is not backpropagated
     optimizer.step()
     return after_a_look, model(x).detach()
 

@@ -1,4 +1,4 @@
-"""What a script of one device does with its model, on shards: right, or with a word on what to do in its place."""
+"""Scripts written for one device on sharded models: correct results, or an error with an alternative."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
-        self.scale = nn.Parameter(torch.tensor(2.0))  # no dim
+        self.scale = nn.Parameter(torch.tensor(2.0))  # a scalar
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.tanh(self.layer(x)) * self.scale
@@ -50,7 +50,7 @@ def _trained(max_norm: float) -> tuple[dict[str, torch.Tensor] | None, list[floa
     return accelerator.get_state_dict(model), norms
 
 
-def test_parameters_without_a_dim_train() -> None:
+def test_scalar_parameters_train() -> None:
     """Against plain PyTorch: float64, AdamW: 1e-9."""
     model = _model()
     plain = train_updates(
@@ -90,14 +90,14 @@ def _numbers() -> tuple[list[tuple[str, str]], list[float]]:
     return ours, found
 
 
-def test_a_number_of_one_shard_is_told_once_at_its_line() -> None:
+def test_reading_a_shards_value_warns_once_per_line() -> None:
     (said, (first, *whole)), (silent, (second, *_)) = run_on_ranks(_numbers, world_size=2)
     assert first != second
     assert whole[-1] == pytest.approx((first**2 + second**2) ** 0.5)
     source = Path(__file__).read_text().splitlines()
     lines = [f"{Path(__file__).name}:{i}" for i, line in enumerate(source, 1) if line.endswith("# LINE")]
     assert [line for _, line in said] == lines
-    assert all("of this rank's shard only" in text and "full_tensor()" in text for text, _ in said)
+    assert all("of only this rank's shard" in text and "full_tensor()" in text for text, _ in said)
     assert silent == []
 
 
@@ -127,18 +127,18 @@ def _loaded(form: str) -> dict[str, torch.Tensor] | None:
 
 
 @pytest.mark.parametrize("form", ["copy", "assign", "a part"])
-def test_whole_state_dicts_load_as_they_do_on_one_device(form: str) -> None:
+def test_full_state_dicts_load_like_on_one_device(form: str) -> None:
     (found, _), expected = run_on_ranks(_loaded, form, world_size=2), _model().state_dict()
     assert found is not None
     for name, value in expected.items():
         assert torch.equal(found[name], value + 1), name
 
 
-# ---- what shards cannot do -------------------------------------------------------------------------------------------------
+# ---- unsupported operations -------------------------------------------------------------------------------------------------
 
 
 class _Normalised(torch.optim.Optimizer):
-    """A third party's: it cannot do with sharded tensors what it does here."""
+    """A third-party optimizer whose operations do not support sharded tensors."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -179,7 +179,7 @@ def _refused(form: str) -> None:
         ("penalty", "fully_shard does not support second derivatives"),
     ],
 )
-def test_what_shards_cannot_do_is_an_error_with_a_way_out(form: str, said: str) -> None:
+def test_unsupported_operations_on_shards_are_errors_with_a_remedy(form: str, said: str) -> None:
     if not hasattr(torch.optim, "Muon") and form == "Muon":
         pytest.skip("this torch has none")
     for text in errors_on_ranks(UsageError, _refused, form, world_size=2):

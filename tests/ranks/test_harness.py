@@ -130,7 +130,7 @@ def _has_imported(name: str) -> bool:
     return name in sys.modules
 
 
-def test_what_is_imported_ahead_is_there_when_a_rank_starts() -> None:
+def test_preloaded_modules_are_available_when_a_rank_starts() -> None:
     assert run_on_ranks(_has_imported, "mailbox") == [False, False]
     import_ahead("mailbox")
     before = run_on_ranks(_pid)
@@ -139,7 +139,7 @@ def test_what_is_imported_ahead_is_there_when_a_rank_starts() -> None:
     assert run_on_ranks(_pid) == before
 
 
-def test_tensors_come_back() -> None:
+def test_tensors_are_returned() -> None:
     first, second = run_on_ranks(_tensor)
     assert first.tolist() == [0.0, 0.0, 0.0]
     assert second.tolist() == [1.0, 1.0, 1.0]
@@ -149,35 +149,35 @@ def test_each_call_starts_from_the_same_seed() -> None:
     assert len({*run_on_ranks(_random), *run_on_ranks(_random)}) == 1
 
 
-def test_the_failing_rank_and_its_traceback_are_shown() -> None:
+def test_the_error_shows_the_failing_rank_and_its_traceback() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_on_ranks(_fail_on, (1,), timeout=30)
     text = str(caught.value)
     assert text.startswith("rank 1 of 2 failed\n")
     assert "in _fail_on" in text
     assert "ValueError: planted on 1" in text
-    assert "rank_worker" not in text  # the harness' own frames say nothing
+    assert "rank_worker" not in text  # without frames of the harness
     assert "still running when the others were told to stop: rank 0" in text
     assert isinstance(caught.value.errors[1], ValueError)
     assert str(caught.value.errors[1]) == "planted on 1"
 
 
-def test_every_failed_rank_is_shown() -> None:
+def test_the_error_shows_every_failed_rank() -> None:
     with pytest.raises(RanksFailed, match="ranks 0, 1 of 2 failed") as caught:
         run_on_ranks(_fail_on, (0, 1))
     assert [str(caught.value.errors[rank]) for rank in (0, 1)] == ["planted on 0", "planted on 1"]
 
 
 def _fail_after(seconds: tuple[float, ...]) -> None:
-    """Poll, as who waits for a file does, and fail."""
+    """Poll, like code that waits for a file, and fail."""
     end = time.monotonic() + seconds[dist.get_rank()]
     while time.monotonic() < end:
         time.sleep(0.005)
     raise ValueError(f"planted on {dist.get_rank()}")
 
 
-def test_a_rank_that_is_at_work_when_another_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "GRACE_S", 0.2)  # as a machine that lets rank 0 run a tenth of the time
+def test_a_working_rank_is_awaited_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "GRACE_S", 0.2)  # like a machine on which rank 0 runs a tenth of the time
     with pytest.raises(RanksFailed, match="ranks 0, 1 of 2 failed"):
         run_on_ranks(_fail_after, (1.0, 0.0))
 
@@ -190,33 +190,33 @@ def _answer_after(seconds: tuple[float, ...]) -> None:
         _never_comes_back()
 
 
-def test_a_rank_that_is_at_work_when_the_time_is_up_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_working_rank_at_the_timeout_is_not_reported_as_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "GRACE_S", 0.2)
     with pytest.raises(RanksHung) as caught:
         run_on_ranks(_answer_after, (0.8, 0.0), timeout=0.3)
     assert caught.value.silent == [1]
 
 
-def test_ranks_that_all_answered_are_not_restarted() -> None:
+def test_ranks_that_all_returned_are_not_restarted() -> None:
     before = run_on_ranks(_pid)
     with pytest.raises(RanksFailed):
         run_on_ranks(_fail_on, (0, 1))
     assert run_on_ranks(_pid) == before
 
 
-def test_an_unpicklable_exception_still_shows_its_text() -> None:
+def test_an_unpicklable_exception_keeps_its_message() -> None:
     with pytest.raises(RanksFailed, match="_Unpicklable: planted") as caught:
         run_on_ranks(_raise_unpicklable, world_size=1)
     assert caught.value.errors == {}
 
 
-def test_an_unpicklable_result_is_that_ranks_failure() -> None:
+def test_an_unpicklable_result_is_a_failure_of_that_rank() -> None:
     with pytest.raises(RanksFailed, match="rank 0 of 1 failed") as caught:
         run_on_ranks(threading.Lock, world_size=1)
     assert isinstance(caught.value.errors[0], TypeError)
 
 
-def test_a_hang_names_the_silent_rank_and_shows_where_it_is() -> None:
+def test_a_hang_names_the_silent_rank_and_shows_its_stack() -> None:
     with pytest.raises(RanksHung) as caught:
         run_on_ranks(_wait_forever_on, 1, timeout=2)
     assert caught.value.silent == [1]
@@ -291,8 +291,8 @@ def _cannot_join() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=1, world_size=2, timeout=limit)
 
 
-def test_a_rank_that_could_not_join_a_group_joins_the_next_one() -> None:
-    # As one whose peer died between two lines of init_process_group.
+def test_a_rank_that_failed_to_join_a_group_joins_the_next_one() -> None:
+    # Like a rank whose peer died inside init_process_group.
     before = run_on_ranks(_pid)
     with pytest.raises(RanksFailed, match="rank 1 of 2 failed"):
         run_on_ranks(_cannot_join, init_group=False)
@@ -300,7 +300,7 @@ def test_a_rank_that_could_not_join_a_group_joins_the_next_one() -> None:
     assert run_on_ranks(_pid) == before
 
 
-def test_a_system_exit_is_a_failure_and_not_the_workers_end() -> None:
+def test_a_system_exit_is_a_failure_and_does_not_end_the_worker() -> None:
     before = run_on_ranks(_pid)
     with pytest.raises(RanksFailed, match="SystemExit"):
         run_on_ranks(_system_exit)
@@ -312,7 +312,7 @@ def test_a_warning_on_a_rank_is_an_error() -> None:
         run_on_ranks(_warn, world_size=1)
 
 
-def test_ranks_have_their_place_in_the_environment_and_the_tests_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_have_rank_variables_and_the_tests_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SET_BY_THE_TEST", "yes")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SET_BY_THE_TEST", "LEFT_BEHIND")
     assert run_on_ranks(_environment, *names) == [["0", "2", "0", "2", "yes", None], ["1", "2", "1", "2", "yes", None]]
@@ -320,23 +320,23 @@ def test_ranks_have_their_place_in_the_environment_and_the_tests_own_variables(m
     assert run_on_ranks(_environment, "SET_BY_THE_TEST", "LEFT_BEHIND") == [[None, None], [None, None]]
 
 
-def test_without_a_group_the_environment_serves_env_init() -> None:
+def test_without_a_group_the_environment_supports_env_init() -> None:
     assert run_on_ranks(_has_group, init_group=False) == [False, False]
     assert run_on_ranks(_through_env, init_group=False) == [3, 3]
     assert run_on_ranks(_through_env, init_group=False) == [3, 3]
 
 
-def test_a_group_that_the_function_made_and_left_is_a_failure() -> None:
+def test_a_leaked_process_group_is_a_failure() -> None:
     with pytest.raises(RanksFailed, match="_group_left_behind left its process group behind"):
         run_on_ranks(_group_left_behind, init_group=False)
     assert run_on_ranks(_has_group, init_group=False) == [False, False]
 
 
-def test_what_ranks_print_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_ranks_is_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
     run_on_ranks(_speak)
     assert capsys.readouterr().out == "[rank 0] hello from 0\n[rank 1] hello from 1\n"
 
 
-def test_a_function_that_cannot_travel_is_refused_at_once() -> None:
+def test_a_function_that_cannot_be_pickled_is_rejected_immediately() -> None:
     with pytest.raises((AttributeError, TypeError, ValueError), match=r"pickle|local|import"):
         run_on_ranks(lambda: None)

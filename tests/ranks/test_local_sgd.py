@@ -1,4 +1,4 @@
-"""Local SGD against two replicas simulated in one process, in plain PyTorch."""
+"""Local SGD against two replicas simulated in one process with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.accelerator.update.local_sgd import LocalSGD
 from tests.harness import run_on_ranks
 from tests.reference import gaussian, tanh_net
 
-STEPS = 7  # no multiple of the period: the average on leaving counts
+STEPS = 7  # not a multiple of the period, so the average at the end matters
 PERIOD = 3
 
 
@@ -77,13 +77,13 @@ def _train(enabled: bool) -> tuple[torch.Tensor, bool, int, int]:
 
 def test_two_ranks_match_two_replicas_in_one_process() -> None:
     (first, drifted, steps, _), (second, _, _, _) = run_on_ranks(_train, True)
-    assert drifted  # the ranks did train alone
+    assert drifted  # the ranks trained independently
     assert steps == STEPS
     assert torch.equal(first, second)
     torch.testing.assert_close(first, _simulate(2), rtol=1e-12, atol=1e-12)
 
 
-def test_disabled_it_trains_as_without_it() -> None:
+def test_disabled_local_sgd_has_no_effect() -> None:
     (first, drifted, steps, _), (second, _, _, _) = run_on_ranks(_train, False)
     assert not drifted
     assert steps == STEPS
@@ -101,7 +101,7 @@ def _raise_everywhere() -> bool:
     return bool((next(model.parameters()) == accelerator.process_index).all())
 
 
-def test_a_block_that_raises_is_left_without_communication() -> None:
+def test_leaving_the_block_with_an_exception_does_not_communicate() -> None:
     assert run_on_ranks(_raise_everywhere) == [True, True]
 
 

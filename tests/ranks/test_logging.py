@@ -1,4 +1,4 @@
-"""get_logger: rank zero, every rank, one rank after the other; before any Accelerator too."""
+"""get_logger on rank zero, on every rank, and on each rank in turn; also before an Accelerator exists."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _log(path: str, rounds: int) -> None:
         logger.logger.removeHandler(handler)
 
 
-def test_ranks_speak_in_order_or_rank_zero_alone(tmp_path: Path) -> None:
+def test_records_come_from_ranks_in_order_or_from_rank_zero_only(tmp_path: Path) -> None:
     path = tmp_path / "log"
     run_on_ranks(_log, str(path), 3, world_size=3)
     lines = path.read_text().splitlines()
@@ -68,7 +68,7 @@ def test_ranks_speak_in_order_or_rank_zero_alone(tmp_path: Path) -> None:
     assert not any("hidden" in line for line in lines)
 
 
-def test_without_an_accelerator_the_rank_is_the_environments(
+def test_without_an_accelerator_the_rank_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, NAME)

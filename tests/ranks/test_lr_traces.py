@@ -37,7 +37,7 @@ ACCELERATE = {
 
 
 def _plain(name: str, world_size: int) -> list[float]:
-    """The first updates of the plain loop: one process makes as many in an epoch as each of several does."""
+    """Return the first updates of the plain loop: one process has as many per epoch as each of several."""
     per_epoch = -(-SAMPLES // world_size)
     if name == "cosine":
         return [0.5] * per_epoch + [0.25] * per_epoch + [0.0]
@@ -50,12 +50,12 @@ def _traces(follows: bool) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_the_numbers_of_the_plain_loop_are_torch_s(name: str) -> None:
+def test_the_reference_numbers_are_those_of_a_plain_loop(name: str) -> None:
     assert trace(None, name) == pytest.approx(PLAIN[name], abs=1e-8)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_rates_are_accelerate_s_or_the_plain_loop_s(world_size: int) -> None:
+def test_learning_rates_match_accelerate_or_the_plain_loop(world_size: int) -> None:
     for rates in run_on_ranks(_traces, True, world_size=world_size):
         for name in PLAIN:
             expected = ACCELERATE.get((name, world_size), PLAIN[name])
@@ -83,7 +83,7 @@ def _notes(step_scheduler_with_optimizer: bool, split_batches: bool) -> list[str
     return told
 
 
-def test_rank_zero_says_once_for_each_class_how_often_it_advances() -> None:
+def test_rank_zero_reports_once_per_class_how_often_a_scheduler_steps() -> None:
     first, second = run_on_ranks(_notes, True, False, world_size=2)
     assert [line.partition(",")[0] for line in first] == [
         "INFO OneCycleLR advances 2 times per update",
@@ -91,6 +91,6 @@ def test_rank_zero_says_once_for_each_class_how_often_it_advances() -> None:
     ]
     assert "Accelerator(step_scheduler_with_optimizer=False) advances it once" in first[0]
     assert second == []
-    assert run_on_ranks(_notes, False, False, world_size=2) == [[], []]  # the user's own business
+    assert run_on_ranks(_notes, False, False, world_size=2) == [[], []]  # the user's choice
     assert run_on_ranks(_notes, True, True, world_size=2) == [[], []]  # the global batch is the loader's
     assert _notes(True, False) == []  # one process

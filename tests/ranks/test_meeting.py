@@ -1,4 +1,4 @@
-"""An operation that needs every rank, called on some: an error on those that wait, and never for one that is only late."""
+"""A collective operation that only some ranks call is an error on the waiting ranks, but a late rank is not."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.setup import cleanup
 from tests.harness import run_on_ranks
 
-_LIMIT_S = 60.0  # on a busy machine; it is 0.8 on a quiet one, and 1800 where nothing looks
+_LIMIT_S = 60.0  # on a busy machine; 0.8 on an idle one, and 1800 without the check
 _MEETINGS = ("wait_for_everyone", "get_state_dict")
 
 
 class _Job:
-    """A sharded model after a step, and what a rank may do with it."""
+    """A sharded model after a step, with operations that a rank may call."""
 
     def __init__(self, folder: Path, engine: str) -> None:
         self.accelerator = Accelerator(engine=engine)
@@ -70,7 +70,7 @@ class _Job:
         self.optimizer.full_state_dict()
 
     def line_of(self, name: str) -> str:
-        """Return file:line of the one statement of a method."""
+        """Return file:line of the single statement of a method."""
         lines, first = inspect.getsourcelines(getattr(type(self), name))
         return f"{__file__}:{first + 1}: {lines[1].strip()}"
 
@@ -96,13 +96,13 @@ def _apart(folder: Path, engine: str, alone: str, others: str) -> tuple[str, flo
         meets = others in _MEETINGS
         if dist.get_rank() == 0:
             text, seconds = _text_of(getattr(job, alone))
-            if not meets:  # the others are in this one, whole, and go on when rank zero comes, too
+            if not meets:  # the other ranks wait in this barrier, and continue when rank zero arrives
                 getattr(job, others)()
         elif meets:
             text, seconds = _text_of(getattr(job, others))
         else:
             getattr(job, others)()
-            text, seconds = _text_of(getattr(job, alone))  # who comes later hears of it
+            text, seconds = _text_of(getattr(job, alone))  # notifies ranks that arrive later
         return text, seconds, job.line_of(alone), job.line_of(others)
 
 
@@ -120,11 +120,11 @@ def _apart(folder: Path, engine: str, alone: str, others: str) -> tuple[str, flo
         ("ddp", "save_state", "backward", 2),
     ],
 )
-def test_a_rank_in_another_collective_is_an_error_in_time(
+def test_a_rank_in_another_collective_is_an_error_before_the_timeout(
     tmp_path: Path, engine: str, alone: str, others: str, world_size: int
 ) -> None:
     results = run_on_ranks(_apart, tmp_path, engine, alone, others, world_size=world_size, init_group=False)
-    # Who came first had not seen all of them, perhaps; it names itself and one that is elsewhere.
+    # The first rank may not have seen all ranks; it names itself and one rank that is elsewhere.
     assert "    rank 0: " in results[0][0]
     assert any(f"    rank {rank}: " in results[0][0] for rank in range(1, world_size))
     for text, seconds, line_of_alone, line_of_others in results:
@@ -140,7 +140,7 @@ def test_a_rank_in_another_collective_is_an_error_in_time(
 
 @contextmanager
 def _heard(name: str, note: Path | None = None) -> Iterator[list[str]]:
-    """Collect what the logger says in the block; make the file ``note`` at the first of it."""
+    """Collect the log records of the block; create the file ``note`` at the first one."""
     heard: list[str] = []
 
     def keep(record: logging.LogRecord) -> None:
@@ -166,7 +166,7 @@ def _told(folder: Path) -> list[str]:
         return heard
 
 
-def test_the_rank_in_the_other_collective_is_told_why_it_will_fail(tmp_path: Path) -> None:
+def test_the_rank_in_the_other_collective_logs_why_it_will_fail(tmp_path: Path) -> None:
     ((), (message,)) = run_on_ranks(_told, tmp_path, init_group=False)
     assert message.startswith("rank 1 is in a collective that rank 0 will not join: get_state_dict() needs every rank")
 
@@ -188,11 +188,11 @@ def _comes_late(folder: Path) -> tuple[bool, list[str]]:
     is_heard = folder / "heard"
     with _job(folder, "fsdp2") as job, _heard("echelon.distributed.monitored_barrier", is_heard) as heard:
         beside = None
-        if dist.get_rank() == 0:  # what it has begun beside its program, as a thread that saves might, is not its place
+        if dist.get_rank() == 0:  # operations of another thread, such as a background save, are not its position
             beside = dist.all_reduce(torch.ones(1), async_op=True)
             while not is_heard.exists():
                 time.sleep(0.01)
-            time.sleep(0.5)  # a second reminder would come now
+            time.sleep(0.5)  # a second reminder would be logged now
         monitored_barrier("a meeting", patience=timedelta(seconds=0.05), reminder=timedelta(seconds=1.5))
         if beside is None:
             dist.all_reduce(torch.ones(1))
@@ -201,7 +201,7 @@ def _comes_late(folder: Path) -> tuple[bool, list[str]]:
         return job.accelerator.get_state_dict(job.model) is not None, heard
 
 
-def test_a_rank_that_is_late_is_waited_for_and_named_once(tmp_path: Path) -> None:
+def test_a_late_rank_is_awaited_and_named_once(tmp_path: Path) -> None:
     first, second, third = run_on_ranks(_comes_late, tmp_path, world_size=3, init_group=False)
     assert (first, second[0], third) == ((True, []), False, (False, []))
     (reminder,) = second[1]
@@ -213,7 +213,7 @@ def test_a_rank_that_is_late_is_waited_for_and_named_once(tmp_path: Path) -> Non
 def _late_in_a_collective(folder: Path) -> bool:
     """Rank 2 is late for a sum, and rank 1 waits in it for rank 2, while rank zero, which does not, is at the meeting."""
     with _job(folder, "fsdp2") as job:
-        # Messages between two ranks, which gloo counts among its collectives, must not look like running ahead.
+        # Point-to-point messages, which gloo counts as collectives, must not look like running ahead.
         for _ in range(3):
             if dist.get_rank() == 1:
                 dist.send(torch.ones(1), dst=2)
@@ -228,7 +228,7 @@ def _late_in_a_collective(folder: Path) -> bool:
         return state is not None
 
 
-def test_a_rank_in_a_collective_that_is_not_over_is_only_late(tmp_path: Path) -> None:
+def test_a_rank_in_an_unfinished_collective_is_only_late(tmp_path: Path) -> None:
     assert run_on_ranks(_late_in_a_collective, tmp_path, world_size=3, init_group=False) == [True, False, False]
 
 
@@ -245,19 +245,19 @@ def _none_left() -> int:
 
 
 def _threads(folder: Path) -> tuple[int, int, int]:
-    before = _none_left()  # those of other tests in this process
+    before = _none_left()  # from other tests in this process
     with _job(folder, "fsdp2"):
         Accelerator(engine="fsdp2").prepare(nn.Linear(2, 2))
         running = _watchers()
     return before, running, _none_left()
 
 
-def test_a_process_has_one_watcher_which_ends_with_the_group(tmp_path: Path) -> None:
+def test_a_process_has_one_watcher_that_ends_with_the_group(tmp_path: Path) -> None:
     assert run_on_ranks(_threads, tmp_path, init_group=False) == [(0, 1, 0)] * 2
 
 
 def _often(times: int) -> tuple[int, int]:
-    """Meet many times in a row, of all ranks and of two; return how many keys the store has more after it."""
+    """Run many barriers of all ranks and of two ranks; return the number of keys that the store has gained."""
     Accelerator(engine="fsdp2")
     try:
         store: Any = dist.distributed_c10d._get_default_store()
@@ -275,6 +275,6 @@ def _often(times: int) -> tuple[int, int]:
         cleanup()
 
 
-def test_meetings_leave_nothing_in_the_store() -> None:
+def test_barriers_leave_no_keys_in_the_store() -> None:
     for before, after in run_on_ranks(_often, 50, world_size=3, init_group=False):
         assert after <= before + 1

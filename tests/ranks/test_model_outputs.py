@@ -83,7 +83,7 @@ _BLOCKS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_
 @pytest.mark.parametrize(
     ("engine", "options", "shape"),
     [
-        # A head that no loss uses: DDP has to find it in the output, also where that is an object of its own kind.
+        # No loss uses this head, so DDP has to find it in the output, even in a custom object.
         ("ddp", {"find_unused_parameters": True}, {"has_head": True, "is_block": False}),
         # DDP reduces the first update from a node that it hangs behind the tensors of the output.
         ("ddp", {"static_graph": True}, {"has_head": False, "is_block": False}),
@@ -119,15 +119,15 @@ def _opaque() -> str:
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
     model = accelerator.prepare(Returning(nn.Linear(4, 3), _Slots))
     with torch.no_grad():
-        assert isinstance(model(torch.ones(2, 4)), _Slots)  # nobody looks for anything
+        assert isinstance(model(torch.ones(2, 4)), _Slots)  # DDP does not search the output
     with pytest.raises(UsageError) as caught:
         model(torch.ones(2, 4))
     return str(caught.value)
 
 
-def test_an_output_in_which_ddp_can_find_nothing_is_refused() -> None:
+def test_an_output_without_visible_tensors_is_rejected_with_ddp() -> None:
     for text in run_on_ranks(_opaque):
-        assert "the forward pass of Returning returned a _Slots in which no tensor is found" in text
+        assert "the forward pass of Returning returned a _Slots in which echelon finds no tensors" in text
         assert "static_graph=True" in text
 
 
@@ -152,7 +152,7 @@ def _language_model(kind: str) -> nn.Module:
 def _transformers(kind: str, precision: str, engine: str) -> tuple[list[float], str, str, bool]:
     handlers = [GradScalerKwargs(init_scale=256.0)] if precision == "fp16" else []
     accelerator = Accelerator(engine=engine, cpu=True, mixed_precision=precision, kwargs_handlers=handlers)  # type: ignore[arg-type]
-    model: Any = _language_model(kind).eval()  # no dropout
+    model: Any = _language_model(kind).eval()  # without dropout
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     ids = torch.arange(64).view(4, 16).remainder(32).chunk(accelerator.num_processes)[accelerator.process_index]
     losses = []
@@ -170,7 +170,7 @@ def _transformers(kind: str, precision: str, engine: str) -> tuple[list[float], 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_models_of_transformers_train_in_every_precision(kind: str, precision: str) -> None:
+def test_transformers_models_train_in_every_precision(kind: str, precision: str) -> None:
     model = _language_model(kind).eval()
     ids = torch.arange(64).view(4, 16).remainder(32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -188,17 +188,17 @@ def test_models_of_transformers_train_in_every_precision(kind: str, precision: s
             assert has_cache
 
 
-def test_the_precision_of_what_an_object_holds_is_told_once() -> None:
+def test_a_half_precision_attribute_of_an_output_warns_once() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model: Any = accelerator.prepare(Returning(nn.Linear(4, 3), PlainObject))
-    with pytest.warns(EchelonWarning, match="returned a PlainObject, .* its tensors stay torch.bfloat16"):
+    with pytest.warns(EchelonWarning, match="returned a PlainObject. .* its tensors stay torch.bfloat16"):
         assert model(torch.ones(2, 4)).logits.dtype == torch.bfloat16
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.ones(2, 4))
 
 
-def test_nothing_is_said_of_objects_without_half_precision() -> None:
+def test_outputs_without_half_precision_do_not_warn() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model: Any = accelerator.prepare(Returning(nn.Identity(), PlainObject))
     with warnings.catch_warnings():

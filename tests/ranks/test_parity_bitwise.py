@@ -1,4 +1,4 @@
-"""parity="bitwise": the same weights, to the last bit, on any number of processes."""
+"""parity="bitwise": bit-identical weights on any number of processes."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class _GPT2(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = (4 * x).round().long().remainder(32)
-        out: torch.Tensor = self.model(tokens[:, :24]).logits[:, -1, :4].clone()  # FSDP2 warns of views
+        out: torch.Tensor = self.model(tokens[:, :24]).logits[:, -1, :4].clone()  # FSDP2 warns about views
         return out
 
 
 MODELS: dict[str, Any] = {"mlp": _mlp, "cnn": _CNN, "transformer": _Transformer, "gpt2": _GPT2}
-# Units that are sharded one by one, beside the rest.
+# Modules that are separate sharding units.
 UNITS = {"mlp": ["Linear"], "cnn": ["Conv2d"], "transformer": ["TransformerEncoderLayer"], "gpt2": ["GPT2Block"]}
 
 
@@ -163,9 +163,9 @@ ALL += [(n, engine) for engine in ("zero1", "fsdp2 stage 3", "fsdp2 stage 2") fo
         *(pytest.param(kind, ALL, marks=pytest.mark.soak, id=f"{kind}-all") for kind in MODELS),
     ],
 )
-def test_weights_losses_and_norms_have_the_same_bits_on_any_number_of_processes(kind: str, layouts: Layouts) -> None:
+def test_weights_losses_and_norms_are_bit_identical_on_any_number_of_processes(kind: str, layouts: Layouts) -> None:
     ((weights, losses, norms),) = run_on_ranks(_run, kind, None, world_size=1)
-    assert len(set(losses)) >= STEPS  # it trains
+    assert len(set(losses)) >= STEPS  # the weights change
     assert max(norms) > 0.5  # clipping did something
     for world_size, layout in layouts:
         for other, other_losses, other_norms in run_on_ranks(_run, kind, layout, world_size=world_size, timeout=600):
@@ -209,7 +209,7 @@ def _weighted(weighted: bool, form: str, num_shards: int = 8, layout: str | None
                 if form == "zero_grad first":
                     optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(model(x.double()), y)
-                if form == "two losses":  # of one micro-step: they are added up
+                if form == "two losses":  # losses of one micro-step are summed
                     accelerator.backward(0.25 * loss, num_items=n, retain_graph=True)
                     accelerator.backward(0.75 * loss, num_items=n)
                 else:
@@ -232,7 +232,7 @@ def _weighted(weighted: bool, form: str, num_shards: int = 8, layout: str | None
         pytest.param(False, "two losses", marks=pytest.mark.soak),
     ],
 )
-def test_the_update_is_that_of_plain_pytorch(weighted: bool, form: str) -> None:
+def test_the_update_matches_plain_pytorch(weighted: bool, form: str) -> None:
     expected = _plain(weighted)
     layouts = [(1, None), (2, "ddp"), (3, "fsdp2 stage 3")]
     runs = [run_on_ranks(_weighted, weighted, form, 8, layout, world_size=n) for n, layout in layouts]
@@ -242,7 +242,7 @@ def test_the_update_is_that_of_plain_pytorch(weighted: bool, form: str) -> None:
 
 
 class _Sometimes(nn.Module):
-    """Of its layers one serves some of the shards, and one none."""
+    """One layer is used by some of the shards, and one by none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ def _partly_used(layout: str | None, clears: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model: Any = _Sometimes()
     accelerator = Accelerator(parity="bitwise", engine=layout, seed=3)
-    # Decay would move a layer that has a gradient of zeros in the place of none.
+    # Weight decay would change a layer whose gradient is zero instead of None.
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(), batch_size=BATCH))
     for x, y in loader:
@@ -270,9 +270,7 @@ def _partly_used(layout: str | None, clears: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("clears", [True, False])
-def test_parameters_that_some_shards_use_or_none_have_the_same_bits(
-    clears: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_partly_used_and_unused_parameters_are_bit_identical(clears: bool, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     begun = list(_Sometimes().parameters())
     (expected,) = run_on_ranks(_partly_used, None, clears, world_size=1)
@@ -283,7 +281,7 @@ def test_parameters_that_some_shards_use_or_none_have_the_same_bits(
     assert "8 shards of 3 samples, 3 on each of 3 processes (89 % of them busy)" in capsys.readouterr().out
 
 
-def test_processes_with_one_shard_each_weigh_it_as_others_do() -> None:
+def test_processes_with_one_shard_each_use_the_same_weights() -> None:
     one, two = (run_on_ranks(_weighted, True, "accumulate", 2, world_size=n)[0] for n in (1, 2))
     assert all(map(torch.equal, one, two))
 
@@ -299,12 +297,12 @@ def _evaluated(batch_size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("batch_size", [5, 24])
-def test_evaluation_gives_the_same_bits_in_the_order_of_the_data(batch_size: int) -> None:
+def test_evaluation_is_bit_identical_in_the_order_of_the_data(batch_size: int) -> None:
     (whole,) = run_on_ranks(_evaluated, batch_size, world_size=1)
     torch.manual_seed(0)
     with torch.no_grad():
         expected = _mlp().eval()(_data().tensors[0])
-    torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-6)  # float32, kernels of other sizes
+    torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-6)  # float32, kernels for other sizes
     for world_size in (2, 3):
         assert all(torch.equal(found, whole) for found in run_on_ranks(_evaluated, batch_size, world_size=world_size))
 
@@ -316,7 +314,7 @@ def _seen() -> list[float]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_sample_on_loan_to_an_empty_shard_is_no_result(world_size: int) -> None:
+def test_padding_samples_of_empty_shards_are_not_results(world_size: int) -> None:
     expected = sorted(_data().tensors[0][:, 0].tolist())  # the last update has fewer samples than shards
     assert run_on_ranks(_seen, world_size=world_size) == [expected] * world_size
 
@@ -342,7 +340,7 @@ def _dispatched(dispatch: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dispatch", [True, False])
-def test_a_stream_gives_the_same_bits_whoever_reads_it(dispatch: bool) -> None:
+def test_a_stream_is_bit_identical_for_any_reader(dispatch: bool) -> None:
     (expected,) = run_on_ranks(_dispatched, dispatch, world_size=1)
     for world_size in (2, 3):
         for found in run_on_ranks(_dispatched, dispatch, world_size=world_size):
@@ -350,7 +348,7 @@ def test_a_stream_gives_the_same_bits_whoever_reads_it(dispatch: bool) -> None:
 
 
 def _padded(samples: list[tuple[int, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers of real places, and samples that are as long as the longest of those that are collated together."""
+    """Return the number of real positions, and samples padded to the longest one in the batch."""
     return torch.tensor([n for n, _ in samples]), nn.utils.rnn.pad_sequence([x for _, x in samples], batch_first=True)
 
 
@@ -380,8 +378,8 @@ def _of_padded_batches() -> tuple[list[int], list[torch.Tensor]]:
     return sorted(widths), _weights(accelerator, model)
 
 
-def test_what_is_collated_together_does_not_depend_on_the_number_of_processes() -> None:
-    """Sums over padding are sums of other lengths: rank zero collates whole batches, on one process, too."""
+def test_collated_batches_do_not_depend_on_the_number_of_processes() -> None:
+    """Padding changes the lengths of sums, so rank zero collates whole batches, even on one process."""
     (_, expected), *_ = found = [run_on_ranks(_of_padded_batches, world_size=n)[0] for n in (1, 2, 3)]
     for widths, weights in found:
         assert widths == [11, 17, 31]  # the longest sample of each global batch
@@ -389,7 +387,7 @@ def test_what_is_collated_together_does_not_depend_on_the_number_of_processes() 
 
 
 def _part(folder: str, kind: str, number: int, last: int, layout: str | None) -> list[torch.Tensor]:
-    """Train 3 updates from where the checkpoint before ``number`` is, in the middle of an epoch, and save."""
+    """Resume from the checkpoint before ``number`` in the middle of an epoch, train 3 updates, and save."""
     torch.manual_seed(0)
     accelerator = _accelerator(kind, layout)
     model: Any = MODELS[kind]()
@@ -397,7 +395,7 @@ def _part(folder: str, kind: str, number: int, last: int, layout: str | None) ->
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(_data(), batch_size=BATCH, shuffle=True)
     )
     if number:
-        with warnings.catch_warnings():  # shards have random numbers of their own: nothing goes on
+        with warnings.catch_warnings():  # each shard has its own RNG, so the warning does not apply
             warnings.filterwarnings("ignore", ".*random states of", EchelonWarning)
             accelerator.load_state(f"{folder}/{number - 1}")
     stop = 3 * (number + 1) if number < last else 12
@@ -423,9 +421,7 @@ def _part(folder: str, kind: str, number: int, last: int, layout: str | None) ->
         ),
     ],
 )
-def test_the_number_of_processes_may_change_in_the_middle_of_an_epoch(
-    kind: str, layouts: list[str | None], tmp_path: Path
-) -> None:
+def test_the_number_of_processes_may_change_in_mid_epoch(kind: str, layouts: list[str | None], tmp_path: Path) -> None:
     (expected,) = run_on_ranks(_part, str(tmp_path / "whole"), kind, 0, 0, None, world_size=1)
     for number, (world_size, layout) in enumerate(zip([1, 4, 3, 2], layouts)):
         found = run_on_ranks(
@@ -504,9 +500,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("run", "kind", "text"), REFUSED)
-def test_what_would_make_the_bits_depend_on_the_number_of_processes_is_refused(
-    run: Any, kind: type[Exception], text: str
-) -> None:
+def test_settings_that_break_bit_equality_are_rejected(run: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(RanksFailed) as caught:
         run_on_ranks(run, world_size=2)
     assert all(isinstance(error, kind) for error in caught.value.errors.values()), caught.value
@@ -519,12 +513,12 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def test_the_number_of_threads_is_that_of_the_environment() -> None:
+def test_the_number_of_threads_comes_from_the_environment() -> None:
     assert run_on_ranks(_threads, world_size=2) == [1, 1]  # OMP_NUM_THREADS of the ranks of tests
 
 
 def _uncleared(layout: str, num_samples: int) -> list[torch.Tensor]:
-    """Return the weights after updates whose gradients nobody clears, of two optimizers that take every other layer."""
+    """Return the weights after updates without zero_grad, for two optimizers with alternating layers."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))).double()
     parameters = list(model.parameters())
@@ -541,7 +535,7 @@ def _uncleared(layout: str, num_samples: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_that_nobody_clears_stay_with_their_parameters_where_modules_stay_whole(world_size: int) -> None:
+def test_uncleared_gradients_stay_with_their_parameters(world_size: int) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))).double()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)

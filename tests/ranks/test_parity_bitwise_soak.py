@@ -1,4 +1,4 @@
-"""parity="bitwise" under random models, layouts, cuts and ends: whatever happens to a run, its weights are those of one process."""
+"""parity="bitwise" with random models, layouts, restarts and interruptions: the weights are those of one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UPDATES = 11  # 125 samples are 4 to 11 updates an epoch
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is the same in the run of one process."""
+    """Settings that are the same in the run of one process."""
 
     kind: str
     batch_size: int
@@ -36,15 +36,15 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One start of the run, up to its end or until it is stopped."""
+    """One start of the run, which ends or is stopped."""
 
     world_size: int
     layout: str | None
     accumulation: int
     accumulates: bool
     saves_every: int
-    stops_after: int  # micro-steps; 0: it goes on to the end
-    killed_rank: int | None  # None: it stops by itself, wherever it is
+    stops_after: int  # micro-steps; 0 runs to the end
+    killed_rank: int | None  # None: it stops at any position
 
 
 def _chosen(number: int) -> tuple[Run, list[Start]]:
@@ -89,7 +89,7 @@ def _chosen(number: int) -> tuple[Run, list[Start]]:
 
 
 def _train(folder: str, run: Run, start: Start) -> list[torch.Tensor] | None:
-    """Go on with the run where it was saved; return its weights where it comes to its end."""
+    """Resume the run from its checkpoint; return the weights if it finishes."""
     torch.manual_seed(0)
     accelerator = _accelerator(
         run.kind, start.layout, canonical_shards=run.num_shards, gradient_accumulation_steps=start.accumulation
@@ -98,7 +98,7 @@ def _train(folder: str, run: Run, start: Start) -> list[torch.Tensor] | None:
     optimizer: Any = getattr(torch.optim, run.optimizer)(model.parameters(), lr=1e-3)
     loader: Any = DataLoader(_data(), batch_size=run.batch_size, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    with warnings.catch_warnings():  # shards have random numbers of their own: nothing goes on
+    with warnings.catch_warnings():  # each shard has its own RNG, so the warning does not apply
         warnings.filterwarnings("ignore", ".*random states of", EchelonWarning)
         accelerator.resume(folder)
     num_micro = 0
@@ -133,7 +133,7 @@ def _train(folder: str, run: Run, start: Start) -> list[torch.Tensor] | None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(50))
-def test_a_run_of_any_starts_has_the_bits_of_one_process(number: int, tmp_path: Path) -> None:
+def test_a_run_with_any_restarts_is_bit_identical_to_one_process(number: int, tmp_path: Path) -> None:
     run, starts = _chosen(number)
     whole = Start(
         world_size=1, layout=None, accumulation=1, accumulates=True, saves_every=99, stops_after=0, killed_rank=None

@@ -1,4 +1,4 @@
-"""``parity="exact"``: what each update is made of, for every kind of data, against the batches of a plain DataLoader."""
+"""``parity="exact"``: the samples of each update for every kind of dataset, against the batches of a plain DataLoader."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StreamWithState(EpochStream):
 
 
 class NoisyStream(StreamWithState):
-    """Its samples carry random draws."""
+    """A stream whose samples contain random draws."""
 
     def __iter__(self) -> Iterator[Any]:
         for x in super().__iter__():
@@ -80,7 +80,7 @@ def _mine(loader: Any, batch: torch.Tensor) -> list[Any]:
 
 
 def _read_pass(accelerator: Accelerator, loader: Any, *, stop_after: int | None = None) -> list[list[Any]]:
-    """Return what this rank has of each update of a pass, in order."""
+    """Return this rank's samples of each update of a pass, in order."""
     updates: list[list[Any]] = []
     mine: list[Any] = []
     for batch in loader:
@@ -95,13 +95,13 @@ def _read_pass(accelerator: Accelerator, loader: Any, *, stop_after: int | None 
 
 
 def _end_workers(loader: Any) -> None:
-    """End persistent workers now: those that the garbage collector ends are waited for, 5 s each."""
+    """End persistent workers now, because the garbage collector waits 5 s for each."""
     if loader.inner.persistent_workers:
         loader.inner._iterator._shutdown_workers()
 
 
 def _joined(ranks: list[list[list[Any]]]) -> list[list[Any]]:
-    """Join the ranks' parts of each update, in rank order; all ranks have made the same number."""
+    """Join the ranks' parts of each update in rank order; all ranks have the same number of updates."""
     return [[item for part in parts for item in part] for parts in zip(*ranks, strict=True)]
 
 
@@ -109,7 +109,7 @@ def _shuffled(n: int, batch_size: int, epoch: int, *, drop_last: bool = False) -
     return batches_of(permutation(n, seed=_SEED, epoch=epoch), batch_size, drop_last=drop_last)
 
 
-# ---- streams, and data that rank zero gives out ------------------------------------------------------------------------
+# ---- streams, and data that rank zero dispatches ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _read_cases(cases: list[_Case]) -> list[Any]:
         loader: Any = accelerator.prepare(plain)
         epochs = [_read_pass(accelerator, loader) for _ in range(2)]
         steps = None
-        if case.num_workers == 0:  # the workers of a stream have a rest each
+        if case.num_workers == 0:  # each worker of a stream has an incomplete batch
             steps = (sum(1 for _ in loader), len(loader))
         _end_workers(loader)
         data: Any = plain.dataset
@@ -196,14 +196,14 @@ def test_updates_are_the_batches_of_a_plain_loader(world_size: int) -> None:
         for rank, (_, steps, num_read, facts) in enumerate(ranks):
             assert facts == (case.batch_size, case.n), case
             if case.dispatches and rank:
-                assert num_read == 0, case  # rank zero alone reads
+                assert num_read == 0, case  # only rank zero reads
             elif case.dispatches and case.num_workers == 0 and not case.drop_last:
                 assert num_read == 3 * num_samples, case
             if steps is not None:
                 assert steps[0] == steps[1], case
 
 
-# ---- going on in the middle --------------------------------------------------------------------------------------------
+# ---- resuming in the middle --------------------------------------------------------------------------------------------
 
 
 def _save_everywhere(folder: Path, kind: Any, num_workers: int, dispatches: bool) -> list[list[Any]]:
@@ -249,7 +249,7 @@ def _go_on(folder: Path, kind: Any, num_workers: int, dispatches: bool) -> dict[
         (EpochStream, 1, True),
     ],
 )
-def test_a_stream_goes_on_where_it_was_saved_on_any_number_of_ranks(
+def test_a_stream_resumes_where_it_was_saved_on_any_number_of_ranks(
     tmp_path: Path, kind: Any, num_workers: int, dispatches: bool
 ) -> None:
     arguments = (tmp_path, kind, num_workers, dispatches)
@@ -257,7 +257,7 @@ def test_a_stream_goes_on_where_it_was_saved_on_any_number_of_ranks(
     plain = kind(10)
     plain.set_epoch(1)
     expected = [batch.tolist() for batch in DataLoader(plain, batch_size=4, num_workers=num_workers)]
-    if kind is NoisyStream:  # its draws are of (seed, epoch, position), and not of the plain program
+    if kind is NoisyStream:  # its random draws depend on (seed, epoch, position), unlike the plain program
         assert [[x for x, _ in update] for update in whole] == [[x for x, _ in update] for update in expected]
         assert len({noise for update in whole for _, noise in update}) == 10
     else:
@@ -267,7 +267,7 @@ def test_a_stream_goes_on_where_it_was_saved_on_any_number_of_ranks(
     for name in ranks[0]:
         done = int(name.removeprefix("after").removeprefix("within"))
         epochs, updates, num_read = zip(*(rank[name] for rank in ranks), strict=True)
-        if done == len(whole):  # saved after the last update: the next epoch
+        if done == len(whole):  # saved after the last update, so the next epoch follows
             assert set(epochs) == {2}
             assert [len(update) for update in _joined(list(updates))] == [len(update) for update in whole]
             continue
@@ -319,7 +319,7 @@ def _dispatch_then_go_on(folder: Path, stop_after: int | None) -> Any:
     return updates, data.read
 
 
-def test_a_dispatched_shuffle_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_dispatched_shuffle_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     first = run_on_ranks(_dispatch_then_go_on, tmp_path / "state", 1, world_size=2)
     rest = run_on_ranks(_dispatch_then_go_on, tmp_path / "state", None, world_size=3)
     updates = _joined([updates for updates, _ in first]) + _joined([updates for updates, _ in rest])
@@ -327,11 +327,11 @@ def test_a_dispatched_shuffle_goes_on_on_another_number_of_ranks(tmp_path: Path)
     assert [len(read) for _, read in rest] == [11, 0, 0]
 
 
-# ---- samplers of the user's ----------------------------------------------------------------------------------------------
+# ---- custom samplers ----------------------------------------------------------------------------------------------
 
 
 class Backwards(Sampler[int]):
-    """A sampler of the user's, with an epoch."""
+    """A custom sampler with an epoch."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -382,7 +382,7 @@ _KINDS = ("backwards", "list", "subset", "subset with generator", "weighted", "b
 
 
 class Whole(Numbers):
-    """Takes a whole batch as its index, too."""
+    """Accepts a list of indices as an index, too."""
 
     def __getitem__(self, i: Any) -> torch.Tensor:
         return torch.tensor(i)
@@ -391,7 +391,7 @@ class Whole(Numbers):
 def _read_sampled(dispatches: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in _KINDS:
-        torch.manual_seed(3 + 5 * _rank())  # rank zero's counts
+        torch.manual_seed(3 + 5 * _rank())  # rank zero's order is used
         accelerator = _accelerator(dispatch_batches=dispatches)
         loader: Any = accelerator.prepare(_sampled(kind, Whole(12)))
         found[kind] = ([_read_pass(accelerator, loader) for _ in range(2)], len(loader), loader.total_batch_size)
@@ -399,7 +399,7 @@ def _read_sampled(dispatches: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world_size", "dispatches"), [(1, False), (2, False), (3, True), (4, False)])
-def test_a_sampler_of_the_users_gives_the_batches_of_the_plain_program(world_size: int, dispatches: bool) -> None:
+def test_a_custom_sampler_gives_the_batches_of_the_plain_program(world_size: int, dispatches: bool) -> None:
     ranks = run_on_ranks(_read_sampled, dispatches, world_size=world_size)
     for kind in _KINDS:
         torch.manual_seed(3)
@@ -408,7 +408,7 @@ def test_a_sampler_of_the_users_gives_the_batches_of_the_plain_program(world_siz
             for sampler in (plain.sampler, getattr(plain.sampler, "sampler", None)):
                 if isinstance(sampler, Backwards):
                     sampler.set_epoch(epoch)
-            if epoch == 0 or kind != "weighted":  # the ranks' random streams part when training begins
+            if epoch == 0 or kind != "weighted":  # the RNG streams of the ranks diverge when training starts
                 expected = [batch.tolist() for batch in plain]
                 assert _joined([found[kind][0][epoch] for found in ranks]) == expected, (kind, epoch)
         for found in ranks:
@@ -417,7 +417,7 @@ def test_a_sampler_of_the_users_gives_the_batches_of_the_plain_program(world_siz
 
 
 def _draw_and_go_on(folder: Path, saves: bool) -> Any:
-    """Save within the first update, and after it; the order is one that the sampler has drawn."""
+    """Save within and after the first update, with an order that the sampler has drawn."""
     torch.manual_seed(3 + _rank())
     accelerator = _accelerator(accumulation=2)
     sampler = WeightedRandomSampler([1.0, 2.0, 3.0] * 4, 10, replacement=True)
@@ -442,7 +442,7 @@ def _draw_and_go_on(folder: Path, saves: bool) -> Any:
     return found
 
 
-def test_an_order_that_was_drawn_is_kept_when_the_pass_goes_on(tmp_path: Path) -> None:
+def test_a_drawn_order_is_kept_when_the_pass_resumes(tmp_path: Path) -> None:
     whole = _joined(run_on_ranks(_draw_and_go_on, tmp_path, True))
     assert [len(update) for update in whole] == [4, 4, 2]
     ranks = run_on_ranks(_draw_and_go_on, tmp_path, False, world_size=3)
@@ -477,7 +477,7 @@ def _bad_samplers() -> list[str]:
     return texts
 
 
-def test_what_makes_no_order_is_refused_or_told() -> None:
+def test_samplers_without_a_valid_order_are_rejected_or_reported() -> None:
     for rank, texts in enumerate(run_on_ranks(_bad_samplers)):
         negative, beyond, repeated, grown, also_grown, no_batch, no_batch_either = texts
         assert "yielded the index -1, but the dataset has 12 samples" in negative
@@ -504,7 +504,7 @@ def _lengths_and_formula() -> Any:
     return updates, (len(loader), loader.total_batch_size, loader.total_dataset_length), remainders
 
 
-def test_a_generator_does_not_change_the_order_and_lengths_are_right() -> None:
+def test_a_generator_does_not_change_the_order_and_lengths_are_correct() -> None:
     ranks = run_on_ranks(_lengths_and_formula, world_size=2)
     assert _joined([updates for updates, _, _ in ranks]) == _shuffled(10, 4, epoch=0)
     # 4 + 4 + 2 samples: two micro-steps of 2, two of 2, one of 2.
@@ -537,12 +537,12 @@ def _passes(num_workers: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_passes_have_the_order_of_their_epoch(num_workers: int) -> None:
+def test_each_pass_has_the_order_of_its_epoch(num_workers: int) -> None:
     ranks = run_on_ranks(_passes, num_workers)
     whole = {epoch: _shuffled(10, 4, epoch) for epoch in (0, 1, 7)}
     expected = {
         "broken off": whole[0][:1],
-        "again": whole[0],  # a pass that was broken off does not count
+        "again": whole[0],  # an aborted pass does not count
         "next": whole[1],
         "seventh": whole[7],
         "skipped": whole[0][1:],
@@ -561,7 +561,7 @@ def _skip_in_a_stream(dispatches: bool) -> Any:
 
 
 @pytest.mark.parametrize("dispatches", [False, True])
-def test_whole_updates_of_a_stream_can_be_left_out(dispatches: bool) -> None:
+def test_whole_updates_of_a_stream_can_be_skipped(dispatches: bool) -> None:
     ranks = run_on_ranks(_skip_in_a_stream, dispatches)
     batches = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [_joined([found[way] for found in ranks]) for way in range(3)] == [batches[1:], batches[2:], []]
@@ -581,7 +581,7 @@ def _nested() -> Any:
             accelerator.backward((model(batch[:, None].double()) + 0).mean())
             before = accelerator.sync_gradients
             model.eval()
-            with torch.no_grad():  # also in the middle of an update
+            with torch.no_grad():  # even in the middle of an update
                 inner.append([int(i) for x in evaluation for i in accelerator.gather_for_metrics(x)])
             model.train()
             assert accelerator.sync_gradients == before
@@ -591,12 +591,12 @@ def _nested() -> Any:
             gradients.append(float(accelerator.unwrap_model(model).weight.grad))
             model.zero_grad()
         with torch.no_grad():
-            assert len(next(iter(evaluation))) <= 2  # a pass that is broken off at once
+            assert len(next(iter(evaluation))) <= 2  # a pass that is aborted immediately
     return outer, inner, gradients
 
 
 def _same_loader_twice() -> Any:
-    """A look at the first batch of the loader that is being read."""
+    """Read the first batch of a loader during a pass over the same loader."""
     accelerator = _accelerator()
     loader: Any = accelerator.prepare(DataLoader(Numbers(9), batch_size=4, shuffle=True, num_workers=1))
     updates, looked = [], []
@@ -607,7 +607,7 @@ def _same_loader_twice() -> Any:
     return updates, looked
 
 
-def test_an_evaluation_within_an_update_leaves_it_alone() -> None:
+def test_an_evaluation_within_an_update_does_not_affect_it() -> None:
     ranks = run_on_ranks(_nested)
     expected = _shuffled(10, 4, epoch=0)
     assert _joined([outer for outer, _, _ in ranks]) == expected
@@ -620,7 +620,7 @@ def test_an_evaluation_within_an_update_leaves_it_alone() -> None:
 
 
 def _stateful(folder: Path) -> Any:
-    """``use_stateful_dataloader=True``: the position of the exact modes serves; torchdata is not asked."""
+    """``use_stateful_dataloader=True`` uses the position of the exact modes, without torchdata."""
     accelerator = _accelerator(use_stateful_dataloader=True)
     loader: Any = accelerator.prepare(DataLoader(Numbers(10), batch_size=4, shuffle=True, num_workers=2))
     before = _read_pass(accelerator, loader, stop_after=1)
@@ -636,7 +636,7 @@ def _stateful(folder: Path) -> Any:
     return before, after
 
 
-def test_a_stateful_loader_is_asked_for_and_the_position_serves(tmp_path: Path) -> None:
+def test_use_stateful_dataloader_uses_the_exact_position(tmp_path: Path) -> None:
     ranks = run_on_ranks(_stateful, tmp_path)
     assert _joined([before for before, _ in ranks]) == _shuffled(10, 4, epoch=0)[:1]
     for way in range(2):
@@ -644,11 +644,11 @@ def test_a_stateful_loader_is_asked_for_and_the_position_serves(tmp_path: Path) 
         assert sum(after[way][1] for _, after in ranks) == 6
 
 
-# ---- draws ---------------------------------------------------------------------------------------------------------------
+# ---- random draws ---------------------------------------------------------------------------------------------------------------
 
 
 class Augmented(Dataset[Any]):
-    """Draws from every global generator."""
+    """Uses every global RNG."""
 
     def __init__(self) -> None:
         self.epoch = -1
@@ -678,7 +678,7 @@ def _augmented() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for data in (Augmented(), AugmentedTogether(), Subset(Augmented(), range(11))):
         for num_workers in (0, 2) if type(data) is AugmentedTogether else (0,):  # forking takes its time
-            torch.manual_seed(7 * num_workers + _rank())  # whatever the ranks' own streams are
+            torch.manual_seed(7 * num_workers + _rank())  # independent of the ranks' own RNG streams
             accelerator = _accelerator(accumulation=2)
             plain: DataLoader[Any] = DataLoader(
                 data, batch_size=4, shuffle=True, num_workers=num_workers, collate_fn=_collate
@@ -695,13 +695,13 @@ def test_augmentation_is_the_same_on_any_number_of_ranks_and_workers() -> None:
     assert [epochs == first[: len(epochs)] for name, epochs in one.items() if "Subset" not in name] == [True] * 3
     assert len({tuple(sample[2:]) for epoch in first for update in epoch for sample in update}) == 22  # all different
     assert [sample[0] for update in first[1] for sample in update] == [float(i) for u in _shuffled(11, 4, 1) for i in u]
-    assert {sample[1] for update in first[1] for sample in update} == {1.0}  # the dataset is told the epoch
+    assert {sample[1] for update in first[1] for sample in update} == {1.0}  # the dataset receives the epoch
     for world_size in (2, 4):
         ranks = run_on_ranks(_augmented, world_size=world_size)
         for name in one:
             for epoch in range(len(one[name])):
                 found = _joined([rank[name][epoch] for rank in ranks])
-                if "Subset" in name:  # which knows no epoch
+                if "Subset" in name:  # which has no epoch
                     found = [[[s[0], first[epoch][0][0][1], *s[2:]] for s in update] for update in found]
                 assert found == first[epoch], (name, epoch, world_size)
 
@@ -729,7 +729,7 @@ def _masking_of_numbers(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(samples) + torch.rand(len(samples), dtype=torch.float64)
 
 
-def test_a_collate_fn_that_draws_draws_the_same_after_a_resume(tmp_path: Path) -> None:
+def test_a_collate_fn_with_random_draws_repeats_them_after_a_resume(tmp_path: Path) -> None:
     whole = run_on_ranks(_mask, tmp_path, False)
     rest = run_on_ranks(_mask, tmp_path, True)
     assert [batches[2:] for batches in whole] == rest

@@ -1,4 +1,4 @@
-"""``parity="exact"``: the results of an evaluation are one process's: each sample once, in the order of the data."""
+"""``parity="exact"``: evaluation results are those of one process, with each sample once and in the order of the data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _collate(samples: list[torch.Tensor]) -> dict[str, Any]:
 
 
 class Accuracy:
-    """A streaming metric as torchmetrics has them: ``update`` in the loop, and one exchange in ``compute``."""
+    """A streaming metric like those of torchmetrics: ``update`` in the loop, and one exchange in ``compute``."""
 
     def __init__(self) -> None:
         self.correct = torch.zeros((), dtype=torch.int64)
@@ -94,7 +94,7 @@ def _evaluate_all(kind: str, max_micro: int | None) -> list[Any]:
             wrong.append((n, batch_size, gathered, steps, length))
         if trimmed.compute() != right:
             wrong.append((n, batch_size, "trimmed", trimmed.compute()))
-        # Without a look at loans, sums are right wherever every rank can have a sample in every step.
+        # Without checks for padding samples, sums are correct if every rank has a sample in every step.
         if max_micro is None and has_loans != (0 < n < world_size):
             wrong.append((n, batch_size, "loans"))
         summed = (int(accelerator.reduce(naive.correct)), int(accelerator.reduce(naive.total)))
@@ -104,7 +104,7 @@ def _evaluate_all(kind: str, max_micro: int | None) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
-def test_results_are_those_of_one_process(world_size: int) -> None:
+def test_evaluation_results_match_one_process(world_size: int) -> None:
     kinds: list[tuple[str, int | None]] = [("map", None), ("stream", None)]
     kinds += [("dispatched stream", None), ("map", 1)] if world_size % 2 else [("dispatched map", None), ("stream", 2)]
     for kind, max_micro in kinds:
@@ -112,7 +112,7 @@ def test_results_are_those_of_one_process(world_size: int) -> None:
         assert found == [[]] * world_size, kind
 
 
-# ---- what a rank without samples has -----------------------------------------------------------------------------------
+# ---- ranks without samples -----------------------------------------------------------------------------------
 
 
 def _sum_without_a_look(n: int) -> Any:
@@ -130,7 +130,7 @@ def _sum_without_a_look(n: int) -> Any:
     return int(accelerator.reduce(total)), warned
 
 
-def test_a_sum_that_counts_a_loan_is_told_once_and_there_is_none_where_the_data_suffice() -> None:
+def test_a_sum_that_counts_a_padding_sample_is_reported_once() -> None:
     for rank, (total, warned) in enumerate(run_on_ranks(_sum_without_a_look, 2, world_size=3)):
         assert total == 3
         assert len(warned) == (rank == 0)
@@ -141,7 +141,7 @@ def test_a_sum_that_counts_a_loan_is_told_once_and_there_is_none_where_the_data_
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches of the user's own, which need not fit together."""
+    """A custom batch sampler, whose batches may have different shapes."""
 
     def __len__(self) -> int:
         return 3
@@ -161,7 +161,7 @@ def _own_batches() -> Any:
     return sizes, mine, len(loader)
 
 
-def test_batches_of_the_users_own_are_not_joined() -> None:
+def test_batches_of_a_custom_batch_sampler_are_not_joined() -> None:
     ranks = run_on_ranks(_own_batches, world_size=3)
     assert [sizes for sizes, _, _ in ranks] == [[4, 1, 2]] * 3
     assert [mine for _, mine, _ in ranks] == [[2, 1, 1], [1, 0, 1], [1, 0, 0]]
@@ -169,7 +169,7 @@ def test_batches_of_the_users_own_are_not_joined() -> None:
 
 
 def _by_chance() -> Any:
-    """Of a step of 3 samples rank 0 has two: a table of two rows looks like samples there."""
+    """Rank 0 has two of the 3 samples of a step, so a table of two rows looks like samples there."""
     accelerator = Accelerator(parity="exact", seed=0)
     loader: Any = accelerator.prepare(DataLoader(Numbers(3), batch_size=3))
     found: list[Any] = []
@@ -181,7 +181,7 @@ def _by_chance() -> Any:
     return [one.tolist() for one in found]
 
 
-def test_a_tensor_that_is_none_of_samples_is_gathered_whole() -> None:
+def test_a_tensor_that_does_not_hold_samples_is_gathered_whole() -> None:
     assert run_on_ranks(_by_chance) == [[[0, 1, 2], [0.0, 0.0, 1.0, 1.0], [1.0, 1.0]]] * 2
 
 
@@ -196,8 +196,8 @@ def _skip_in_an_evaluation() -> list[Any]:
     return found
 
 
-def test_steps_of_an_evaluation_can_be_left_out() -> None:
-    steps = [[0, 1, 2, 3], [4, 5, 6, 7, 8]]  # the ninth alone would leave two ranks without
+def test_steps_of_an_evaluation_can_be_skipped() -> None:
+    steps = [[0, 1, 2, 3], [4, 5, 6, 7, 8]]  # the ninth batch alone would leave two ranks without samples
     assert run_on_ranks(_skip_in_an_evaluation, world_size=3) == [[steps, steps[1:], []]] * 3
 
 
@@ -214,14 +214,14 @@ def _train_in_an_evaluation() -> str:
     return text
 
 
-def test_joined_batches_are_no_update() -> None:
+def test_training_in_an_evaluation_pass_is_an_error() -> None:
     for text in run_on_ranks(_train_in_an_evaluation, world_size=3):
         assert "backward() in a pass that started as an evaluation" in text
         assert "model.train()" in text
 
 
 def _with_workers() -> Any:
-    """Persistent workers, which first see a pass of updates, then two evaluations."""
+    """Use persistent workers for a training pass, then for two evaluations."""
     accelerator = Accelerator(
         parity="exact",
         seed=0,
@@ -236,11 +236,11 @@ def _with_workers() -> Any:
     with torch.no_grad():
         for _ in range(2):
             found.append([accelerator.gather_for_metrics(x).tolist() for x in loader])
-    loader.inner._iterator._shutdown_workers()  # else the garbage collector does it, and waits 5 s for each
+    loader.inner._iterator._shutdown_workers()  # otherwise the garbage collector does it, and waits 5 s for each
     return steps, found
 
 
-def test_workers_that_outlive_a_pass_learn_what_the_next_is_for() -> None:
+def test_persistent_workers_adapt_to_the_next_pass() -> None:
     # Worker 0 has 0, 2, ..., 10: 3 + 3 samples; worker 1 has 1, 3, ..., 9: 3 + 2.
     expected = [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9]]
     for steps, found in run_on_ranks(_with_workers):

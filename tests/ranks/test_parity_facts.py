@@ -91,7 +91,7 @@ def _all_rates() -> dict[tuple[str, int, int | None], list[float]]:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_m3_learning_rates_are_those_of_the_plain_loop(world_size: int) -> None:
     expected = {name: _plain_rates(name) for name in _SCHEDULES}
-    assert expected["linear"][5] == pytest.approx(0.25)  # half way, where two processes of accelerate are at the end
+    assert expected["linear"][5] == pytest.approx(0.25)  # halfway, where two processes of accelerate are at the end
     assert [len(rates) for rates in expected.values()] == [13] * 4
     for found in run_on_ranks(_all_rates, world_size=world_size):
         assert {key: expected[key[0]] for key in found} == found
@@ -101,7 +101,7 @@ def test_m3_learning_rates_are_those_of_the_plain_loop(world_size: int) -> None:
 
 
 def _masks(seeding: str, seed: int) -> list[list[float]]:
-    """Return the units that dropout left in each batch of two epochs."""
+    """Return the units that dropout kept in each batch of two epochs."""
     set_seed(seed)
     accelerator = Accelerator(parity="exact")
     _model, loader = accelerator.prepare(nn.Linear(4, 4), DataLoader(TensorDataset(torch.ones(12, 4)), batch_size=4))
@@ -140,7 +140,7 @@ def test_m4_a_seed_set_in_each_epoch_still_differs_between_ranks() -> None:
         assert len({str(mask) for mask in masks}) == 3
 
 
-def test_m4_ranks_that_the_user_seeded_keep_their_streams() -> None:
+def test_m4_ranks_seeded_by_the_user_keep_their_streams() -> None:
     assert run_on_ranks(_masks, "by rank", 7) == [_plain_masks(7, then=7), _plain_masks(7, then=8)]
 
 
@@ -175,11 +175,11 @@ class _Normed(nn.Module):
 
 
 def _normed(kind: str, n: int, max_micro: int | None) -> tuple[list[str], str | list[torch.Tensor]]:
-    """Train two epochs; return what was warned about, and the weights or the error."""
+    """Train two epochs; return the warnings, and the weights or the error."""
     torch.manual_seed(2)
     accelerator = Accelerator(parity="exact", max_micro_batch_size=max_micro)
     norm = (nn.SyncBatchNorm if kind == "sync" else nn.BatchNorm1d)(4)
-    model: Any = _Normed(norm).requires_grad_(kind != "sync")  # DDP takes SyncBatchNorm on an accelerator only
+    model: Any = _Normed(norm).requires_grad_(kind != "sync")  # DDP supports SyncBatchNorm only on accelerators
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.arange(4.0 * n).reshape(n, 4) / n)
     with warnings.catch_warnings(record=True) as caught:
@@ -208,7 +208,7 @@ def _all_normed(cases: list[tuple[str, int, int | None]]) -> list[Any]:
     return [_normed(*case) for case in cases]
 
 
-def test_batch_norm_is_warned_about_once_where_the_update_depends_on_the_split() -> None:
+def test_batch_norm_warns_once_if_the_update_depends_on_the_split() -> None:
     cases: list[tuple[str, int, int | None]] = [
         ("train", 8, None),
         ("eval", 8, None),
@@ -217,16 +217,16 @@ def test_batch_norm_is_warned_about_once_where_the_update_depends_on_the_split()
     ]
     first, second = run_on_ranks(_all_normed, cases)
     assert [len(warned) for warned, _ in first] == [1, 0, 0, 1]
-    assert [len(warned) for warned, _ in second] == [0] * 4  # rank zero speaks for all
+    assert [len(warned) for warned, _ in second] == [0] * 4  # rank zero warns for all ranks
     (text,) = first[0][0]
     assert all(word in text for word in ("1 BatchNorm layer", "SyncBatchNorm", "GroupNorm"))
     assert [len(_normed(*case)[0]) for case in [("train", 8, None), ("train", 8, 2), ("eval", 8, 2)]] == [0, 1, 0]
 
 
-def test_an_update_that_leaves_a_rank_without_samples_is_refused_with_batch_norm_in_training() -> None:
+def test_batch_norm_in_training_rejects_a_rank_without_samples() -> None:
     first, second = run_on_ranks(_all_normed, [("train", 5, None), ("eval", 5, None)])
     for refused, allowed in (first, second):
         assert "an update of 1 samples leaves rank(s) 1 without samples" in refused[1]
         assert "GroupNorm" in refused[1]
-        # Statistics that are fixed do not depend on who is there: the numbers are those of one process.
+        # Fixed statistics do not depend on the number of ranks, so the results are those of one process.
         torch.testing.assert_close(allowed[1], _normed("eval", 5, None)[1], rtol=1e-5, atol=1e-6)

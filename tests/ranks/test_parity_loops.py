@@ -94,7 +94,7 @@ def _evaluation_inside(a: Any, b: Any, c: Any, step: Step) -> None:
     held = iter(c)
     for one, two in zip(a, b):
         with torch.no_grad():
-            next(held, None)  # a validation batch now and then
+            next(held, None)  # an occasional validation batch
         step(one, two)
         with torch.no_grad():
             for _ in c:
@@ -111,7 +111,7 @@ def _again(a: Any, b: Any, _c: Any, step: Step) -> None:
 
 
 def _left(a: Any, _b: Any, _c: Any, step: Step) -> None:
-    """A pass is begun, looked at, and left; the next one is whole."""
+    """Start a pass, read a batch, and leave it; the next pass is complete."""
     first = iter(a)
     next(first)
     del first
@@ -216,8 +216,10 @@ def test_loaders_of_equal_batches_may_be_read_together(program: str, setting: st
 
 @pytest.mark.parametrize("setting", _SETTINGS)
 @pytest.mark.parametrize("sizes", [(32, 16, 8, 4), (16, 24, 4, 4), (24, 12, 8, 4)], ids=str)
-def test_other_batch_sizes_and_lengths_are_cut_alike(sizes: tuple[int, int, int, int], setting: str) -> None:
-    """Twice the batch in as many pieces; the longer one is left where the shorter one ends."""
+def test_loaders_of_different_batch_sizes_and_lengths_are_split_alike(
+    sizes: tuple[int, int, int, int], setting: str
+) -> None:
+    """Twice the batch size with the same number of micro-batches; the longer loader stops where the shorter one ends."""
     _check("_zip", sizes, setting)
 
 
@@ -229,7 +231,7 @@ def test_a_shorter_loader_may_be_cycled(setting: str) -> None:
 @pytest.mark.parametrize("setting", ["whole", "ranks"])
 @pytest.mark.parametrize("sizes", [_EVEN, (10, 7, 4, 3)], ids=["even", "ragged"])
 @pytest.mark.parametrize("program", ["_nested", "_nested_after", "_alternating"])
-def test_loaders_may_take_turns_where_an_update_is_one_micro_step(
+def test_loaders_may_alternate_if_an_update_is_one_micro_step(
     program: str, sizes: tuple[int, int, int, int], setting: str
 ) -> None:
     _check(program, sizes, setting)
@@ -242,12 +244,12 @@ _WITHIN = "inside an update of another loader"
 @pytest.mark.parametrize(
     ("program", "sizes", "setting", "text"),
     [
-        ("_zip", (16, 24, 4, 6), "max_micro_batch_size", _PIECES),  # pieces of 2 + 2, and of 2 + 2 + 2
-        ("_zip", (15, 16, 4, 4), "max_micro_batch_size", _PIECES),  # a ragged end: 2 + 1, and 2 + 2
+        ("_zip", (16, 24, 4, 6), "max_micro_batch_size", _PIECES),  # micro-batches of 2 + 2, and of 2 + 2 + 2
+        ("_zip", (15, 16, 4, 4), "max_micro_batch_size", _PIECES),  # an uneven end: 2 + 1, and 2 + 2
         ("_zip", (15, 16, 4, 4), "ranks", _PIECES),
         ("_zip", (24, 16, 6, 4), "ranks and accumulation", _PIECES),
         ("_nested", _EVEN, "max_micro_batch_size", _WITHIN),
-        ("_zip", (28, 14, 8, 4), "ranks and accumulation", _PIECES),  # two samples have no two pieces for two ranks
+        ("_zip", (28, 14, 8, 4), "ranks and accumulation", _PIECES),  # two samples cannot be split into two micro-batches for two ranks
         ("_zip", (16, 15, 4, 4), "ranks", _PIECES),
         ("_nested", (10, 7, 4, 3), "ranks and accumulation", "Nested loops need updates of one micro-step"),
         ("_nested_after", _EVEN, "max_micro_batch_size", _WITHIN),
@@ -261,18 +263,18 @@ _WITHIN = "inside an update of another loader"
         ),
     ],
 )
-def test_what_cannot_be_defined_is_refused_by_name(
+def test_undefined_loops_are_rejected_by_name(
     program: str, sizes: tuple[int, int, int, int], setting: str, text: str
 ) -> None:
     _check(program, sizes, setting, text)
 
 
 @pytest.mark.parametrize("setting", ["whole", "ranks"])
-def test_turns_of_a_loop_are_updates_where_they_have_one_micro_step(setting: str) -> None:
+def test_iterations_of_one_micro_step_are_updates(setting: str) -> None:
     _check("_zip_of_three", _EVEN, setting)
 
 
-def test_a_loop_that_is_left_within_an_update_is_told() -> None:
+def test_leaving_a_loop_within_an_update_is_reported() -> None:
     """``islice(loader, 3)`` are three micro-steps: an update and a half."""
     found = _run("_three_and_all", _EVEN, {"max_micro_batch_size": 2})
     assert not isinstance(found, str), found
@@ -281,8 +283,8 @@ def test_a_loop_that_is_left_within_an_update_is_told() -> None:
     assert any("ended inside an update of several micro-steps" in text for text in said), said
 
 
-def test_a_cycled_loader_whose_batches_no_longer_fit_is_told() -> None:
-    """Its batches come from a list then: nobody can say to which update they belong."""
+def test_a_cycled_loader_with_mismatched_batches_is_reported() -> None:
+    """Its batches then come from a list, so their update is unknown."""
     found = _run("_cycle", (14, 8, 4, 4), {"max_micro_batch_size": 2})
     assert not isinstance(found, str), found
     assert any("itertools.cycle" in text for text in found[2]), found[2]
@@ -293,10 +295,10 @@ def test_a_cycled_loader_whose_batches_no_longer_fit_is_told() -> None:
     [
         ("_zip_left", (16, 12, 4, 3), "ranks"),
         ("_first_of_another", (16, 12, 4, 3), "ranks"),
-        ("_first_of_another", _EVEN, "max_micro_batch_size"),  # the first piece of the other, beside the second one
+        ("_first_of_another", _EVEN, "max_micro_batch_size"),  # the first micro-batch of the other loader, with the second one
     ],
 )
-def test_a_batch_of_another_loader_that_was_taken_in_other_pieces_and_left_is_told(
+def test_an_abandoned_batch_of_another_loader_with_other_micro_batches_is_reported(
     program: str, sizes: tuple[int, int, int, int], setting: str
 ) -> None:
     """Nobody can say whether the loss was of both, for the loader beside ended before it was read again."""
@@ -308,7 +310,7 @@ def test_a_batch_of_another_loader_that_was_taken_in_other_pieces_and_left_is_to
 
 @pytest.mark.parametrize("setting", ["whole", "ranks"])
 @pytest.mark.parametrize("program", ["_zip_left", "_first_of_another"])
-def test_batches_of_another_loader_in_like_pieces_may_be_left(program: str, setting: str) -> None:
+def test_an_abandoned_batch_of_another_loader_with_equal_micro_batches_is_accepted(program: str, setting: str) -> None:
     _check(program, _EVEN, setting)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks agree on at the start, what is said, and what is counted."""
+"""Startup checks of the ranks, their messages, and the progress counters."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def _other_weights(where: str) -> tuple[list[str], list[float]]:
 
 
 @pytest.mark.parametrize(("where", "name"), [("weight", "inner.weight"), ("buffer", "scale"), ("nowhere", None)])
-def test_a_rank_that_begins_with_other_weights_is_named(where: str, name: str | None) -> None:
+def test_a_rank_with_different_initial_weights_is_named(where: str, name: str | None) -> None:
     results = run_on_ranks(_other_weights, where, world_size=3)
     torch.manual_seed(3)
     expected = _Scaled().inner.weight.flatten().tolist()
     assert [weights for _, weights in results] == [expected] * 3
     (said, _), *others = results
-    assert [s for s, _ in others] == [[], []]  # rank zero speaks
+    assert [s for s, _ in others] == [[], []]  # rank zero warns
     if name is None:
         assert said == []
     else:
@@ -83,7 +83,7 @@ def _other_model() -> str:
     return "no error"
 
 
-def test_a_rank_that_builds_another_model_is_an_error_on_all() -> None:
+def test_a_rank_with_another_model_is_an_error_on_all_ranks() -> None:
     for text in run_on_ranks(_other_model, world_size=2):
         assert "rank 1 prepares a different model than rank zero" in text
         assert "'weight torch.float32 [4, 3]'" in text
@@ -103,7 +103,7 @@ def _other_data(parity: str, sizes: dict[int, tuple[int, int]]) -> str:
 
 
 @pytest.mark.parametrize("parity", ["off", "exact"])
-def test_ranks_with_other_data_are_named_with_its_length(parity: str) -> None:
+def test_ranks_with_different_data_are_named_with_its_length(parity: str) -> None:
     for text in run_on_ranks(_other_data, parity, {1: (9, 4)}, world_size=3):
         assert "the dataset has rank 0: 10, rank 1: 9, rank 2: 10" in text
     for text in run_on_ranks(_other_data, parity, {2: (10, 2)}, world_size=3):
@@ -137,11 +137,11 @@ def _what_the_batch_means(batch_size: int, accumulation: int, max_micro: int | N
         ((10, 1, 2), "global batch 10 = 2 processes x 3 micro-steps x 1 to 2 samples"),
     ],
 )
-def test_it_is_said_once_what_the_batch_size_means(settings: tuple[int, int, int | None], expected: str) -> None:
+def test_the_meaning_of_the_batch_size_is_logged_once(settings: tuple[int, int, int | None], expected: str) -> None:
     assert run_on_ranks(_what_the_batch_means, *settings, world_size=2) == [[expected], []]
 
 
-# ---- a length of all over a sum of one -------------------------------------------------------------------------------
+# ---- sums of one rank divided by the total length -------------------------------------------------------------------------------
 
 
 def _evaluate(parity: str, share: str, asked: str) -> list[str]:
@@ -170,7 +170,7 @@ def _evaluate(parity: str, share: str, asked: str) -> list[str]:
 
 
 @pytest.mark.parametrize("parity", ["off", "exact"])
-def test_a_sum_of_one_rank_over_the_length_of_all_is_caught(parity: str) -> None:
+def test_dividing_a_ranks_sum_by_the_total_length_is_reported(parity: str) -> None:
     for asked in ("before", "after"):
         mine, others = run_on_ranks(_evaluate, parity, "nothing", asked, world_size=2)
         assert others == []
@@ -184,10 +184,10 @@ def test_a_sum_of_one_rank_over_the_length_of_all_is_caught(parity: str) -> None
 
 
 def _order_of_a_late_seed(parity: str) -> list[list[float]]:
-    """Return what this rank reads in two programs that call ``manual_seed`` between Accelerator() and prepare()."""
+    """Return the samples of this rank in two programs that call ``manual_seed`` between Accelerator() and prepare()."""
     read = []
     for program in range(2):
-        torch.manual_seed(100 + 10 * program + dist.get_rank())  # whatever the process had before
+        torch.manual_seed(100 + 10 * program + dist.get_rank())  # independent of the earlier state of the process
         accelerator = Accelerator(parity=parity)
         torch.manual_seed(5 if dist.get_rank() == 0 else 6)
         loader = accelerator.prepare(_numbers(16, 8, shuffle=True))
@@ -196,7 +196,7 @@ def _order_of_a_late_seed(parity: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("parity", ["exact", "bitwise"])
-def test_the_order_comes_from_rank_zeros_seed_when_the_loader_is_prepared(parity: str) -> None:
+def test_the_order_comes_from_rank_zeros_seed_at_prepare(parity: str) -> None:
     first, second = run_on_ranks(_order_of_a_late_seed, parity, world_size=2)
     assert first[0] == first[1]
     assert second[0] == second[1]
@@ -224,7 +224,7 @@ def _count(folder: Path, stop_at: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return loaded, accelerator.progress.to_json()
 
 
-def test_progress_counts_and_is_saved_whole(tmp_path: Path) -> None:
+def test_progress_is_counted_and_saved_completely(tmp_path: Path) -> None:
     zero = {"epoch": 0, "step": 0, "micro_step": 0, "samples_seen": 0, "tokens_seen": 0.0, "position": 0}
     folder = tmp_path / "state"
     # Updates of 4, 4 and 2 samples in two micro-steps each; stopped in the middle of the second one.
@@ -258,7 +258,7 @@ def _leave_in_the_middle() -> torch.Tensor:
     return weight
 
 
-def test_half_an_update_leaves_nothing_behind() -> None:
+def test_an_unfinished_update_leaves_no_gradients() -> None:
     # mean(w^2 x^2) over 0, 1, 2, 3 has the gradient 2 w * 3.5: one step from w = 1, not one and a half.
     for weight in run_on_ranks(_leave_in_the_middle, world_size=2):
         torch.testing.assert_close(weight, torch.tensor([[1 - 0.1 * 7.0]], dtype=torch.float64), rtol=1e-12, atol=0)

@@ -1,4 +1,4 @@
-"""Weights of files under the sharded engine: no rank needs room for all of them, and the values are those of the file."""
+"""Loading weights from files with the sharded engine: correct values, and no rank needs memory for all of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """Embedding tied to the output; sizes that no number of ranks divides."""
+    """An embedding tied to the output, of sizes that are not divisible by the number of ranks."""
 
     _no_split_modules = ("_Block",)
 
@@ -96,7 +96,7 @@ def _net(seed: int) -> _Net:
 
 
 def _save(folder: Path) -> dict[str, torch.Tensor]:
-    """Write the net of seed 5 into two files and an index."""
+    """Write the network with seed 5 to two files and an index."""
     state = {name: value for name, value in _net(5).state_dict().items() if name != "head.weight"}
     halves = [dict(list(state.items())[::2]), dict(list(state.items())[1::2])]
     for number, half in enumerate(halves):
@@ -141,8 +141,8 @@ def _read_after_prepare(kind: str, folder: Path) -> tuple[Any, list[bool], list[
     losses = _falls(accelerator, model, optimizer)
     model.eval()
     with torch.no_grad():
-        model(torch.zeros(1, 2, dtype=torch.int64))  # stage 2 keeps what it has gathered
-    load_checkpoint_in_model(model, folder)  # again, over trained values
+        model(torch.zeros(1, 2, dtype=torch.int64))  # stage 2 keeps gathered parameters
+    load_checkpoint_in_model(model, folder)  # again, replacing trained values
     again = accelerator.get_state_dict(model)
     if found is not None:
         assert again is not None
@@ -153,7 +153,7 @@ def _read_after_prepare(kind: str, folder: Path) -> tuple[Any, list[bool], list[
 @pytest.mark.parametrize(
     ("kind", "world_size"), [("stage 3", 2), ("stage 2", 2), ("offload", 2), ("ignored", 2), ("hybrid", 4)]
 )
-def test_files_are_read_into_the_shards_of_a_model_on_meta(tmp_path: Path, kind: str, world_size: int) -> None:
+def test_files_are_read_into_the_shards_of_a_meta_model(tmp_path: Path, kind: str, world_size: int) -> None:
     expected = _save(tmp_path)
     (found, *_), *others = answers = run_on_ranks(_read_after_prepare, kind, tmp_path, world_size=world_size)
     assert set(found) == {*expected, "head.weight"}
@@ -175,7 +175,7 @@ def _values_of_rank_zero(kind: str) -> tuple[Any, list[bool]]:
     gc.collect()
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     facts = [
-        all(parameter.numel() == 0 for parameter in given),  # freed, although the script still knows them
+        all(parameter.numel() == 0 for parameter in given),  # freed, although the script still refers to them
         held == {id(p) for p in model.parameters()},
         isinstance(model.blocks[0].layer.weight, DTensor) == (kind == "efficient"),
         model.same is model.blocks[0].gain,
@@ -184,7 +184,7 @@ def _values_of_rank_zero(kind: str) -> tuple[Any, list[bool]]:
 
 
 @pytest.mark.parametrize("kind", ["efficient", "efficient ignored"])
-def test_efficient_loading_takes_rank_zeros_values_and_frees_everybodys(kind: str) -> None:
+def test_efficient_loading_uses_rank_zeros_values_and_frees_those_of_all_ranks(kind: str) -> None:
     expected = _net(seed=0).state_dict()
     (found, _), *_ = answers = run_on_ranks(_values_of_rank_zero, kind, world_size=2)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -202,7 +202,7 @@ def _one_rank_cannot_read(folder: Path) -> str:
     return "no error"
 
 
-def test_a_rank_that_cannot_read_the_files_is_named_on_all(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_read_the_files_is_named_on_all_ranks(tmp_path: Path) -> None:
     _save(tmp_path)
     for text in run_on_ranks(_one_rank_cannot_read, tmp_path, world_size=2):
         assert re.search(r"load_checkpoint_in_model failed on some ranks\n +rank 1: CheckpointError: there is no", text)
@@ -216,9 +216,9 @@ def _only_rank_zero_lacks() -> str:
     return str(raised.value)
 
 
-def test_values_that_rank_zero_lacks_and_another_has_are_refused() -> None:
+def test_values_that_only_another_rank_has_are_rejected() -> None:
     for text in run_on_ranks(_only_rank_zero_lacks, world_size=2):
-        assert "on the meta device on rank zero (9 tensors without values), but rank 1 has values" in text
+        assert "on the meta device on rank zero (9 tensors without values), and rank 1 has values" in text
 
 
 def _told() -> tuple[Any, ...]:
@@ -229,14 +229,14 @@ def _told() -> tuple[Any, ...]:
     after = [os.environ.get(name) for name in names]
     plain, plugin = Accelerator(), FullyShardedDataParallelPlugin()
     untouched = plain.fsdp_plugin is None and not plugin.cpu_ram_efficient_loading
-    enable_fsdp_ram_efficient_loading()  # by the user: now it is a setting
+    enable_fsdp_ram_efficient_loading()  # set by the user, so it is a setting now
     asked = Accelerator().fsdp_plugin
     disable_fsdp_ram_efficient_loading()
     withdrawn = not FullyShardedDataParallelPlugin().cpu_ram_efficient_loading
     return before, after, untouched, asked is not None and asked.cpu_ram_efficient_loading, withdrawn
 
 
-def test_transformers_is_told_and_other_accelerators_do_not_listen() -> None:
+def test_efficient_loading_is_enabled_in_transformers_for_its_accelerator_only() -> None:
     assert run_on_ranks(_told, world_size=2) == [([None, None], ["true", "true"], True, True, True)] * 2
 
 
@@ -275,7 +275,7 @@ def _trained_and_saved(folder: str) -> Any:
     return trainer.accelerator.get_state_dict(trainer.model_wrapped)
 
 
-def test_the_trainer_saves_a_sharded_model_whole(tmp_path: Path) -> None:
+def test_the_trainer_saves_a_sharded_model_unsharded(tmp_path: Path) -> None:
     weights, nothing = run_on_ranks(_trained_and_saved, str(tmp_path), world_size=2)
     assert nothing is None
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
@@ -285,7 +285,7 @@ def test_the_trainer_saves_a_sharded_model_whole(tmp_path: Path) -> None:
         _WithLoss().load_state_dict(found)
 
 
-# ---- GPT-2 of transformers, in processes of its own ------------------------------------------------------------------------
+# ---- GPT-2 of transformers, in separate processes ------------------------------------------------------------------------
 
 _MIB = 2**20
 _NUM_RANKS = 2
@@ -298,7 +298,7 @@ def _memory(field: str) -> int:
 
 
 def _gpt2(folder: str, store: str) -> None:
-    """Load it in both ways, print what was found as JSON."""
+    """Load GPT-2 in both ways, and print the measurements as JSON."""
     warnings.simplefilter("ignore")
     from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
@@ -360,9 +360,9 @@ def _loaded(way: str, folder: str, files: list[Path], config_class: Any, model_c
     return found
 
 
-@pytest.mark.soak  # 25 s on a quiet machine
+@pytest.mark.soak  # 25 s on an idle machine
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks of memory are read from /proc")
-def test_gpt2_is_loaded_within_a_share_of_its_size(tmp_path: Path) -> None:
+def test_loading_gpt2_needs_a_fraction_of_its_size(tmp_path: Path) -> None:
     if not is_available("transformers"):
         pytest.skip("transformers is not installed: pip install -e '.[dev]'")
     command = "import sys; sys.path.insert(0, sys.argv[1]); from tests.ranks.test_pretrained import _gpt2; _gpt2(*sys.argv[2:])"

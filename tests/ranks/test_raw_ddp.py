@@ -1,4 +1,4 @@
-"""Plain loops with torch's own DDP between setup() and cleanup(): the mistakes of tutorials are named, correct loops hear nothing."""
+"""Plain DDP loops between setup() and cleanup(): common mistakes are reported, and correct loops do not warn."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def bare_forward(loop: _Loop) -> None:
 
 
 def outer_object(loop: _Loop) -> None:
-    class Classifier:  # it was given the model before that was wrapped
+    class Classifier:  # it received the model before it was wrapped
         def __init__(self, network: nn.Module) -> None:
             self.network = network
 
@@ -80,7 +80,7 @@ def with_a_logged_loss(loop: _Loop) -> None:
     loss = loop.loss(loop.model)
     loss.backward()
     total = loss.detach().clone()
-    dist.all_reduce(total)  # a collective, and none of the gradients
+    dist.all_reduce(total)  # a collective, but not of the gradients
     torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
     loop.step()
 
@@ -175,7 +175,7 @@ def saliency_through_the_bare_module(loop: _Loop) -> None:
     x = loop.x.clone().requires_grad_()
     torch.autograd.grad(loop.model(x).sum(), x)
     plain(loop)
-    loop.loss(loop.model).backward()  # after the step, and thrown away
+    loop.loss(loop.model).backward()  # after the step, and discarded
     loop.optimizer.zero_grad()
 
 
@@ -227,7 +227,7 @@ def uneven_inputs(loop: _Loop) -> None:
 
 
 def adversaries(loop: _Loop) -> None:
-    """A GAN: the generator's loss goes through the discriminator, whose own gradients it spoils until they are cleared."""
+    """A GAN: the generator's loss passes through the discriminator, whose gradients are invalid until they are cleared."""
     other = DistributedDataParallel(nn.Linear(4, 1))
     of_other = torch.optim.SGD(other.parameters(), lr=0.1)
     for _ in range(2):
@@ -282,7 +282,7 @@ def wrapped_anew(loop: _Loop) -> None:
     old, loop.ddp = loop.ddp, DistributedDataParallel(loop.model)
     loop.loss().backward()
     loop.step()
-    del old  # until here it lived on
+    del old  # it existed until here
 
 
 def unfrozen_and_averaged_by_hand(loop: _Loop) -> None:
@@ -337,13 +337,13 @@ def _heard(name: str, options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [one.__name__ for one in CORRECT])
-def test_a_correct_loop_hears_nothing(name: str) -> None:
+def test_a_correct_loop_does_not_warn(name: str) -> None:
     assert run_on_ranks(_heard, name, {}, init_group=False) == [[], []]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["plain", "accumulation"])
-def test_nor_with_the_options_of_ddp(options: str, name: str) -> None:
+def test_correct_loops_with_ddp_options_do_not_warn(options: str, name: str) -> None:
     assert run_on_ranks(_heard, name, OPTIONS[options], init_group=False) == [[], []]
 
 
@@ -359,7 +359,7 @@ def _static_and_hooked() -> list[str]:
     return [str(one.message) for one in caught if "not averaged over the ranks" in str(one.message)]
 
 
-def test_nor_with_a_static_graph_or_a_communication_hook() -> None:
+def test_a_static_graph_or_a_communication_hook_does_not_warn() -> None:
     assert run_on_ranks(_static_and_hooked, init_group=False) == [[], []]
 
 
@@ -375,5 +375,5 @@ def _after_the_group() -> tuple[bool, list[str]]:
     return DistributedDataParallel.__init__ is before, [str(one.message) for one in caught]
 
 
-def test_nothing_stays_after_the_group() -> None:
+def test_no_hooks_remain_after_the_group() -> None:
     assert run_on_ranks(_after_the_group, init_group=False) == [(True, [])] * 2

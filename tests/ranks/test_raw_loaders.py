@@ -1,4 +1,4 @@
-"""Plain DDP loops whose loader nobody cut for the ranks: named once, at its line; every way to cut it is known."""
+"""Plain DDP loops with an unsharded loader: reported once at its line, while every kind of sharding is recognised."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _train(name: str) -> list[tuple[str, str, int]]:
         loader, held_out = LOADERS[name](), DataLoader(WHOLE, batch_size=32)
         for _ in range(2):
             with torch.no_grad():
-                for batch in held_out:  # each rank evaluates all: that is no mistake
+                for batch in held_out:  # each rank evaluates all data, which is correct
                     model.module(*batch) if isinstance(batch, list) else model.module(batch)
             for batch in loader:  # the loop of the test
                 optimizer.zero_grad()
@@ -78,7 +78,7 @@ def _train(name: str) -> list[tuple[str, str, int]]:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_loader_that_nobody_cut_is_named_at_its_line_and_others_are_not(name: str) -> None:
+def test_an_unsharded_loader_is_reported_at_its_line(name: str) -> None:
     first, second = run_on_ranks(_train, name, init_group=False)
     assert second == []
     if name not in MISTAKES:
@@ -98,5 +98,5 @@ def _after() -> bool:
     return DataLoader.__iter__ is before
 
 
-def test_nothing_stays_after_the_group() -> None:
+def test_no_hooks_remain_after_the_group() -> None:
     assert run_on_ranks(_after, init_group=False) == [True, True]

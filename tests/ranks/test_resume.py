@@ -1,4 +1,4 @@
-"""``resume()`` and ``epochs()``: a run that was stopped anywhere goes on as if it had not been."""
+"""``resume()`` and ``epochs()``: a run that was stopped anywhere continues as if it had not been stopped."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Case:
 
 
 class _Samples(Dataset[torch.Tensor]):
-    """Samples that are augmented by ``noise``; what is read in this process is noted."""
+    """Samples with random augmentation (``noise``) that record which of them this process reads."""
 
     def __init__(self, case: _Case) -> None:
         self.x = torch.randn(case.n, 6, generator=torch.Generator().manual_seed(7))
@@ -79,7 +79,7 @@ def _objects(case: _Case, seed: int = 3) -> tuple[nn.Module, torch.optim.Optimiz
 
 
 def _one_ahead(loader: DataLoader[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Read the next batch before one is used, as a prepared loader does: who reads first matters to what is drawn."""
+    """Read one batch ahead like a prepared loader, because the order of reading affects random draws."""
     batches = iter(loader)
     held = next(batches)
     for batch in batches:
@@ -92,14 +92,14 @@ Result = tuple[list[torch.Tensor], list[float], float]
 
 
 def _plain(case: _Case) -> Result:
-    """Train by torch alone, on this rank's share of the batches. In the exact modes the order is a formula."""
+    """Train with plain torch on this rank's batches. In the exact modes a formula gives the order."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model, optimizer, schedule, loader = _objects(case)
     wrapped: Any = DistributedDataParallel(model) if world_size > 1 else model
     for epoch in range(case.epochs):
         if case.parity == "exact":
             order = torch.randperm(case.n, generator=torch.Generator().manual_seed(3 + epoch))
-            torch.empty((), dtype=torch.int64).random_()  # the seed of its workers, that a DataLoader draws
+            torch.empty((), dtype=torch.int64).random_()  # the seed that a DataLoader draws for its workers
             batches: Any = [loader.dataset.x[i] for i in order.split(_BATCH)]  # type: ignore[attr-defined]
         else:
             batches = _one_ahead(loader)
@@ -112,7 +112,7 @@ def _plain(case: _Case) -> Result:
             with nullcontext() if ends or world_size == 1 else wrapped.no_sync():
                 (wrapped(x).square().mean() / case.accumulation).backward()
             if ends:
-                if count < case.accumulation:  # a window that the epoch cuts short is a mean, too
+                if count < case.accumulation:  # a window shortened by the end of the epoch is a mean, too
                     for p in model.parameters():
                         assert p.grad is not None
                         p.grad.mul_(case.accumulation / count)
@@ -188,10 +188,10 @@ _CASES = {
 
 
 @pytest.mark.parametrize("name", list(_CASES))
-def test_a_run_resumed_after_any_step_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_a_run_resumed_after_any_step_is_bit_identical(name: str, tmp_path: Path) -> None:
     # Shuffle, dropout, AdamW's moments, the schedule, half windows: each would show in the weights.
     case, world_size = _CASES[name]
-    # The batches of DDP by hand, without samples that fill up the last round.
+    # The reference computes DDP's batches, without samples that fill the last round.
     has_plain = case.parity == "off" and (world_size == 1 or case.n % (_BATCH * world_size) == 0)
     has_plain |= case == _EXACT and world_size == 1
     results = run_on_ranks(_resume_everywhere, case, tmp_path, has_plain, world_size=world_size, timeout=180)
@@ -299,11 +299,11 @@ def test_the_number_of_processes_may_change_wherever_the_run_was_stopped(
 
 class _Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(17).tolist()  # drawn when the pass begins
+        yield from torch.randperm(17).tolist()  # drawn when the pass starts
 
 
 class _Counted(_Samples):
-    """Counts what its workers read."""
+    """Counts the samples that its workers read."""
 
     def __init__(self, case: _Case) -> None:
         super().__init__(case)
@@ -317,14 +317,14 @@ class _Counted(_Samples):
 
 
 def _batches_of_an_epoch(parity: str, dispatches: bool, folder: Path) -> list[tuple[bool, int]]:
-    """Tell of some places in an epoch: are the batches after it the uninterrupted run's, and how many samples were read."""
+    """Check the batches after some positions in an epoch, and return the number of samples read."""
 
     def read(resume: Path | None = None, save_to: Path | None = None) -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(3 if resume is None else 99)
         accelerator = Accelerator(
             parity=parity, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatches), seed=3
         )
-        batch_size = 4 if parity == "exact" else 2  # there it is that of all ranks
+        batch_size = 4 if parity == "exact" else 2  # there it is the state of all ranks
         samples = _Counted(_Case(noise=0.1, n=32))
         loader: Any = DataLoader(samples, batch_size=batch_size, shuffle=True, num_workers=2)
         loader = accelerator.prepare(loader)
@@ -349,7 +349,7 @@ def _batches_of_an_epoch(parity: str, dispatches: bool, folder: Path) -> list[tu
 
 
 @pytest.mark.parametrize(("parity", "dispatches"), [("off", False), ("off", True), ("exact", False)])
-def test_batches_that_workers_augment_are_the_same_from_any_place_on(
+def test_augmented_batches_of_workers_are_identical_from_any_position(
     parity: str, dispatches: bool, tmp_path: Path
 ) -> None:
     results = run_on_ranks(_batches_of_an_epoch, parity, dispatches, tmp_path, timeout=180)
@@ -361,7 +361,7 @@ def test_batches_that_workers_augment_are_the_same_from_any_place_on(
 
 
 def _read_stream(project: Path, dispatches: bool) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return what is read, and the next draw: of a whole run, and of one in two parts."""
+    """Return the samples and the next random draw of an uninterrupted run and of a run in two parts."""
 
     def run(stop_after: int) -> list[Any]:
         torch.manual_seed(3)
@@ -388,7 +388,7 @@ def _read_stream(project: Path, dispatches: bool) -> tuple[list[Any], list[Any],
 
 
 @pytest.mark.parametrize("dispatches", [True, False])
-def test_iterable_data_goes_on_on_several_ranks(dispatches: bool, tmp_path: Path) -> None:
+def test_iterable_data_resumes_on_several_ranks(dispatches: bool, tmp_path: Path) -> None:
     for whole, first, rest in run_on_ranks(_read_stream, tmp_path, dispatches):
         assert len(whole) == 10
         assert first + rest == whole
@@ -409,7 +409,7 @@ def _refused(project: Path, stop: bool) -> str:
     return ""
 
 
-def test_without_parity_the_middle_of_an_epoch_is_refused_on_another_number_of_processes(tmp_path: Path) -> None:
+def test_without_parity_another_number_of_processes_is_rejected_in_mid_epoch(tmp_path: Path) -> None:
     run_on_ranks(_refused, tmp_path, True, world_size=1)
     for text in run_on_ranks(_refused, tmp_path, False):
         assert "saved within an epoch on 1 processes, but this run has 2, so samples would be repeated or lost" in text
@@ -445,7 +445,7 @@ def _read_other_data(folder: str, kind: str, num_samples: int, batch_size: int, 
 
 
 @pytest.mark.parametrize("kind", ["off", "dispatch", "exact"])
-def test_other_data_are_refused_on_every_rank_or_gone_on_with_together(kind: str, tmp_path: Path) -> None:
+def test_different_data_is_rejected_or_accepted_on_every_rank(kind: str, tmp_path: Path) -> None:
     size = 8 if kind == "exact" else 4
     run_on_ranks(_read_other_data, str(tmp_path), kind, 40, size, 3)  # 24 samples
     results = run_on_ranks(_read_other_data, str(tmp_path), kind, 48, size, 0)
@@ -476,6 +476,6 @@ def _load_with_data_of_ones_own(folder: str) -> list[int]:
     return sizes
 
 
-def test_ranks_whose_data_differ_load_what_they_have_saved(tmp_path: Path) -> None:
+def test_ranks_with_different_data_load_their_checkpoint(tmp_path: Path) -> None:
     """As a script's own torch.randn makes them, without a seed; the checkpoint has the fingerprint of rank zero's."""
     assert run_on_ranks(_load_with_data_of_ones_own, str(tmp_path / "state"), world_size=2) == [[4] * 4] * 2

@@ -1,4 +1,4 @@
-"""The checks of ``echelon test`` see what is wrong; their references are plain PyTorch and nccl-tests' formulas."""
+"""The checks of ``echelon test`` detect errors. Their references are plain PyTorch and the formulas of nccl-tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _checks(folder: Path, engine: str, is_wrong: bool) -> list[CheckFinding]:
     ("engine", "is_wrong"),
     [("ddp", True), *(pytest.param(engine, False, marks=pytest.mark.soak) for engine in ("ddp", "fsdp2", "zero1"))],
 )
-def test_a_check_fails_when_and_only_when_something_is_wrong(tmp_path: Path, engine: str, is_wrong: bool) -> None:
+def test_a_check_fails_only_on_an_actual_error(tmp_path: Path, engine: str, is_wrong: bool) -> None:
     found: list[CheckFinding] = run_on_ranks(_checks, tmp_path, engine, is_wrong)[0]
     assert [one.name for one in found] == ["world", "exact", "data", "bandwidth"]
     assert [one.name for one in found if not one.passed] == (["exact", "data"] if is_wrong else []), found
@@ -61,7 +61,7 @@ def _measured(sizes: list[int]) -> list[Measured]:
     return measure(sizes, device=torch.device("cpu"), budget=timedelta(milliseconds=5))
 
 
-def test_bandwidths_are_those_that_nccl_tests_would_print() -> None:
+def test_bandwidths_match_the_formulas_of_nccl_tests() -> None:
     both = run_on_ranks(_measured, [KILOBYTE, 10], world_size=3)
     for one in both[0]:
         assert one.num_ranks == 3
@@ -76,7 +76,7 @@ def test_bandwidths_are_those_that_nccl_tests_would_print() -> None:
             "all_to_all": 2 / 3,
         }
         assert one.bus_bytes_per_s == pytest.approx(one.algorithm_bytes_per_s * factors[one.name])
-    # Of the slowest rank, so the same on all.
+    # The time of the slowest rank, so it is the same on all ranks.
     assert [one.seconds for one in both[0]] == [one.seconds for one in both[1]] == [one.seconds for one in both[2]]
 
 
@@ -96,12 +96,12 @@ def _with_wrong_results() -> list[str]:
     return told
 
 
-def test_a_collective_that_gives_a_wrong_result_is_named() -> None:
+def test_a_collective_with_a_wrong_result_is_named() -> None:
     expected = [f"{collective.name} returned a wrong result" for collective in COLLECTIVES]
     assert run_on_ranks(_with_wrong_results) == [expected, expected]
 
 
-def test_the_tolerance_of_other_dtypes_follows_from_the_additions() -> None:
+def test_the_tolerance_of_each_dtype_follows_from_the_number_of_additions() -> None:
     problem = self_test.Problem(world_size=2, dtype=torch.float32)
     assert problem.num_updates == 12
     assert problem.tolerance == pytest.approx(12 * 24 * 2**-23)

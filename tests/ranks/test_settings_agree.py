@@ -1,4 +1,4 @@
-"""Ranks that were told different settings say so at the start; the engine is a setting like the others."""
+"""Ranks with different settings report them at startup; the engine is a setting, too."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _told_differently(handed: str, variables: dict[str, str]) -> str:
         ({"ACCELERATE_MIXED_PRECISION": "BF16", "ECHELON_DEBUG": "false", "ECHELON_GPU_IDS": "3"}, None),
     ],
 )
-def test_a_rank_with_another_environment_is_named_with_the_setting_and_both_values(
+def test_a_rank_with_another_setting_is_named_with_both_values(
     variables: dict[str, str], told: str | None, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.yaml"
@@ -70,7 +70,7 @@ def _engines(handed: str) -> list[str]:
     return names
 
 
-def test_the_engine_of_the_code_wins_over_the_environment_and_that_over_the_file() -> None:
+def test_the_engine_in_the_code_overrides_the_environment_and_the_file() -> None:
     handed = json.dumps({"engine": ["zero1", 2, "run.yaml:1"]})
     assert run_on_ranks(_engines, handed, world_size=2) == [["zero1", "ddp", "fsdp2"]] * 2
 
@@ -95,7 +95,7 @@ def _engine_of_the_run(variables: dict[str, str]) -> tuple[str, int | None, str]
         ("multi_gpu.yaml", {"engine": "zero1"}, "zero1", None),
     ],
 )
-def test_a_script_without_arguments_trains_on_the_engine_that_the_file_and_the_flags_choose(
+def test_file_and_flags_select_the_engine_of_a_script_without_arguments(
     name: str, flags: dict[str, str], engine: str, version: int | None
 ) -> None:
     given = {**flags, "num_processes": "2", "cpu": "true"}

@@ -1,4 +1,4 @@
-"""setup, cleanup and process_group: from arguments, from the environment, and every way to get them wrong."""
+"""setup, cleanup and process_group: from arguments, from the environment, and with invalid values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness import RanksFailed, run_on_ranks
 ALONE = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def test_one_process_needs_nothing() -> None:
+def test_one_process_needs_no_settings() -> None:
     with process_group() as world:
         assert (world.rank, world.world_size, world.local_rank) == (0, 1, 0)
         assert str(world.device) == "cpu" or world.device.index == 0
@@ -40,7 +40,7 @@ def test_a_failing_block_still_ends_the_group() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_group_that_was_there_before_stays() -> None:
+def test_an_existing_group_is_kept() -> None:
     setup()
     with process_group() as world:
         assert world.world_size == 1
@@ -57,7 +57,7 @@ def _by_environment() -> tuple[int, int, list[int]]:
 def _by_arguments() -> tuple[int, int, list[int]]:
     rank, size = int(environ.get("RANK") or -1), int(environ.get("WORLD_SIZE") or -1)
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    # Nothing but MASTER_ADDR and MASTER_PORT in the environment, as the tutorials set them by hand.
+    # Only MASTER_ADDR and MASTER_PORT are in the environment, as tutorials set them.
     with environ.patch({**ALONE, "MASTER_ADDR": address, "MASTER_PORT": port}), process_group(rank, size) as world:
         assert (world.local_rank, world.local_world_size) == (rank, size)
         return world.rank, world.world_size, gather_object([world.rank])
@@ -82,13 +82,13 @@ def test_ranks_meet_by_init_method(tmp_path: object) -> None:
 
 
 def _by_hand() -> tuple[int, int, int]:
-    with environ.patch(ALONE):  # the harness has made the group; only torch knows it
+    with environ.patch(ALONE):  # the harness created the group with torch, without echelon
         world = World.current()
         assert setup() == world
         return world.rank, world.world_size, world.local_rank
 
 
-def test_a_group_made_by_hand_is_found() -> None:
+def test_a_group_created_by_the_user_is_used() -> None:
     assert run_on_ranks(_by_hand, world_size=2) == [(0, 2, 0), (1, 2, 1)]
 
 
@@ -102,7 +102,7 @@ def test_a_group_made_by_hand_is_found() -> None:
         ({"world_size": 2}, ["one of the two is missing"]),
     ],
 )
-def test_a_rank_outside_the_world_is_refused(arguments: dict[str, int], texts: list[str]) -> None:
+def test_a_rank_outside_the_world_is_rejected(arguments: dict[str, int], texts: list[str]) -> None:
     with environ.patch(ALONE), pytest.raises(ConfigError) as raised:
         setup(**arguments)
     assert all(text in str(raised.value) for text in texts)
@@ -110,7 +110,9 @@ def test_a_rank_outside_the_world_is_refused(arguments: dict[str, int], texts: l
 
 
 @pytest.mark.parametrize(("name", "value", "found"), [("rank", 1, 0), ("world_size", 4, 2)])
-def test_arguments_against_the_environment_are_refused_with_both_origins(name: str, value: int, found: int) -> None:
+def test_arguments_that_contradict_the_environment_are_rejected_with_both_origins(
+    name: str, value: int, found: int
+) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with environ.patch({**ALONE, **variables}), pytest.raises(ConfigError) as raised:
         setup(**{name: value})
@@ -123,12 +125,12 @@ def test_setup_again_with_other_values_is_refused() -> None:
         setup(rank=0, world_size=2)
 
 
-def test_a_missing_address_names_the_variable() -> None:
+def test_the_error_for_a_missing_address_names_the_variable() -> None:
     with environ.patch(ALONE), pytest.raises(SetupError, match="MASTER_ADDR is not set"):
         setup(rank=0, world_size=2)
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_the_error_for_a_used_port_names_it() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -146,7 +148,7 @@ def _late(rank_that_stays_away: int) -> None:
     setup(timeout=1.0)
 
 
-def test_a_rank_that_never_comes_ends_in_a_setup_error() -> None:
+def test_a_missing_rank_is_a_setup_error() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_on_ranks(_late, 1, world_size=2, init_group=False)
     assert isinstance(failed.value.errors[0], SetupError)
@@ -157,12 +159,12 @@ def _again_and_again() -> list[list[int]]:
     seen = []
     for turn in range(4):
         if int(environ.get("RANK") or 0) == turn % 3:
-            threading.Event().wait(0.3)  # late: the others must not take its address of the group before for this one's
+            threading.Event().wait(0.3)  # late: other ranks must not use its address in the previous group
         with process_group(timeout=20.0) as world:
             seen.append(gather_object([world.rank * 10 + turn]))
     return seen
 
 
-def test_a_new_group_does_not_meet_the_ghosts_of_the_old_one() -> None:
+def test_a_new_group_ignores_addresses_of_the_old_one() -> None:
     expected = [[turn, 10 + turn, 20 + turn] for turn in range(4)]
     assert run_on_ranks(_again_and_again, world_size=3, init_group=False) == [expected] * 3

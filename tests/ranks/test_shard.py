@@ -1,4 +1,4 @@
-"""shard(): every sample exactly once, the same order everywhere, the same number of steps on each rank."""
+"""shard(): every sample exactly once, the same order on every rank, and the same number of steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _plan(n: int, batch: int, world: int, even: bool, drop_last: bool = False) -
 CASES = [(n, batch, world) for n in range(1, 41) for batch in range(1, 8) for world in (1, 2, 3)]
 
 
-def test_evaluation_sees_each_sample_exactly_once() -> None:
+def test_evaluation_uses_each_sample_exactly_once() -> None:
     for n, batch, world in CASES:
         ranks = _plan(n, batch, world, even=False)
         assert sorted(i for batches in ranks for b in batches for i in b) == list(range(n)), (n, batch, world)
@@ -52,16 +52,16 @@ def test_training_makes_the_same_number_of_steps_on_every_rank() -> None:
         assert [len(batches) for batches in ranks] == [steps] * world, (n, batch, world)
         used = sorted(i for batches in ranks for b in batches for i in b)
         assert set(used) == set(range(n)), (n, batch, world)
-        if batch > 1 and n >= 2 * world:  # only then can every rank have a sample of its own in every step
+        if batch > 1 and n >= 2 * world:  # otherwise some steps have fewer samples than ranks
             assert used == list(range(n)), (n, batch, world)
 
 
-def test_one_rank_gets_the_plain_loader_s_batches() -> None:
+def test_one_rank_gets_the_batches_of_the_plain_loader() -> None:
     for n, batch in [(10, 3), (9, 3), (1, 4)]:
         assert _plan(n, batch, 1, even=True)[0] == [b.tolist() for b in DataLoader(torch.arange(n), batch_size=batch)]  # type: ignore[arg-type]
 
 
-def test_drop_last_keeps_whole_global_batches_only() -> None:
+def test_drop_last_keeps_only_whole_global_batches() -> None:
     assert _plan(23, 3, 2, even=True, drop_last=True) == [
         [[0, 1, 2], [6, 7, 8], [12, 13, 14]],
         [[3, 4, 5], [9, 10, 11], [15, 16, 17]],
@@ -90,7 +90,7 @@ def _epochs(n: int, workers: int = 0) -> list[list[list[int]]]:
     loader = shard(DataLoader(TensorDataset(torch.arange(n)), batch_size=4, shuffle=True, num_workers=workers))
     seen = [[b[0].tolist() for b in loader] for _ in range(2)]
     for _ in loader:
-        break  # a pass that is left early still counts as one
+        break  # an aborted pass counts as a pass
     seen.append([b[0].tolist() for b in loader])
     loader.sampler.set_epoch(0)  # type: ignore[attr-defined]  # as the tutorials write it
     seen.append([b[0].tolist() for b in loader])
@@ -100,7 +100,7 @@ def _epochs(n: int, workers: int = 0) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_global_order_depends_on_seed_and_epoch_only(workers: int) -> None:
+def test_the_global_order_depends_only_on_seed_and_epoch(workers: int) -> None:
     expected = [
         torch.randperm(22, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in (0, 1, 3, 0, 1)
     ]
@@ -112,12 +112,12 @@ def test_the_global_order_depends_on_seed_and_epoch_only(workers: int) -> None:
 
 
 def _own_sampler() -> list[list[int]]:
-    torch.manual_seed(100 + dist.get_rank())  # the ranks' generators differ, as with augmentation
+    torch.manual_seed(100 + dist.get_rank())  # the ranks' RNG states differ, as they do with augmentation
     sampler = RandomSampler(range(12), replacement=False, num_samples=8)
     return [b.tolist() for b in shard(DataLoader(torch.arange(12), batch_size=2, sampler=sampler))]  # type: ignore[arg-type]
 
 
-def test_a_sampler_of_the_user_s_is_drawn_once_for_all_ranks() -> None:
+def test_a_custom_sampler_is_drawn_once_for_all_ranks() -> None:
     ranks = run_on_ranks(_own_sampler, world_size=2)
     used = [i for batches in ranks for b in batches for i in b]
     assert len(used) == len(set(used)) == 8
@@ -137,7 +137,7 @@ class _Reversed(Sampler[int]):
         return iter(range(self.n - 1, -1, -1))
 
 
-def test_a_sampler_of_the_user_s_is_told_the_epoch() -> None:
+def test_a_custom_sampler_receives_the_epoch() -> None:
     sampler = _Reversed(5)
     loader = shard(DataLoader(torch.arange(5), batch_size=2, sampler=sampler))  # type: ignore[arg-type]
     assert [b.tolist() for b in loader] == [[4, 3], [2, 1], [0]]
@@ -145,7 +145,7 @@ def test_a_sampler_of_the_user_s_is_told_the_epoch() -> None:
     assert sampler.epochs == [0, 1]
 
 
-def test_the_sampler_s_generator_gives_the_seed() -> None:
+def test_the_samplers_generator_determines_the_seed() -> None:
     loader = DataLoader(torch.arange(9), batch_size=9, shuffle=True, generator=torch.Generator().manual_seed(7))  # type: ignore[arg-type]
     expected = torch.randperm(9, generator=torch.Generator().manual_seed(7)).tolist()
     assert next(iter(shard(loader))).tolist() == expected
@@ -155,14 +155,14 @@ def _double(items: list[int]) -> list[int]:
     return [2 * i for i in items]
 
 
-def test_the_users_choices_are_kept() -> None:
+def test_the_users_settings_are_kept() -> None:
     loader = shard(DataLoader(range(6), batch_size=3, collate_fn=_double, drop_last=True))  # type: ignore[arg-type]
     assert list(loader) == [[0, 2, 4], [6, 8, 10]]
     assert isinstance(loader, DataLoader)
     assert len(loader) == 2
 
 
-def test_a_repeated_sample_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_repeated_sample_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     sampler = ShardedBatchSampler(
         range(3), num_samples=3, batch_size=1, rank=0, world_size=2, seed=0, even=True, drop_last=False
     )
@@ -177,7 +177,7 @@ class _Stream(IterableDataset[int]):
         return iter(range(3))
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_loaders_that_cannot_be_sharded_are_rejected() -> None:
     with pytest.raises(UsageError, match="iterable dataset"):
         shard(DataLoader(_Stream()))
     with pytest.raises(UsageError, match="batch size"):

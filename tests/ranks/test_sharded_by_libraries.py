@@ -1,4 +1,4 @@
-"""The real webdataset and datasets, where they are installed (make peers): each sample exactly once."""
+"""The real webdataset and datasets libraries, if installed (make peers): each sample exactly once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _read(kind: str, folder: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", MADE)
-def test_the_shards_of_a_library_are_kept(kind: str, world_size: int, tmp_path: Path) -> None:
+def test_the_sharding_of_a_library_is_kept(kind: str, world_size: int, tmp_path: Path) -> None:
     pytest.importorskip(kind.partition(",")[0], reason="not installed: make peers")
     for number in range(12):
         with tarfile.open(tmp_path / f"{number:02}.tar", "w") as archive:

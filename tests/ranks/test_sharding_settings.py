@@ -1,4 +1,4 @@
-"""What fsdp_plugin and parallelism_config make of a model on 4 ranks: where its parts are, and that it trains."""
+"""fsdp_plugin and parallelism_config on 4 ranks: the placement of the model, and that it trains."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _trained(name: str) -> dict[str, Any]:
         assert mesh is not None
         assert state.device_mesh is mesh
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch wants the joint axes kept by hand some day; scripts slice them
+            warnings.simplefilter("ignore")  # torch will require keeping combined axes explicitly; scripts slice them
             facts["axes"] = (mesh.mesh_dim_names, mesh.size(0), mesh["dp"].size())
         facts["place"] = (accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank)
         assert accelerator.tensor_parallel_rank == 0
@@ -97,7 +97,7 @@ def _in_bf16_from_the_environment() -> tuple[Any, ...]:
     return seen, out.dtype, weight.dtype, weight.grad.dtype, accelerator.fsdp_plugin.reshard_after_forward
 
 
-def test_the_environment_shards_and_bf16_computes_low_on_float32_weights() -> None:
+def test_the_environment_enables_sharding_and_bf16_with_float32_weights() -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     assert run_on_ranks(_in_bf16_from_the_environment) == [([bf16], fp32, fp32, fp32, False)] * 2
 
@@ -114,5 +114,5 @@ def _layouts_that_are_kept() -> None:
     assert accelerator.data_parallel_rank == 0
 
 
-def test_an_empty_layout_is_ddp_and_one_axis_is_shards() -> None:
+def test_an_empty_layout_means_ddp_and_one_axis_means_sharding() -> None:
     run_on_ranks(_layouts_that_are_kept)

@@ -75,14 +75,14 @@ def test_sparse_gradients_do_not_scale_those_of_other_layers(engine: str | None)
 
 @pytest.mark.parametrize("engine", ["ddp", "zero1"])
 @pytest.mark.parametrize(("program", "factor"), [(_unseen, 0.5), (_without_items, 1.0)])
-def test_a_rank_without_sparse_gradients_brings_zeros(program: Any, factor: float, engine: str) -> None:
+def test_a_rank_without_sparse_gradients_contributes_zeros(program: Any, factor: float, engine: str) -> None:
     expected = _of_rank_zero(factor)
     for found in run_on_ranks(program, engine, timeout=20):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)  # float64
 
 
 def _mixed() -> list[float]:
-    # A parameter of no prepared model, whose gradient is sparse on one rank and dense on the other.
+    # A parameter outside prepared models, whose gradient is sparse on one rank and dense on the other.
     accelerator, model, _ = _prepared("ddp")
     table = nn.Parameter(torch.ones(5, 3, dtype=torch.float64))
     mine = accelerator.prepare(torch.optim.SGD([table], lr=1.0))
@@ -94,7 +94,7 @@ def _mixed() -> list[float]:
     return table[:, 0].tolist()
 
 
-def test_sparse_gradients_of_one_rank_and_dense_ones_of_another_are_averaged() -> None:
+def test_sparse_and_dense_gradients_of_different_ranks_are_averaged() -> None:
     assert (
         run_on_ranks(_mixed, timeout=20) == [[0.5, -0.5, 0.5, 0.5, 0.5]] * 2
     )  # 1 - (0 + 1) / 2; row 1: 1 - (2 + 1) / 2

@@ -1,4 +1,4 @@
-"""save_state and load_state in Accelerate's layout; what every layout promises is tried in echelon's own, too."""
+"""save_state and load_state in Accelerate's layout; promises that hold for every layout are also tested in echelon's."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _both(folder: str, stop: tuple[int, int], generator: bool, stateful: bool) -
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("generator", [False, True], ids=["global-rng", "own-generator"])
 @pytest.mark.parametrize("middle", [False, True], ids=["at-the-end", "in-the-middle"])
-def test_a_resumed_run_is_the_plain_loop_bit_for_bit(
+def test_a_resumed_run_matches_the_plain_loop_bit_for_bit(
     world_size: int, generator: bool, middle: bool, tmp_path: Path
 ) -> None:
     # Dropout, the order of the samples, AdamW's moments and the schedule: each would show in the weights.
@@ -90,14 +90,14 @@ def test_a_resumed_run_is_the_plain_loop_bit_for_bit(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_stateful_loader_goes_on_by_itself(world_size: int, tmp_path: Path) -> None:
+def test_a_stateful_loader_resumes_by_itself(world_size: int, tmp_path: Path) -> None:
     for plain, resumed in run_on_ranks(_both, str(tmp_path / "s"), (1, 2), False, True, world_size=world_size):
         assert all(map(torch.equal, plain[0], resumed[0]))
     saved = torch.load(tmp_path / "s" / "dl_state_dict.bin", weights_only=True)
     assert (saved["_num_yielded"], saved["_iterator_finished"]) == (2, False)  # the form that torchdata reads
 
 
-def test_a_position_in_accelerates_form_is_taken_and_one_of_other_numbers_of_processes_refused(tmp_path: Path) -> None:
+def test_accelerates_position_is_accepted_and_one_of_other_process_counts_rejected(tmp_path: Path) -> None:
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
 
     def prepared() -> tuple[Accelerator, Any]:
@@ -191,7 +191,9 @@ def _fail_on_rank_one(folder: str, limit: int | None) -> tuple[str, list[str], d
 
 
 @pytest.mark.parametrize("limit", [None, 1], ids=["same-path", "total_limit=1"])
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_one(limit: int | None, tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_keeps_the_old_checkpoint(
+    limit: int | None, tmp_path: Path
+) -> None:
     old, new = ("state", "state") if limit is None else ("checkpoint_0", "checkpoint_1")
     for rank, (text, names, values, iteration) in enumerate(run_on_ranks(_fail_on_rank_one, str(tmp_path), limit)):
         # A warning of rank zero; a third time in a row ends the run (max_failed_saves).
@@ -217,7 +219,7 @@ def _load_with_one_file_less(folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_file_that_one_rank_misses_is_an_error_on_all(tmp_path: Path) -> None:
+def test_a_missing_file_on_one_rank_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     for text in run_on_ranks(_load_with_one_file_less, str(tmp_path / "s")):
         assert "rank 1: CheckpointError" in text
         assert f"{tmp_path / 's'} has no random_states_1.pkl" in text
@@ -230,7 +232,7 @@ def _load_on_more(folder: str) -> tuple[float, int]:
     return accelerator.unwrap_model(model).weight.item(), accelerator.step
 
 
-def test_more_processes_than_saved_load_it_and_are_told(tmp_path: Path) -> None:
+def test_loading_on_more_processes_warns(tmp_path: Path) -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(1, 1))
     accelerator.step = 5
@@ -279,7 +281,7 @@ def _load_accelerates(folder: str) -> tuple[dict[str, Any], int]:
     return found, counter.count
 
 
-def test_what_accelerate_wrote_is_loaded() -> None:
+def test_checkpoints_of_accelerate_are_loaded() -> None:
     found, count = _load_accelerates(str(WRITTEN_BY_ACCELERATE))
     assert found == json.loads((WRITTEN_BY_ACCELERATE / "expected.json").read_text())
     assert found["drawn"][0] == torch.rand((), generator=torch.Generator().manual_seed(11)).item()
@@ -307,7 +309,7 @@ accelerator.save_state(sys.argv[2])
 """
 
 
-def test_accelerate_loads_what_was_written_here_and_the_other_way_round(tmp_path: Path) -> None:
+def test_accelerate_and_echelon_load_each_others_checkpoints(tmp_path: Path) -> None:
     if not PEERS.exists():
         pytest.skip(f"{PEERS} is missing: make peers")
     accelerator, model, optimizer, scheduler, counter = _like_accelerates()
@@ -354,7 +356,7 @@ class _Evil:
     "file", ["random_states_0.pkl", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl", "pytorch_model.bin"]
 )
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "bare-pickle"])
-def test_a_file_that_holds_code_is_refused_and_not_run(file: str, legacy: bool, tmp_path: Path) -> None:
+def test_a_file_that_contains_code_is_rejected_and_not_run(file: str, legacy: bool, tmp_path: Path) -> None:
     folder = tmp_path / "s"
     shutil.copytree(WRITTEN_BY_ACCELERATE, folder)
     if file == "pytorch_model.bin":
@@ -365,7 +367,7 @@ def test_a_file_that_holds_code_is_refused_and_not_run(file: str, legacy: bool, 
     with pytest.raises(CheckpointError, match=rf"{file} holds (posix|nt)\.system, which is not plain data"):
         accelerator.load_state(folder)
     assert not mark.exists()
-    with pytest.raises((UsageError, CheckpointError), match=r"not plain data|would run whatever code"):
+    with pytest.raises((UsageError, CheckpointError), match=r"not plain data|would run any code"):
         accelerator.load_state(folder, load_kwargs={"weights_only": False})
     assert not mark.exists()
 
@@ -379,9 +381,7 @@ def _saved(tmp_path: Path) -> tuple[Accelerator, nn.Module, Path]:
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
-def test_a_missing_or_damaged_file_is_named_and_nothing_is_loaded_from_beside_a_missing_one(
-    file: str, tmp_path: Path
-) -> None:
+def test_a_missing_or_damaged_file_is_named_before_loading(file: str, tmp_path: Path) -> None:
     accelerator, model, folder = _saved(tmp_path)
     whole = (folder / file).read_bytes()
     before = model.weight.detach().clone()
@@ -428,7 +428,7 @@ def test_the_files_have_accelerates_names(safe: bool, tmp_path: Path) -> None:
     assert [batch[0].tolist() for batch in loader] == first
 
 
-def test_saving_to_the_same_path_leaves_nothing_of_the_old_state_and_all_other_files(tmp_path: Path) -> None:
+def test_saving_to_the_same_path_replaces_the_state_and_keeps_other_files(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     accelerator = Accelerator()
     accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
@@ -443,7 +443,7 @@ def test_saving_to_the_same_path_leaves_nothing_of_the_old_state_and_all_other_f
     assert os.listdir(tmp_path) == ["s"]
 
 
-def test_a_folder_that_cannot_be_replaced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_replaced_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "s").mkdir()
     monkeypatch.chdir(tmp_path / "s")
     accelerator = Accelerator()
@@ -466,7 +466,7 @@ class _Holds(_Counter):
         return {"nested": [(1, {"value": self.value})]}
 
 
-def test_what_could_not_be_loaded_again_is_refused_when_it_is_registered_and_when_it_is_saved(tmp_path: Path) -> None:
+def test_objects_that_cannot_be_loaded_are_rejected_at_registration_and_saving(tmp_path: Path) -> None:
     accelerator = Accelerator()
     with pytest.raises(ValueError, match=r"argument 1 \(int\) has no state_dict and load_state_dict"):
         accelerator.register_for_checkpointing(_Counter(), 3)
@@ -510,7 +510,7 @@ def test_numbered_checkpoints_are_kept_up_to_the_limit_and_the_newest_is_loaded(
     assert len(list(checkpoints.iterdir())) == 3
 
 
-def test_the_old_checkpoint_is_deleted_after_the_new_one_is_in_place(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_old_checkpoint_is_deleted_after_the_new_one_is_complete(tmp_path: Path, monkeypatch: Any) -> None:
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
     accelerator = Accelerator(project_config=project)
     accelerator.prepare(nn.Linear(1, 1))
@@ -537,7 +537,7 @@ class _Tied(nn.Module):
         self.out = nn.Linear(10, 3)
 
 
-def test_tied_weights_are_stored_once_and_tied_again(tmp_path: Path) -> None:
+def test_tied_weights_are_stored_once_and_restored_tied(tmp_path: Path) -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(_Tied())
     folder = accelerator.save_state(tmp_path / "s")
@@ -551,7 +551,7 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path: Path) -> None:
     assert model.head.weight.tolist() == saved
 
 
-def test_parts_of_one_memory_are_all_stored(tmp_path: Path) -> None:
+def test_all_parts_of_one_storage_are_stored(tmp_path: Path) -> None:
     # As the weights of an LSTM on a GPU; accelerate 1.15 writes the first part only.
     memory = torch.arange(6.0)
     parts = {"all": memory, "a": memory[:2], "b": memory[2:4], "c": memory[4:], "again": memory[2:4]}

@@ -1,4 +1,4 @@
-"""A step never uses gradients that the other ranks have not seen: the tutorials' three mistakes train like the right program."""
+"""The step guard: three common mistakes that skip gradient synchronization train like the correct program."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _opted_out() -> list[torch.Tensor]:
     return [p.detach() for p in outer.parameters()]
 
 
-def test_local_steps_on_purpose_stay_local_and_silent() -> None:
+def test_intentional_local_steps_stay_local_without_a_warning() -> None:
     first, second = run_on_ranks(_opted_out, world_size=2)
     assert not any(torch.equal(p, q) for p, q in zip(first, second))
 
@@ -127,7 +127,7 @@ def _stray() -> tuple[list[torch.Tensor], list[str]]:
     return [p.detach() for p in (*body.parameters(), *head.parameters())], [str(w.message) for w in caught]
 
 
-def test_parameters_outside_any_prepared_model_stay_equal() -> None:
+def test_parameters_outside_prepared_models_stay_equal_on_all_ranks() -> None:
     (first, said), (second, silent) = run_on_ranks(_stray, world_size=2)
     assert all(torch.equal(p, q) for p, q in zip(first, second))
     assert len(said) == 1
@@ -158,5 +158,5 @@ def _accumulated() -> tuple[int, int]:
     return len(reductions), accelerator.step
 
 
-def test_gradients_travel_once_per_window_and_nobody_is_warned() -> None:
+def test_gradients_are_reduced_once_per_window_without_a_warning() -> None:
     assert run_on_ranks(_accumulated, world_size=2) == [(2, 8)] * 2

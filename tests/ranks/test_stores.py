@@ -1,4 +1,4 @@
-"""Ranks find each other's keys in the store of their group, from any thread."""
+"""Ranks see each other's keys in the store of their group, from any thread."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def _see_each_other(can_clone: bool) -> tuple[list[bytes], bool]:
 
 
 @pytest.mark.parametrize("can_clone", sorted({stores._CAN_CLONE, False}))
-def test_keys_set_on_a_connection_of_its_own_are_there_on_the_shared_one(can_clone: bool) -> None:
+def test_keys_set_on_a_separate_connection_are_visible_on_the_shared_one(can_clone: bool) -> None:
     # False: as in torch 2.7, whose stores cannot be cloned.
     assert run_on_ranks(_see_each_other, can_clone, world_size=3, init_group=False) == [([b"0", b"1", b"2"], True)] * 3

@@ -1,4 +1,4 @@
-"""What the time of a step is put down to: its own work, or the wait for a rank that is late."""
+"""The time of a step is attributed to this rank's work or to waiting for a late rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train(path: str) -> None:
         accelerator.end_training()
 
 
-def test_a_rank_that_waits_in_the_backward_pass_or_a_gather_spends_that_on_communication(tmp_path: Path) -> None:
+def test_waiting_in_a_backward_pass_or_gather_counts_as_communication(tmp_path: Path) -> None:
     board = Board(2, folder=str(tmp_path))
     try:
         run_on_ranks(train, board.path, world_size=2, init_group=False)

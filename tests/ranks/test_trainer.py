@@ -1,4 +1,4 @@
-"""The Trainer on two ranks: the same training as one process with the big batch, and exact evaluations."""
+"""The Trainer on two ranks: the same training as one process with the large batch, and exact evaluations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _train(folder: str, accumulation: int, optim: str) -> tuple[list[dict[str, f
 
 
 @pytest.mark.parametrize(("accumulation", "optim"), [(1, "sgd"), (1, "adamw_torch"), (4, "sgd"), (4, "adamw_torch")])
-def test_two_ranks_train_as_one_process_with_both_batches(tmp_path: Any, accumulation: int, optim: str) -> None:
+def test_two_ranks_train_like_one_process_with_both_batches(tmp_path: Any, accumulation: int, optim: str) -> None:
     # float64; only the order of additions differs. AdamW turns the noise of a zero gradient into a step: 1e-9.
     tolerance = 1e-12 if optim == "sgd" else 1e-9
     model = Net()

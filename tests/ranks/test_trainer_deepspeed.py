@@ -1,4 +1,4 @@
-"""``TrainingArguments(deepspeed=)``: a config full of "auto", with and without an optimizer and a schedule of its own."""
+"""``TrainingArguments(deepspeed=)`` with "auto" values, with and without an optimizer and a scheduler in the config."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _plain_loop() -> PlainTraining:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_training_goes_on_from_its_checkpoint_as_if_it_had_not_been_stopped(stage: int, tmp_path: Path) -> None:
+def test_a_resumed_training_run_matches_an_uninterrupted_one(stage: int, tmp_path: Path) -> None:
     config = {
         **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
         "gradient_clipping": "auto",

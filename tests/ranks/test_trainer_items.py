@@ -1,4 +1,4 @@
-"""num_items_in_batch on several ranks: evaluations count every label once, and the mean of a training is that of its call."""
+"""num_items_in_batch on several ranks: evaluations count every label once, and resumed runs log their own mean loss."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _expected(kind: str, n: int, *, num_together: int) -> float:
 
 @pytest.mark.parametrize("kind", list(_KINDS))
 @pytest.mark.parametrize(("world_size", "n"), [(2, 16), (2, 21), (2, 13), (3, 14), (3, 25), (2, 3)])
-def test_an_evaluation_divides_by_the_labels_of_a_round_of_batches(
+def test_an_evaluation_divides_by_the_labels_of_all_ranks_batches(
     tmp_path: Any, kind: str, world_size: int, n: int
 ) -> None:
     # float64, sums in another order. A mean that the model takes itself is that of each batch.
@@ -95,7 +95,7 @@ def _train(folder: str, options: dict[str, Any]) -> tuple[list[str], list[float]
     return texts, logged(trainer)
 
 
-def test_a_loss_that_ignores_the_number_is_warned_of_with_its_factor(tmp_path: Any) -> None:
+def test_a_loss_that_ignores_num_items_warns_with_the_factor(tmp_path: Any) -> None:
     (first, losses), (second, _) = run_on_ranks(_train, str(tmp_path), {"gradient_accumulation_steps": 3}, world_size=2)
     assert len(first) == 1
     assert "counts 6 times" in first[0]

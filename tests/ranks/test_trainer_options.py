@@ -1,4 +1,4 @@
-"""Settings of the Trainer that the ranks must agree on, on two of them."""
+"""Trainer options on which two ranks must agree."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _stop_by_one_clock(folder: str) -> tuple[int, int]:
     return trainer.train().global_step, trainer.state.max_steps
 
 
-def test_the_ranks_end_after_the_same_step_when_the_time_is_over_on_one(tmp_path: Path) -> None:
+def test_a_time_limit_on_one_rank_ends_all_ranks_after_the_same_step(tmp_path: Path) -> None:
     assert run_on_ranks(_stop_by_one_clock, str(tmp_path), world_size=2) == [(3, 8)] * 2
 
 
@@ -83,7 +83,7 @@ def _meet_a_nan(folder: str) -> None:
     Trainer(Net(), _args(folder, stop_on_nan=True), train_dataset=data).train()
 
 
-def test_every_rank_stops_at_a_nan_and_its_own_rank_names_it(tmp_path: Path) -> None:
+def test_every_rank_stops_at_a_nan_and_the_error_names_its_rank(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_on_ranks(_meet_a_nan, str(tmp_path), world_size=2)
     errors = failed.value.errors
@@ -107,7 +107,7 @@ def _shard(folder: str) -> dict[str, torch.Tensor]:
     return load_file(f"{folder}/end/model.safetensors")
 
 
-def test_a_sharded_training_equals_the_plain_loop(tmp_path: Path) -> None:
+def test_sharded_training_matches_the_plain_loop(tmp_path: Path) -> None:
     expected = dict(_plain(16, 4).state_dict())
     for weights in run_on_ranks(_shard, str(tmp_path), world_size=2):
         torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)  # float64, another order of additions

@@ -1,4 +1,4 @@
-"""Trainers on several ranks: they go on bit for bit, save together, and (parity) make the updates of one process."""
+"""The Trainer on several ranks: bit-identical resume, joint saves, and (parity) the updates of one process."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _require_close(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_exact_updates_are_those_of_whole_batches_in_a_plain_loop(tmp_path: Path, world_size: int) -> None:
+def test_exact_updates_match_whole_batches_in_a_plain_loop(tmp_path: Path, world_size: int) -> None:
     options: dict[str, Any] = {"parity": "exact", "global_batch_size": GLOBAL, "max_micro_batch_size": 3}
     wanted = _plain_loop()
     for found in run_on_ranks(_train, str(tmp_path), world_size=world_size, **options):
@@ -108,7 +108,7 @@ def _is_same(found: Any, wanted: Any) -> bool:
     return found[0] == wanted[0] and all(torch.equal(found[1][name], value) for name, value in wanted[1].items())
 
 
-def test_bitwise_trainings_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_bitwise_training_is_identical_on_any_number_of_ranks(tmp_path: Path) -> None:
     options: dict[str, Any] = {"parity": "bitwise", "global_batch_size": GLOBAL, "canonical_shards": 4, "dropout": 0.2}
     found = [
         run_on_ranks(_train, str(tmp_path), world_size=world_size, **options, optim="adamw_torch")
@@ -136,7 +136,7 @@ def test_the_number_of_ranks_may_change_within_an_epoch(tmp_path: Path, parity: 
 
 
 @pytest.mark.parametrize("parity", ["exact", "bitwise"])
-def test_sharded_trainings_make_the_updates_of_one_process_and_go_on(tmp_path: Path, parity: str) -> None:
+def test_sharded_training_matches_one_process_and_resumes(tmp_path: Path, parity: str) -> None:
     options: dict[str, Any] = {"parity": parity, "global_batch_size": GLOBAL, "canonical_shards": 4}
     folder, sharded = str(tmp_path), {**options, "fsdp": "full_shard"}
     if parity == "bitwise":
@@ -159,7 +159,7 @@ def test_sharded_trainings_make_the_updates_of_one_process_and_go_on(tmp_path: P
 
 @pytest.mark.parametrize("fsdp", ["", "full_shard"])
 @pytest.mark.parametrize("layout", ["echelon", "transformers"])
-def test_two_ranks_go_on_bit_for_bit(tmp_path: Path, layout: str, fsdp: str) -> None:
+def test_two_ranks_resume_bit_for_bit(tmp_path: Path, layout: str, fsdp: str) -> None:
     options: dict[str, Any] = {"dropout": 0.3, "gradient_accumulation_steps": 2, "optim": "adamw_torch", "max_steps": 8}
     options |= {"checkpoint_format": layout, "fsdp": fsdp}
     whole = run_on_ranks(_train, str(tmp_path / "whole"), **options)
@@ -195,7 +195,7 @@ def _fails(folder: str, ranks: list[int]) -> str:
     return "no error"
 
 
-def test_an_error_on_all_ranks_is_saved_after(tmp_path: Path) -> None:
+def test_an_error_on_all_ranks_saves_a_checkpoint(tmp_path: Path) -> None:
     assert run_on_ranks(_fails, str(tmp_path), [0, 1]) == ["broken on 0", "broken on 1"]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
 
@@ -218,7 +218,7 @@ def _fails_alone(folder: str) -> None:
     raise AssertionError(f"{told}; {messages}")
 
 
-def test_an_error_on_one_rank_is_not_saved_after_and_says_why(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_saves_nothing_and_logs_why(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as error:
         run_on_ranks(_fails_alone, str(tmp_path))
     text = str(error.value.errors[0])
@@ -245,7 +245,7 @@ def _is_told_to_end(folder: str) -> tuple[Any, int]:
     return None, trainer.state.global_step
 
 
-def test_a_signal_to_one_rank_saves_all_of_them_after_the_same_step(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_saves_all_ranks_after_the_same_step(tmp_path: Path) -> None:
     first, second = run_on_ranks(_is_told_to_end, str(tmp_path), init_group=False)
     assert first == second
     assert first[0] == 143
@@ -261,7 +261,7 @@ def _refused(folder: str, **options: Any) -> str:
     return str(error.value)
 
 
-def test_what_an_exact_training_cannot_go_on_from_is_told(tmp_path: Path) -> None:
+def test_checkpoints_that_exact_training_cannot_resume_are_rejected(tmp_path: Path) -> None:
     folder, exact = str(tmp_path), {"parity": "exact", "max_steps": 4}
     _train(folder, end=2, **exact, global_batch_size=GLOBAL)
     assert "set global_batch_size=12" in _refused(folder, resume=True, **exact, global_batch_size=8)

@@ -1,4 +1,4 @@
-"""Level 1: a result of one rank over the length of all data is named once, at its line; correct loops hear nothing."""
+"""A metric of one rank divided by the length of all data is reported once, at its line; correct loops do not warn."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _stream() -> Loader:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_result_of_one_rank_over_the_length_of_all_is_named_once(name: str) -> None:
+def test_a_ranks_result_divided_by_the_total_length_is_reported_once(name: str) -> None:
     first, second = run_on_ranks(_said, WRONG[name], _plain, init_group=False)
     assert second == []
     ((message, file, line),) = first
@@ -207,13 +207,13 @@ def test_a_result_of_one_rank_over_the_length_of_all_is_named_once(name: str) ->
 
 
 @pytest.mark.parametrize("make", [_own_cut, _workers, _stream])
-def test_however_the_loader_was_cut(make: Callable[[], Loader]) -> None:
+def test_ungathered_metrics_are_reported_for_every_kind_of_sharding(make: Callable[[], Loader]) -> None:
     first, second = run_on_ranks(_said, _divided_after, make, init_group=False)
     assert (len(first), second) == (1, [])
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_correct_loops_hear_nothing(name: str) -> None:
+def test_correct_loops_do_not_warn(name: str) -> None:
     assert run_on_ranks(_said, RIGHT[name], _plain, init_group=False) == [[], []]
 
 
@@ -224,7 +224,7 @@ def _length_in_the_line_of_the_loop(loader: Loader) -> float:
     return right
 
 
-def test_a_stream_asks_itself_for_its_length() -> None:
+def test_a_stream_that_uses_its_own_length_does_not_warn() -> None:
     assert run_on_ranks(_said, _length_in_the_line_of_the_loop, _stream, init_group=False) == [[], []]
 
 
@@ -236,7 +236,7 @@ def _names_of_classes() -> list[tuple[str, str, int]]:
     return _said(evaluate, lambda: shard(DataLoader(_Named(), batch_size=4)))
 
 
-def test_a_dataset_is_not_asked_for_its_length_alone() -> None:
+def test_reading_the_length_alone_does_not_warn() -> None:
     assert run_on_ranks(_names_of_classes, init_group=False) == [[], []]
 
 
@@ -256,7 +256,7 @@ def _failed() -> list[str]:
     return [str(one.message) for one in caught]
 
 
-def test_an_error_before_the_results_were_shared_is_all_that_is_told() -> None:
+def test_an_error_before_the_results_are_shared_suppresses_the_warning() -> None:
     assert run_on_ranks(_failed, init_group=False) == [[], []]
 
 

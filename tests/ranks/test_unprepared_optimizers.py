@@ -1,4 +1,4 @@
-"""A step of an optimizer that nobody prepared never uses gradients that the other ranks have not seen, and is named."""
+"""The step of an unprepared optimizer never uses unreduced gradients, and is reported."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _never_prepared(engine: str, form: str) -> tuple[list[torch.Tensor] | None, 
 
 @pytest.mark.parametrize("form", ["made after prepare", "the one that was given", "the one inside"])
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
-def test_its_gradients_are_averaged_first_and_its_line_is_named_once(engine: str, form: str) -> None:
+def test_gradients_are_averaged_first_and_the_line_is_named_once(engine: str, form: str) -> None:
     """float64, 8 steps of AdamW, whose division enlarges rounding: 1e-9."""
     if (engine, form) == ("fsdp2", "the one that was given"):
         pytest.skip("fsdp2 gives that one the sharded parameters: it is the one inside")
@@ -107,7 +107,7 @@ def test_its_gradients_are_averaged_first_and_its_line_is_named_once(engine: str
     assert line in _lines()
 
 
-def test_a_step_within_an_update_of_one_process_is_told() -> None:
+def test_a_step_within_an_update_of_one_process_warns() -> None:
     """Nothing is to be averaged there; the weights are those of a loop that steps in each micro-step. float64: 1e-9."""
     ((weights, said),) = run_on_ranks(_never_prepared, "single", "made after prepare", world_size=1)
     for weight, right in zip(weights or (), _stepped_in_each_micro_step(1)):
@@ -135,7 +135,7 @@ def _that_got_more_parameters() -> list[torch.Tensor]:
     return [p.detach() for p in bare.parameters()]
 
 
-def test_one_that_got_parameters_of_a_prepared_model_later_is_seen() -> None:
+def test_an_optimizer_that_receives_prepared_parameters_later_is_detected() -> None:
     """One step of SGD with the mean gradient; float64: 1e-12."""
     expected = _plain(_batches(2)[0, 1:], torch.optim.SGD)
     for weights in run_on_ranks(_that_got_more_parameters, world_size=2):
@@ -181,10 +181,10 @@ def _refused(form: str) -> str:
         ("fp16", 1, "multiplied by the fp16 loss scale (65536)"),
         ("fp16", 2, "multiplied by the fp16 loss scale (65536)"),
         ("in the backward pass", 2, "steps inside the backward pass"),
-        ("made before prepare", 2, "which sharded ones have replaced"),
+        ("made before prepare", 2, "that prepare() replaced with sharded ones"),
     ],
 )
-def test_what_cannot_be_made_right_is_an_error_at_the_line(form: str, world_size: int, said: str) -> None:
+def test_uncorrectable_steps_are_errors_at_their_line(form: str, world_size: int, said: str) -> None:
     for text in run_on_ranks(_refused, form, world_size=world_size):
         assert said in text
         assert "SGD" in text
@@ -243,7 +243,7 @@ def _silent(form: str) -> int:
 @pytest.mark.parametrize(
     "form", ["reduced gradients", "another model", "on purpose", "fp16, by its scaler", "two Accelerators"]
 )
-def test_what_is_right_is_silent(form: str) -> None:
+def test_correct_steps_do_not_warn(form: str) -> None:
     assert run_on_ranks(_silent, form, world_size=2) == [0, 0]
 
 
@@ -271,7 +271,7 @@ def _closure(prepared: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_gradients_that_a_closure_makes_are_averaged(prepared: bool) -> None:
+def test_gradients_computed_by_a_closure_are_averaged(prepared: bool) -> None:
     """float64, SGD: 1e-12."""
     expected = _plain(_batches(2).flatten(0, 1), torch.optim.SGD)
     for weights in run_on_ranks(_closure, prepared, world_size=2):
@@ -300,7 +300,7 @@ def _lbfgs(prepared: bool) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_an_optimizer_that_looks_at_the_loss_decides_alike_on_all_ranks(prepared: bool) -> None:
+def test_an_optimizer_that_uses_the_loss_behaves_equally_on_all_ranks(prepared: bool) -> None:
     """Against plain PyTorch: float64, sums in another order, through 3 x 20 iterations of a line search: 1e-6."""
     model = _model()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe")
@@ -353,7 +353,7 @@ def _cleared(parity: str, form: str) -> tuple[list[torch.Tensor], str]:
     "form",
     ["optimizer.zero_grad() first", "model.zero_grad() first", "model.zero_grad() last", "torch's clipping", "plain"],
 )
-def test_gradients_of_earlier_micro_steps_are_kept_or_their_loss_is_an_error(parity: str, form: str) -> None:
+def test_gradients_of_earlier_micro_steps_are_kept_or_losing_them_is_an_error(parity: str, form: str) -> None:
     """Against a plain loop: float64, SGD: 1e-12."""
     expected = _plain(_batches(2).flatten(0, 3).view(-1, 1, 8, 6), torch.optim.SGD)
     for weights, text in run_on_ranks(_cleared, parity, form, world_size=2):

@@ -1,4 +1,4 @@
-"""Right where accelerate is wrong, or was found to differ; `tests/side_by_side/test_defects.py` has the list and runs both."""
+"""Correct behaviour where accelerate is wrong or differs; `tests/side_by_side/test_defects.py` lists the cases and runs both."""
 
 from __future__ import annotations
 
@@ -107,5 +107,5 @@ def _parts(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["Accelerator", "PartialState"])
-def test_a_process_that_is_alone_takes_every_part(kind: str) -> None:
+def test_a_single_process_gets_every_part(kind: str) -> None:
     assert run_on_ranks(_parts, kind, world_size=1) == [["rank 3", "local rank 3"]]

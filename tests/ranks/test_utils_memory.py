@@ -1,4 +1,4 @@
-"""``find_executable_batch_size`` and its kin: the attempts, in order, on one and on two ranks."""
+"""``find_executable_batch_size`` and related functions: the attempts, in order, on one and two ranks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _attempts(fits: int, **options: Any) -> tuple[list[int], Any]:
 
 
 @pytest.mark.filterwarnings("ignore::echelon.base.warnings.EchelonWarning")
-def test_the_batch_shrinks_by_a_tenth_and_the_size_that_fitted_is_kept() -> None:
+def test_the_batch_shrinks_by_a_tenth_and_the_working_size_is_kept() -> None:
     seen, train = _attempts(100)
     assert train("fits") == "fits 92"
     assert seen == [128, 115, 103, 92]
     assert train("again") == "again 92"
 
 
-def test_each_smaller_attempt_is_told() -> None:
+def test_each_smaller_attempt_is_logged() -> None:
     _, train = _attempts(10, starting_batch_size=11)
     with pytest.warns(EchelonWarning, match="out of memory with a batch size of 11; the next attempt uses 9"):
         train("")
@@ -55,14 +55,14 @@ def test_the_next_size_can_be_chosen() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::echelon.base.warnings.EchelonWarning")
-def test_when_nothing_fits_that_is_the_error() -> None:
+def test_an_error_is_raised_if_no_size_fits() -> None:
     seen, train = _attempts(0, starting_batch_size=3)
     with pytest.raises(RuntimeError, match="no executable batch size found"):
         train("")
     assert seen == [3, 2, 1]
 
 
-def test_another_error_is_raised_as_it_is() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     @find_executable_batch_size
     def train(batch_size: int) -> None:
         raise RuntimeError("shapes do not fit")
@@ -71,7 +71,7 @@ def test_another_error_is_raised_as_it_is() -> None:
         train()
 
 
-def test_a_batch_size_from_the_caller_is_refused_with_the_right_call() -> None:
+def test_passing_a_batch_size_is_rejected_with_the_correct_call() -> None:
     _, train = _attempts(1)
     with pytest.raises(TypeError, match=r"\n  do:    call train\(answer='yes'\)"):
         train(128, "yes")
@@ -104,11 +104,11 @@ def test_a_failed_attempt_keeps_no_tensor_alive() -> None:
         (ValueError("out of memory"), False),
     ],
 )
-def test_which_errors_are_of_memory(error: Exception, ran_out: bool) -> None:
+def test_out_of_memory_errors_are_recognised(error: Exception, ran_out: bool) -> None:
     assert should_reduce_batch_size(error) is ran_out
 
 
-def test_released_objects_are_gone() -> None:
+def test_released_objects_are_freed() -> None:
     tensor = torch.zeros(3)
     ref = weakref.ref(tensor)
     tensor, other = release_memory(tensor, [1])  # type: ignore[assignment]
@@ -136,7 +136,7 @@ def _one_runs_out() -> tuple[list[int], float]:
     return seen, total.item()
 
 
-def test_all_ranks_take_the_size_that_fits_all_when_only_one_ran_out() -> None:
+def test_all_ranks_use_the_size_that_fits_the_smallest_rank() -> None:
     assert run_on_ranks(_one_runs_out, world_size=2) == [([8, 4, 2], 4.0), ([8, 4, 2], 4.0)]
 
 
@@ -151,7 +151,7 @@ def _one_fails() -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_another_error_of_one_rank_does_not_leave_the_others_waiting() -> None:
+def test_another_error_on_one_rank_does_not_block_the_other_ranks() -> None:
     texts = run_on_ranks(_one_fails, world_size=2)
     assert texts[0].startswith("DesyncError: rank 1 failed in find_executable_batch_size")
     assert texts[1] == "ZeroDivisionError: "

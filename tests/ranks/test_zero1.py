@@ -1,4 +1,4 @@
-"""zero1: the numbers of ddp, bit for bit, with the optimizer's state shared out between the ranks."""
+"""zero1: bit-identical to ddp, with the optimizer state sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _twenty_steps(engine: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_twenty_adamw_steps_are_those_of_ddp_bit_for_bit(world_size: int) -> None:
+def test_twenty_adamw_steps_match_ddp_bit_for_bit(world_size: int) -> None:
     """Accumulation, clipping, num_items, a schedule, groups."""
     expected = run_on_ranks(_twenty_steps, "ddp", world_size=world_size)[0]
     for weights in run_on_ranks(_twenty_steps, "zero1", world_size=world_size):
@@ -118,7 +118,7 @@ def _each_kind(engine: str) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def test_every_optimizer_of_torch_and_one_of_a_user_go_on_as_in_ddp() -> None:
+def test_every_torch_optimizer_and_a_custom_one_match_ddp() -> None:
     expected = run_on_ranks(_each_kind, "ddp")[0]
     for found in run_on_ranks(_each_kind, "zero1"):
         assert [name for name in _KINDS if not all(map(torch.equal, found[name], expected[name]))] == []
@@ -190,7 +190,7 @@ def _go_on(engine: str, state: Any, weights: list[torch.Tensor]) -> list[torch.T
     return weights_of(accelerator, model)
 
 
-def test_the_whole_state_goes_from_ddp_and_back_and_to_other_numbers_of_ranks() -> None:
+def test_the_full_state_moves_between_ddp_and_other_numbers_of_ranks() -> None:
     (state, weights, kept), *others = run_on_ranks(_whole_state, "zero1")
     (expected, _, whole), *_ = run_on_ranks(_whole_state, "ddp")
     assert [other[0] for other in others] == [None]
@@ -217,7 +217,7 @@ def _own_part() -> tuple[list[str], bool]:
     return names, list(state["model"]) == [name for name, _ in _model().named_parameters()]
 
 
-def test_a_rank_saves_its_own_part_and_takes_no_other() -> None:
+def test_a_rank_saves_its_part_and_rejects_another_ranks_part() -> None:
     (mine, is_whole), (theirs, _) = run_on_ranks(_own_part)
     assert is_whole
     assert sorted(mine + theirs) == sorted(name for name, _ in _model().named_parameters())
@@ -263,9 +263,7 @@ def _uneven(engine: str, precision: str | None, steps: int) -> tuple[list[torch.
 
 
 @pytest.mark.parametrize(("precision", "steps", "world_size"), [(None, 1, 3), (None, 2, 2), ("fp16", 1, 2)])
-def test_ranks_that_have_ended_step_their_part_with_the_others(
-    precision: str | None, steps: int, world_size: int
-) -> None:
+def test_ended_ranks_step_their_part_with_the_running_ranks(precision: str | None, steps: int, world_size: int) -> None:
     expected = run_on_ranks(_uneven, "ddp", precision, steps, world_size=world_size)[0][0]
     results = run_on_ranks(_uneven, "zero1", precision, steps, world_size=world_size)
     for after, later in results:
@@ -312,7 +310,7 @@ def _refusals() -> list[str]:
     return texts
 
 
-def test_what_cannot_be_shared_out_is_refused_with_what_to_do() -> None:
+def test_optimizers_that_cannot_be_sharded_are_rejected_with_a_remedy() -> None:
     for texts in run_on_ranks(_refusals):
         assert all("do:" in text for text in texts), texts
         for text, reason in zip(texts, ["'_params'", "eval()", "'base'", "its step method was replaced"]):
@@ -326,10 +324,10 @@ def _strange_state() -> None:
     optimizer.full_state_dict()
 
 
-def test_a_state_that_is_no_plain_data_is_named() -> None:
+def test_the_error_for_state_that_is_not_plain_data_names_it() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_on_ranks(_strange_state)
-    assert "holds a object, which cannot be sent" in str(caught.value.errors[0])
+    assert "contains a object, which cannot be sent" in str(caught.value.errors[0])
 
 
 def _group_added(engine: str) -> list[torch.Tensor]:
@@ -345,12 +343,12 @@ def _group_added(engine: str) -> list[torch.Tensor]:
     return _weights(model)
 
 
-def test_groups_may_be_added_later_and_hooks_go_on() -> None:
+def test_groups_may_be_added_later_and_hooks_keep_working() -> None:
     expected = run_on_ranks(_group_added, "ddp")[0]
     assert all(all(map(torch.equal, weights, expected)) for weights in run_on_ranks(_group_added, "zero1"))
 
 
-def test_a_pickled_accelerator_has_prepared_nothing() -> None:
+def test_an_unpickled_accelerator_has_no_prepared_objects() -> None:
     assert run_on_ranks(_pickled, world_size=1) == ["zero1"]
 
 

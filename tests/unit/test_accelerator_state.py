@@ -1,4 +1,4 @@
-"""AcceleratorState looks at the Accelerator built last, and keeps nothing alive."""
+"""AcceleratorState is a view of the most recent Accelerator and does not keep it alive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def none_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Built, "accelerators", ())
 
 
-def test_it_is_a_view_of_the_accelerator_built_last() -> None:
+def test_it_is_a_view_of_the_most_recent_accelerator() -> None:
     gc.collect()
     first = Accelerator(mixed_precision="bf16")
     assert AcceleratorState().mixed_precision == "bf16"
@@ -32,7 +32,7 @@ def test_it_is_a_view_of_the_accelerator_built_last() -> None:
         AcceleratorState(mixed_precision="fp16")
 
 
-def test_without_an_accelerator_it_says_so() -> None:
+def test_without_an_accelerator_it_raises() -> None:
     accelerator = Accelerator()
     assert is_initialized()
     del accelerator
@@ -43,7 +43,7 @@ def test_without_an_accelerator_it_says_so() -> None:
     assert PartialState().num_processes == 1
 
 
-def test_when_the_one_built_last_is_gone_the_one_before_counts() -> None:
+def test_after_deletion_of_the_most_recent_accelerator_the_previous_one_is_used() -> None:
     outer = Accelerator(mixed_precision="bf16")
     inner = Accelerator()
     assert AcceleratorState().mixed_precision == "no"
@@ -52,7 +52,7 @@ def test_when_the_one_built_last_is_gone_the_one_before_counts() -> None:
     assert AcceleratorState().mixed_precision == outer.mixed_precision == "bf16"
 
 
-def test_setting_debug_counts_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_debug_applies_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_DEBUG", "0")  # put back at the end
     state = PartialState()
     assert state.debug is False

@@ -1,4 +1,4 @@
-"""docs/architecture.md names files that exist, and its picture is drawn from its table."""
+"""docs/architecture.md names existing files, and its diagram matches its table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
-def test_the_picture_is_that_of_the_table() -> None:
+def test_the_diagram_matches_the_table() -> None:
     spec = importlib.util.spec_from_file_location("draw_layers", ROOT / "docs" / "draw_layers.py")
     assert spec is not None
     assert spec.loader is not None
@@ -20,7 +20,7 @@ def test_the_picture_is_that_of_the_table() -> None:
     assert (ROOT / "docs" / "layers.svg").read_text(encoding="utf-8") == script.draw(PAGE)
 
 
-def test_every_file_it_names_exists() -> None:
+def test_every_named_file_exists() -> None:
     named = re.findall(r"`((?:\w+/)+\w+\.\w+)`", PAGE)
     assert len(named) > 50
     assert [path for path in named if not ((ROOT / path).exists() or (ROOT / "src" / "echelon" / path).exists())] == []

@@ -1,4 +1,4 @@
-"""Which device a rank gets, on machines with and without accelerators."""
+"""The device of each rank on machines with and without accelerators."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def test_each_local_rank_gets_its_own_device(machine: Machine) -> None:
     ]
 
 
-def test_a_machine_without_accelerators_computes_on_the_cpu(machine: Machine) -> None:
+def test_a_machine_without_accelerators_uses_the_cpu(machine: Machine) -> None:
     machine.has(0)
     assert num_devices() == 0
     assert choose_device(local_rank=5, local_world_size=8) == torch.device("cpu")
 
 
-def test_cpu_can_be_asked_for_beside_accelerators(machine: Machine) -> None:
+def test_the_cpu_can_be_requested_on_a_machine_with_accelerators(machine: Machine) -> None:
     machine.has(2)
     assert num_devices() == 2
     assert choose_device(local_rank=7, local_world_size=8, cpu=True) == torch.device("cpu")
 
 
-def test_more_processes_than_devices_is_an_error_that_says_how_many_fit(machine: Machine) -> None:
+def test_more_processes_than_devices_is_an_error_with_the_maximum(machine: Machine) -> None:
     machine.has(2, "xpu")
     with pytest.raises(ConfigError) as caught:
         choose_device(local_rank=2, local_world_size=4)
@@ -72,7 +72,7 @@ def test_more_processes_than_devices_is_an_error_that_says_how_many_fit(machine:
 
 
 @pytest.mark.parametrize("name", VISIBLE)
-def test_a_process_that_was_given_one_device_uses_it(
+def test_a_process_with_one_visible_device_uses_it(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     machine.has(1)
@@ -80,26 +80,26 @@ def test_a_process_that_was_given_one_device_uses_it(
     assert choose_device(local_rank=3, local_world_size=4) == torch.device("cuda:0")
 
 
-def test_a_choice_of_several_devices_does_not_stretch_them(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_visible_devices_is_an_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.has(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="4 processes, 2 cuda devices"):
         choose_device(local_rank=3, local_world_size=4)
 
 
-def test_one_device_that_nobody_handed_out_is_not_shared(machine: Machine) -> None:
+def test_one_unassigned_device_is_not_shared(machine: Machine) -> None:
     machine.has(1)
     with pytest.raises(ConfigError, match="4 processes, 1 cuda devices"):
         choose_device(local_rank=3, local_world_size=4)
 
 
-def test_mps_serves_one_process_and_several_go_to_the_cpu(machine: Machine) -> None:
+def test_one_process_uses_mps_and_several_use_the_cpu(machine: Machine) -> None:
     machine.has(1, "mps")
     assert choose_device(local_rank=0, local_world_size=1) == torch.device("mps:0")
     assert choose_device(local_rank=0, local_world_size=2) == torch.device("cpu")
 
 
-def test_the_devices_of_the_ranks_are_named_by_the_variable_of_their_kind(machine: Machine) -> None:
+def test_the_error_names_the_visibility_variable_of_the_device_type(machine: Machine) -> None:
     for kind, variable in (("cuda", "CUDA_VISIBLE_DEVICES"), ("xpu", "ZE_AFFINITY_MASK")):
         machine.has(4, kind)
         assert limit_devices([0, 2]) == {variable: "0,2"}

@@ -21,7 +21,7 @@ def test_an_unset_and_an_empty_variable_are_both_none(monkeypatch: pytest.Monkey
     assert environ.get("ECHELON_PLANTED") == "0"
 
 
-def test_patch_sets_and_removes_inside_and_restores_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patch_sets_and_removes_in_the_block_and_restores_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_A", "old")
     monkeypatch.setenv("ECHELON_B", "")
     monkeypatch.delenv("ECHELON_C", raising=False)
@@ -33,7 +33,7 @@ def test_patch_sets_and_removes_inside_and_restores_after(monkeypatch: pytest.Mo
     assert os.getenv("ECHELON_C") is None
 
 
-def test_patch_restores_after_an_error_and_over_writes_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patch_restores_after_an_error_and_after_writes_in_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ECHELON_A", raising=False)
 
     def write_and_fail() -> None:
@@ -45,7 +45,7 @@ def test_patch_restores_after_an_error_and_over_writes_of_the_block(monkeypatch:
     assert os.getenv("ECHELON_A") is None
 
 
-def test_patch_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_patch_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ECHELON_A", raising=False)
     with pytest.raises(ValueError, match="null"), environ.patch({"ECHELON_A": "1", "ECHELON_B": "a\0b"}):
         pytest.fail("the block ran")
@@ -59,7 +59,7 @@ def test_a_snapshot_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environ.get("ECHELON_A") == "1"
 
 
-def test_write_removes_what_is_none_and_minds_nothing_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_removes_none_values_and_ignores_unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_A", "1")
     environ.write({"ECHELON_A": None})
     environ.write({"ECHELON_A": None})

@@ -1,4 +1,4 @@
-"""Errors keep what, where and do, also on their way between processes."""
+"""Errors keep their ``what``, ``where`` and ``do`` when they are sent between processes."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ def _fail() -> None:
     raise SetupError("the address is taken", where="tcp://", do="free it")
 
 
-def test_the_text_has_what_where_and_do_on_lines_of_their_own() -> None:
+def test_the_text_has_what_where_and_do_on_separate_lines() -> None:
     error = ConfigError("7 does not divide 8", where="flag --shards", do="use 4")
     assert str(error) == "7 does not divide 8\n  where: flag --shards\n  do:    use 4"
 
 
-def test_lines_that_are_unknown_are_left_out() -> None:
+def test_unknown_lines_are_omitted() -> None:
     assert str(EchelonError("it broke")) == "it broke"
     assert str(EchelonError("it broke", do="mend it")) == "it broke\n  do:    mend it"
 
 
 @pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
-def test_the_rank_stands_before_the_place(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_rank_precedes_the_location(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "3")
     assert EchelonError("it broke", where="config.yaml:4").where == "rank 3, config.yaml:4"
     assert EchelonError("it broke").where == "rank 3"
 
 
-def test_a_rank_that_is_no_number_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_not_a_number_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "${RANK}")
     assert EchelonError("it broke").where is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pickled_error_keeps_its_kind_and_all_three(
+def test_a_pickled_error_keeps_its_type_and_all_three_parts(
     monkeypatch: pytest.MonkeyPatch, kind: type[EchelonError]
 ) -> None:
     monkeypatch.setenv("RANK", "3")
@@ -62,7 +62,7 @@ def test_a_pickled_error_keeps_its_kind_and_all_three(
     assert str(copy) == str(error) == "it broke\n  where: rank 3, here\n  do:    mend it"
 
 
-def test_the_rank_of_the_process_group_wins_and_reaches_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_of_the_process_group_is_used_and_reaches_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")  # the parent's own, which the ranks do not inherit
     with pytest.raises(RanksFailed) as caught:
         run_on_ranks(_fail)
@@ -81,11 +81,11 @@ def test_the_rank_of_the_process_group_wins_and_reaches_the_parent(monkeypatch: 
         (MissingExtraError, ImportError),
     ],
 )
-def test_code_that_catches_the_builtin_kind_still_does(kind: type[EchelonError], builtin: type[Exception]) -> None:
+def test_errors_can_be_caught_as_builtin_types(kind: type[EchelonError], builtin: type[Exception]) -> None:
     with pytest.raises(builtin, match="it broke"):
         raise kind("it broke")
 
 
-def test_an_error_can_be_made_while_another_thread_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_can_be_created_while_another_thread_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed", ModuleType("torch.distributed"))
     assert EchelonError("what", where="here").where == "here"

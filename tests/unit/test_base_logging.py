@@ -1,4 +1,4 @@
-"""Loggers speak on rank zero, unless a call asks for every rank."""
+"""Loggers log on rank zero, unless a call requests every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _place(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("rank", [None, "0"])
-def test_rank_zero_and_a_lone_process_speak(
+def test_rank_zero_and_a_single_process_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: str | None
 ) -> None:
     if rank is not None:
@@ -39,7 +39,7 @@ def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     assert caplog.messages == []
 
 
-def test_every_rank_speaks_where_the_call_asks_for_it(
+def test_every_rank_logs_if_the_call_requests_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -48,12 +48,12 @@ def test_every_rank_speaks_where_the_call_asks_for_it(
     assert caplog.messages == ["hello"]
 
 
-def test_the_level_still_counts(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_level_applies(caplog: pytest.LogCaptureFixture) -> None:
     get_logger(NAME).debug("hello")
     assert caplog.messages == []
 
 
-def test_a_rank_that_becomes_known_later_is_heeded(
+def test_a_rank_that_becomes_known_later_is_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = get_logger(NAME)
@@ -73,7 +73,7 @@ def test_the_record_names_the_line_of_the_caller(caplog: pytest.LogCaptureFixtur
     assert caplog.records[0].filename == "test_base_logging.py"
 
 
-def test_an_exception_brings_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     try:
         raise ZeroDivisionError("planted")
     except ZeroDivisionError:

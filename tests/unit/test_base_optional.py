@@ -1,4 +1,4 @@
-"""An optional dependency that is missing is named with the command that brings it."""
+"""The error for a missing optional dependency shows the install command."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "planted"
 
 
-def test_what_is_installed_is_returned() -> None:
+def test_an_installed_package_is_returned() -> None:
     import json.decoder
 
     assert require("json.decoder", extra="report", purpose="the report") is json.decoder
 
 
 @pytest.mark.parametrize("module", ["no_such_package", "no_such_package.part.deeper"])
-def test_what_is_missing_is_told_with_its_pip_command(module: str) -> None:
+def test_the_error_for_a_missing_package_shows_the_pip_command(module: str) -> None:
     with pytest.raises(MissingExtraError) as caught:
         require(module, extra="report", purpose="echelon report")
     assert caught.value.what == "echelon report needs the package 'no_such_package', which is not installed"
     assert caught.value.do == "pip install 'echelon[report]'"
 
 
-def test_a_package_that_misses_something_itself_gives_its_own_error(package: Path) -> None:
+def test_a_package_with_a_missing_dependency_raises_its_own_error(package: Path) -> None:
     (package / "part.py").write_text("import no_such_package_of_the_package\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_package_of_the_package") as caught:
         require("planted.part", extra="report", purpose="echelon report")
     assert not isinstance(caught.value, MissingExtraError)
 
 
-def test_asking_for_a_package_does_not_import_it(package: Path) -> None:
+def test_checking_for_a_package_does_not_import_it(package: Path) -> None:
     (package / "__init__.py").write_text("raise AssertionError('imported')\n")
     assert is_available("planted")
     assert "planted" not in sys.modules
 
 
-def test_what_is_missing_is_not_available(package: Path) -> None:
+def test_a_missing_package_is_not_available(package: Path) -> None:
     assert not is_available("no_such_package")
     assert not is_available("no_such_package.part")
     assert not is_available("planted.part")

@@ -1,4 +1,4 @@
-"""Whether a machine can hold so many processes: what it, the user's limits and the container leave; and what always goes."""
+"""Whether a machine can hold a number of processes, given its memory, user limits and container limits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check(num_processes: int, *, imports_torch: bool = True, uses_cpu: bool = Tr
 
 
 @pytest.mark.parametrize(("cores", "most"), [(1, 16), (2, 16), (4, 32), (64, 512)])
-def test_many_processes_share_few_cores_and_too_many_are_refused(
+def test_processes_may_share_cores_but_too_many_are_rejected(
     cores: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, cores=cores)
@@ -54,7 +54,7 @@ def test_many_processes_share_few_cores_and_too_many_are_refused(
     assert raised.value.do == f"use --num_processes {most} or fewer, or add --oversubscribe to start them anyway"
 
 
-def test_one_process_for_each_core_of_the_machine_is_never_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_per_core_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, cores=2)  # a container with a quota of two
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     check(64)
@@ -76,7 +76,7 @@ def test_one_process_for_each_core_of_the_machine_is_never_too_many(monkeypatch:
         ({"files": Room(left=64 + 30, source="so")}, "8 processes need 40 open files in the launcher, but only 30", 6),
     ],
 )
-def test_memory_and_limits_are_named_with_their_numbers(
+def test_errors_name_memory_and_limits_with_their_values(
     room: dict[str, Room], what: str, do: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, **room)  # type: ignore[arg-type]
@@ -89,13 +89,13 @@ def test_memory_and_limits_are_named_with_their_numbers(
     assert f"--num_processes {do} or fewer" in (raised.value.do or "")
 
 
-def test_what_a_program_needs_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, memory=Room(left=0, source="so"), tasks=Room(left=8, source="so"))
     check(8, imports_torch=False)
     check(1)  # that one process is too much is for it to say
 
 
-def test_the_memory_of_the_machine_and_of_each_control_group_counts(tmp_path: Path) -> None:
+def test_the_memory_of_the_machine_and_each_control_group_is_considered(tmp_path: Path) -> None:
     assert room_for_memory(tmp_path / "no linux") is None
     meminfo = "MemTotal: 9000 kB\nMemAvailable: 4000 kB\nSwapFree: 1000 kB\nHugePages_Total: 0\n"
     root = write(tmp_path / "v2", {"proc/meminfo": meminfo, "proc/self/cgroup": "0::/job/step\n"})
@@ -121,7 +121,7 @@ def test_the_memory_of_the_machine_and_of_each_control_group_counts(tmp_path: Pa
     assert room_for_memory(old) == Room(left=5000 * 1024, source="MemAvailable and SwapFree of /proc/meminfo")
 
 
-def test_the_limits_on_processes_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_limits_are_considered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid)

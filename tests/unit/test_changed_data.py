@@ -1,4 +1,4 @@
-"""A run that is resumed over other data: in the middle of an epoch an error with both values, and a way to go on."""
+"""Resuming over different data: an error with both values in the middle of an epoch, and a way to continue."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _refused(run: _Run, what: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["echelon", "accelerate"])
-def test_another_batch_size_without_parity_is_refused_and_goes_on_in_samples(layout: str, tmp_path: Path) -> None:
+def test_another_batch_size_without_parity_is_rejected_or_converted_by_samples(layout: str, tmp_path: Path) -> None:
     _Run(tmp_path, _loader(40), layout=layout).train(1, stop=7)  # 28 samples
     changed = r"loader\[0\]: its batch_size was 4, and is now 6"
     _refused(_Run(tmp_path, _loader(40, 6), layout=layout), changed, "after 24 of 40 samples; 4 of the 28")
@@ -85,7 +85,7 @@ def test_another_batch_size_without_parity_is_refused_and_goes_on_in_samples(lay
     assert _flat(run.train(1), 0) == [*range(28, 40)]
 
 
-def test_batches_of_one_step_of_all_ranks_are_the_same_ones_on_the_same_ranks_only() -> None:
+def test_equal_global_batches_without_parity_need_the_same_ranks() -> None:
     """On others, 8 of one rank are not 4 of each of two: in the exact modes both numbers are those of all ranks together."""
     of_all, of_each = DataFacts(batch_size=8, split_batches=True), DataFacts(batch_size=4)
     assert not changes_between(of_all, of_each, num_ranks_saved=2, num_ranks=2)
@@ -93,7 +93,7 @@ def test_batches_of_one_step_of_all_ranks_are_the_same_ones_on_the_same_ranks_on
     assert (change.fact, change.what) == ("batches", "its batch_size was 8, and is now 4")
 
 
-def test_a_place_that_the_script_has_loaded_counts_before_it_is_read_on(tmp_path: Path) -> None:
+def test_a_loaded_position_is_checked_before_reading_continues(tmp_path: Path) -> None:
     run = _Run(tmp_path / "one", _loader(40), parity="exact")
     run.train(1, stop=3)
     again = _Run(tmp_path / "other", _loader(40), parity="exact")
@@ -105,7 +105,7 @@ def test_a_place_that_the_script_has_loaded_counts_before_it_is_read_on(tmp_path
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("parity", PARITIES)
 @pytest.mark.parametrize("num_now", [64, 16])
-def test_another_length_of_the_data_is_refused_in_the_middle_of_an_epoch(
+def test_another_length_of_the_data_is_rejected_in_mid_epoch(
     num_now: int, parity: str, shuffle: bool, tmp_path: Path
 ) -> None:
     size = 8
@@ -125,7 +125,7 @@ def test_another_length_of_the_data_is_refused_in_the_middle_of_an_epoch(
 
 
 @pytest.mark.parametrize("parity", ["off", "exact"])
-def test_data_that_grow_between_two_epochs_are_told_and_gone_on_with(parity: str, tmp_path: Path) -> None:
+def test_data_that_grows_between_epochs_is_reported_and_used(parity: str, tmp_path: Path) -> None:
     run = _Run(tmp_path, _loader(8), parity=parity)
     for epoch in run.accelerator.epochs(1):
         run.read += [(epoch, i.tolist()) for (i,) in run.loaders[0]]
@@ -160,7 +160,7 @@ def test_another_seed_of_an_exact_order_is_named(tmp_path: Path) -> None:
     assert _Run(tmp_path / "b", _loader(16), parity="exact", seed=4).accelerator.resume()  # in sequence without a seed
 
 
-def test_kinds_of_orders_may_change_where_that_is_allowed(tmp_path: Path) -> None:
+def test_the_kind_of_order_may_change_if_changed_data_is_allowed(tmp_path: Path) -> None:
     """The state that an order was drawn from is that of its kind: another kind begins an order of its own."""
     data = TensorDataset(torch.arange(16))
     makes: list[Callable[[], tuple[DataLoader[Any], dict[str, Any]]]] = [
@@ -198,7 +198,7 @@ class _Reversed(SequentialSampler):
         return iter(range(len(self) - 1, -1, -1))
 
 
-def test_the_loader_that_changed_is_named_among_several_and_evaluations_do_not_count(tmp_path: Path) -> None:
+def test_the_changed_loader_is_named_and_evaluations_are_ignored(tmp_path: Path) -> None:
     run = _Run(tmp_path, _loader(8), _loader(8, 2), _loader(6))
     run.model.eval()
     for _ in run.loaders[2]:
@@ -250,7 +250,7 @@ class _Numbers(IterableDataset[Any]):
 
 @pytest.mark.parametrize("layout", ["echelon", "accelerate"])
 @pytest.mark.parametrize("iterable", [False, True])
-def test_a_stateful_loader_with_other_batches_is_refused_and_begins_anew_in_samples(
+def test_a_stateful_loader_with_other_batches_is_rejected_or_restarted_by_samples(
     iterable: bool, layout: str, tmp_path: Path
 ) -> None:
     def make(batch_size: int) -> _Run:
@@ -271,7 +271,7 @@ def test_a_stateful_loader_with_other_batches_is_refused_and_begins_anew_in_samp
 
 @pytest.mark.parametrize("layout", ["echelon", "accelerate"])
 @pytest.mark.parametrize("parity", ["off", "exact"])
-def test_older_checkpoints_know_nothing_of_their_data_and_load(
+def test_older_checkpoints_without_a_fingerprint_load(
     parity: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parity == "exact" and layout == "accelerate":
@@ -289,7 +289,7 @@ def test_older_checkpoints_know_nothing_of_their_data_and_load(
     assert _flat(run.train(1), 0) == [*range(8, 16)]
 
 
-def test_the_configuration_allows_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_can_allow_changed_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _Run(tmp_path, _loader(8)).train(1, stop=1)
     monkeypatch.setenv("ECHELON_ALLOW_CHANGED_DATA", "true")
     run = _Run(tmp_path, _loader(12))
@@ -300,7 +300,7 @@ def test_the_configuration_allows_it_too(tmp_path: Path, monkeypatch: pytest.Mon
         _Run(tmp_path, _loader(12)).accelerator.resume(allow_changed_data=False)
 
 
-def test_looking_at_the_data_reads_no_sample_and_draws_no_number(tmp_path: Path) -> None:
+def test_fingerprinting_reads_no_sample_and_draws_no_random_number(tmp_path: Path) -> None:
     class Touchy(torch.utils.data.Dataset[Any]):
         reads = 0
 
@@ -321,7 +321,7 @@ def test_looking_at_the_data_reads_no_sample_and_draws_no_number(tmp_path: Path)
     assert Touchy.reads == 0
 
 
-def test_what_a_dataset_changes_by_itself_is_no_other_data(tmp_path: Path) -> None:
+def test_changes_that_a_dataset_makes_itself_are_not_different_data(tmp_path: Path) -> None:
     class Drawn(torch.utils.data.Dataset[Any]):
         def __init__(self) -> None:
             self.order = list(range(8))
@@ -392,7 +392,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("num_now", [60, 20])
-def test_a_trainer_over_data_of_another_length_is_refused_in_the_middle_of_an_epoch(
+def test_a_trainer_with_data_of_another_length_is_rejected_in_mid_epoch(
     num_now: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     _trainer(tmp_path, _Data(40), _Stop(7), **options).train()  # 28 samples
@@ -408,7 +408,7 @@ def test_a_trainer_over_data_of_another_length_is_refused_in_the_middle_of_an_ep
 
 
 @pytest.mark.parametrize("options", CASES)
-def test_a_trainer_s_data_may_grow_between_two_epochs(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_trainers_data_may_grow_between_epochs(options: dict[str, Any], tmp_path: Path) -> None:
     _trainer(tmp_path, _Data(40), _Stop(10), **options).train()
     data = _Data(60)
     trainer = _trainer(tmp_path, data, **options)
@@ -417,7 +417,7 @@ def test_a_trainer_s_data_may_grow_between_two_epochs(options: dict[str, Any], t
     assert data.seen == [*range(60)]
 
 
-def test_a_trainer_with_other_batches_finds_its_place_in_samples_as_before(tmp_path: Path) -> None:
+def test_a_trainer_with_other_batches_resumes_by_samples(tmp_path: Path) -> None:
     _trainer(tmp_path, _Data(40), _Stop(7)).train()
     data = _Data(40)
     with pytest.warns(EchelonWarning, match=r"per_device_train_batch_size=2 \(saved: 4\)"):
@@ -428,9 +428,7 @@ def test_a_trainer_with_other_batches_finds_its_place_in_samples_as_before(tmp_p
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_checkpoint_of_transformers_tells_by_its_epoch_that_the_data_are_others(
-    accumulation: int, tmp_path: Path
-) -> None:
+def test_the_epoch_of_a_transformers_checkpoint_reveals_different_data(accumulation: int, tmp_path: Path) -> None:
     options = {"checkpoint_format": "transformers", "gradient_accumulation_steps": accumulation}
     _trainer(tmp_path, _Data(40), _Stop(3), **options).train()
     (folder,) = tmp_path.glob("checkpoint-*")
@@ -447,7 +445,7 @@ def test_a_checkpoint_of_transformers_tells_by_its_epoch_that_the_data_are_other
     assert data.seen[0] == 60 * 3 * accumulation // 10 // 4 * 4
 
 
-def test_data_that_begin_anew_may_be_others(tmp_path: Path) -> None:
+def test_restarted_data_may_be_different(tmp_path: Path) -> None:
     _trainer(tmp_path, _Data(40), _Stop(7)).train()
     data = _Data(60)
     with pytest.warns(EchelonWarning, match="the next epoch uses the current data.*40 samples, and now has 60"):

@@ -1,4 +1,4 @@
-"""The proof and the frames between launchers: who does not know the token neither gets in nor is believed, and nothing can be said twice."""
+"""Authentication and framing between launchers: peers without the token are rejected, and messages cannot be replayed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def received(sock: socket.socket) -> bytes:
     return data
 
 
-def test_who_knows_the_token_comes_in_and_both_sides_believe_each_other(door: Door) -> None:
+def test_peers_with_the_token_authenticate_each_other(door: Door) -> None:
     sock, key = connect("127.0.0.1", door.port, TOKEN, purpose=NODE, timeout_s=_LIMIT_S)
     sock.settimeout(_LIMIT_S)
     ours = Channel(sock, key, is_server=False)
@@ -116,7 +116,7 @@ def test_who_knows_the_token_comes_in_and_both_sides_believe_each_other(door: Do
     ours.close()
 
 
-def test_another_token_is_refused_and_learns_nothing(door: Door) -> None:
+def test_another_token_is_rejected_without_information(door: Door) -> None:
     with pytest.raises(ConnectionRefused, match="it has another token"):
         connect("127.0.0.1", door.port, b"another token altogether", purpose=NODE, timeout_s=_LIMIT_S)
     with raw(door.port) as sock:
@@ -126,7 +126,7 @@ def test_another_token_is_refused_and_learns_nothing(door: Door) -> None:
     assert not door.came
 
 
-def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
+def test_a_server_without_the_token_is_rejected() -> None:
     def pretend(listener: socket.socket) -> None:
         sock, _ = listener.accept()
         with sock:
@@ -142,7 +142,7 @@ def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
         thread.join()
 
 
-def test_a_handshake_that_was_heard_opens_no_second_connection(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_handshake_cannot_be_replayed(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[bytes] = []
     send = channel._send
     monkeypatch.setattr(channel, "_send", lambda sock, data: (heard.append(data), send(sock, data))[1])
@@ -185,7 +185,7 @@ def test_a_frame_cannot_be_repeated_changed_or_sent_back(mischief: str) -> None:
     other.close()
 
 
-def test_garbage_and_half_open_connections_keep_nobody_out(door: Door) -> None:
+def test_garbage_and_half_open_connections_do_not_block_other_peers(door: Door) -> None:
     open_ones = [raw(door.port) for _ in range(300)]  # more than are kept unproven
     for i in range(300):
         with raw(door.port) as sock:
@@ -199,7 +199,7 @@ def test_garbage_and_half_open_connections_keep_nobody_out(door: Door) -> None:
     sock.close()
 
 
-def test_the_way_to_the_store_carries_bytes_both_ways_and_only_in_its_round(door: Door) -> None:
+def test_the_store_tunnel_forwards_bytes_both_ways_in_its_generation_only(door: Door) -> None:
     def way(number: int) -> Callable[[], socket.socket]:
         return lambda: connect("127.0.0.1", door.port, TOKEN, purpose=STORE, number=number, timeout_s=_LIMIT_S)[0]
 
@@ -240,7 +240,7 @@ def peers(
     return found[0], found[1], lost
 
 
-def test_a_peer_is_told_is_asked_and_says_what_it_could_not_answer() -> None:
+def test_a_peer_receives_messages_and_requests_and_reports_failures() -> None:
     told: list[tuple[str, Mapping[str, Any]]] = []
     came = threading.Event()
     one, other, lost = peers(lambda kind, content: (told.append((kind, content)), came.set())[0], 0.05, _LIMIT_S)
@@ -258,7 +258,7 @@ def test_a_peer_is_told_is_asked_and_says_what_it_could_not_answer() -> None:
     other.close()
 
 
-def test_a_flood_of_requests_gets_no_thread_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_of_requests_does_not_start_a_thread_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     may_answer = threading.Event()
     num_begun = 0
 
@@ -284,7 +284,7 @@ def test_a_flood_of_requests_gets_no_thread_for_each(monkeypatch: pytest.MonkeyP
     other.close()
 
 
-def test_a_silent_peer_is_lost_and_says_why() -> None:
+def test_a_silent_peer_is_reported_as_lost_with_the_reason() -> None:
     one, other, lost = peers(lambda kind, content: None, 0.05, 0.3)
     one.start()  # the other never beats
     deadline = time.monotonic() + _LIMIT_S
@@ -297,7 +297,7 @@ def test_a_silent_peer_is_lost_and_says_why() -> None:
     other.close()
 
 
-def test_a_listener_that_fails_is_no_silent_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_listener_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(kind: str, content: Mapping[str, Any]) -> None:
         raise BrokenPipeError("nobody reads stderr")
 
@@ -314,7 +314,7 @@ def test_a_listener_that_fails_is_no_silent_end(monkeypatch: pytest.MonkeyPatch)
     assert other.is_lost
 
 
-def test_a_server_that_is_slow_is_not_taken_for_one_with_another_token() -> None:
+def test_a_slow_server_is_not_mistaken_for_one_with_another_token() -> None:
     with listen("127.0.0.1", 0) as listener:
 
         def answer_late() -> None:
@@ -333,7 +333,7 @@ def test_a_server_that_is_slow_is_not_taken_for_one_with_another_token() -> None
         thread.join()
 
 
-def test_accept_gives_up_on_who_says_nothing() -> None:
+def test_accept_gives_up_on_silent_peers() -> None:
     one, other = socket.socketpair()
     one.settimeout(0.05)
     with pytest.raises(ConnectionLost, match="no answer"):

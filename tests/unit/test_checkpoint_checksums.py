@@ -1,4 +1,4 @@
-"""Checksums are made by a thread while a file is written: they are those of what is on the disk."""
+"""A thread computes checksums while a file is written; they match the file on disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = tensor_file.BLOCK_BYTES
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3])
-def test_the_checksum_is_that_of_the_file(size: int, tmp_path: Path) -> None:
+def test_the_checksum_matches_the_file(size: int, tmp_path: Path) -> None:
     contents = [b"head", torch.arange(size, dtype=torch.int64).to(torch.uint8).numpy().tobytes(), b"tail"]
     before = threading.active_count()
     facts = tensor_file.write_file(LocalStorage(), tmp_path / "file", contents)
@@ -26,7 +26,7 @@ def test_the_checksum_is_that_of_the_file(size: int, tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-def test_without_another_thread_it_is_made_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_the_checksum_is_computed_inline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
@@ -36,7 +36,7 @@ def test_without_another_thread_it_is_made_in_between(tmp_path: Path, monkeypatc
     assert facts.xxh3_128 == xxhash.xxh3_128(content).hexdigest()
 
 
-def test_the_thread_ends_when_the_disk_does_not_take_it(tmp_path: Path) -> None:
+def test_the_thread_ends_on_a_full_disk(tmp_path: Path) -> None:
     class Full(LocalStorage):
         def write(self, handle: int, data: bytes | memoryview) -> None:
             raise OSError(28, "No space left on device")

@@ -1,4 +1,4 @@
-"""What a power cut leaves at any instant of a save: a whole verified checkpoint, the old one or the new one."""
+"""A power failure at any instant of a save leaves a complete, verified checkpoint: the old or the new one."""
 
 from __future__ import annotations
 
@@ -266,13 +266,13 @@ SCENARIOS: dict[str, Callable[..., Scenario]] = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_crash_state_has_a_whole_checkpoint(scenario: str) -> None:
+def test_every_crash_state_has_a_complete_checkpoint(scenario: str) -> None:
     assert SCENARIOS[scenario]().check(max_pending=7) > 20
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_crash_state_of_all_subsets_has_a_whole_checkpoint(scenario: str) -> None:
+def test_every_crash_state_of_all_subsets_has_a_complete_checkpoint(scenario: str) -> None:
     assert SCENARIOS[scenario]().check(max_pending=12) > 20
 
 
@@ -319,7 +319,7 @@ GUARDS = [
 
 
 @pytest.mark.parametrize(("scenario", "operation", "name"), GUARDS)
-def test_no_sync_and_no_rename_can_be_left_out(scenario: str, operation: str, name: str) -> None:
+def test_every_sync_and_rename_is_necessary(scenario: str, operation: str, name: str) -> None:
     left_out = []
 
     def muted(this: str, of: str) -> bool:
@@ -332,7 +332,7 @@ def test_no_sync_and_no_rename_can_be_left_out(scenario: str, operation: str, na
     assert any(left_out)
 
 
-def test_every_sync_and_rename_of_a_save_is_among_them() -> None:
+def test_the_list_contains_every_sync_and_rename() -> None:
     found = set()
     for scenario in SCENARIOS:
         calls: list[tuple[str, str]] = []
@@ -346,7 +346,7 @@ def test_every_sync_and_rename_of_a_save_is_among_them() -> None:
     assert found == {(operation, name) for _, operation, name in GUARDS}
 
 
-def test_a_crash_between_two_renames_is_healed_by_cleaning() -> None:
+def test_cleaning_repairs_a_crash_between_two_renames() -> None:
     storage = WithoutExchange()
     save_on_threads(FOLDER / "a", 1, storage=storage)
     folder = storage._folder(FOLDER)

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is passed over, and the file is named; a hostile one is refused, and touches nothing."""
+"""Damaged checkpoints are skipped and their files named; malicious checkpoints are rejected without side effects."""
 
 from __future__ import annotations
 
@@ -71,22 +71,22 @@ def _damage_each(tmp_path: Path, num_cases: int) -> None:
     assert newest([new, old], world=WORLD).skipped == []
 
 
-def test_200_damages_are_found_and_the_file_is_named(tmp_path: Path) -> None:
+def test_200_kinds_of_damage_are_detected_and_the_file_is_named(tmp_path: Path) -> None:
     _damage_each(tmp_path, 200)
 
 
 @pytest.mark.soak
-def test_2000_damages_are_found_and_the_file_is_named(tmp_path: Path) -> None:
+def test_2000_kinds_of_damage_are_detected_and_the_file_is_named(tmp_path: Path) -> None:
     _damage_each(tmp_path, 2000)
 
 
-def test_nothing_whole_is_no_error_and_says_why(tmp_path: Path) -> None:
+def test_no_intact_checkpoint_is_not_an_error_and_lists_the_reasons(tmp_path: Path) -> None:
     (tmp_path / "checkpoint_1").mkdir()
     found = newest([tmp_path / "checkpoint_1", tmp_path / "checkpoint_0"], world=WORLD)
     assert found.checkpoint is None
     assert [why for _, why in found.skipped] == [
-        f"{tmp_path / 'checkpoint_1'} is no checkpoint: it has no manifest.json",
-        f"{tmp_path / 'checkpoint_0'} is no folder: it has no manifest.json",
+        f"{tmp_path / 'checkpoint_1'} is not a checkpoint: it has no manifest.json",
+        f"{tmp_path / 'checkpoint_0'} is not a folder: it has no manifest.json",
     ]
 
 
@@ -270,7 +270,7 @@ def _same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def test_hostile_checkpoints_are_refused_or_harmless(tmp_path: Path) -> None:
+def test_malicious_checkpoints_are_rejected_or_harmless(tmp_path: Path) -> None:
     source, victim = tmp_path / "source", tmp_path / "victim"
     save_on_threads(source, 2, world_size=1)
     expected = _load(Checkpoint(source))
@@ -348,12 +348,12 @@ def _fuzz(num_cases: int) -> None:
     assert min(outcomes.values()) > num_cases // 20, outcomes
 
 
-def test_fuzzed_checkpoints_are_refused_or_read() -> None:
+def test_fuzzed_checkpoints_are_rejected_or_read() -> None:
     with no_code_and_no_other_files(Path("/toy")):
         _fuzz(10_000)
 
 
 @pytest.mark.soak
-def test_many_fuzzed_checkpoints_are_refused_or_read() -> None:
+def test_many_fuzzed_checkpoints_are_rejected_or_read() -> None:
     with no_code_and_no_other_files(Path("/toy")):
         _fuzz(100_000)

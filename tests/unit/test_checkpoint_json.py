@@ -1,4 +1,4 @@
-"""Plain data survives JSON with its types; what is no plain data is refused where it is put in."""
+"""Plain data survives JSON with its types; other data is rejected when it is saved."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_a_value_comes_back_as_it_was(value: Any) -> None:
+def test_a_value_survives_a_round_trip(value: Any) -> None:
     assert _same(_round_trip(value), value)
     assert _same(_round_trip([{"k": value}]), [{"k": value}])
 
@@ -130,7 +130,7 @@ def test_a_default_dict_keeps_its_default() -> None:
         max_leaves=20,
     )
 )
-def test_any_nesting_comes_back_as_it_was(value: Any) -> None:
+def test_any_nesting_survives_a_round_trip(value: Any) -> None:
     assert _same(_round_trip(value), value)
 
 
@@ -160,51 +160,51 @@ REFUSED: list[Any] = [
 
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
-def test_what_is_no_plain_data_is_refused_with_its_place(value: Any) -> None:
+def test_other_than_plain_data_is_rejected_with_its_location(value: Any) -> None:
     with pytest.raises(CheckpointError) as caught:
         encode({"a": [0, {1: value}]}, name="scheduler")
     assert "scheduler['a'][1][1] is a " in str(caught.value)
     assert "do:    save numbers, text" in str(caught.value)
 
 
-def test_a_structure_that_holds_itself_is_refused() -> None:
+def test_a_structure_that_contains_itself_is_rejected() -> None:
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(CheckpointError, match="nested deeper than 64 levels, or holds itself"):
+    with pytest.raises(CheckpointError, match="nested deeper than 64 levels or contains itself"):
         encode(value, name="it")
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (b'{"a":1,"a":2}', "the key 'a' is there twice"),
-        (b'{"x":{"b":{"a":1,"a":2}}}', "the key 'a' is there twice"),
+        (b'{"a":1,"a":2}', "the key 'a' occurs twice"),
+        (b'{"x":{"b":{"a":1,"a":2}}}', "the key 'a' occurs twice"),
         (b"[" * 100_000, "nested too deep"),
         (b'{"a":' * 100_000, "nested too deep"),
-        (b"[NaN]", "NaN is no JSON"),
-        (b"[Infinity]", "Infinity is no JSON"),
+        (b"[NaN]", "NaN is not valid JSON"),
+        (b"[Infinity]", "Infinity is not valid JSON"),
         (b"[1", "delimiter"),
         (b"\xff", "utf-8"),
-        (b'{"$nothing":1}', r"there is no type '\$nothing'"),
-        (b'{"$tuple":[],"b":1}', r"'\$tuple' stands beside other keys"),
-        (b'{"$array":["O",[1],""]}', "'O' is no dtype of plain data"),
+        (b'{"$nothing":1}', r"unknown type '\$nothing'"),
+        (b'{"$tuple":[],"b":1}', r"'\$tuple' must be the only key"),
+        (b'{"$array":["O",[1],""]}', "'O' is not a dtype of plain data"),
         (b'{"$array":["<f8",[4611686018427387904,4],""]}', "cannot be read"),
         (b'{"$array":["<U99999999",[1],"AAAA"]}', "cannot be read"),
         (b'{"$set":[[1]]}', "unhashable"),
         (b'{"$dict":[[[1],2]]}', "unhashable"),
-        (b'{"$torch_dtype":"load"}', "'load' is no dtype"),
-        (b'{"$torch_dtype":"__builtins__"}', "is no dtype"),
+        (b'{"$torch_dtype":"load"}', "'load' is not a dtype"),
+        (b'{"$torch_dtype":"__builtins__"}', "is not a dtype"),
         (b'{"$default_dict":["eval",{}]}', "eval"),
-        (b'{"$tensor":"w"}', "it names a tensor where there is none"),
+        (b'{"$tensor":"w"}', "it refers to a tensor where none is allowed"),
         (b'{"$bytes":"*"}', "base64"),
-        (b'{"$float":"1.0"}', "is no float of this form"),
+        (b'{"$float":"1.0"}', "expected nan, inf or -inf"),
         (b'{"$timedelta":[1e308,0,0]}', "cannot be read"),
-        (b'{"$device":"evil:0"}', "is no device"),
+        (b'{"$device":"evil:0"}', "is not a device"),
         (b"1" * 10_000, "digits"),
     ],
     ids=lambda value: value[:24].decode("latin-1") if isinstance(value, bytes) else "",
 )
-def test_a_hostile_text_is_refused(text: bytes, why: str) -> None:
+def test_malicious_text_is_rejected(text: bytes, why: str) -> None:
     with pytest.raises(CheckpointError, match=why):
         decode(from_bytes(text, source="the text"), source="the text")
 
@@ -216,7 +216,7 @@ def _optimizers() -> list[type[torch.optim.Optimizer]]:
 
 
 @pytest.mark.parametrize("kind", _optimizers(), ids=lambda kind: kind.__name__)
-def test_the_state_of_every_optimizer_comes_back(kind: Any) -> None:
+def test_the_state_of_every_optimizer_survives_a_round_trip(kind: Any) -> None:
     torch.manual_seed(0)
     model = nn.Embedding(4, 3, sparse=True) if kind is torch.optim.SparseAdam else nn.Linear(4, 3, bias=False)
     options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
@@ -258,7 +258,7 @@ def _schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
     ]
 
 
-def test_the_state_of_every_scheduler_comes_back() -> None:
+def test_the_state_of_every_scheduler_survives_a_round_trip() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)

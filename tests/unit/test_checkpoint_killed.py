@@ -1,4 +1,4 @@
-"""A rank of four is killed (SIGKILL) in the middle of a save: what was there, or the new one, can be loaded."""
+"""One of four ranks is killed (SIGKILL) during a save; the old or the new checkpoint can be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any layout to any layout, on integers alone: what ranks hold, who writes it, and what others read of it."""
+"""From any layout to any other, computed on integers only: what ranks hold, which rank writes it, and what other ranks read."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _pieces(layout: Layout, world_size: int) -> dict[int, list[LocalShard]]:
     }
 
 
-def test_every_layout_of_1_to_8_ranks_is_read_by_every_other() -> None:
+def test_every_layout_of_1_to_8_ranks_can_be_read_by_every_other() -> None:
     layouts = [_pieces(layout, world_size) for layout in LAYOUTS for world_size in range(1, 9)]
     wanted = {piece for pieces in layouts for own in pieces.values() for piece in own}
     for pieces in layouts:
@@ -91,7 +91,7 @@ def test_every_layout_of_1_to_8_ranks_is_read_by_every_other() -> None:
             )
 
 
-def test_what_all_ranks_have_is_written_once_and_spread_evenly() -> None:
+def test_replicated_data_is_written_once_and_distributed_evenly() -> None:
     pieces = [LocalShard(f"layer{i}", "float32", (8, 8), ChunkBounds.whole((8, 8))) for i in range(12)]
     stored = assign_writers(dict.fromkeys(range(4), pieces))
     writers = [layout.chunks[0].rank for layout in stored.values()]
@@ -99,7 +99,7 @@ def test_what_all_ranks_have_is_written_once_and_spread_evenly() -> None:
     assert [writers.count(rank) for rank in range(4)] == [3, 3, 3, 3]
 
 
-def test_ranks_that_write_what_only_they_have_write_less_of_the_rest() -> None:
+def test_ranks_with_exclusive_data_write_less_replicated_data() -> None:
     shared = [LocalShard(f"s{i}", "float32", (4,), ChunkBounds.whole((4,))) for i in range(4)]
     own = LocalShard("own", "float32", (16,), ChunkBounds.whole((16,)))
     stored = assign_writers({0: [own, *shared], 1: shared})
@@ -125,14 +125,14 @@ def test_ranks_that_disagree_are_named() -> None:
 @pytest.mark.parametrize(
     ("boxes", "why"),
     [
-        ([((0,), (2,))], "2 of its 4 elements are covered"),
-        ([((0,), (3,)), ((2,), (2,))], r"the box at \[2\] of \[2\] overlaps another one"),
-        ([((0,), (4,)), ((0,), (4,))], "overlaps another one"),
-        ([((2,), (4,))], "is not inside it"),
-        ([((0, 0), (4, 1))], "is not inside it"),
+        ([((0,), (2,))], "its chunks contain 2 of 4 elements"),
+        ([((0,), (3,)), ((2,), (2,))], r"the chunk at \[2\] of size \[2\] overlaps another chunk"),
+        ([((0,), (4,)), ((0,), (4,))], "overlaps another chunk"),
+        ([((2,), (4,))], "is not inside the tensor"),
+        ([((0, 0), (4, 1))], "is not inside the tensor"),
     ],
 )
-def test_boxes_that_do_not_make_a_tensor_are_refused(
+def test_chunks_that_do_not_form_a_tensor_are_rejected(
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], why: str
 ) -> None:
     layout = TensorLayout("float32", (4,), tuple(Chunk(0, ChunkBounds(offset, lengths)) for offset, lengths in boxes))

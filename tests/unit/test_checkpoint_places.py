@@ -1,4 +1,4 @@
-"""Where checkpoints are found and kept, in every layout: behind links, after a change of folder, on a disk that says no."""
+"""Locations of checkpoints in every layout: symbolic links, a changed working directory, and failing disks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _listed(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("what", ["project_dir", "checkpoints", "a checkpoint"])
-def test_a_run_behind_a_link_goes_on(what: str, layout: str, tmp_path: Path) -> None:
+def test_a_run_behind_a_link_resumes(what: str, layout: str, tmp_path: Path) -> None:
     project = tmp_path / "run"
     for value in (1.0, 2.0):
         run = _Run(project, layout).train_to(value)
@@ -106,7 +106,7 @@ def test_a_run_behind_a_link_goes_on(what: str, layout: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("layout", TRAINER_LAYOUTS)
-def test_a_trainer_behind_a_link_goes_on(layout: str, tmp_path: Path) -> None:
+def test_a_trainer_behind_a_link_resumes(layout: str, tmp_path: Path) -> None:
     _trainer(tmp_path / "out", layout, max_steps=2).train()
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
@@ -120,7 +120,7 @@ def test_a_trainer_behind_a_link_goes_on(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_link_that_leads_nowhere_is_named_and_begins_no_new_run(layout: str, tmp_path: Path) -> None:
+def test_a_broken_link_is_an_error_and_not_a_new_run(layout: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     link = tmp_path / "run" / "checkpoints"
     link.symlink_to(tmp_path / "not mounted")
@@ -144,7 +144,7 @@ def test_a_link_that_leads_nowhere_is_named_and_begins_no_new_run(layout: str, t
     assert not (tmp_path / "gone").exists()
 
 
-def test_a_trainer_whose_folder_is_a_link_that_leads_nowhere_says_so(tmp_path: Path) -> None:
+def test_a_trainer_reports_an_output_folder_that_is_a_broken_link(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "not mounted")
     with pytest.raises(UsageError, match=r"is a symbolic link to .*not mounted, which does not exist"):
         _trainer(tmp_path / "out")
@@ -171,7 +171,7 @@ def test_a_named_checkpoint_behind_a_link_is_written_and_found_there(layout: str
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_relative_project_dir_is_one_place_whatever_the_working_directory(
+def test_a_relative_project_dir_does_not_depend_on_the_working_directory(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "start").mkdir()
@@ -193,7 +193,7 @@ def test_a_relative_project_dir_is_one_place_whatever_the_working_directory(
 
 
 @pytest.mark.parametrize("layout", TRAINER_LAYOUTS)
-def test_a_relative_output_dir_is_one_place_whatever_the_working_directory(
+def test_a_relative_output_dir_does_not_depend_on_the_working_directory(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "start").mkdir()
@@ -216,7 +216,7 @@ def test_a_relative_output_dir_is_one_place_whatever_the_working_directory(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_that_was_never_saved_is_told_in_one_line_and_may_be_an_error(
+def test_a_run_without_checkpoints_logs_one_line_or_raises(
     layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def told() -> list[str]:
@@ -241,16 +241,14 @@ def test_a_run_that_was_never_saved_is_told_in_one_line_and_may_be_an_error(
     assert told() == []
 
 
-def test_auto_says_in_one_line_that_a_training_starts_from_scratch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_logs_one_line_if_training_starts_from_scratch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _trainer(tmp_path, max_steps=2).train(resume_from_checkpoint="auto")
     line = f"no checkpoint in {tmp_path}: starting from scratch"
     assert [r.getMessage() for r in caplog.records if "scratch" in r.getMessage()] == [line]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_no_checkpoint_is_never_taken_for_a_new_run(layout: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_not_a_new_run(layout: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
@@ -258,7 +256,7 @@ def test_what_is_no_checkpoint_is_never_taken_for_a_new_run(layout: str, tmp_pat
     run = _Run(None, layout, named=False)
     with pytest.raises(UsageError, match=f"{tmp_path}/file exists and is a file"):
         run.accelerator.resume(tmp_path / "file")
-    with pytest.raises(CheckpointError, match=r"(?s)is no checkpoint.*do: .*run/checkpoints/checkpoint_4"):
+    with pytest.raises(CheckpointError, match=r"(?s)is not a checkpoint.*do: .*run/checkpoints/checkpoint_4"):
         run.accelerator.resume(tmp_path / "run")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "checkpoints").write_text("mine")
@@ -271,7 +269,7 @@ def test_what_is_no_checkpoint_is_never_taken_for_a_new_run(layout: str, tmp_pat
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("named", [True, False])
-def test_a_crash_between_two_renames_is_no_new_run(named: bool, layout: str, tmp_path: Path) -> None:
+def test_a_crash_between_two_renames_is_not_a_new_run(named: bool, layout: str, tmp_path: Path) -> None:
     project, path = (tmp_path, None) if named else (None, tmp_path / "checkpoints" / "checkpoint_0")
     run = _Run(project, layout, named=named).train_to(1.0)
     run.accelerator.save_state(path)
@@ -291,7 +289,7 @@ def test_a_crash_between_two_renames_is_no_new_run(named: bool, layout: str, tmp
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_killed_saves_left_is_removed_by_the_next_start(layout: str, tmp_path: Path) -> None:
+def test_the_next_start_removes_leftovers_of_killed_saves(layout: str, tmp_path: Path) -> None:
     run = _Run(tmp_path, layout).train_to(1.0)
     run.accelerator.save_state()
     run.accelerator.end_training()
@@ -307,7 +305,7 @@ def test_what_killed_saves_left_is_removed_by_the_next_start(layout: str, tmp_pa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_second_run_in_one_project_is_refused(layout: str, tmp_path: Path) -> None:
+def test_a_second_run_in_one_project_is_rejected(layout: str, tmp_path: Path) -> None:
     run = _Run(tmp_path, layout)
     run.accelerator.save_state()
     # Accelerate's load_state takes whatever is in the folder for a checkpoint.
@@ -318,7 +316,7 @@ def test_a_second_run_in_one_project_is_refused(layout: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_killed_save_to_a_path_left_is_removed_by_a_later_one(layout: str, tmp_path: Path) -> None:
+def test_a_later_save_removes_leftovers_of_a_killed_save(layout: str, tmp_path: Path) -> None:
     left = tmp_path / f"a.tmp-{TOKEN}"
     young = tmp_path / f"a.tmp-{TOKEN[::-1]}"
     for folder in (left, young):
@@ -345,7 +343,7 @@ def full_disk(num_bytes: int = 200) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_full_disk_is_borne_in_every_layout(layout: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_tolerated_in_every_layout(layout: str, tmp_path: Path) -> None:
     run = _Run(tmp_path, layout).train_to(1.0)
     run.accelerator.save_state()
     run.train_to(2.0)
@@ -369,7 +367,7 @@ def test_a_full_disk_is_borne_in_every_layout(layout: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["pytorch", "safetensors"])
-def test_a_hook_that_the_disk_refuses_is_no_end_of_the_run(name: str, layout: str, tmp_path: Path) -> None:
+def test_a_disk_error_in_a_hook_does_not_end_the_run(name: str, layout: str, tmp_path: Path) -> None:
     run = _Run(tmp_path, layout)
 
     def hook(models: Any, weights: Any, folder: str) -> None:
@@ -385,7 +383,7 @@ def test_a_hook_that_the_disk_refuses_is_no_end_of_the_run(name: str, layout: st
 
 
 @pytest.mark.parametrize("layout", TRAINER_LAYOUTS)
-def test_a_full_disk_is_borne_by_a_trainer_in_every_layout(layout: str, tmp_path: Path) -> None:
+def test_a_trainer_tolerates_a_full_disk_in_every_layout(layout: str, tmp_path: Path) -> None:
     _trainer(tmp_path, layout, max_steps=2).train()
     trainer = _trainer(tmp_path, layout, max_steps=6)
     before = trainer._save_checkpoint
@@ -401,7 +399,7 @@ def test_a_full_disk_is_borne_by_a_trainer_in_every_layout(layout: str, tmp_path
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_folder_that_cannot_be_made_is_borne_too(
+def test_a_folder_that_cannot_be_created_is_tolerated(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = _Run(tmp_path, layout)
@@ -421,9 +419,9 @@ def test_a_folder_that_cannot_be_made_is_borne_too(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_name_that_is_too_long_is_told_before_anything_is_written(layout: str, tmp_path: Path) -> None:
+def test_a_name_that_is_too_long_is_rejected_before_writing(layout: str, tmp_path: Path) -> None:
     run = _Run(None, layout, named=False)
-    with pytest.raises(UsageError, match=r"(?s)name of 250 bytes.*do: +give a name of at most 234"):
+    with pytest.raises(UsageError, match=r"(?s)has 250 bytes.*do: +use a name of at most 234"):
         run.accelerator.save_state(tmp_path / ("x" * 250))
     assert os.listdir(tmp_path) == []
     run.accelerator.save_state(tmp_path / ("x" * 234))
@@ -434,7 +432,7 @@ def test_a_name_that_is_too_long_is_told_before_anything_is_written(layout: str,
 
 @pytest.mark.parametrize("damage", ["a file in its place", "cut off", "a file is missing", "an empty folder"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_that_is_none_any_more_is_passed_over(layout: str, damage: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped(layout: str, damage: str, tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         run = _Run(tmp_path, layout)
         run.accelerator.resume()
@@ -460,7 +458,7 @@ def test_a_checkpoint_that_is_none_any_more_is_passed_over(layout: str, damage: 
     run.accelerator.end_training()
 
 
-def test_the_newest_is_the_newest_whatever_its_layout(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_chosen_independently_of_its_layout(tmp_path: Path) -> None:
     for value, layout in ((1.0, "echelon"), (2.0, "accelerate"), (3.0, "echelon"), (4.0, "accelerate")):
         run = _Run(tmp_path, layout)
         run.accelerator.resume()
@@ -480,7 +478,7 @@ def _rewritten(manifest: Path, old: bytes, new: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", [rb"\ud800.txt", rb"\udc80.txt", rb"a\u0000b", b"x" * 300])
-def test_a_name_that_no_file_has_is_a_damaged_manifest(name: bytes, tmp_path: Path) -> None:
+def test_an_invalid_file_name_in_the_manifest_is_damage(name: bytes, tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         run = _Run(tmp_path)
         run.accelerator.resume()
@@ -496,7 +494,7 @@ def test_a_name_that_no_file_has_is_a_damaged_manifest(name: bytes, tmp_path: Pa
     assert "checkpoint_1 damaged" in _listed(tmp_path)
 
 
-def test_a_hook_s_file_whose_name_is_no_text_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+def test_a_hooks_file_with_an_invalid_name_is_rejected(tmp_path: Path) -> None:
     run = _Run(tmp_path)
     run.accelerator.register_save_state_pre_hook(
         lambda *_: Path(os.fsdecode(os.fsencode(_[2]) + b"/\xff.txt")).write_text("x")

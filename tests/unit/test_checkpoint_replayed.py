@@ -1,4 +1,4 @@
-"""Real saves in other programs' layouts, every crash state of them made again: a start goes on, with the old or the new one."""
+"""Real saves in other programs' layouts: from every reconstructed crash state a run resumes with the old or the new checkpoint."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _lost_after_the_first(toy: ToyStorage, scratch: Path, *, named: bool, layout
 
 @pytest.mark.parametrize("layout", ["accelerate", "echelon"])
 @pytest.mark.parametrize("named", [True, False])
-def test_the_first_save_is_on_the_disk_with_the_folders_above_it(layout: str, named: bool, tmp_path: Path) -> None:
+def test_the_first_save_syncs_its_parent_folders(layout: str, named: bool, tmp_path: Path) -> None:
     assert _replay_accelerator(tmp_path, layout, named=named, exchanges=True, whole=False, is_first=True) == 0
 
 
@@ -116,14 +116,14 @@ CASES = [(True, True), (False, True), (False, False)]
 
 
 @pytest.mark.parametrize(("named", "exchanges"), CASES)
-def test_every_crash_state_of_accelerates_layout_is_gone_on_from(named: bool, exchanges: bool, tmp_path: Path) -> None:
+def test_every_crash_state_of_accelerates_layout_can_be_resumed(named: bool, exchanges: bool, tmp_path: Path) -> None:
     assert _replay_accelerator(tmp_path, "accelerate", named=named, exchanges=exchanges, whole=False) >= 4
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", ["accelerate", "echelon"])
 @pytest.mark.parametrize(("named", "exchanges"), CASES)
-def test_every_crash_state_in_all_its_subsets_is_gone_on_from(
+def test_every_crash_state_in_all_subsets_can_be_resumed(
     named: bool, exchanges: bool, layout: str, tmp_path: Path
 ) -> None:
     assert _replay_accelerator(tmp_path, layout, named=named, exchanges=exchanges, whole=True) >= 50
@@ -169,7 +169,7 @@ TRAINER_CASES = [(True, True), (False, False)]
 
 
 @pytest.mark.parametrize(("rotates", "exchanges"), TRAINER_CASES)
-def test_every_crash_state_of_transformers_layout_is_gone_on_from(
+def test_every_crash_state_of_transformers_layout_can_be_resumed(
     rotates: bool, exchanges: bool, tmp_path: Path
 ) -> None:
     assert _replay_trainer(tmp_path, rotates=rotates, exchanges=exchanges, whole=False) >= 4

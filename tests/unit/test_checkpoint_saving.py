@@ -1,4 +1,4 @@
-"""What saving promises beside its format: what is kept, who may write, a full disk, and saving in the background."""
+"""Promises of saving beside the format: which files are kept, locks, full disks, and background saves."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Full(Wrapped):
 # ---- what is written -------------------------------------------------------------------------------------------------
 
 
-def test_the_files_are_those_that_every_reader_of_safetensors_knows(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
     tensors = {
         "w": torch.randn(5, 7),
         "t": torch.randn(4, 3).t(),
@@ -99,7 +99,7 @@ def test_the_files_are_those_that_every_reader_of_safetensors_knows(tmp_path: Pa
         )
 
 
-def test_tied_tensors_are_written_once_and_read_by_both_names(tmp_path: Path) -> None:
+def test_tied_tensors_are_written_once_and_readable_by_both_names(tmp_path: Path) -> None:
     w = torch.randn(3)
     folder = save(tmp_path / "c", Content(tensors={"a": w, "b": w, "part": w[:2]}), world=WORLD)
     assert json.loads((folder / "manifest.json").read_text())["manifest"]["aliases"] == {"b": "a"}
@@ -109,7 +109,7 @@ def test_tied_tensors_are_written_once_and_read_by_both_names(tmp_path: Path) ->
     assert torch.equal(checkpoint.read("part"), w[:2])
 
 
-def test_a_part_is_read_without_the_rest(tmp_path: Path) -> None:
+def test_reading_a_part_does_not_read_the_rest(tmp_path: Path) -> None:
     w = torch.randn(1000, 500)
     folder = save(tmp_path / "c", Content(tensors={"w": w}), world=WORLD)
     checkpoint = Checkpoint(folder)
@@ -123,21 +123,21 @@ def test_a_part_is_read_without_the_rest(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.read("w", ChunkBounds((3, 7), (4, 5))), w[3:7, 7:12])
 
 
-def test_what_is_missing_or_has_another_shape_is_named_before_anything_is_copied(tmp_path: Path) -> None:
+def test_missing_tensors_and_other_shapes_are_errors_before_copying(tmp_path: Path) -> None:
     checkpoint = Checkpoint(
         save(tmp_path / "c", Content(tensors={"a": torch.ones(2), "b": torch.ones(3)}), world=WORLD)
     )
     a = torch.zeros(2)
     with pytest.raises(CheckpointError, match="has no c\n"):
         checkpoint.read_into({"a": a, "c": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"b is \[3\] in .*, and \[4\] here"):
+    with pytest.raises(CheckpointError, match=r"b has shape \[3\] in .*, and \[4\] here"):
         checkpoint.read_into({"a": a, "b": torch.zeros(4)})
     assert torch.equal(a, torch.zeros(2))
     assert checkpoint.read_into({"a": a, "c": torch.zeros(1)}, optional=["c"]) == ["c"]
     assert torch.equal(a, torch.ones(2))
 
 
-def test_what_others_have_put_into_a_checkpoint_stays(tmp_path: Path) -> None:
+def test_files_of_other_programs_in_a_checkpoint_are_kept(tmp_path: Path) -> None:
     target = tmp_path / "c"
     save_on_threads(target, 1)
     (target / "notes").mkdir()
@@ -155,18 +155,18 @@ def test_what_others_have_put_into_a_checkpoint_stays(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
-def test_what_cannot_be_saved_is_an_error_that_changes_nothing(tmp_path: Path) -> None:
+def test_unsupported_content_is_an_error_that_changes_nothing(tmp_path: Path) -> None:
     save_on_threads(tmp_path / "c", 1, world_size=1)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"ema\['f'\] is a builtins.object"):
         save(tmp_path / "c", Content(objects={"ema": {"f": object()}}), world=WORLD)
-    with pytest.raises(CheckpointError, match="has no values: it is on the meta device"):
+    with pytest.raises(CheckpointError, match="is on the meta device and has no values"):
         save(tmp_path / "c", Content(tensors={"w": torch.empty(1, device="meta")}), world=WORLD)
-    with pytest.raises(CheckpointError, match=r"two tensors in .* would have one name"):
+    with pytest.raises(CheckpointError, match=r"two tensors in .* would have the same name"):
         save(tmp_path / "c", Content(tensors={"__metadata__": torch.ones(1)}), world=WORLD)
     with pytest.raises(UsageError, match="file exists and is a file, not a directory"):
         save(tmp_path / "file", Content(), world=WORLD)
-    with pytest.raises(UsageError, match="is a mount point, and cannot be replaced"):
+    with pytest.raises(UsageError, match="is a mount point and cannot be replaced"):
         save(Path("/"), Content(), world=WORLD)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "file"]
     assert Checkpoint(tmp_path / "c").objects() == {"step": 1}
@@ -175,7 +175,7 @@ def test_what_cannot_be_saved_is_an_error_that_changes_nothing(tmp_path: Path) -
 # ---- ranks that do not agree, or do not see each other's files -------------------------------------------------------
 
 
-def test_a_rank_that_cannot_save_is_an_error_of_all(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_save_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     def run(world: Any, gather: Any) -> str:
         content = Content(rank_objects={"mine": object() if world.rank == 1 else 1})
         with pytest.raises(CheckpointError) as caught:
@@ -211,7 +211,7 @@ def test_machines_without_a_shared_folder_are_named(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_machine_may_keep_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+def test_each_machine_may_write_a_separate_checkpoint(tmp_path: Path) -> None:
     def place(world: Any) -> Any:
         return replace(world, node_rank=world.rank, local_rank=0, local_world_size=1)
 
@@ -235,14 +235,14 @@ def test_every_machine_may_keep_a_checkpoint_of_its_own(tmp_path: Path) -> None:
         return str(caught.value)
 
     for text in on_threads(sharded, 2):
-        assert "2 of its 4 elements are covered" in text
-        assert "to save on each machine, every machine must have all of it" in text
+        assert "its chunks contain 2 of 4 elements" in text
+        assert "to save on each machine, every machine must have the whole state" in text
 
 
 # ---- a disk that says no ---------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_old_checkpoint_and_reports_missing_bytes(tmp_path: Path) -> None:
     save_on_threads(tmp_path / "c", 1, world_size=1)
     storage = Full(3000)
     with pytest.raises(CheckpointError) as caught:
@@ -270,7 +270,7 @@ def test_a_small_file_system_that_fills_up(tmp_path: Path) -> None:
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_failures_are_reported_until_there_are_too_many() -> None:
+def test_failures_are_reported_up_to_the_limit() -> None:
     failures = SaveFailures(limit=3)
     error = CheckpointError("c could not be saved", do="free space")
     for _ in range(2):
@@ -302,7 +302,7 @@ class _Slow(Wrapped):
         self.inner.write(handle, data)
 
 
-def test_the_background_writes_what_was_there_when_it_was_asked(tmp_path: Path) -> None:
+def test_a_background_save_writes_the_values_at_its_start(tmp_path: Path) -> None:
     saver, w, storage = BackgroundSaver(), torch.arange(4.0), _Slow(tmp_path)
     rotated: list[Path] = []
     for step in range(3):
@@ -323,7 +323,7 @@ def test_the_background_writes_what_was_there_when_it_was_asked(tmp_path: Path) 
     assert rotated == [tmp_path / f"c_{step}" for step in range(3)]
 
 
-def test_an_error_of_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:
+def test_the_next_call_raises_an_error_of_a_background_save(tmp_path: Path) -> None:
     saver = BackgroundSaver()
     content = Content(tensors={"w": torch.zeros(100)})
     saver.start(begin_save(tmp_path / "c", content, world=WORLD, storage=Full(10)))
@@ -336,7 +336,7 @@ def test_an_error_of_the_background_is_raised_by_the_next_call(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
-def test_a_program_that_ends_finishes_its_last_save(tmp_path: Path) -> None:
+def test_a_program_finishes_its_last_save_before_exit(tmp_path: Path) -> None:
     program = f"""
 import time, torch
 from pathlib import Path
@@ -358,7 +358,7 @@ saver.start(begin_save(Path({str(tmp_path)!r}) / "c", content, world=World.curre
 # ---- which stay ------------------------------------------------------------------------------------------------------
 
 
-def test_which_checkpoints_go() -> None:
+def test_surplus_selects_the_checkpoints_to_delete() -> None:
     assert surplus([1, 2, 3, 4], limit=None) == []
     assert surplus([4, 1, 3, 2], limit=2) == [1, 2]
     assert surplus([1, 2, 3, 4], limit=0) == [1, 2, 3]
@@ -367,7 +367,7 @@ def test_which_checkpoints_go() -> None:
     assert surplus([10, 15, 20, 25, 30], limit=1, keep_every=10) == [15]
 
 
-def test_the_oldest_go_and_others_stay(tmp_path: Path) -> None:
+def test_rotation_deletes_only_the_oldest_checkpoints(tmp_path: Path) -> None:
     for name in ("checkpoint_1", "checkpoint_2", "checkpoint_10", "checkpoint_9.tmp-0123456789abcdef", "checkpoints"):
         (tmp_path / name).mkdir()
     save_on_threads(tmp_path / "checkpoint_3", 1, world_size=1)
@@ -436,7 +436,7 @@ def _holder(path: Path, **environ: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_run_is_refused_until_the_first_is_over(tmp_path: Path) -> None:
+def test_a_second_run_is_rejected_until_the_first_ends(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     with _holder(path) as process:
         with pytest.raises(CheckpointError) as caught:
@@ -451,7 +451,7 @@ def test_a_second_run_is_refused_until_the_first_is_over(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_computes_for_long_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_its_lock_during_long_computations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "_BEAT_S", 0.01)
     path = tmp_path / ".lock"
     lock = RunLock(path)
@@ -502,7 +502,7 @@ except CheckpointError as error:
 """
 
 
-def test_a_frozen_process_of_an_earlier_attempt_cannot_save_when_it_wakes(tmp_path: Path) -> None:
+def test_a_frozen_process_of_an_earlier_attempt_cannot_save_after_waking(tmp_path: Path) -> None:
     def start(attempt: int) -> subprocess.Popen[str]:
         environ = {**os.environ, "TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": f"{attempt}"}
         command = [sys.executable, "-c", ZOMBIE, str(tmp_path)]
@@ -518,14 +518,14 @@ def test_a_frozen_process_of_an_earlier_attempt_cannot_save_when_it_wakes(tmp_pa
         finally:
             os.kill(old.pid, signal.SIGCONT)
         told = old.communicate(timeout=120)[0]
-    assert told.startswith(f"refused: this process may not write checkpoints to {tmp_path / 'checkpoints'} any more")
+    assert told.startswith(f"refused: this process may no longer write checkpoints to {tmp_path / 'checkpoints'}")
     assert "r, attempt 1 holds it" in told
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == [".lock", "checkpoint_0"]
     assert Checkpoint(tmp_path / "checkpoints" / "checkpoint_0").read("models.0.weight").item() == 1
 
 
-def test_a_rank_that_was_left_over_cannot_replace_what_the_next_attempt_has_saved(
+def test_a_stale_rank_cannot_replace_a_checkpoint_of_the_next_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
@@ -534,9 +534,9 @@ def test_a_rank_that_was_left_over_cannot_replace_what_the_next_attempt_has_save
     zombie = begin_save(tmp_path / "c", Content(objects={"step": 1}), world=WORLD, fence=old.require)
     with _holder(tmp_path / ".lock", TORCHELASTIC_RESTART_COUNT="1") as process:
         save_on_threads(tmp_path / "c", 2, world_size=1)
-        with pytest.raises(CheckpointError, match=r"may not write checkpoints to .* any more") as caught:
+        with pytest.raises(CheckpointError, match=r"may no longer write checkpoints to ") as caught:
             zombie.finish()
-        assert f"now process {process.pid} on " in str(caught.value)
+        assert f"process {process.pid} on " in str(caught.value)
         assert "r, attempt 1" in str(caught.value)
         old.release()  # not its own any more
         assert (tmp_path / ".lock").exists()
@@ -547,14 +547,14 @@ def test_a_rank_that_was_left_over_cannot_replace_what_the_next_attempt_has_save
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"{}", b'{"token": 1}', b"\xff" * 10_000])
-def test_a_lock_file_that_is_none_is_replaced(text: bytes, tmp_path: Path) -> None:
+def test_an_invalid_lock_file_is_replaced(text: bytes, tmp_path: Path) -> None:
     (tmp_path / ".lock").write_bytes(text)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         RunLock(tmp_path / ".lock").require()
 
 
-def test_a_checkpoint_that_is_deleted_loses_its_name_first_and_then_its_manifest() -> None:
+def test_deletion_renames_a_checkpoint_first_and_then_removes_its_manifest() -> None:
     storage, folder = ToyStorage(), Path("/toy/run")
     for number in (1, 2):
         save_on_threads(folder / f"checkpoint_{number}", number, world_size=1, storage=storage)
@@ -568,7 +568,7 @@ def test_a_checkpoint_that_is_deleted_loses_its_name_first_and_then_its_manifest
     assert storage.calls[-1][0] == "remove_folder"
 
 
-def test_machines_that_hold_different_checkpoints_of_one_name_do_not_load_them() -> None:
+def test_different_checkpoints_with_one_name_on_two_machines_are_not_loaded() -> None:
     machines = [ToyStorage(), ToyStorage()]
     for step, machine in enumerate(machines):
         save_on_threads(Path("/toy/c"), step, world_size=1, storage=machine)
@@ -578,4 +578,4 @@ def test_machines_that_hold_different_checkpoints_of_one_name_do_not_load_them()
         assert found.checkpoint is None
         return [why for _, why in found.skipped]
 
-    assert on_threads(run, 2) == [["the machines hold different checkpoints of this name"]] * 2
+    assert on_threads(run, 2) == [["the machines have different checkpoints with this name"]] * 2

@@ -1,4 +1,4 @@
-"""echelon checkpoint and echelon merge-weights, on checkpoints that ranks of every kind have written."""
+"""echelon checkpoint and echelon merge-weights, on checkpoints of every layout."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _same(one: Any, other: Any) -> bool:
 # ---- ls, verify, show ------------------------------------------------------------------------------------------------
 
 
-def test_ls_lists_the_newest_first_and_what_was_left(echelon: Echelon, saved: Path, tmp_path: Path) -> None:
+def test_ls_lists_the_newest_first_and_leftovers(echelon: Echelon, saved: Path, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     for number in (2, 10):
         shutil.copytree(saved, root / f"checkpoint_{number}")
@@ -173,7 +173,7 @@ def test_ls_lists_the_newest_first_and_what_was_left(echelon: Echelon, saved: Pa
     assert rows["checkpoint_10"].endswith("complete")
     assert rows["checkpoint_10"].split()[1:3] == ["3", "0"]  # step, epoch
     assert "damaged" in rows["checkpoint_2"]
-    assert "objects.json has another size" in rows["checkpoint_2"]
+    assert "objects.json does not have the" in rows["checkpoint_2"]
     assert "damaged" in rows["checkpoint_13"]
     assert found.code == 0
     read = echelon("checkpoint", "ls", root, "--verify", "--json")
@@ -200,7 +200,7 @@ def test_verify_names_each_damaged_file_and_exits_with_1(echelon: Echelon, copy:
     assert f"{copy}/rank_00000.safetensors is damaged: its checksum differs from the one written" in torn.out
     assert "objects.json" not in torn.out
     (copy / "manifest.json").unlink()
-    assert "is no checkpoint" in echelon("checkpoint", "verify", copy).out
+    assert "is not a checkpoint" in echelon("checkpoint", "verify", copy).out
     assert [entry["problems"] != [] for entry in json.loads(echelon("checkpoint", "verify", copy, "--json").out)] == [
         True
     ]
@@ -210,7 +210,7 @@ def test_verify_names_each_damaged_file_and_exits_with_1(echelon: Echelon, copy:
     assert "do:" in wrong.err
 
 
-def test_show_tells_tensors_optimizers_settings_and_progress(echelon: Echelon, saved: Path) -> None:
+def test_show_prints_tensors_optimizers_settings_and_progress(echelon: Echelon, saved: Path) -> None:
     shown = json.loads(echelon("checkpoint", "show", saved, "--json").out)
     tensors = {one["name"]: one for one in shown["tensors"]}
     weight = tensors["models.0.embed.weight"]
@@ -271,7 +271,7 @@ def _save_in_parts(folder: Path, tensors: dict[str, torch.Tensor], *, cut: dict[
 
 
 @pytest.mark.parametrize("block_bytes", [8, 100, 1 << 20])
-def test_merge_gives_whole_weights_however_they_were_cut(
+def test_merge_exports_unsharded_weights_from_any_sharding(
     echelon: Echelon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
     monkeypatch.setattr(merging, "_BLOCK_BYTES", block_bytes)
@@ -297,7 +297,7 @@ def test_merge_gives_whole_weights_however_they_were_cut(
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in WHOLE.values())
 
 
-def test_merge_converts_and_says_what_cannot_be_held(echelon: Echelon, tmp_path: Path) -> None:
+def test_merge_converts_dtypes_and_rejects_overflow(echelon: Echelon, tmp_path: Path) -> None:
     _save_in_parts(tmp_path / "c", {**WHOLE, "big": torch.tensor([1e5, 1.0])}, cut={})
     assert echelon("checkpoint", "merge", tmp_path / "c", tmp_path / "bf16", "--precision", "bf16").code == 0
     merged = safetensors.torch.load_file(tmp_path / "bf16" / "model.safetensors")
@@ -305,7 +305,7 @@ def test_merge_converts_and_says_what_cannot_be_held(echelon: Echelon, tmp_path:
     assert torch.equal(merged["counts"], WHOLE["counts"])
     refused = echelon("checkpoint", "merge", tmp_path / "c", tmp_path / "fp16", "--precision", "fp16")
     assert refused.code == 1
-    assert "big has values that F16 cannot hold: the largest is 100000" in refused.err
+    assert "big has values up to 100000, which F16 cannot represent" in refused.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "c"]  # and nothing half-written is left
 
 
@@ -338,7 +338,7 @@ def test_merge_reads_the_other_layouts(echelon: Echelon, tmp_path: Path) -> None
     torch.save({"w": WHOLE["counts"]}, source / "pytorch_model_1.bin")
     two = echelon("checkpoint", "merge", source, tmp_path / "out")
     assert two.code == 2
-    assert "holds 2 models" in two.err
+    assert "contains 2 models" in two.err
     assert "--model" in two.err
     for model, whole in ((0, WHOLE["cube"]), (1, WHOLE["counts"])):
         assert echelon("checkpoint", "merge", source, tmp_path / f"out{model}", "--model", model).code == 0
@@ -347,7 +347,9 @@ def test_merge_reads_the_other_layouts(echelon: Echelon, tmp_path: Path) -> None
         assert file.metadata()["v"] == "w"
 
 
-def test_an_output_that_is_there_or_in_the_checkpoint_is_refused(echelon: Echelon, copy: Path, tmp_path: Path) -> None:
+def test_an_existing_output_or_one_inside_the_checkpoint_is_rejected(
+    echelon: Echelon, copy: Path, tmp_path: Path
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     for command in (["merge"], ["export", "--format", "accelerate"]):
@@ -356,13 +358,13 @@ def test_an_output_that_is_there_or_in_the_checkpoint_is_refused(echelon: Echelo
         assert "full already exists" in there.err
         inside = echelon("checkpoint", *command, copy, copy / "out")
         assert inside.code == 2
-        assert "is in the checkpoint" in inside.err
+        assert "is inside the checkpoint" in inside.err
     inside = echelon("merge-weights", copy, copy / "out", "--remove_checkpoint_dir")
     assert inside.code == 2
     assert echelon("checkpoint", "verify", copy).code == 0
 
 
-def test_nothing_is_made_of_a_damaged_checkpoint(echelon: Echelon, copy: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_converted(echelon: Echelon, copy: Path, tmp_path: Path) -> None:
     _flip(copy / "rank_00000.safetensors")
     for command in (["checkpoint", "merge"], ["checkpoint", "export", "--format", "transformers"], ["merge-weights"]):
         done = echelon(*command, copy, tmp_path / "out")
@@ -372,7 +374,7 @@ def test_nothing_is_made_of_a_damaged_checkpoint(echelon: Echelon, copy: Path, t
 
 
 @pytest.mark.parametrize("flags", [[], ["--unsafe_serialization"], ["--remove_checkpoint_dir"]])
-def test_merge_weights_does_what_accelerates_does(
+def test_merge_weights_matches_accelerate(
     echelon: Echelon, copy: Path, tmp_path: Path, flags: list[str], plain: Any
 ) -> None:
     out = tmp_path / "out"
@@ -407,7 +409,7 @@ def _require_state_of(found: dict[str, Any], optimizer: torch.optim.Optimizer) -
     assert [name for group in found["param_groups"] for name in group["param_names"]] == NAMES
 
 
-def test_export_for_accelerate_writes_what_the_plain_objects_hold(
+def test_export_for_accelerate_writes_the_states_of_the_plain_objects(
     echelon: Echelon, copy: Path, tmp_path: Path, plain: Any
 ) -> None:
     model, optimizer, schedule = plain
@@ -521,7 +523,7 @@ def test_export_and_import_for_transformers(echelon: Echelon, saved: Path, tmp_p
     _model, optimizer, schedule = plain
     refused = echelon("checkpoint", "export", saved, tmp_path / "out", "--format", "transformers")
     assert refused.code == 1
-    assert "holds 1 registered objects" in refused.err
+    assert "contains 1 registered objects" in refused.err
     assert "--format accelerate" in refused.err
     accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)  # the same, and nothing registered
     prepared = accelerator.prepare(*_objects())
@@ -572,13 +574,13 @@ def test_an_imported_checkpoint_of_accelerate_is_resumed(
     _like_accelerate(tmp_path / "c", plain, tied=tied)
     unnamed = echelon("checkpoint", "import", tmp_path / "c", tmp_path / "out")
     assert unnamed.code == 1
-    assert "numbers its parameters and does not name them" in unnamed.err
+    assert "identifies its parameters by number" in unnamed.err
     assert "--parameters FILE" in unnamed.err
     assert "accelerator.load_state" in unnamed.err
     names = tmp_path / "names.txt"
     for wrong, told in (
-        (sorted(NAMES), "and the parameter"),
-        (NAMES[1:], "has 4 parameters, and 3 names are given"),
+        (sorted(NAMES), "but the parameter has"),
+        (NAMES[1:], "has 4 parameters, but 3 different names are given"),
         (["norm.b", *NAMES[1:]], "no model in"),
     ):
         names.write_text("\n".join(wrong))
@@ -596,7 +598,7 @@ def test_an_imported_checkpoint_of_accelerate_is_resumed(
     assert schedule.get_last_lr() == plain[2].get_last_lr()
 
 
-def test_whole_states_of_fsdp_name_their_parameters(echelon: Echelon, tmp_path: Path, plain: Any) -> None:
+def test_full_states_of_fsdp_name_their_parameters(echelon: Echelon, tmp_path: Path, plain: Any) -> None:
     folder = tmp_path / "c"
     _like_accelerate(folder, plain, tied={})
     (folder / "model.safetensors").unlink()
@@ -636,29 +638,29 @@ def bombs(tmp_path: Path, plain: Any) -> Iterator[tuple[Path, Path]]:
 
 
 @pytest.mark.parametrize("name", ["optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"])
-def test_code_in_an_imported_file_is_refused(echelon: Echelon, bombs: tuple[Path, Path], name: str) -> None:
+def test_code_in_an_imported_file_is_rejected(echelon: Echelon, bombs: tuple[Path, Path], name: str) -> None:
     folder, names = bombs
     _bomb(folder / name)
     with no_code_and_no_other_files(folder.parent):
         done = echelon("checkpoint", "import", folder, folder.parent / "out", "--parameters", names)
     assert done.code == 1
     assert name in done.err
-    assert "is not loaded: it could run code" in done.err
+    assert "is not loaded, because it could run code" in done.err
 
 
-def test_code_in_weights_is_refused(echelon: Echelon, bombs: tuple[Path, Path]) -> None:
+def test_code_in_weights_is_rejected(echelon: Echelon, bombs: tuple[Path, Path]) -> None:
     folder, _ = bombs
     (folder / "model.safetensors").unlink()
     _bomb(folder / "pytorch_model.bin")
     with no_code_and_no_other_files(folder.parent):
         done = echelon("checkpoint", "merge", folder, folder.parent / "out")
     assert done.code == 1
-    assert "is not loaded: it could run code" in done.err
+    assert "is not loaded, because it could run code" in done.err
 
 
 @pytest.mark.parametrize("command", [["merge"], ["import"], ["show"]])
 @pytest.mark.parametrize("is_inner", [True, False])
-def test_a_sharded_checkpoint_is_refused_without_reading_its_pickle(
+def test_a_sharded_checkpoint_is_rejected_without_reading_its_pickle(
     echelon: Echelon, tmp_path: Path, command: list[str], is_inner: bool
 ) -> None:
     folder = tmp_path / "c"
@@ -678,7 +680,7 @@ def test_a_sharded_checkpoint_is_refused_without_reading_its_pickle(
     assert not Path("/tmp/echelon-was-run").exists()
 
 
-def test_an_index_that_names_files_elsewhere_is_refused(echelon: Echelon, tmp_path: Path) -> None:
+def test_an_index_with_files_outside_the_folder_is_rejected(echelon: Echelon, tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "secret.safetensors")
     index = {"weight_map": {"w": "../secret.safetensors"}}
@@ -686,14 +688,14 @@ def test_an_index_that_names_files_elsewhere_is_refused(echelon: Echelon, tmp_pa
     (tmp_path / "c" / "trainer_state.json").write_text("{}")
     done = echelon("checkpoint", "merge", tmp_path / "c", tmp_path / "out")
     assert done.code == 1
-    assert "names no files of weights beside it" in done.err
+    assert "does not list weight files in its folder" in done.err
 
 
-def test_what_no_tensor_file_can_hold_is_told(echelon: Echelon, tmp_path: Path) -> None:
+def test_unsupported_dtypes_and_states_are_reported(echelon: Echelon, tmp_path: Path) -> None:
     _save_in_parts(tmp_path / "c", {"z": torch.zeros(2, dtype=torch.complex64)}, cut={})
     done = echelon("checkpoint", "merge", tmp_path / "c", tmp_path / "out")
     assert done.code == 1
-    assert "models.0.z is of dtype complex64" in done.err
+    assert "models.0.z has dtype complex64" in done.err
     two = tmp_path / "extra"
     save_objects = {"any": 1, "extra_states": [{"note": "text"}]}
     on_threads(
@@ -702,5 +704,5 @@ def test_what_no_tensor_file_can_hold_is_told(echelon: Echelon, tmp_path: Path) 
         ),
         1,
     )
-    with pytest.warns(EchelonWarning, match="states that are no tensors, and are left out: note"):
+    with pytest.warns(EchelonWarning, match="that are not tensors are not exported: note"):
         assert echelon("checkpoint", "merge", two, tmp_path / "out").code == 0

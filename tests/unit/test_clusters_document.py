@@ -25,7 +25,7 @@ def test_there_are_commands_for_both() -> None:
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_is_taken(
+def test_a_command_is_accepted(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bin").mkdir()
@@ -39,14 +39,14 @@ def test_a_command_is_taken(
     capsys.readouterr()
 
 
-def test_the_srun_line_is_one_of_the_launcher() -> None:
+def test_the_srun_line_is_accepted_by_the_launcher() -> None:
     (line,) = re.findall(r"^srun --ntasks-per-node=1 echelon launch (.*)$", PAGE, re.MULTILINE)
     settings = {"token_normalize_func": lambda name: name.replace("_", "-")}
     told = launch.make_context("launch", shlex.split(line), **settings).params
     assert (told["script"], told["num_processes"], told["num_machines"]) == ("train.py", "8", None)
 
 
-def test_every_flag_that_is_named_exists() -> None:
+def test_every_named_flag_exists() -> None:
     ours = {flag for sub in submit.commands.values() for p in sub.params for flag in (*p.opts, *p.secondary_opts)}
     ours |= {flag for p in launch.params for flag in p.opts}
     theirs = {"--ntasks-per-node", "--exclusive", "--container-image", "--from-file"}
@@ -54,7 +54,7 @@ def test_every_flag_that_is_named_exists() -> None:
     assert named - ours - theirs - {"--lr", "--out"} == set()  # the last two are the script's
 
 
-def test_the_numbers_are_those_of_the_program() -> None:
+def test_the_numbers_match_the_program() -> None:
     defaults = {p.name: p.default for sub in submit.commands.values() for p in sub.params}
     assert f"by default `{defaults['signal']}`" in PAGE
     assert f"`--grace` seconds, {defaults['grace']}" in PAGE
@@ -62,7 +62,7 @@ def test_the_numbers_are_those_of_the_program() -> None:
     assert f"or are stopped {WAIT_S} s after the first task" in PAGE
 
 
-def test_the_versions_are_those_that_are_tested() -> None:
+def test_the_versions_are_the_tested_ones() -> None:
     requirements = (ROOT / "tests" / "clusters" / "requirements.txt").read_text()
     (ray,) = re.findall(r"^ray\[train\]==(\d+\.\d+)", requirements, re.MULTILINE)
     assert f"Ray {ray}:" in PAGE

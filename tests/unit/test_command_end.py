@@ -22,6 +22,6 @@ main.main()
 """
 
 
-def test_threads_end_and_handlers_run_and_output_is_written_but_modules_are_not_taken_apart() -> None:
+def test_exit_joins_threads_runs_handlers_and_flushes_output_without_module_teardown() -> None:
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (7, "no newline thread\nat exit\n", "")

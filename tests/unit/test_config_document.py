@@ -52,7 +52,7 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == written(), "run python tests/unit/test_config_document.py"
 
 
-def test_the_file_on_the_page_is_one_that_is_read(tmp_path: Path) -> None:
+def test_the_file_on_the_page_loads(tmp_path: Path) -> None:
     (example,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     path = tmp_path / "echelon.toml"
     path.write_text(example)

@@ -77,7 +77,7 @@ def test_a_converted_file_says_the_same(name: str, suffix: str, tmp_path: Path) 
     assert differences(resolved, of_file(target)) == ""
 
 
-def test_an_ordinary_zero_3_yaml_is_what_it_says_and_tells_the_ranks() -> None:
+def test_an_ordinary_zero_3_yaml_is_passed_to_the_ranks() -> None:
     resolved = of_file(CONFIGS / "zero3_offload.yaml", num_processes="2")
     check(resolved)
     assert chosen(resolved) == {
@@ -133,7 +133,7 @@ def test_the_same_yaml_goes_to_another_engine_that_takes_its_settings_and_not_to
 
 
 @pytest.mark.parametrize(("name", "version"), [("fsdp1.yaml", None), ("fsdp2.yaml", "2"), ("fsdp_2022.yaml", None)])
-def test_a_yaml_of_fsdp_tells_the_ranks(name: str, version: str | None) -> None:
+def test_an_fsdp_yaml_is_passed_to_the_ranks(name: str, version: str | None) -> None:
     variables = variables_of(of_file(CONFIGS / name))
     assert (variables["ACCELERATE_USE_FSDP"], variables["ACCELERATE_USE_DEEPSPEED"]) == ("true", "false")
     assert variables.get("FSDP_VERSION") == version
@@ -156,7 +156,7 @@ def test_a_layout_of_the_ranks_is_exported_and_switches_itself_on() -> None:
     }
 
 
-def test_the_engine_alone_asks_for_its_way_to_shard() -> None:
+def test_selecting_the_engine_enables_its_sharding() -> None:
     resolved = derive(resolve(RunConfig, [from_flags({"engine": ("fsdp2", "--engine")})]))
     assert str(resolved.origins["sharded_by"]) == "derived from engine, flag --engine"
     assert {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items() <= variables_of(resolved).items()
@@ -202,14 +202,14 @@ IMPOSSIBLE = {
 }
 
 
-def test_a_key_that_asks_for_nothing_is_silent(tmp_path: Path) -> None:
+def test_a_key_without_effect_does_not_warn(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(NOTHING)
     assert from_file(path) == {}
 
 
 @pytest.mark.parametrize("text", IMPOSSIBLE)
-def test_a_key_that_asks_for_the_impossible_is_an_error_that_names_it_and_its_line(text: str, tmp_path: Path) -> None:
+def test_an_unsupported_key_is_an_error_with_its_line(text: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"# a comment\n{text}\n")
     with pytest.raises(ConfigError) as raised:
@@ -240,7 +240,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("text", TOGETHER)
-def test_settings_that_cannot_hold_together_are_an_error_with_both_origins(text: str, tmp_path: Path) -> None:
+def test_conflicting_settings_are_an_error_with_both_origins(text: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as raised:
@@ -298,7 +298,9 @@ def test_a_batch_that_does_not_fit_the_number_of_processes_names_all_of_them(tmp
         ("toml", "seed = 1\n\n[fsdp]\nversoin = 2\n", 4),
     ],
 )
-def test_a_misspelt_name_is_told_with_its_line_in_every_format(kind: str, text: str, line: int, tmp_path: Path) -> None:
+def test_a_misspelt_name_is_reported_with_its_line_in_every_format(
+    kind: str, text: str, line: int, tmp_path: Path
+) -> None:
     path = tmp_path / f"run.{kind}"
     path.write_text(text)
     with pytest.raises(ConfigError, match="versoin") as raised:
@@ -317,7 +319,7 @@ def test_a_misspelt_name_is_told_with_its_line_in_every_format(kind: str, text: 
         ("yaml", "fsdp_config: {fsdp_version: {a: 1}}", "unknown setting 'fsdp_config.fsdp_version.a'"),
     ],
 )
-def test_a_spoilt_file_is_refused(kind: str, text: str, what: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_rejected(kind: str, text: str, what: str, tmp_path: Path) -> None:
     path = tmp_path / f"run.{kind}"
     path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(what)) as raised:

@@ -156,7 +156,7 @@ def test_text_and_value_are_the_same_and_the_own_variable_wins(key: Key) -> None
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if key.field != "sharded_by"], ids=lambda key: key.field)
-def test_a_misspelt_name_is_told_with_the_right_one(key: Key, tmp_path: Path) -> None:
+def test_a_misspelt_name_is_reported_with_a_suggestion(key: Key, tmp_path: Path) -> None:
     wrong = key.written[:-1] + "_" + key.written[-1]
     path = tmp_path / "settings.yaml"
     path.write_text(f"{key.section}: {{{wrong}: 1}}" if key.section else f"{wrong}: 1")

@@ -54,7 +54,7 @@ def test_the_processes_share_the_cores_and_each_has_a_thread(monkeypatch: pytest
     assert [threads_of_each(n) for n in (1, 2, 4, 6, 64)] == [6, 3, 1, 1, 1]
 
 
-def test_the_users_own_number_wins_and_one_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_thread_count_overrides_and_one_process_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "threads_of_each", lambda n: 12 // n)
     resolved = resolve(RunConfig, [])
 
@@ -121,7 +121,7 @@ def test_the_place_of_a_device_is_that_of_its_slot(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no processes")
-def test_a_process_is_bound_when_it_is_asked_for_once_and_not_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_bound_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[frozenset[int]] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: bound.append(cores))
     opening._bind_to_cores.cache_clear()

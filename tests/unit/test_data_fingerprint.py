@@ -65,7 +65,7 @@ def test_equal_data_has_equal_fingerprints_and_other_data_other_ones(name: str) 
     assert are_of_different_data(column_fingerprints(make(0)), column_fingerprints(make(3)))
 
 
-def test_another_process_finds_the_same() -> None:
+def test_another_process_computes_the_same_fingerprint() -> None:
     code = "from echelon.distributed.checks.data_fingerprint import column_fingerprints as f; print(f(['a', 'b', ('c', 1.5)]))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == str(column_fingerprints(["a", "b", ("c", 1.5)]))
@@ -76,7 +76,7 @@ def test_the_folder_of_a_path_does_not_count() -> None:
     assert column_fingerprints(_Files(one)) == column_fingerprints(_Files(other))
 
 
-def test_one_column_of_noise_is_no_other_data() -> None:
+def test_a_random_column_does_not_change_the_fingerprint() -> None:
     files = [f"{i}.png" for i in range(40)]
     one, other = (column_fingerprints(_Files(files, torch.rand(40))) for _ in range(2))
     assert one != other
@@ -89,7 +89,7 @@ def test_data_without_columns_has_no_fingerprint() -> None:
     assert column_fingerprints([object(), object()]) == {}
 
 
-def test_rows_of_a_batch_are_told_apart_wherever_they_stand() -> None:
+def test_rows_of_a_batch_are_distinguished_at_any_position() -> None:
     batch = {"x": torch.randn(8, 3, 500), "y": torch.arange(8), "name": [str(i) for i in range(8)], "flag": True}
     rows = row_fingerprints(batch)
     assert rows is not None
@@ -106,7 +106,7 @@ def test_rows_of_a_batch_are_told_apart_wherever_they_stand() -> None:
     assert row_fingerprints({"flag": True}) is None
 
 
-def test_an_augmented_column_beside_equal_labels_is_no_other_data() -> None:
+def test_an_augmented_column_with_equal_labels_is_not_different_data() -> None:
     one, other = ([(torch.rand(3), label) for label in range(8)] for _ in range(2))
     assert not are_of_different_data(sample_fingerprints(one), sample_fingerprints(other))
     assert are_of_different_data(
@@ -114,7 +114,7 @@ def test_an_augmented_column_beside_equal_labels_is_no_other_data() -> None:
     )
 
 
-def test_random_numbers_of_each_rank_s_own_are_no_shares() -> None:
+def test_rank_specific_random_data_is_not_sharded_data() -> None:
     one, other = (column_fingerprints(TensorDataset(torch.rand(20, 2), torch.rand(20))) for _ in range(2))
     assert not are_shards(one, other, same_seeds=False)
     assert are_shards(one, other, same_seeds=True)

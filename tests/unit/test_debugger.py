@@ -13,7 +13,7 @@ from echelon.cli.launch import _outputs, command
 from echelon.status.call_site import StackSummary, summarize_stack
 
 
-def test_a_program_that_a_debugger_has_stopped_is_seen_and_one_that_runs_on_is_not() -> None:
+def test_only_a_program_stopped_by_a_debugger_is_detected() -> None:
     seen: list[StackSummary] = []
 
     class Prompt(io.StringIO):
@@ -41,16 +41,14 @@ def test_a_program_that_a_debugger_has_stopped_is_seen_and_one_that_runs_on_is_n
         (["-m", "train", "--debugger", "x"], None),
     ],
 )
-def test_the_flag_takes_a_rank_or_none_and_leaves_the_scripts_arguments_alone(
-    args: list[str], rank: int | None
-) -> None:
+def test_the_flag_accepts_a_rank_or_none_and_keeps_script_arguments(args: list[str], rank: int | None) -> None:
     ctx = command.make_context("launch", list(args), token_normalize_func=lambda name: name.replace("_", "-"))
     assert ctx.params["debugger"] == rank
     own = args[args.index("train.py") + 1 :] if "train.py" in args else args[args.index("train") + 1 :]
     assert list(ctx.params["args"]) == own
 
 
-def test_the_rank_has_the_terminal_and_the_others_have_their_logs_or_a_prefix() -> None:
+def test_the_debugged_rank_has_the_terminal_and_other_ranks_log() -> None:
     def places(**flags: object) -> list[str]:
         given = {"tee": None, "redirects": None, "log_dir": None, "debugger": 1, **flags}
         return [_outputs(given, 2).destination(rank, "stdout") for rank in (0, 1)]

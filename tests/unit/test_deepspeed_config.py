@@ -102,7 +102,7 @@ def test_a_config_is_read_from_a_file_a_dict_and_text(tmp_path: Path) -> None:
         read_deepspeed_config(path)
 
 
-def test_a_config_is_asked_by_dotted_keys() -> None:
+def test_a_config_is_read_by_dotted_keys() -> None:
     config = HfDeepSpeedConfig(ORDINARY)
     assert (config.is_zero3(), config.is_zero2(), config.is_offload()) == (True, False, True)
     assert config.get_value("zero_optimization.offload_param.device") == "cpu"
@@ -120,7 +120,7 @@ def test_a_config_is_asked_by_dotted_keys() -> None:
 # ---- "auto" ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_auto_is_found_out_and_says_from_where() -> None:
+def test_every_auto_is_resolved_with_its_origin() -> None:
     facts = DeepSpeedFacts(
         world_size=4,
         settings=_known(gradient_accumulation_steps=2, gradient_clipping=0.5, fp16__enabled=False, bf16__enabled=True),
@@ -155,7 +155,7 @@ def test_every_auto_is_found_out_and_says_from_where() -> None:
         ("gradient_accumulation_steps", "many", "'many' is not an integer"),
     ],
 )
-def test_an_auto_that_nobody_knows_is_an_error_that_names_the_key(key: str, value: Any, says: str) -> None:
+def test_an_unresolvable_auto_is_an_error_that_names_the_key(key: str, value: Any, says: str) -> None:
     config: dict[str, Any] = {"zero_optimization": {"stage": 2}}
     node = config
     *path, last = key.split(".")
@@ -203,7 +203,7 @@ def test_text_and_numbers_are_the_same() -> None:
         ({"bf16": {"enabled": True}}, ["bf16.enabled=True (from file ds.json bf16.enabled)", "False (from code"]),
     ],
 )
-def test_what_cannot_both_hold_is_an_error_with_both_origins(config: dict[str, Any], parts: list[str]) -> None:
+def test_conflicting_values_are_an_error_with_both_origins(config: dict[str, Any], parts: list[str]) -> None:
     facts = DeepSpeedFacts(
         world_size=2, settings=_known(gradient_accumulation_steps=2, bf16__enabled=False), batch_sizes=(4,)
     )
@@ -212,7 +212,7 @@ def test_what_cannot_both_hold_is_an_error_with_both_origins(config: dict[str, A
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-def test_the_module_is_free_of_torch() -> None:
+def test_the_module_does_not_import_torch() -> None:
     program = "import sys, echelon.engines.deepspeed.ds_config, echelon.engines.deepspeed.fsdp2_counterparts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -335,7 +335,7 @@ def test_dummies_and_the_model_fill_the_config(caplog: pytest.LogCaptureFixture)
         ),
     ],
 )
-def test_an_accelerator_refuses_what_it_cannot_do_with_a_plugin(given: dict[str, Any], says: str) -> None:
+def test_an_accelerator_rejects_unsupported_plugin_settings(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Accelerator(cpu=True, **given)
     assert says in str(caught.value)
@@ -379,7 +379,7 @@ def test_every_key_of_an_ordinary_file_is_in_the_table() -> None:
     assert [key for key in _flat(ORDINARY) if key not in COUNTERPARTS] == []
 
 
-def test_what_fsdp2_does_not_do_is_said_once_and_the_rest_is_done() -> None:
+def test_settings_without_a_counterpart_in_fsdp2_warn_once() -> None:
     config = {
         **ORDINARY,
         "mystery": 3,

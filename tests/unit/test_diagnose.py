@@ -56,7 +56,7 @@ REDUCE = ("all_reduce", "all_reduce")
 TOGETHER = {rank: answer(*REDUCE) for rank in ALL}
 
 
-def test_a_rank_that_is_elsewhere_is_missing() -> None:
+def test_a_rank_outside_the_collective_is_missing() -> None:
     views = [seen_now(rank, waits=rank != 2) for rank in ALL]
     found = verdict(views, {**TOGETHER, 2: answer("all_reduce", line=31, pending=False)})
     assert found is not None
@@ -67,14 +67,14 @@ def test_a_rank_that_is_elsewhere_is_missing() -> None:
     assert found.is_alarm
 
 
-def test_a_rank_that_computes_is_slow_and_no_alarm() -> None:
+def test_a_computing_rank_is_slow_and_not_stalled() -> None:
     busy = replace(seen_now(2, waits=False), cpu_s=30.0)
     found = verdict([*(seen_now(rank) for rank in (0, 1, 3)), busy], TOGETHER)
     assert found is not None
     assert (found.kind, found.culprits, found.is_alarm) == (Class.SLOW, (2,), False)
 
 
-def test_a_backward_pass_that_computes_waits_for_nobody_yet() -> None:
+def test_a_computing_backward_pass_is_not_waiting() -> None:
     views = [replace(seen_now(rank), cpu_s=55.0) for rank in ALL]
     found = verdict(views, {rank: answer(*REDUCE, pending=False, trains=True) for rank in ALL})
     assert found is not None
@@ -89,7 +89,7 @@ def test_a_backward_pass_that_computes_waits_for_nobody_yet() -> None:
         {"phase": Phase.LOAD},
     ],
 )
-def test_what_is_declared_to_take_long_is_no_stall(long: dict[str, object]) -> None:
+def test_a_declared_long_operation_is_not_a_stall(long: dict[str, object]) -> None:
     clock = StallClock(60.0)
     for now in range(100, 690):
         waiting = [view(rank, seen=float(now)) for rank in (0, 1, 3)]
@@ -98,7 +98,7 @@ def test_what_is_declared_to_take_long_is_no_stall(long: dict[str, object]) -> N
 
 
 @pytest.mark.parametrize("doing", [Doing.COMPILES, Doing.IMPORTS, Doing.DEBUGS, Doing.DEBUGS | Doing.COMMUNICATES])
-def test_a_compiler_or_debugger_is_no_stall_and_the_clock_begins_after_it(doing: Doing) -> None:
+def test_a_compiler_or_debugger_is_not_a_stall_and_restarts_the_clock(doing: Doing) -> None:
     clock = StallClock(60.0)
 
     def waiting(now: float) -> list[RankView]:
@@ -114,7 +114,7 @@ def test_a_compiler_or_debugger_is_no_stall_and_the_clock_begins_after_it(doing:
     assert clock.update(waiting(251.0), 251.0)
 
 
-def test_ranks_that_move_are_never_asked() -> None:
+def test_ranks_that_make_progress_are_never_queried() -> None:
     clock = StallClock(60.0)
     for now in range(0, 36_000, 5):
         views = [view(rank, signature=now // 50, seen=float(now)) for rank in ALL]
@@ -129,19 +129,19 @@ def test_a_stopped_process_is_named() -> None:
     assert found.ranks[2].startswith("stopped; ")
 
 
-def test_a_rank_whose_reporter_is_silent_is_held_by_native_code() -> None:
+def test_a_rank_with_a_silent_reporter_is_blocked_in_native_code() -> None:
     found = verdict([seen_now(0), seen_now(1), view(2, waits=False), seen_now(3)], {r: TOGETHER[r] for r in (0, 1, 3)})
     assert found is not None
     assert (found.kind, found.culprits) == (Class.SILENT, (2,))
     assert found.ranks[2] == "silent; last seen at train.py:12"
 
 
-def test_a_rank_at_its_end_is_not_silent() -> None:
+def test_an_exiting_rank_is_not_silent() -> None:
     ending = view(2, doing=Doing.ENDED | Doing.COMMUNICATES)
     assert verdict([ending], {}) is None
 
 
-def test_an_end_while_others_wait_is_uneven_data() -> None:
+def test_a_rank_that_ends_while_others_wait_has_uneven_data() -> None:
     ended = replace(view(0), exit_code=0)
     found = verdict([ended, *(seen_now(rank) for rank in (1, 2, 3))], TOGETHER)
     assert found is not None
@@ -156,7 +156,7 @@ def test_a_rank_behind_the_training_loop_is_uneven_data() -> None:
     assert found.what == "rank 0 has left the training loop, but ranks 1-3 are still training"
 
 
-def test_another_collective_and_another_shape_are_told_apart() -> None:
+def test_another_collective_and_another_shape_are_distinguished() -> None:
     views = [seen_now(rank) for rank in ALL]
     other = verdict(views, {**TOGETHER, 3: answer("all_reduce", "broadcast")})
     assert other is not None
@@ -185,7 +185,7 @@ def test_without_a_flight_recorder_the_lines_decide() -> None:
     assert (found.kind, found.culprits) == (Class.OTHER_OPERATION, (2,))
 
 
-def test_an_operation_of_echelon_is_a_wait_whatever_its_stack() -> None:
+def test_an_echelon_operation_counts_as_a_wait_for_any_stack() -> None:
     waiting = [
         replace(view(rank, waits=False, signature=rank), note=note(waits=True, operation="save_state()"))
         for rank in (0, 1)
@@ -216,11 +216,11 @@ def test_a_rank_that_hangs_in_a_signal_handler_in_the_middle_of_a_wait_is_the_mi
     assert (found.kind, found.culprits) == (Class.MISSING, (1,))
 
 
-def test_one_process_that_waits_for_itself_is_no_stall() -> None:
+def test_a_single_waiting_process_is_not_a_stall() -> None:
     assert verdict([seen_now(0)], {0: answer("all_reduce", ranks=(0,))}) is None
 
 
-def test_the_first_difference_counts_not_the_last() -> None:
+def test_the_first_difference_is_reported() -> None:
     found = first_divergence(
         {0: history("all_reduce", "barrier", "broadcast"), 1: history("all_reduce", "reduce", "gather")}
     )
@@ -235,7 +235,7 @@ def test_gathers_of_unlike_sizes_do_not_differ() -> None:
     assert first_divergence({0: history("all_to_all", size=3), 1: history("all_to_all", size=5)}) is None
 
 
-def test_ranks_that_lost_each_other_disagree_only_where_they_are_known_to() -> None:
+def test_separated_ranks_disagree_only_on_known_operations() -> None:
     assert disagreement({0: answer(*REDUCE), 1: answer(*REDUCE)}) is None
     found = disagreement({**TOGETHER, 2: answer(*REDUCE, size=9, line=25)})
     assert found is not None
@@ -245,7 +245,7 @@ def test_ranks_that_lost_each_other_disagree_only_where_they_are_known_to() -> N
     assert (behind.kind, behind.culprits) == (Class.MISSING, (2,))
 
 
-def test_what_a_rank_wrote_is_read_as_data() -> None:
+def test_reports_of_ranks_are_parsed_as_data() -> None:
     groups = {"0": {"ranks": [0, 1], "entries": [[1, "all_reduce", [[4, 2]], ["Float"], True]]}}
     collective = CollectiveCall(number=1, kind="all_reduce", sizes=((4, 2),), dtypes=("Float",), is_over=True)
     assert read_history({"groups": groups}) == {"0": History(ranks=(0, 1), started=(collective,))}

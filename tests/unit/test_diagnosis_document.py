@@ -34,5 +34,5 @@ def test_every_item_of_the_ledger_is_explained() -> None:
     assert set(ITEMS) <= set(rows)
 
 
-def test_the_exit_code_is_the_one_that_is_told() -> None:
+def test_the_documented_exit_code_is_correct() -> None:
     assert f"`stop` (exit code {STALLED})" in PAGE

@@ -42,7 +42,7 @@ def _prepared(devices: int) -> tuple[Any, Any, Any]:
     return accelerator, prepared, str(said[0].message)
 
 
-def test_a_loss_of_each_device_is_averaged_whatever_the_samples_of_each() -> None:
+def test_losses_of_devices_are_averaged_with_equal_weights() -> None:
     with cpu_devices(2):
         accelerator, model, text = _prepared(2)
         x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -60,7 +60,7 @@ def test_a_loss_of_each_device_is_averaged_whatever_the_samples_of_each() -> Non
         assert reason in text
 
 
-def test_a_loss_of_each_sample_is_still_refused() -> None:
+def test_a_loss_per_sample_is_rejected() -> None:
     with cpu_devices(2):
         accelerator, model, _ = _prepared(2)
         with pytest.raises(UsageError, match="needs a scalar loss"):
@@ -101,15 +101,15 @@ def test_in_mixed_precision_the_copies_run_and_not_the_original() -> None:
     assert seen == [False, False]
 
 
-def test_with_fewer_than_two_devices_it_says_so_once_and_is_single() -> None:
+def test_with_fewer_than_two_devices_it_warns_once_and_trains_like_single() -> None:
     with cpu_devices(1):
         accelerator, model, text = _prepared(1)
         assert type(model) is _WithLoss
-    assert "this one has 1: it trains as the engine single does" in text
+    assert "this process has 1, so it trains like the engine single" in text
     assert accelerator.capabilities.num_devices == 1
 
 
-def test_a_script_s_own_wrapper_is_kept_and_unwrapped() -> None:
+def test_a_scripts_own_wrapper_is_kept_and_unwrapped() -> None:
     with cpu_devices(2):
         accelerator = Accelerator(engine="dp", cpu=True)
         inner = nn.Linear(3, 1)
@@ -122,7 +122,7 @@ def test_a_script_s_own_wrapper_is_kept_and_unwrapped() -> None:
         assert list(accelerator.get_state_dict(model)) == ["weight", "bias"]
 
 
-def test_the_wrapper_of_a_script_that_never_asks_for_dp_is_unwrapped() -> None:
+def test_a_scripts_wrapper_is_unwrapped_without_the_engine_dp() -> None:
     accelerator = Accelerator(cpu=True)
     inner = nn.Linear(3, 1)
     assert accelerator.unwrap_model(accelerator.prepare(nn.DataParallel(inner))) is inner

@@ -23,7 +23,7 @@ def _gradients(dtypes: list[torch.dtype], scale: float) -> list[nn.Parameter]:
 @pytest.mark.parametrize(
     ("scale", "norm_type"), [(10.0, 2.0), (1e-3, 2.0), (10.0, 1.0), (10.0, float("inf")), (0.0, 2.0)]
 )
-def test_clipping_is_torch_s(dtypes: list[torch.dtype], scale: float, norm_type: float) -> None:
+def test_clipping_is_bit_identical_to_torch(dtypes: list[torch.dtype], scale: float, norm_type: float) -> None:
     mine, theirs = _gradients(dtypes, scale), _gradients(dtypes, scale)
     norm = clip_gradients(iter(mine), 1.0, norm_type)
     expected = nn.utils.clip_grad_norm_(theirs, 1.0, norm_type=norm_type)
@@ -34,7 +34,7 @@ def test_clipping_is_torch_s(dtypes: list[torch.dtype], scale: float, norm_type:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_the_scaler_left_out_is_known(fused: bool) -> None:
+def test_a_step_skipped_by_the_scaler_is_reported(fused: bool) -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=fused)
     stepper = Stepper(torch.amp.GradScaler("cpu", init_scale=4.0))

@@ -51,7 +51,7 @@ def _report(*flags: str) -> str:
 
 @pytest.mark.usefixtures("_planted")
 @pytest.mark.parametrize("flags", [(), ("--json",)])
-def test_no_secret_is_shown_wherever_it_is_planted(flags: tuple[str, ...]) -> None:
+def test_no_secret_is_printed(flags: tuple[str, ...]) -> None:
     Path("echelon.toml").write_text(
         f'num_processes = 2\nmain_process_ip = "{SECRET}"\ndeepspeed_config_file = "{SECRET}.json"\nmixed_precision = "bf16"\n',
         encoding="utf-8",
@@ -88,14 +88,14 @@ def test_no_secret_is_shown_wherever_it_is_planted(flags: tuple[str, ...]) -> No
 
 @pytest.mark.usefixtures("_planted")
 @pytest.mark.parametrize("line", [f'hub_token = "{SECRET}"', f'num_processes = "{SECRET}"', f'[x]\ny = "{SECRET}"'])
-def test_a_file_that_is_wrong_is_named_without_what_stands_in_it(line: str) -> None:
+def test_an_invalid_file_is_named_without_its_contents(line: str) -> None:
     Path("echelon.toml").write_text(f"cpu = true\n{line}\n", encoding="utf-8")
     report = _report()
     assert SECRET not in report
     assert "settings: invalid (file echelon.toml:" in report
 
 
-def test_addresses_are_shown_when_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_are_shown_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "run.toml").write_text('main_process_ip = "10.1.2.3"\n', encoding="utf-8")
     report = _report("--addresses", "--config_file", str(tmp_path / "run.toml"))
@@ -103,7 +103,7 @@ def test_addresses_are_shown_when_they_are_asked_for(tmp_path: Path, monkeypatch
     assert "'10.1.2.3'" in report
 
 
-def test_the_limits_of_a_container_are_told(tmp_path: Path) -> None:
+def test_container_limits_are_shown(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "0::/job/step\n",
         "proc/meminfo": "MemTotal:       2048000 kB\nMemAvailable:   1024000 kB\n",
@@ -125,7 +125,7 @@ def test_the_limits_of_a_container_are_told(tmp_path: Path) -> None:
     assert "/dev/shm" in found
 
 
-def test_a_home_is_replaced_where_it_is_a_path_and_not_where_it_is_a_part_of_one(
+def test_the_home_directory_is_replaced_only_as_a_path_prefix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", "/root")

@@ -58,22 +58,20 @@ def _say(error: BaseException, folder: Path) -> tuple[str, str]:
         ({"dataset": _Images(), "collate_fn": lambda batch: batch}, "collate_fn (<lambda>)"),
     ],
 )
-def test_the_attribute_that_cannot_go_to_the_workers_is_named(
-    options: dict[str, Any], part: str, tmp_path: Path
-) -> None:
+def test_the_attribute_that_cannot_be_pickled_is_named(options: dict[str, Any], part: str, tmp_path: Path) -> None:
     what, do = _say(_error_of(**options), tmp_path)
     assert part in what
     assert "make the object picklable for the DataLoader workers" in do
     assert "__getitem__ on first use" in do
 
 
-def test_another_error_is_left_as_it_is() -> None:
+def test_other_errors_are_unchanged() -> None:
     assert unpicklable_part(ValueError("bad sample")) == ""
     assert unpicklable_part(TypeError("cannot pickle a cucumber")) == ""
 
 
 @pytest.mark.parametrize("message", ["Torch not compiled with CUDA enabled", "No CUDA GPUs are available"])
-def test_a_gpu_that_is_not_there_leads_to_the_device_of_the_run(message: str, tmp_path: Path) -> None:
+def test_the_advice_for_a_missing_gpu_names_the_device_of_the_run(message: str, tmp_path: Path) -> None:
     what, do = _say(AssertionError(message), tmp_path)
     assert message in what
     assert "accelerator.device" in do

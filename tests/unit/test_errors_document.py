@@ -76,7 +76,7 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == written(), "run python tests/unit/test_errors_document.py"
 
 
-def test_every_error_says_its_causes_and_what_to_do() -> None:
+def test_every_error_documents_causes_and_remedies() -> None:
     classes = error_classes()
     assert len(classes) >= 15  # the search of the source finds them
     for kind in classes:
@@ -87,7 +87,7 @@ def test_every_error_says_its_causes_and_what_to_do() -> None:
             assert all(len(words) > 30 for words in parts(kind).values()), kind
 
 
-def test_the_example_of_the_page_is_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_on_the_page_matches_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = PAGE.read_text()
     (settings,) = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
     (message,) = re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL)

@@ -60,7 +60,7 @@ def ledger(*attempts: Attempt, ended: float) -> dict[str, float]:
 # ---- the ledger ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_a_fault_is_split_into_its_parts_the_mean_of_the_ranks() -> None:
+def test_the_time_of_a_fault_free_run_is_divided_into_the_means_over_ranks() -> None:
     one = rank(
         0,
         loop=2,
@@ -85,7 +85,7 @@ def test_a_run_without_a_fault_is_split_into_its_parts_the_mean_of_the_ranks() -
     }
 
 
-def test_what_is_made_again_after_a_kill_is_lost_and_the_checkpoint_is_not() -> None:
+def test_repeated_steps_after_a_kill_count_as_lost() -> None:
     first = marked(
         rank(0, loop=2, until=10, part=StepPart.FORWARD, steps=25, forward=6, data=1, checkpoint=1),
         Mark(10, spent(forward=2, data=0.5)),
@@ -105,7 +105,7 @@ def test_what_is_made_again_after_a_kill_is_lost_and_the_checkpoint_is_not() -> 
     }
 
 
-def test_an_older_checkpoint_loses_more_than_one_attempt() -> None:
+def test_resuming_from_an_older_checkpoint_loses_several_attempts() -> None:
     marks = Mark(10, spent(forward=1)), Mark(20, spent(forward=3))
     first = marked(rank(0, loop=1, until=5, part=StepPart.FORWARD, forward=4), *marks)
     second = marked(rank(0, loop=6, until=8, part=StepPart.FORWARD, loaded=20, forward=2), Mark(30, spent(forward=1)))
@@ -118,7 +118,7 @@ def test_an_older_checkpoint_loses_more_than_one_attempt() -> None:
     assert (found["compute"], found["lost steps"]) == (1.0, 7.0)
 
 
-def test_an_attempt_that_dies_before_it_begins_is_a_restart_and_loses_nothing() -> None:
+def test_an_attempt_that_dies_before_training_is_a_restart_without_loss() -> None:
     first = marked(rank(0, loop=1, until=4, part=StepPart.FORWARD, forward=3), Mark(7, spent(forward=2)))
     never = RankTimes(rank=0, times=Times(0, 0, 7, 0, StepPart.FORWARD, spent()))
     third = rank(0, loop=8, until=9, part=StepPart.FORWARD, loaded=7, forward=1)
@@ -132,7 +132,7 @@ def test_an_attempt_that_dies_before_it_begins_is_a_restart_and_loses_nothing() 
     assert found == {"init": 1.0, "compute": 3.0, "lost steps": 1.0, "detection": 0.75, "restart": 3.25}
 
 
-def test_a_rank_that_died_when_the_others_began_to_save_has_lost_nothing() -> None:
+def test_a_rank_that_dies_at_the_start_of_a_save_loses_nothing() -> None:
     one = marked(rank(0, loop=1, until=3, part=StepPart.CHECKPOINT, forward=2), Mark(5, spent(forward=2)))
     two = rank(1, loop=1, until=3, part=StepPart.FORWARD, forward=2)
     again = [rank(i, loop=5, until=6, part=StepPart.FORWARD, loaded=5, forward=1) for i in (0, 1)]
@@ -140,7 +140,7 @@ def test_a_rank_that_died_when_the_others_began_to_save_has_lost_nothing() -> No
     assert found == {"init": 1.0, "restart": 1.0, "compute": 2.5 + 1, "checkpoint": 0.5}
 
 
-def test_what_a_rank_noted_after_the_failure_belongs_to_detection() -> None:
+def test_time_after_the_failure_counts_as_detection() -> None:
     late = rank(0, loop=1, until=7, part=StepPart.OPTIMIZER, forward=4, communication=2)
     assert spent_in(attempt(0, 5, 8, late), late) == list(spent(forward=2, communication=2))
     assert ledger(attempt(0, 5, 8, late), ended=8) == {
@@ -151,14 +151,14 @@ def test_what_a_rank_noted_after_the_failure_belongs_to_detection() -> None:
     }
 
 
-def test_a_program_that_notes_nothing_is_one_item() -> None:
+def test_a_program_without_records_is_one_item() -> None:
     runs = attempt(1, 5, 6, RankTimes(rank=0)), attempt(7, 9, 9, RankTimes(rank=0))
     assert ledger(*runs, ended=9) == {"init": 1.0, "program": 6.0, "detection": 1.0, "restart": 1.0}
     text = str(break_down_time(runs, began_ns=0, ended_ns=9 * S))
     assert text == "goodput 66.7% of 9.0 s: program 6.0 s, init 1.0 s, detection 1.0 s, restart 1.0 s; 1 restart"
 
 
-def test_the_first_sign_is_the_exception_or_the_exit_whichever_showed_first() -> None:
+def test_the_failure_time_is_the_earlier_of_exception_and_exit() -> None:
     record = ErrorRecord(time_ns=70, type="ValueError", message="")
     failed, killed, well = (
         RankEnd(rank=0, exit_code=1, ended_ns=90, record=record),
@@ -187,7 +187,7 @@ def board(tmp_path: Path) -> Iterator[Board]:
     board.close()
 
 
-def test_the_time_of_a_loop_is_kept_on_the_board_and_outlives_the_rank(
+def test_the_time_of_a_loop_on_the_status_board_outlives_the_rank(
     board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -235,7 +235,7 @@ def test_the_time_of_a_loop_is_kept_on_the_board_and_outlives_the_rank(
     assert sum(spent_in(end, one) or []) == clock.now - begun
 
 
-def test_the_last_eight_marks_are_kept_and_a_torn_one_is_left_out(board: Board) -> None:
+def test_the_last_eight_marks_are_kept_and_a_torn_one_is_ignored(board: Board) -> None:
     slot = Slot(board.path, 0)
     for step in range(11):
         slot.mark(Mark(step, spent(data=step)))
@@ -248,7 +248,7 @@ def test_the_last_eight_marks_are_kept_and_a_torn_one_is_left_out(board: Board) 
     assert [mark.step for mark in board.marks(0)] == list(range(4, 11))
 
 
-def test_times_that_are_cut_off_anywhere_leave_those_before(board: Board) -> None:
+def test_truncated_times_keep_the_earlier_ones(board: Board) -> None:
     slot = Slot(board.path, 0)
     old, new = Times(1, 2, -1, 4, StepPart.DATA, spent(data=1)), Times(1, 3, -1, 5, StepPart.FORWARD, spent(data=2))
     slot.times(old)
@@ -276,7 +276,7 @@ def steps(**ranks: list[float]) -> Steps:
     return found
 
 
-def test_who_waits_is_not_who_is_slow() -> None:
+def test_the_waiting_rank_is_not_reported_as_slow() -> None:
     # Rank 2 needs 30 ms more for its forward pass; the others are in the reduction longest.
     found = steps(r0=[1, 10, 20, 35], r1=[2, 11, 20, 33], r2=[1, 40, 20, 5], r3=[1, 10, 21, 34])
     assert found.slowest == 2
@@ -332,7 +332,7 @@ def test_the_report_is_written_to_a_file_and_read_again(board: Board, tmp_path: 
     assert read_goodput(tmp_path) is None
 
 
-def test_a_short_run_without_a_fault_is_not_told_unasked() -> None:
+def test_a_short_fault_free_run_prints_no_report_by_default() -> None:
     slow = steps(r0=[1, 10, 20, 25], r1=[21, 10, 20, 5])
 
     def is_told(wall_s: float, found: Steps | None, restarts: int = 0) -> bool:
@@ -343,14 +343,14 @@ def test_a_short_run_without_a_fault_is_not_told_unasked() -> None:
     assert [is_told(2, slow), is_told(90, slow), is_told(90, None), is_told(2, None, 1)] == [False, True, False, True]
 
 
-def test_the_start_of_the_process_is_what_the_system_says() -> None:
+def test_the_start_time_of_the_process_comes_from_the_system() -> None:
     ago = (time.monotonic_ns() - process_start_ns()) / 1e9
     assert ago == pytest.approx(
         time.time() - psutil.Process().create_time(), abs=1.5
     )  # psutil knows the boot by the second
 
 
-def test_a_slow_rank_of_several_machines_is_told_with_its_machine() -> None:
+def test_a_slow_rank_is_reported_with_its_machine() -> None:
     spent = {rank: [0.0] * len(StepPart) for rank in range(2)}
     spent[0][StepPart.FORWARD], spent[1][StepPart.FORWARD] = 100.0, 400.0
     spent[0][StepPart.COMMUNICATION] = 300.0

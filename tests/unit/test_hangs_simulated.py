@@ -225,7 +225,7 @@ KINDS = ("stop", "deadlock", "loop", "native deadlock", "native loop")
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 500), marks=pytest.mark.soak)])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hang_at_a_random_instant_is_told_in_time_of_the_right_rank(kind: str, num_ranks: int, seeds: range) -> None:
+def test_a_hang_at_a_random_time_is_reported_with_the_right_rank(kind: str, num_ranks: int, seeds: range) -> None:
     for seed in seeds:
         draw = random.Random(f"{kind} {num_ranks} {seed}")
         # From within the start on: before its first heartbeat a rank that is not stopped cannot be told from one that works.
@@ -234,7 +234,7 @@ def test_a_hang_at_a_random_instant_is_told_in_time_of_the_right_rank(kind: str,
 
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 300), marks=pytest.mark.soak)])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_clean_run_is_never_called_stalled(num_ranks: int, seeds: range) -> None:
+def test_a_correct_run_is_never_reported_as_stalled(num_ranks: int, seeds: range) -> None:
     for seed in seeds:
         told = watch(Run(num_ranks, random.Random(seed)), until_s=400.0)
         assert not [stall.what for _, stall in told]
@@ -252,7 +252,7 @@ def test_a_compile_of_ninety_seconds_among_many_steps_raises_no_alarm() -> None:
         assert supervisor.poll() is None
 
 
-def test_a_loop_that_others_wait_for_becomes_an_alarm_and_another_hang_is_told_beside_it(
+def test_a_blocking_loop_and_a_second_hang_are_both_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = Run(4, random.Random(1), (Part("training", 1.0, phase=Phase.TRAIN),) * 60)

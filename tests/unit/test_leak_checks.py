@@ -19,13 +19,13 @@ def _nothing() -> None:
     return None
 
 
-def test_a_variable_that_was_set_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leaked_variable_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     before = Snapshot.take()
     monkeypatch.setenv("PLANTED", "secret")
     assert leaks(before, Snapshot.take()) == ["environment variable PLANTED was set"]
 
 
-def test_a_variable_that_was_changed_or_removed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_or_removed_variable_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLANTED_A", "1")
     monkeypatch.setenv("PLANTED_B", "1")
     before = Snapshot.take()
@@ -37,7 +37,7 @@ def test_a_variable_that_was_changed_or_removed_is_seen(monkeypatch: pytest.Monk
     ]
 
 
-def test_a_thread_is_seen() -> None:
+def test_a_leaked_thread_is_detected() -> None:
     before = Snapshot.take()
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, name="planted", daemon=True)
@@ -51,14 +51,14 @@ def test_a_thread_is_seen() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are listed through /proc")
-def test_an_open_file_is_seen() -> None:
+def test_an_open_file_is_detected() -> None:
     before = Snapshot.take()
     with tempfile.NamedTemporaryFile() as file:
         assert leaks(before, Snapshot.take()) == [f"file descriptor {file.fileno()} is still open: {file.name}"]
     assert leaks(before, Snapshot.take()) == []
 
 
-def test_a_process_group_is_seen(tmp_path: Path) -> None:
+def test_a_leaked_process_group_is_detected(tmp_path: Path) -> None:
     before = Snapshot.take()
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
@@ -69,7 +69,7 @@ def test_a_process_group_is_seen(tmp_path: Path) -> None:
     assert "the default process group is still there" not in leaks(before, Snapshot.take())
 
 
-def test_a_thread_that_is_just_ending_is_no_leak() -> None:
+def test_an_ending_thread_is_not_a_leak() -> None:
     before = Snapshot.take()
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, name="ending", daemon=True)
@@ -85,7 +85,7 @@ def test_a_thread_that_is_just_ending_is_no_leak() -> None:
     assert leaks(before, looks[0]) == ["thread 'ending' is still running"]
 
 
-def test_a_leak_that_stays_is_reported_after_the_patience() -> None:
+def test_a_persistent_leak_is_reported_after_the_grace_period() -> None:
     before = Snapshot.take()
     os.environ["PLANTED"] = "1"
     try:
@@ -94,7 +94,7 @@ def test_a_leak_that_stays_is_reported_after_the_patience() -> None:
         del os.environ["PLANTED"]
 
 
-def test_the_tracker_process_of_multiprocessing_is_no_leak() -> None:
+def test_the_tracker_process_of_multiprocessing_is_not_a_leak() -> None:
     from multiprocessing import resource_tracker
 
     before = Snapshot.take()
@@ -102,7 +102,7 @@ def test_the_tracker_process_of_multiprocessing_is_no_leak() -> None:
     assert leaks(before, Snapshot.take()) == []
 
 
-def test_the_rank_workers_of_the_harness_are_no_leak() -> None:
+def test_the_rank_workers_of_the_harness_are_not_a_leak() -> None:
     before = Snapshot.take()
     run_on_ranks(_nothing, world_size=2)
     assert leaks(before, Snapshot.take()) == []

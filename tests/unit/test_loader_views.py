@@ -15,7 +15,7 @@ from echelon.data_loader import BatchSamplerShard, DataLoaderShard, IterableData
 from echelon.state import GradientState
 
 
-def test_gradient_state_without_arguments_is_a_view_of_the_accelerator_built_last() -> None:
+def test_gradient_state_without_arguments_is_a_view_of_the_most_recent_accelerator() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=3)
     view = GradientState()
     assert (view.num_steps, view.sync_gradients) == (3, True)
@@ -31,7 +31,7 @@ def test_gradient_state_without_arguments_is_a_view_of_the_accelerator_built_las
     assert other.gradient_accumulation_steps == 2
 
 
-def test_gradient_state_with_a_plugin_is_one_of_its_own() -> None:
+def test_gradient_state_with_a_plugin_is_separate() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=3)
     own = GradientState(GradientAccumulationPlugin(num_steps=7))
     own.sync_gradients = False
@@ -45,7 +45,7 @@ def test_gradient_state_without_an_accelerator_has_the_defaults() -> None:
     assert GradientState._shared_state == {}
 
 
-def test_a_loader_prepared_by_hand_is_known_to_the_accelerator_while_it_is_read() -> None:
+def test_a_manually_prepared_loader_is_known_to_the_accelerator_during_a_pass() -> None:
     accelerator = Accelerator()
     loader = prepare_data_loader(DataLoader(list(range(5)), batch_size=2))
     assert accelerator.gradient_state.active_dataloader is None
@@ -57,7 +57,7 @@ def test_a_loader_prepared_by_hand_is_known_to_the_accelerator_while_it_is_read(
     assert accelerator.gradient_state.active_dataloader is None
 
 
-def test_a_prepared_loader_shows_what_accelerates_does() -> None:
+def test_a_prepared_loader_has_accelerates_attributes() -> None:
     accelerator = Accelerator(rng_types=["torch", "generator"])
     generator = torch.Generator()
     original = DataLoader(list(range(22)), batch_size=4, shuffle=True, generator=generator)
@@ -94,7 +94,7 @@ def test_remainder_is_the_length_modulo_the_batch(dataset: object, drop_last: bo
     assert loader.remainder == remainder
 
 
-def test_batch_sampler_shards_deal_as_accelerates() -> None:
+def test_batch_sampler_shards_match_accelerate() -> None:
     batches = BatchSampler(SequentialSampler(range(8)), batch_size=4, drop_last=False)
     whole = [BatchSamplerShard(batches, num_processes=2, process_index=rank) for rank in (0, 1)]
     assert [list(shard) for shard in whole] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]

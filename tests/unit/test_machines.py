@@ -54,7 +54,7 @@ def met(resolved: Resolved[RunConfig], asked: CliOverrides = CliOverrides(), ste
     return found
 
 
-def test_accelerates_words_say_who_listens_and_where_the_others_go(port: int) -> None:
+def test_accelerates_options_determine_the_rendezvous_host(port: int) -> None:
     words = {"num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": port}
     first = met(settings(**words, machine_rank=0))
     other = met(settings(**words, machine_rank=1))
@@ -64,7 +64,7 @@ def test_accelerates_words_say_who_listens_and_where_the_others_go(port: int) ->
     assert (other.info.min_nodes, other.info.max_nodes) == (2, 2)
 
 
-def test_without_a_rank_the_first_on_a_machine_listens_and_the_second_goes_there(port: int) -> None:
+def test_without_a_rank_the_first_launcher_of_a_machine_listens(port: int) -> None:
     asked = CliOverrides(
         rdzv_endpoint=f"localhost:{port}", nnodes="1:4", rdzv_conf="join_timeout=7,keep_alive_interval=1"
     )
@@ -81,7 +81,7 @@ def test_without_a_rank_the_first_on_a_machine_listens_and_the_second_goes_there
     assert second.times.lost_after == timedelta(seconds=5)
 
 
-def test_is_host_and_listen_on_decide_where_an_address_cannot(port: int) -> None:
+def test_is_host_and_listen_on_override_the_address(port: int) -> None:
     asked = CliOverrides(rdzv_endpoint=f"127.0.0.1:{port}", rdzv_conf="is_host=0")
     assert met(settings(num_machines=2), asked).listener is None
     behind = CliOverrides(rdzv_endpoint=f"192.0.2.7:{port}", listen_on="127.0.0.1")
@@ -92,13 +92,13 @@ def test_is_host_and_listen_on_decide_where_an_address_cannot(port: int) -> None
         met(settings(num_machines=2, machine_rank=0), CliOverrides(rdzv_endpoint=f"192.0.2.7:{port}"))
 
 
-def test_a_name_that_hides_a_loopback_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_resolves_to_a_loopback_address_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.launch.multinode.machines.addresses_of", lambda host, where: ["127.0.1.1"])
     with pytest.raises(ConfigError, match=r"node0 resolves to the loopback address 127.0.1.1"):
         met(settings(num_machines=2), CliOverrides(rdzv_endpoint="node0:29500"))
 
 
-def test_slurm_says_what_the_command_line_leaves_open(port: int) -> None:
+def test_slurm_provides_missing_command_line_settings(port: int) -> None:
     step = Step(num_nodes=3, node_rank=2, head="127.0.0.1", job_id=9, step_id=0, tasks_here=1, port=port)
     found = met(settings(), step=step)
     assert (found.info.min_nodes, found.info.machine_rank, found.port, found.info.run_id) == (3, 2, port, "slurm-9")
@@ -139,7 +139,7 @@ def test_ranges_and_settings_of_a_rendezvous() -> None:
         assert what in str(caught.value)
 
 
-def test_the_interface_is_that_of_the_way_to_the_others_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_is_that_of_the_route_unless_the_user_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interface_of("127.0.0.1") == interface_of("127.0.0.9") is not None
     assert interface_of("192.0.2.7") is None
     assert own_address_towards("127.0.0.1") == "127.0.0.1"

@@ -50,7 +50,7 @@ def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_deepspeed")
 @pytest.mark.parametrize("by", ["environment", "plugin", "engine"])
-def test_zero_3_without_deepspeed_names_both_ways_on(by: str) -> None:
+def test_the_error_for_zero_3_without_deepspeed_names_both_remedies(by: str) -> None:
     pytest.importorskip("transformers.integrations.deepspeed")  # it was its error, raised inside Accelerator()
     options: dict[str, Any] = {
         "environment": {},
@@ -72,7 +72,7 @@ def test_zero_3_without_deepspeed_names_both_ways_on(by: str) -> None:
 
 
 @pytest.mark.usefixtures("without_deepspeed")
-def test_the_way_without_deepspeed_needs_none() -> None:
+def test_the_remedy_without_deepspeed_works() -> None:
     with environ.patch(VARIABLES):
         use, _ = build_deepspeed(None, None, current(), engine="fsdp2", fsdp_plugin=None)
     assert use.engine == "fsdp2"
@@ -88,7 +88,7 @@ def test_the_way_without_deepspeed_needs_none() -> None:
         ("open('ran', 'w')\n", ["--engine", "fsdp2"], False),
     ],
 )
-def test_the_launcher_says_it_before_a_rank_starts(
+def test_the_launcher_reports_missing_packages_before_starting_ranks(
     script: str,
     flags: list[str],
     is_refused: bool,

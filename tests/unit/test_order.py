@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.order import mixed
 
 
-def test_the_longest_come_first_and_the_shortest_last_and_none_is_lost() -> None:
+def test_files_are_sorted_by_duration_without_omission() -> None:
     waiting = [f"tests/launch/test_{i}.py" for i in range(2)] + ["tests/machines/test_a.py"]
     computing = [f"tests/ranks/test_{i}.py" for i in range(6)]
     longest = ["tests/programs/test_programs.py", "tests/launch/test_restarts.py"]

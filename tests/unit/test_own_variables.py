@@ -25,14 +25,14 @@ def a_new_process() -> None:
 
 
 @pytest.mark.parametrize("name", ["ECHELON_HELD", "ECHELON_CLUSTER", "ECHELON_SITE_SCRATCH", "ECHELON_HOME"])
-def test_a_sites_own_variable_stops_no_training_and_is_told_once(name: str) -> None:
+def test_an_unknown_variable_of_a_site_warns_once(name: str) -> None:
     with environ.patch({name: "1", "ECHELON_SEED": "7"}):
         with pytest.warns(EchelonWarning, match=f"ignoring unknown environment variables: {name}"):
             assert current().value.seed == 7
         assert current().value.seed == 7  # a second warning would be an error here
 
 
-def test_the_ranks_of_a_launcher_and_other_ranks_than_zero_leave_it_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_zero_or_the_launcher_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.base.warnings.known_rank", lambda: 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -55,12 +55,12 @@ def test_the_ranks_of_a_launcher_and_other_ranks_than_zero_leave_it_to_others(mo
         ("ACCELERATE_MIXED_PRECISON", "ACCELERATE_MIXED_PRECISION"),
     ],
 )
-def test_a_slip_of_the_hand_is_an_error_with_the_name_that_was_meant(name: str, meant: str) -> None:
+def test_a_misspelt_variable_is_an_error_with_a_suggestion(name: str, meant: str) -> None:
     with environ.patch({name: "1"}), pytest.raises(ConfigError, match=f"did you mean {meant}\\?"):
         current()
 
 
-def test_the_launcher_says_it_once_for_its_ranks(
+def test_the_launcher_warns_once_for_its_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def start(job: Any, *_: Any) -> None:

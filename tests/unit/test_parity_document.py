@@ -20,7 +20,7 @@ def _script() -> Any:
     return module
 
 
-def test_the_pictures_are_those_that_the_script_draws() -> None:
+def test_the_pictures_match_the_script() -> None:
     script = _script()
     curves = json.loads((DOCS / "parity_curves.json").read_text())
     assert (DOCS / "parity_cut.svg").read_text() == script.draw_cut()
@@ -30,7 +30,7 @@ def test_the_pictures_are_those_that_the_script_draws() -> None:
     assert off["3"] - off["2"] > 0.1 < off["2"] - off["1"]
 
 
-def test_the_tests_that_it_names_are_there() -> None:
+def test_the_named_tests_exist() -> None:
     named = re.findall(r"\[`(\w+)`\]\((\S+)\)", (DOCS / "parity.md").read_text())
     assert len(named) > 8
     for name, path in named:

@@ -171,7 +171,7 @@ def _drawn(sampler: Any, n: int, batch_size: int = 4, *, start: int = 0) -> list
     return [list(piece) for piece in one]
 
 
-def test_a_sampler_of_the_users_keeps_its_order_and_can_be_entered_anywhere() -> None:
+def test_a_custom_sampler_keeps_its_order_and_can_be_resumed_anywhere() -> None:
     odd_first = [1, 3, 5, 7, 0, 2, 4, 6, 8]
     assert _drawn(odd_first, 9) == [[1, 3, 5, 7], [0, 2, 4, 6], [8]]
     assert _drawn(odd_first, 9, start=4) == [[0, 2, 4, 6], [8]]
@@ -190,7 +190,7 @@ def test_repeated_indices_warn_unless_the_sampler_draws_with_replacement() -> No
     assert sum(len(piece) for piece in _drawn(weighted, 2)) == 5  # warnings are errors
 
 
-def test_a_dataset_that_changes_its_length_is_refused() -> None:
+def test_a_dataset_that_changes_its_length_is_rejected() -> None:
     data = list(range(9))
     options = ExactOptions(seed=0)
     loader = DataLoader(data, batch_size=4, shuffle=True)  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ def test_a_dataset_that_changes_its_length_is_refused() -> None:
         list(one)
 
 
-def test_a_position_far_into_an_order_without_memory_is_found_at_once() -> None:
+def test_seeking_far_into_an_order_is_immediate() -> None:
     n = 10**12
     options = ExactOptions(seed=3, order="feistel")
     sampler = RandomSampler(range(n))  # its own order is never drawn

@@ -28,7 +28,7 @@ def _by_environment(**values: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("given", "origin"), [(_by_launcher, "flag --parity"), (_by_environment, "env ECHELON_PARITY")]
 )
-def test_a_choice_outside_the_script_decides(given: Any, origin: str) -> None:
+def test_settings_outside_the_script_are_used(given: Any, origin: str) -> None:
     with environ.patch(given(parity="exact", max_micro_batch_size="4")):
         accelerator = Accelerator(cpu=True)
     assert accelerator.parity == "exact"
@@ -37,7 +37,7 @@ def test_a_choice_outside_the_script_decides(given: Any, origin: str) -> None:
     assert [len(batch) for (batch,) in loader] == [4, 3, 3]
 
 
-def test_the_script_wins_over_the_launcher() -> None:
+def test_the_script_overrides_the_launcher() -> None:
     with environ.patch(_by_launcher(parity="exact")):
         accelerator = Accelerator(cpu=True, parity="off")
     assert accelerator.parity == "off"
@@ -48,6 +48,6 @@ def test_the_script_wins_over_the_launcher() -> None:
     ("given", "origin"),
     [(_by_launcher, "flag --max_micro_batch_size"), (_by_environment, "env ECHELON_MAX_MICRO_BATCH_SIZE")],
 )
-def test_a_micro_batch_size_without_exact_parity_is_an_error_that_names_its_place(given: Any, origin: str) -> None:
+def test_the_error_for_a_micro_batch_size_without_exact_parity_names_its_origin(given: Any, origin: str) -> None:
     with environ.patch(given(max_micro_batch_size="4")), pytest.raises(ConfigError, match=f"=4 .from {origin}"):
         Accelerator(cpu=True)

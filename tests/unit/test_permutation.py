@@ -131,7 +131,7 @@ def test_feistel_repeats_no_index_where_n_is_large(n: int, start: int) -> None:
     assert len(found.unique()) == 100_000
 
 
-def test_feistel_refuses_more_samples_than_it_can_order() -> None:
+def test_feistel_rejects_more_samples_than_it_supports() -> None:
     with pytest.raises(UsageError, match=r"281474976710657 samples.* 281474976710656 at most"):
         FeistelPermutation(2**48 + 1, seed=0)
 
@@ -143,7 +143,7 @@ KINDS = pytest.mark.parametrize("kind", [ExplicitPermutation, FeistelPermutation
 
 @KINDS
 @pytest.mark.parametrize("n", [1000, 70_000])
-def test_any_position_gives_what_reading_from_the_start_gives(kind: type[Permutation], n: int) -> None:
+def test_seeking_matches_reading_from_the_start(kind: type[Permutation], n: int) -> None:
     order = kind(n, 3, 1)
     whole = list(order)
     assert len(whole) == len(order) == n
@@ -161,7 +161,7 @@ def test_any_position_gives_what_reading_from_the_start_gives(kind: type[Permuta
 
 
 @KINDS
-def test_orders_are_made_again_from_three_integers(kind: type[Permutation]) -> None:
+def test_orders_are_reproduced_from_three_integers(kind: type[Permutation]) -> None:
     order = kind(70_000, 3, 1)
     assert len(struct.pack(f"{len(order.state)}q", *order.state)) <= 64
     assert torch.equal(kind(*order.state).indices(range(70_000)), order.indices(range(70_000)))
@@ -172,7 +172,7 @@ def test_orders_are_made_again_from_three_integers(kind: type[Permutation]) -> N
 
 @KINDS
 @pytest.mark.parametrize("position", [-1, 100])
-def test_positions_outside_are_refused(kind: type[Permutation], position: int) -> None:
+def test_positions_out_of_range_are_rejected(kind: type[Permutation], position: int) -> None:
     with pytest.raises(AssertionError):
         kind(100, 0).indices(torch.tensor([0, position]))
 
@@ -321,11 +321,11 @@ def test_feistel_looks_like_a_true_shuffle(shuffle: Callable[[int, int], np.ndar
     assert p > 0.001, name
 
 
-def test_four_rounds_would_be_found_out() -> None:
+def test_the_statistical_test_detects_four_rounds() -> None:
     assert worst(lambda n, seed: network(n, seed, rounds=4), {1000: 100})[0] < 1e-9
 
 
-def test_a_fixed_stride_would_be_found_out() -> None:
+def test_the_statistical_test_detects_a_fixed_stride() -> None:
     with pytest.raises(AssertionError, match="< 20"):
         p_values(linear, 1000, range(2))
 

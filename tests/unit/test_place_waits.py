@@ -49,7 +49,7 @@ def test_a_wait_is_in_torch(files: tuple[str, ...], waits: bool) -> None:
     assert called_through(*files).communicates is waits
 
 
-def test_an_import_and_a_compiler_are_seen_and_what_an_import_runs_of_the_users_is_none() -> None:
+def test_imports_and_compilers_are_detected_but_not_user_code_in_imports() -> None:
     machinery = "<frozen importlib._bootstrap>"
     assert called_through("train.py", machinery, "/x/site-packages/big/__init__.py").imports
     assert not called_through("main.py", machinery, "train.py").imports
@@ -69,5 +69,5 @@ def test_an_import_and_a_compiler_are_seen_and_what_an_import_runs_of_the_users_
         (("train.py", echelon.__file__, "train.py", sys.modules["threading"].__file__ or ""), True),
     ],
 )
-def test_what_interrupts_a_wait_is_elsewhere(files: tuple[str, ...], elsewhere: bool) -> None:
+def test_code_that_interrupts_a_wait_is_not_a_wait(files: tuple[str, ...], elsewhere: bool) -> None:
     assert called_through(*files).is_elsewhere is elsewhere

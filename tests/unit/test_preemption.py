@@ -179,13 +179,13 @@ def _verdict(world: World) -> str:
         pytest.param(3, LOOP, marks=pytest.mark.soak),
     ],
 )
-def test_in_every_order_all_ranks_save_the_same_step_or_the_run_ends(size: int, loop: tuple[bool, ...]) -> None:
+def test_in_every_interleaving_all_ranks_save_the_same_step_or_the_run_ends(size: int, loop: tuple[bool, ...]) -> None:
     num_states, ends = _search(size, loop)
     assert num_states > 40 * 5 ** (size - 1)
     assert ends == {"same", "ran out"}
 
 
-def test_a_step_ahead_of_the_highest_without_hold_is_missed_in_some_order() -> None:
+def test_without_the_barrier_some_interleaving_misses_the_step() -> None:
     _, ends = _search(2, (True, True, True), holds=False)
     assert "deadlock" in ends
 
@@ -206,7 +206,7 @@ class Words:
         return self.now
 
 
-def test_the_coordinator_leads_to_whole_boundaries_then_to_any_and_then_gives_up() -> None:
+def test_the_coordinator_tries_update_boundaries_then_any_boundary_then_gives_up() -> None:
     past, stopped = 5 << 2 | RankState.PAST, 6 << 2 | RankState.STOPPED
     words = Words(past, stopped)
     coordinator = BarrierCoordinator(words, 10.0, clock=words.clock)
@@ -253,7 +253,7 @@ def local_node(interrupts: Interrupts, grace_s: float, board: Board) -> LocalNod
     return node
 
 
-def test_the_launcher_leads_the_ranks_and_says_who_did_not_come(
+def test_the_launcher_coordinates_the_ranks_and_names_missing_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     signals, board = Signals(), Board(2, folder=str(tmp_path))

@@ -85,7 +85,7 @@ def accelerator(folder: Path | None, **options: Any) -> Accelerator:
 @pytest.mark.parametrize(
     ("step", "part", "saved"), [(4, "train", 4), (6, "train", 6), (6, "evaluate", 6), (18, "evaluate", 18)]
 )
-def test_it_stops_where_going_on_loses_nothing(tmp_path: Path, step: int, part: str, saved: int) -> None:
+def test_it_stops_where_resuming_loses_nothing(tmp_path: Path, step: int, part: str, saved: int) -> None:
     expected, all_done = train(accelerator(None), nothing, resume=None)
     options = {"automatic_checkpoint_naming": True}
     first = accelerator(tmp_path, **options)
@@ -100,7 +100,7 @@ def test_it_stops_where_going_on_loses_nothing(tmp_path: Path, step: int, part: 
     assert done == all_done[saved // STEPS :]
 
 
-def test_an_evaluation_that_takes_longer_than_half_the_grace_is_left(
+def test_an_evaluation_longer_than_half_the_grace_period_is_aborted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, is_led = [0.0], threading.Event()
@@ -142,13 +142,13 @@ def test_an_evaluation_that_takes_longer_than_half_the_grace_is_left(
     assert done == ["epoch 2"]
 
 
-def test_where_nothing_can_be_saved_it_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_cannot_be_saved_ends_with_a_message(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(preemption.Preempted):
         train(accelerator(None), signal_at(3, "train"), resume=None)
     assert "the run ends after step 3 with exit code 143 without saving" in caplog.text
 
 
-def test_without_resume_a_folder_of_the_project_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_resume_a_checkpoint_is_saved_in_the_project_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(preemption.Preempted):
         train(accelerator(tmp_path), signal_at(3, "train"), resume=None)
     assert re.search(r"after step 3 .* saved \S*/preempted; resume\('\S*/preempted'\) continues from it", caplog.text)
@@ -156,7 +156,7 @@ def test_without_resume_a_folder_of_the_project_is_saved(tmp_path: Path, caplog:
     assert all(map(torch.equal, weights, train(accelerator(None), nothing, resume=None)[0]))
 
 
-def test_a_handler_of_the_program_stays(tmp_path: Path) -> None:
+def test_the_programs_signal_handler_is_kept(tmp_path: Path) -> None:
     came: list[int] = []
     before = [signal.signal(number, lambda number, _frame: came.append(number)) for number in preemption.SIGNALS]
     try:
@@ -177,7 +177,7 @@ class _Pids(Dataset[int]):
         return os.getpid()
 
 
-def test_a_worker_of_a_loader_lives_on_when_every_process_of_the_job_is_signalled() -> None:
+def test_loader_workers_survive_a_signal_to_the_whole_job() -> None:
     with preemption.on_signals(None):
         loader = iter(DataLoader(_Pids(), batch_size=None, num_workers=1))
         pid = next(loader)
@@ -185,11 +185,11 @@ def test_a_worker_of_a_loader_lives_on_when_every_process_of_the_job_is_signalle
         assert set(loader) == {pid}
 
 
-def test_without_a_launcher_nobody_is_led_by_a_query() -> None:
+def test_without_a_launcher_a_query_has_no_effect() -> None:
     assert not should_stop()
 
 
-def test_the_example_of_the_document_goes_on(
+def test_the_example_of_the_document_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "preemption.md").read_text(encoding="utf-8")
@@ -224,7 +224,7 @@ with preemption.on_signals(None):
 
 
 @pytest.mark.parametrize(("manner", "code"), [("once", 143), pytest.param("twice", -15, marks=pytest.mark.soak)])
-def test_a_process_that_comes_to_no_boundary_ends_after_the_grace(manner: str, code: int) -> None:
+def test_a_process_without_a_boundary_ends_after_the_grace_period(manner: str, code: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ALONE, manner], capture_output=True, text=True, check=False, timeout=120
     )

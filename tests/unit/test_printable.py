@@ -25,7 +25,7 @@ EVIL = "\x1b[2J\x1b]0;owned\x07all well\r\x9b31m\u202egnp.exe\u2066\x7f\x00\u202
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]")
 
 
-def test_what_steers_a_terminal_is_escaped() -> None:
+def test_terminal_control_sequences_are_escaped() -> None:
     shown = printable(EVIL)
     assert not STEERS.search(shown)
     assert shown.startswith(r"\x1b[2J\x1b]0;owned\x07all well\r\x9b31m\u202egnp.exe\u2066\x7f\x00\u2028echelon")
@@ -35,7 +35,7 @@ def test_what_steers_a_terminal_is_escaped() -> None:
     "text",
     ["plain\n\ttext", "\u4e2d\u6587\uff1a\u8bad\u7ec3\u3000\u5b8c\u6210", "caf\u00e9\u00a0\u20ac", "\u0645\u0631\u062d\u0628\u0627", "\U0001f469\u200d\U0001f4bb", "\u0928\u092e\u0938\u094d\u0924\u0947"],
 )  # fmt: skip
-def test_what_can_be_read_stays_as_it_is(text: str) -> None:
+def test_readable_text_is_unchanged(text: str) -> None:
     assert printable(text) == text
 
 
@@ -54,13 +54,13 @@ def test_the_report_of_a_failure_shows_the_text_of_an_exception_and_of_files_esc
     assert heads == ["rank 0 f", "  others", "  where:", "  do:   ", "  logs: "]
 
 
-def test_every_error_is_printed_so_and_keeps_its_text() -> None:
+def test_printed_errors_are_escaped_and_keep_their_text() -> None:
     error = ConfigError(f"no host {EVIL}", where=f"file {EVIL}:3", do=f"correct {EVIL}")
     assert not STEERS.search(str(error))
     assert error.what == f"no host {EVIL}"  # what code reads is what was given
 
 
-def test_summaries_and_stalls_are_printed_so() -> None:
+def test_summaries_and_stall_reports_are_escaped() -> None:
     steps = steps_of({0: [1.0] * len(StepPart), 1: [1.0, 900.0, *[1.0] * 6]}, num_steps=25)
     assert steps is not None
     books = GoodputReport(
@@ -71,7 +71,7 @@ def test_summaries_and_stalls_are_printed_so() -> None:
     assert not STEERS.search(str(LaunchError(stall.what + "".join(stall.lines()))))
 
 
-def test_doctor_shows_stacks_and_errors_so(tmp_path: Path) -> None:
+def test_doctor_escapes_stacks_and_errors(tmp_path: Path) -> None:
     rank = tmp_path / "attempt_0" / "rank_0"
     rank.mkdir(parents=True)
     frames = [{"file": "a.py", "line": 1, "function": "f", "source": EVIL, "user": True}]

@@ -44,7 +44,7 @@ CHANGES: dict[str, Callable[[], object]] = {
 }
 
 
-def test_states_are_those_of_now_after_every_change() -> None:
+def test_states_are_current_after_every_change() -> None:
     states = RandomStates()
     for change, make in CHANGES.items():
         make()
@@ -60,7 +60,7 @@ def test_states_are_those_of_now_after_every_change() -> None:
 
 
 @pytest.mark.parametrize("num_kept", [0, 1])
-def test_what_is_drawn_after_going_back_is_what_was_drawn(num_kept: int) -> None:
+def test_restoring_a_state_repeats_the_draws(num_kept: int) -> None:
     states = RandomStates()
     np.random.seed(3)
     np.random.randn(num_kept)

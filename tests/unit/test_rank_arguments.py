@@ -57,7 +57,7 @@ def several(*args: int) -> tuple[int, ...]:
         (functools.partial(longer, epochs=7), (), (1, 4, 7, 0.1)),
     ],
 )
-def test_a_function_of_a_notebook_gets_its_place_where_it_asks_for_it(
+def test_a_notebook_function_gets_its_rank_if_it_accepts_it(
     function: Callable[..., Any], args: tuple[object, ...], expected: tuple[object, ...]
 ) -> None:
     assert call(function, *args) == expected
@@ -73,7 +73,7 @@ def test_a_function_of_a_notebook_gets_its_place_where_it_asks_for_it(
         (several, (5,), (1, 5)),
     ],
 )
-def test_spawn_gives_the_rank_and_the_world_size_where_it_is_asked_for(
+def test_spawn_passes_rank_and_world_size_if_accepted(
     function: Callable[..., Any], args: tuple[object, ...], expected: tuple[object, ...]
 ) -> None:
     assert call(function, *args, rank_first=True) == expected
@@ -82,7 +82,7 @@ def test_spawn_gives_the_rank_and_the_world_size_where_it_is_asked_for(
 @pytest.mark.parametrize(
     ("function", "args", "rank_first"), [(longer, (), False), (own, (), False), (tutorial, (1, 2, 3), True)]
 )
-def test_what_does_not_fit_is_refused_before_a_process_starts(
+def test_mismatched_arguments_are_rejected_before_a_process_starts(
     function: Callable[..., Any], args: tuple[object, ...], rank_first: bool
 ) -> None:
     with pytest.raises(UsageError, match="cannot be called by") as caught:

@@ -77,7 +77,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return found
 
 
-def test_without_ray_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_missing_ray_shows_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=re.escape("pip install 'echelon[ray]'")):
         echelon.ray.run(print, num_workers=2)
@@ -95,7 +95,7 @@ def test_the_function_runs_in_the_folder_of_the_program(site: Site, tmp_path: Pa
     assert site.given["torch_config"] == "cpu:gloo,cuda:nccl"
 
 
-def test_a_machine_without_that_folder_says_so(site: Site, tmp_path: Path) -> None:
+def test_a_machine_without_the_folder_is_reported(site: Site, tmp_path: Path) -> None:
     echelon.ray.run(os.getcwd, num_workers=1)
     (tmp_path / "program").rmdir()
     os.chdir(tmp_path)
@@ -103,7 +103,7 @@ def test_a_machine_without_that_folder_says_so(site: Site, tmp_path: Path) -> No
         site.fit()
 
 
-def test_what_is_rays_goes_to_ray(site: Site) -> None:
+def test_options_of_ray_are_forwarded(site: Site) -> None:
     config = ScalingConfig(4)
     echelon.ray.run(os.getcwd, config, run_config="mine", datasets={"a": 1})
     assert site.given["scaling_config"] is config
@@ -121,7 +121,7 @@ def test_what_is_rays_goes_to_ray(site: Site) -> None:
         ),
     ],
 )
-def test_the_workers_are_given_once(site: Site, given: dict[str, Any], text: str) -> None:
+def test_the_number_of_workers_may_be_given_once(site: Site, given: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         echelon.ray.run(print, **given)
 

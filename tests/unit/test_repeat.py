@@ -10,7 +10,7 @@ import pytest
 from tests import repeat
 
 
-def test_a_stopped_start_goes_on_after_the_last_run_of_its_record(
+def test_a_stopped_start_resumes_after_the_last_recorded_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[tuple[int, str]] = []
@@ -56,7 +56,7 @@ def test_a_stopped_start_goes_on_after_the_last_run_of_its_record(
     assert calls == []
 
 
-def test_a_file_is_run_by_a_pytest_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_file_runs_in_a_separate_pytest_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "test_it.py"
     path.write_text("def test_good(): pass\ndef test_bad(): assert 1 == 2\n", encoding="utf-8")
     run = repeat.run_file(path, number=4, file="it")

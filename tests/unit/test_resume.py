@@ -61,7 +61,7 @@ def test_without_a_checkpoint_it_is_a_new_run_and_the_loop_is_range(parity: str,
 
 @pytest.mark.parametrize("parity", ["off", "exact"])
 @pytest.mark.parametrize("place", ["in the evaluation", "at the end", "after the training loop"])
-def test_an_epoch_whose_training_is_over_is_not_gone_into_again(parity: str, place: str, tmp_path: Path) -> None:
+def test_a_finished_epoch_is_not_repeated(parity: str, place: str, tmp_path: Path) -> None:
     def make(stops: bool) -> _Run:
         run = _Run(tmp_path, _numbers(6), _numbers(4), parity=parity)
         for epoch in run.accelerator.epochs(2):
@@ -91,7 +91,7 @@ def test_an_epoch_whose_training_is_over_is_not_gone_into_again(parity: str, pla
     assert make(stops=False).read == []  # the run is over
 
 
-def test_an_evaluation_within_an_epoch_that_was_stopped_leaves_the_place_of_the_training_alone(tmp_path: Path) -> None:
+def test_a_stopped_evaluation_does_not_change_the_training_position(tmp_path: Path) -> None:
     def make(stop: int | None) -> _Run:
         run = _Run(tmp_path, _numbers(8, shuffle=True), _numbers(4))
         for epoch in run.accelerator.epochs(2):
@@ -117,7 +117,7 @@ def test_an_evaluation_within_an_epoch_that_was_stopped_leaves_the_place_of_the_
 
 
 @pytest.mark.parametrize("parity", ["off", "exact"])
-def test_a_loop_that_was_left_goes_on_where_it_was_and_an_epoch_that_was_left_does_not(
+def test_an_interrupted_loop_resumes_but_an_abandoned_epoch_does_not(
     parity: str, tmp_path: Path
 ) -> None:
     run = _Run(tmp_path, _numbers(6), parity=parity)
@@ -150,7 +150,7 @@ def test_a_loop_that_was_left_goes_on_where_it_was_and_an_epoch_that_was_left_do
 
 
 @pytest.mark.parametrize("parity", ["off", "exact"])
-def test_a_pass_that_was_left_in_an_earlier_epoch_is_over(parity: str, tmp_path: Path) -> None:
+def test_a_pass_abandoned_in_an_earlier_epoch_is_finished(parity: str, tmp_path: Path) -> None:
     def make(stops: bool) -> list[Any]:
         run = _Run(tmp_path, _numbers(6, shuffle=True), parity=parity)
         for epoch in run.accelerator.epochs(2):
@@ -188,7 +188,7 @@ def test_two_training_loaders_one_after_the_other_are_each_read_once(parity: str
     assert make(stop) + make(0) == whole  # after 3, nobody has seen yet that the second one trains; but it shuffles
 
 
-def test_loaders_that_are_read_together_go_on_together(tmp_path: Path) -> None:
+def test_loaders_that_are_read_together_resume_together(tmp_path: Path) -> None:
     def make(stop: int) -> list[Any]:
         run = _Run(tmp_path, _numbers(6, shuffle=True), _numbers(10, shuffle=True))
         endless = _again_and_again(run.loaders[1])
@@ -207,7 +207,7 @@ def test_loaders_that_are_read_together_go_on_together(tmp_path: Path) -> None:
             folder.rename(tmp_path / f"{stop}{folder.name}")
 
 
-def test_a_loader_whose_passes_go_on_over_epochs_does_not_keep_one_open(tmp_path: Path) -> None:
+def test_a_loader_with_passes_across_epochs_keeps_no_epoch_open(tmp_path: Path) -> None:
     def make(stop: int) -> tuple[list[int], list[Any]]:
         run = _Run(tmp_path, _numbers(6, shuffle=True), _numbers(10, shuffle=True))
         endless = _again_and_again(run.loaders[1])
@@ -228,7 +228,7 @@ def test_a_loader_whose_passes_go_on_over_epochs_does_not_keep_one_open(tmp_path
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_half_an_update_that_an_epoch_began_and_the_next_goes_on_with_is_made_again(
+def test_an_update_across_two_epochs_is_repeated(
     num_workers: int, tmp_path: Path
 ) -> None:
     def make(stop: int) -> list[Any]:
@@ -250,7 +250,7 @@ def test_half_an_update_that_an_epoch_began_and_the_next_goes_on_with_is_made_ag
     assert make(0) == whole[4:]
 
 
-def test_an_evaluation_that_was_stopped_gets_an_order_of_its_own_in_the_next_epoch(tmp_path: Path) -> None:
+def test_a_stopped_evaluation_gets_a_new_order_in_the_next_epoch(tmp_path: Path) -> None:
     def make(stop: int) -> list[Any]:
         run = _Run(tmp_path, _numbers(6, shuffle=True), _numbers(8, shuffle=True))
         for epoch in run.accelerator.epochs(2):
@@ -285,7 +285,7 @@ class _Stream(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_iterable_data_is_read_again_up_to_the_place_with_a_warning(num_workers: int, tmp_path: Path) -> None:
+def test_iterable_data_is_read_again_up_to_the_position_with_a_warning(num_workers: int, tmp_path: Path) -> None:
     def make(stop: int) -> list[Any]:
         run = _Run(tmp_path, DataLoader(_Stream(9), batch_size=2, num_workers=num_workers))
         for epoch in run.accelerator.epochs(2):
@@ -301,7 +301,7 @@ def test_iterable_data_is_read_again_up_to_the_place_with_a_warning(num_workers:
         assert first + make(0) == whole
 
 
-def test_a_stateful_loader_goes_there_at_once(tmp_path: Path) -> None:
+def test_a_stateful_loader_seeks_immediately(tmp_path: Path) -> None:
     def make(stop: int) -> list[Any]:
         config = DataLoaderConfiguration(use_stateful_dataloader=True)
         run = _Run(tmp_path, _numbers(7, shuffle=True), dataloader_config=config)
@@ -316,7 +316,7 @@ def test_a_stateful_loader_goes_there_at_once(tmp_path: Path) -> None:
     assert make(3) + make(0) == whole
 
 
-def test_it_says_what_is_passed_over_and_numbers_on_after_it(tmp_path: Path) -> None:
+def test_skipped_checkpoints_are_reported_and_numbering_continues(tmp_path: Path) -> None:
     def make(stop: int) -> _Run:
         run = _Run(tmp_path, _numbers(8))
         for _ in run.accelerator.epochs(1):
@@ -342,7 +342,7 @@ def test_it_says_what_is_passed_over_and_numbers_on_after_it(tmp_path: Path) -> 
         make(1)
 
 
-def test_the_middle_of_an_epoch_means_nothing_to_another_parity(tmp_path: Path) -> None:
+def test_a_position_in_mid_epoch_is_rejected_with_another_parity(tmp_path: Path) -> None:
     def make(parity: str, stop: int) -> None:
         run = _Run(tmp_path, _numbers(8), parity=parity)
         for _ in run.accelerator.epochs(1):
@@ -356,7 +356,7 @@ def test_the_middle_of_an_epoch_means_nothing_to_another_parity(tmp_path: Path) 
         make("off", 2)
 
 
-def test_a_run_in_accelerate_s_layout_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_accelerates_layout_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_CHECKPOINT_FORMAT", "accelerate")
 
     def make(stop: int) -> list[Any]:
@@ -373,7 +373,7 @@ def test_a_run_in_accelerate_s_layout_goes_on_too(tmp_path: Path, monkeypatch: p
     assert make(3) + make(0) == whole
 
 
-def test_a_run_without_loaders_goes_on_in_its_epoch(tmp_path: Path) -> None:
+def test_a_run_without_loaders_resumes_in_its_epoch(tmp_path: Path) -> None:
     run = _Run(tmp_path)
     for epoch in run.accelerator.epochs(4):
         if epoch == 2:
@@ -382,7 +382,7 @@ def test_a_run_without_loaders_goes_on_in_its_epoch(tmp_path: Path) -> None:
     assert list(_Run(tmp_path).accelerator.epochs(4)) == [2, 3]
 
 
-def test_the_example_of_the_document_goes_on(tmp_path: Path) -> None:
+def test_the_example_of_the_document_resumes(tmp_path: Path) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
     (example,) = re.findall(r"```python resume\n(.*?)```", text, re.DOTALL)
 

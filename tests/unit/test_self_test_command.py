@@ -72,7 +72,7 @@ LAYOUT = [
 ]
 
 
-def test_what_the_ranks_told_is_shown_and_noted(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_of_the_ranks_are_printed_and_saved(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_SEED", "3")
     collectives = [
         {"name": "all_reduce", "size_bytes": size, "seconds": 2e-3, "algorithm_gb_per_s": 0.5, "bus_gb_per_s": 0.75}
@@ -108,7 +108,7 @@ def test_what_the_ranks_told_is_shown_and_noted(run: Any, tmp_path: Path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["evidence.json", "log", "python"]
 
 
-def test_a_check_that_failed_is_an_exit_code_and_what_to_do(run: Any, tmp_path: Path) -> None:
+def test_a_failed_check_sets_the_exit_code_and_shows_a_remedy(run: Any, tmp_path: Path) -> None:
     told = [*LAYOUT[:2], _found("exact", False), *LAYOUT[3:], _found("bitwise", None)]
     result = run(layout={"told": told, "code": 0})
     assert result.exit_code == 1
@@ -120,7 +120,7 @@ def test_a_check_that_failed_is_an_exit_code_and_what_to_do(run: Any, tmp_path: 
     assert [part for part, *_ in _log(tmp_path)] == ["layout"]  # what was left out is not made alone
 
 
-def test_a_start_that_failed_is_shown_with_its_report_and_counts_for_the_check_in_hand(
+def test_a_failed_start_is_reported_and_fails_the_current_check(
     run: Any, tmp_path: Path
 ) -> None:
     report = "\n".join(f"line {i}" for i in range(60)) + "\nechelon: rank 1 failed first"
@@ -138,14 +138,14 @@ def test_a_start_that_failed_is_shown_with_its_report_and_counts_for_the_check_i
     shutil.rmtree(output.parent)
 
 
-def test_a_wrong_setting_is_told_as_the_launcher_tells_it(run: Any, tmp_path: Path) -> None:
+def test_an_invalid_setting_is_reported_like_by_the_launcher(run: Any, tmp_path: Path) -> None:
     result = run(layout={"told": [], "code": 2, "says": "echelon: this machine has no accelerator"})
     assert result.exit_code == 2
     assert result.output == "echelon: this machine has no accelerator\n"
     assert not (tmp_path / "evidence.json").exists()
 
 
-def test_a_run_without_ranks_here_has_shown_nothing(run: Any) -> None:
+def test_a_run_without_local_ranks_prints_nothing(run: Any) -> None:
     result = run(layout={"told": [], "code": 0})
     assert result.exit_code == 1
     assert "no process of the run is on this machine" in result.output
@@ -164,7 +164,7 @@ def test_a_wrong_command_line_starts_nothing(run: Any, tmp_path: Path, flags: li
     assert not (tmp_path / "log").exists()
 
 
-def test_a_flag_that_the_launcher_does_not_know_is_named(run: Any) -> None:
+def test_an_unknown_launcher_flag_is_named(run: Any) -> None:
     result = run("--num_proceses", "2")
     assert result.exit_code == 2
     assert "--num-proceses" in result.output

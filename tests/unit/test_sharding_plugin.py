@@ -73,7 +73,7 @@ def _options(*, on: World | None = None, precision: str = "no", **arguments: Any
         ("HYBRID_SHARD_ZERO2", 5, False, 2),
     ],
 )
-def test_strategies_are_translated_however_they_are_written(
+def test_strategies_are_translated_in_every_spelling(
     strategy: str, number: int, reshard: bool, replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spellings = [strategy, strategy.lower(), number, str(number), ShardingStrategy(number)]
@@ -124,7 +124,7 @@ def _units(options: ShardingOptions) -> tuple[object, ...]:
     return options.wrap_classes, options.min_num_params, options.wrap_fn
 
 
-def test_policies_by_name_say_what_is_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_policies_select_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
     transformer = "transformer_based_wrap"
     assert _units(_options()) == ((), 0, None)  # the model's _no_split_modules
     assert _units(_options(auto_wrap_policy=transformer)) == ((), 0, None)
@@ -159,7 +159,7 @@ def test_policies_by_name_say_what_is_a_unit(monkeypatch: pytest.MonkeyPatch) ->
         lambda module, recurse, nonwrapped_numel: not recurse and nonwrapped_numel == 6,
     ],
 )
-def test_a_policy_that_is_a_function_is_asked_about_a_module(policy: Callable[..., bool]) -> None:
+def test_a_policy_function_is_called_for_each_module(policy: Callable[..., bool]) -> None:
     wraps = _options(auto_wrap_policy=policy).wrap_fn
     assert wraps is not None
     assert (wraps(nn.Linear(2, 2)), wraps(nn.ReLU())) == (True, False)
@@ -183,7 +183,7 @@ def _dtypes(**arguments: Any) -> tuple[object, ...]:
     return options.param_dtype, options.reduce_dtype, options.output_dtype, options.cast_forward_inputs
 
 
-def test_mixed_precision_computes_low_and_sums_in_float32() -> None:
+def test_mixed_precision_computes_in_low_precision_and_sums_in_float32() -> None:
     assert _dtypes() == (None, None, None, True)
     for name, dtype in (("bf16", bf16), ("fp16", fp16), ("fp8", bf16)):
         assert _dtypes(precision=name) == (dtype, fp32, None, True)
@@ -229,7 +229,7 @@ def test_offloading_is_read_from_both_kinds_of_torchs_objects(given: object, off
         assert (options.cpu_offload, options.pin_memory) == (offloads, pin)
 
 
-def test_every_variable_is_read_and_code_beats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variable_is_read_and_code_overrides_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OFFLOAD_PARAMS", "ACTIVATION_CHECKPOINTING", "CPU_RAM_EFFICIENT_LOADING"):
         monkeypatch.setenv(f"FSDP_{name}", "true")
     monkeypatch.setenv("FSDP_IGNORED_MODULES", "head.*")
@@ -271,7 +271,7 @@ def test_how_state_is_saved_is_kept_and_may_be_changed_later() -> None:
     assert dataclasses.replace(plugin, cpu_offload=True).state_dict_type is StateDictType.FULL_STATE_DICT
 
 
-def test_what_has_no_meaning_is_told_once_in_one_line(
+def test_settings_without_effect_are_reported_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -332,7 +332,7 @@ def test_what_has_no_meaning_is_told_once_in_one_line(
         ({"activation_checkpointing_offload": True}, "activation_checkpointing_offload is not supported"),
     ],
 )
-def test_settings_that_cannot_be_are_told(arguments: dict[str, Any], text: str) -> None:
+def test_invalid_plugin_settings_raise(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         FullyShardedDataParallelPlugin(**arguments)
     assert text in str(raised.value)
@@ -350,7 +350,7 @@ def test_settings_that_cannot_be_are_told(arguments: dict[str, Any], text: str) 
         ("PARALLELISM_CONFIG_TP_SIZE", "x", "tp_size='x' is not an integer"),
     ],
 )
-def test_variables_that_are_misspelled_or_wrong_are_told(
+def test_misspelled_or_invalid_variables_are_reported(
     name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FSDP_OF_SOMEBODY_ELSE", "1")
@@ -446,7 +446,7 @@ def test_sizes_and_plugin_become_one_layout() -> None:
         ({"dp_replicate_size": 2, "dp_shard_size": 4}, {"sharding_strategy": "NO_SHARD"}, ["means 8 replicas"]),
     ],
 )
-def test_layouts_that_cannot_be_are_told(
+def test_invalid_layouts_raise(
     sizes: dict[str, int], plugin: dict[str, Any] | None, texts: list[str]
 ) -> None:
     given = None if plugin is None else FullyShardedDataParallelPlugin(**plugin)
@@ -482,7 +482,7 @@ def test_the_engine_gets_the_options_beside_those_of_today(monkeypatch: pytest.M
         build_engine(build_engine("single", _world(1, 1), None, ddp), _world(), None, ddp, sharding)
 
 
-def test_a_plugin_is_made_where_it_is_asked_for_by_the_environment_or_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_or_engine_name_creates_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(engine: str | None = None) -> Any:
         return build_sharding(None, None, world=_world(), mixed_precision="bf16", engine=engine)
 
@@ -499,7 +499,7 @@ def test_a_plugin_is_made_where_it_is_asked_for_by_the_environment_or_by_name(mo
     assert opened()[2] is not None
 
 
-def test_one_process_has_nothing_to_shard_and_says_so() -> None:
+def test_one_process_warns_that_there_is_nothing_to_shard() -> None:
     plugin = FullyShardedDataParallelPlugin()
     with pytest.warns(EchelonWarning, match="sharding settings have no effect on a single process"):
         accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=ParallelismConfig())

@@ -29,7 +29,7 @@ def _step(variables: dict[str, str], without: str = "") -> Step | None:
         return current_step()
 
 
-def test_a_launcher_learns_its_place_from_srun() -> None:
+def test_a_launcher_reads_its_position_from_srun() -> None:
     assert _step({}) == Step(
         num_nodes=3,
         node_rank=1,
@@ -45,7 +45,7 @@ def test_a_launcher_learns_its_place_from_srun() -> None:
 
 
 @pytest.mark.parametrize("missing", ["SLURM_STEP_ID", "SLURM_NODEID"])
-def test_a_batch_script_and_a_plain_shell_are_no_step(missing: str) -> None:
+def test_a_batch_script_and_a_plain_shell_are_not_steps(missing: str) -> None:
     assert _step({}, missing) is None
 
 
@@ -70,7 +70,7 @@ def test_one_machine_needs_no_list_of_them() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_said(variables: dict[str, str], without: str, what: str, do: str) -> None:
+def test_invalid_values_raise(variables: dict[str, str], without: str, what: str, do: str) -> None:
     with pytest.raises(ConfigError) as caught:
         _step(variables, without)
     assert what in caught.value.what

@@ -27,7 +27,7 @@ def board(tmp_path: Path) -> Iterator[Board]:
     board.close()
 
 
-def test_what_is_noted_is_read_by_slot(board: Board) -> None:
+def test_written_values_are_read_by_slot(board: Board) -> None:
     slot = Slot(board.path, 1)
     assert (board.watch(1), board.note(1)) == (None, None)
     slot.watch(WATCH)
@@ -36,7 +36,7 @@ def test_what_is_noted_is_read_by_slot(board: Board) -> None:
     assert [board.note(other) for other in (0, 2)] == [None, None]
 
 
-def test_long_texts_are_cut_and_a_path_keeps_its_end(board: Board) -> None:
+def test_long_text_is_truncated_and_a_path_keeps_its_end(board: Board) -> None:
     slot = Slot(board.path, 0)
     slot.note(NOTE._replace(operation="x" * 300, file="/" + "d" * 300 + "/train.py"))
     read = board.note(0)
@@ -53,7 +53,7 @@ def test_a_request_reaches_every_slot(board: Board) -> None:
     assert [slot.request for slot in slots] == [2, 2, 2]
 
 
-def test_a_note_that_is_cut_off_anywhere_leaves_the_one_before(board: Board) -> None:
+def test_a_truncated_write_keeps_the_previous_value(board: Board) -> None:
     slot = Slot(board.path, 2)
     slot.note(NOTE)
     whole = bytes(slot._memory)
@@ -91,7 +91,7 @@ def test_a_reader_never_sees_a_mixture_while_a_thread_writes(board: Board) -> No
     assert len(steps) > 1, "the writer was never let run"
 
 
-def test_a_file_that_is_no_board_is_refused(board: Board, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_board_is_rejected(board: Board, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"\0" * 4096)
     with pytest.raises(ValueError, match="is not a status board of version 3"):
@@ -100,7 +100,7 @@ def test_a_file_that_is_no_board_is_refused(board: Board, tmp_path: Path) -> Non
         Slot(board.path, 3)
 
 
-def test_the_file_is_the_users_own_and_goes_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_belongs_to_the_user_and_is_removed_after_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "_SHARED", str(tmp_path / "no such folder"))  # macOS
     board = Board(1, folder=str(tmp_path))
     path = Path(board.path)
@@ -110,7 +110,7 @@ def test_the_file_is_the_users_own_and_goes_with_the_run(tmp_path: Path, monkeyp
     assert not path.exists()
 
 
-def test_the_board_of_a_launcher_that_was_killed_goes_with_the_next(
+def test_the_next_launcher_removes_the_board_of_a_killed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "_SHARED", str(tmp_path))
@@ -126,7 +126,7 @@ def test_the_board_of_a_launcher_that_was_killed_goes_with_the_next(
     running.close()
 
 
-def test_the_program_notes_its_step_phase_and_operations(board: Board) -> None:
+def test_the_program_records_its_step_phase_and_operations(board: Board) -> None:
     assert status_notes.notes_of_process() is None  # no launcher: no board
     with environ.patch({status_notes.BOARD_VARIABLE: f"{board.path}:1"}):
         notes = status_notes.notes_of_process()
@@ -151,7 +151,7 @@ def test_the_program_notes_its_step_phase_and_operations(board: Board) -> None:
         pass
 
 
-def test_the_reporter_says_where_the_thread_is_and_answers(board: Board, tmp_path: Path) -> None:
+def test_the_reporter_records_the_threads_position_and_answers_requests(board: Board, tmp_path: Path) -> None:
     with (tmp_path / "stack.txt").open("w") as stack_file:
         here = reporter.Reporter(layout, call_site, f"{board.path}:0", str(tmp_path), stack_file)
         here._terminate = [None]  # leave the C++ of this process alone

@@ -167,7 +167,7 @@ def test_a_pod_waits_until_the_first_one_has_a_name(capsys: pytest.CaptureFixtur
     assert waiting.returncode == 143
 
 
-def test_one_machine_is_told_nothing_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_machine_gets_no_rendezvous_settings(capsys: pytest.CaptureFixture[str]) -> None:
     (job,) = _objects(capsys, *MINIMAL)
     assert job["metadata"]["name"] == "train-it"
     pod = job["spec"]["template"]["spec"]
@@ -186,7 +186,7 @@ def test_pods_find_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert (job["spec"]["completionMode"], job["spec"]["completions"], job["spec"]["parallelism"]) == ("Indexed", 2, 2)
 
 
-def test_being_moved_away_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_eviction_is_not_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     job = _objects(capsys, "--retries", "5", "--grace", "60", *FULL)[-1]["spec"]
     rules = job["podFailurePolicy"]["rules"]
     assert rules[0] == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
@@ -294,13 +294,13 @@ def test_a_printed_manifest_says_where_the_secret_comes_from(
         (["--kind", "pytorchjob", *MINIMAL], ["pytorchjob", "trainjob"]),
     ],
 )
-def test_what_cannot_be_is_said(capsys: pytest.CaptureFixture[str], argv: list[str], texts: list[str]) -> None:
+def test_invalid_values_raise(capsys: pytest.CaptureFixture[str], argv: list[str], texts: list[str]) -> None:
     assert _run(["submit", "kubernetes", *argv]) == 2
     told = capsys.readouterr().err
     assert [text for text in texts if text not in told] == [], told
 
 
-def test_without_kubectl_it_is_said(
+def test_missing_kubectl_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

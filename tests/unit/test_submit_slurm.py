@@ -59,7 +59,7 @@ def _words(site: Path) -> list[str]:
     return (site / "srun").read_text().split("\0")[:-1]
 
 
-def test_the_job_asks_for_what_was_asked_for(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_job_requests_the_given_resources(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = _written(
         capsys,
         *("--nodes", "2", "--gpus_per_node", "8", "--cpus-per-task", "64", "--mem", "500G", "--time", "1-12"),
@@ -88,7 +88,7 @@ def test_the_job_asks_for_what_was_asked_for(site: Path, capsys: pytest.CaptureF
     assert not (site / "logs%1").exists()  # a dry run leaves nothing
 
 
-def test_words_arrive_as_they_were_typed(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_are_passed_unchanged(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     odd = ["a b", "c'd", '"$HOME"', "`id`", "$(id)", "-x", "", "\n"]
     (site / "my venv").write_text("export ORDER=${ORDER}s\n")
     text = _written(
@@ -126,7 +126,7 @@ def test_direct_starts_the_ranks_and_a_module_is_one(site: Path, capsys: pytest.
     assert not (site / "token").exists()  # no launcher that could ask for it
 
 
-def test_the_job_goes_back_into_the_queue_only_when_it_was_asked_to_end(
+def test_the_job_is_requeued_only_after_a_termination_signal(
     site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, again = _written(capsys, "train.py"), site / "scontrol"
@@ -194,7 +194,7 @@ def test_it_is_written_to_a_file(site: Path, capsys: pytest.CaptureFixture[str])
     assert stat.S_ISREG((site / "job.sh").stat().st_mode)
 
 
-def test_what_sbatch_says_is_told(
+def test_errors_of_sbatch_are_reported(
     site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (site / "bin" / "sbatch").write_text(
@@ -236,7 +236,7 @@ def test_what_sbatch_says_is_told(
         (["--dry_run", "--output", "job.sh", "train.py"], ["--dry_run and --output are mutually exclusive"]),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_submitted(
+def test_invalid_settings_are_reported_before_submission(
     site: Path, capsys: pytest.CaptureFixture[str], argv: list[str], texts: list[str]
 ) -> None:
     assert _run(["submit", "slurm", *argv]) == 2
@@ -257,7 +257,7 @@ def test_what_cannot_be_is_said_before_anything_is_submitted(
         ("infinite", True),
     ],
 )
-def test_a_time_is_read_as_slurm_reads_it(
+def test_a_time_is_parsed_like_slurm(
     site: Path, capsys: pytest.CaptureFixture[str], time: str, is_long: bool
 ) -> None:
     assert _run(["submit", "slurm", "--dry_run", "--time", time, "train.py"]) == (0 if is_long else 2)

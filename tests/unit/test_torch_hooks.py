@@ -47,7 +47,7 @@ class _Mine(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS, torch.optim.SparseAdam, _Mine])
-def test_steps_of_every_optimizer_are_seen(kind: type[torch.optim.Optimizer]) -> None:
+def test_steps_of_every_optimizer_are_observed(kind: type[torch.optim.Optimizer]) -> None:
     owner = _Owner()
     watch_optimizer_steps(owner, _Owner.before_step)
     model = nn.Linear(2, 1)
@@ -74,7 +74,7 @@ def test_steps_of_every_optimizer_are_seen(kind: type[torch.optim.Optimizer]) ->
         assert owner.steps.count(kind.__name__) == (4 if kind is _Mine else 2)
 
 
-def test_a_module_that_gets_a_parameter_or_a_module_is_seen() -> None:
+def test_adding_a_parameter_or_module_is_observed() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     owner = _Owner()
     watch_module_changes(owner, _Owner.on_change)
@@ -84,7 +84,7 @@ def test_a_module_that_gets_a_parameter_or_a_module_is_seen() -> None:
     assert owner.modules == ["Linear", "Sequential", "Sequential"]
 
 
-def test_hooks_end_with_their_owner_wherever_it_dies() -> None:
+def test_hooks_are_removed_with_their_owner() -> None:
     gc.collect()
     before = _num_hooks()
     owner = _Owner()
@@ -114,7 +114,7 @@ def test_hooks_end_with_their_owner_wherever_it_dies() -> None:
     assert _num_hooks() == before + 1
 
 
-def test_an_accelerator_takes_its_hooks_along() -> None:
+def test_the_hooks_of_an_accelerator_end_with_it() -> None:
     gc.collect()
     before = _num_hooks()
     accelerator = Accelerator(cpu=True)
@@ -130,7 +130,7 @@ def test_an_accelerator_takes_its_hooks_along() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, when it compiles for the first time
-def test_compiled_steps_are_seen() -> None:
+def test_compiled_steps_are_observed() -> None:
     owner = _Owner()
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

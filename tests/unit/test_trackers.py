@@ -79,7 +79,7 @@ class Recorder(GeneralTracker):
 # ---- the interface -------------------------------------------------------------------------------------------------
 
 
-def test_a_tracker_without_its_attributes_is_refused_with_their_names() -> None:
+def test_a_tracker_without_its_attributes_is_rejected_with_their_names() -> None:
     class Empty(GeneralTracker):
         pass
 
@@ -112,7 +112,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         filter_trackers("tensorbord")
 
 
-def test_what_is_not_installed_is_left_out_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_trackers_are_skipped_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.trackers.registry.is_available", lambda name: name == "wandb")
     with pytest.warns(EchelonWarning, match=r"pip install 'echelon\[mlflow\]'"):
         assert filter_trackers(["mlflow", "wandb", LoggerType.WANDB]) == [LoggerType.WANDB]
@@ -133,7 +133,7 @@ def test_a_tracker_of_files_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("_registry")
-def test_a_registered_class_goes_by_its_name_and_a_later_one_takes_its_place() -> None:
+def test_a_registered_class_is_used_by_name_and_can_be_replaced() -> None:
     register_tracker_class(Recorder)
     assert filter_trackers(["recorder", "recorder"]) == ["recorder"]
     assert LOGGER_TYPE_TO_CLASS["recorder"] is Recorder
@@ -157,7 +157,7 @@ def test_a_registered_class_goes_by_its_name_and_a_later_one_takes_its_place() -
         (type("C", (GeneralTracker,), {"name": "c"}), "C has no 'requires_logging_directory'"),
     ],
 )
-def test_what_cannot_be_registered_is_said(given: Any, text: str) -> None:
+def test_invalid_registrations_raise(given: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         register_tracker_class(given)
 
@@ -211,7 +211,7 @@ def test_each_line_is_in_the_file_at_once_and_keeps_its_types(tmp_path: Path) ->
     tracker.finish()
 
 
-def test_a_resumed_run_appends_also_after_a_line_that_a_crash_cut_off(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_even_after_a_truncated_line(tmp_path: Path) -> None:
     for number in (1, 2):
         tracker = JSONLTracker("run", tmp_path)
         tracker.start()
@@ -231,7 +231,7 @@ def test_no_other_rank_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_secrets_do_not_get_into_the_stored_settings(tmp_path: Path) -> None:
+def test_secrets_are_not_stored_in_the_settings(tmp_path: Path) -> None:
     tracker = JSONLTracker("run", tmp_path)
     tracker.start()
     tracker.store_init_configuration(
@@ -348,7 +348,7 @@ def test_mlflow_parameters_go_in_batches_and_metrics_are_numbers(
     assert not any("xxx" in message for message in caplog.messages)
 
 
-def test_clearml_splits_names_and_leaves_a_task_that_it_did_not_make_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clearml_splits_names_and_does_not_close_an_existing_task(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     _fake(monkeypatch, clearml=_Calls(calls))
     tracker = ClearMLTracker("run")
@@ -367,7 +367,7 @@ def test_clearml_splits_names_and_leaves_a_task_that_it_did_not_make_open(monkey
     assert "close" not in dict(said)
 
 
-def test_dvclive_sets_the_step_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dvclive_sets_the_step_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     live = _Calls(calls, "live")
     _fake(monkeypatch, dvclive_plots=SimpleNamespace(Metric=SimpleNamespace(could_log=lambda value: value != [1])))
@@ -415,7 +415,7 @@ def test_the_other_services_get_the_run_and_plain_numbers(monkeypatch: pytest.Mo
 # ---- all of one Accelerator ----------------------------------------------------------------------------------------
 
 
-def test_a_project_folder_brings_a_jsonl_record_beside_what_was_asked_for(tmp_path: Path) -> None:
+def test_a_project_folder_adds_a_jsonl_tracker(tmp_path: Path) -> None:
     recorder = Recorder("own")
     tracking = Tracking([recorder], ProjectConfiguration(project_dir=str(tmp_path)))
     assert isinstance(tracking.get_tracker("anything"), GeneralTracker)  # nothing has started
@@ -438,7 +438,7 @@ def test_a_project_folder_brings_a_jsonl_record_beside_what_was_asked_for(tmp_pa
 
 
 @pytest.mark.usefixtures("_registry")
-def test_init_kwargs_reach_their_tracker_and_a_misspelled_one_is_told() -> None:
+def test_init_kwargs_reach_their_tracker_and_misspelled_ones_are_reported() -> None:
     register_tracker_class(Recorder)
     tracking = Tracking("recorder", ProjectConfiguration())
     with pytest.warns(EchelonWarning, match="init_kwargs holds options for recoder, and log_with has recorder"):

@@ -24,7 +24,7 @@ def _lengths(n: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("n", "num_batches"), [(4, 4), (7, 3), (11, 4), (12, 2), (9, 1)])
-def test_no_division_has_a_cheaper_dearest_batch(n: int, num_batches: int) -> None:
+def test_the_maximum_batch_cost_is_minimal(n: int, num_batches: int) -> None:
     for seed in range(20):
         lengths = sorted(_lengths(n, seed), reverse=True)
         sizes = balanced_sizes(lengths, num_batches=num_batches)

@@ -440,7 +440,7 @@ def test_an_evaluation_that_a_signal_ends_is_made_again(tmp_path: Path) -> None:
         assert torch.equal(second.model.state_dict()[name], value), name
 
 
-def test_the_example_of_the_document_goes_on(
+def test_the_example_of_the_document_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()

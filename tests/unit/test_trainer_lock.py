@@ -104,6 +104,8 @@ class TakenOver(TrainerCallback):
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint_format": "transformers"}, {"save_only_model": True}])
 def test_a_run_whose_folder_was_taken_saves_no_more(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=rf"may not write checkpoints to .* now process {os.getppid()} on"):
+    with pytest.raises(
+        CheckpointError, match=rf"may no longer write checkpoints to .* process {os.getppid()} on .* holds it now"
+    ):
         _trainer(tmp_path, TakenOver(), **options).train()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint-2"]

@@ -126,7 +126,7 @@ def test_every_sample_of_each_epoch_is_read_when_the_length_is_too_small(
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_length_that_is_too_large_is_said(accumulation: int, tmp_path: Path) -> None:
+def test_a_length_that_is_too_large_is_reported(accumulation: int, tmp_path: Path) -> None:
     model = RecordingModel()
     args = _arguments(tmp_path, num_train_epochs=2, gradient_accumulation_steps=accumulation)
     trainer = Trainer(model, args, train_dataset=Stream(6, said=10))
@@ -154,7 +154,7 @@ def test_a_part_of_an_epoch_is_as_long_as_it_was_planned(tmp_path: Path) -> None
     assert model.seen == [float(i) for i in (*range(10), *range(4))]
 
 
-def test_a_limit_stays_one(tmp_path: Path) -> None:
+def test_a_limit_is_kept(tmp_path: Path) -> None:
     model = RecordingModel()
     trainer = Trainer(
         model, _arguments(tmp_path, num_train_epochs=2, limit_train_batches=2), train_dataset=Stream(10, 8)
@@ -164,7 +164,7 @@ def test_a_limit_stays_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Trainer, Plain])
-def test_a_stream_without_an_end_ends_and_it_is_said(kind: type[Trainer], tmp_path: Path) -> None:
+def test_an_endless_stream_is_limited_with_a_warning(kind: type[Trainer], tmp_path: Path) -> None:
     model = RecordingModel()
     trainer = kind(model, _arguments(tmp_path, num_train_epochs=2), train_dataset=Stream(None, said=6))
     (text,) = _caught(trainer.train)
@@ -192,7 +192,7 @@ def test_the_length_of_a_sampler_may_be_wrong_too(real: int, said: int, tmp_path
     ("real", "said", "end"),
     [(real, said, end) for real, said in ((10, 6), (6, 10), (6, 6)) for end in range(1, 8 if real == 10 else 6)],
 )
-def test_such_a_training_goes_on_from_each_of_its_steps(
+def test_training_with_a_wrong_length_resumes_from_each_step(
     real: int, said: int, end: int, kind: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"checkpoint_format": kind} if kind == "transformers" else {"parity": kind}

@@ -38,7 +38,7 @@ def _made(kind: str, *, rows: int = 2) -> Any:
 
 
 @pytest.mark.parametrize("kind", OUTPUT_KINDS)
-def test_a_container_keeps_its_type_its_order_and_what_is_no_tensor(kind: str) -> None:
+def test_a_container_keeps_its_type_order_and_other_values(kind: str) -> None:
     data = _made(kind)
     before = items_of(data)
     new = map_tensors(torch.Tensor.float, data)
@@ -54,7 +54,7 @@ def test_a_container_keeps_its_type_its_order_and_what_is_no_tensor(kind: str) -
 
 
 @pytest.mark.parametrize("kind", OUTPUT_KINDS)
-def test_every_function_of_nested_data_knows_every_kind(kind: str) -> None:
+def test_every_function_supports_every_container(kind: str) -> None:
     data = _made(kind, rows=4)
     as_float = convert_outputs_to_fp32(lambda: data)()
     assert type(as_float) is type(data)
@@ -173,7 +173,7 @@ def test_subclasses_with_constructors_of_their_own() -> None:
     assert torch.equal(user["a"], one)
 
 
-def test_a_dataclass_that_refers_to_itself_ends() -> None:
+def test_a_self_referencing_dataclass_terminates() -> None:
     node = _Node(torch.ones(1))
     node.parent = node
     node._cache["x"] = 1
@@ -200,7 +200,7 @@ class _Unmakeable(Mapping[str, Any]):
         return 2
 
 
-def test_a_mapping_that_cannot_be_made_of_a_dict_is_named() -> None:
+def test_a_mapping_that_cannot_be_rebuilt_is_named() -> None:
     assert type(map_tensors(torch.Tensor.double, _Strict(torch.ones(1)))) is _Strict
     odd = _Unmakeable(torch.ones(1), torch.ones(1))
     assert map_tensors(lambda tensor: tensor, odd) is odd
@@ -220,6 +220,6 @@ class _Counted(_Slotted):
         self.num_rows = len(self.logits)  # no field
 
 
-def test_a_dataclass_keeps_what_is_no_field() -> None:
+def test_a_dataclass_keeps_other_attributes() -> None:
     new = map_tensors(torch.Tensor.half, _Counted(torch.ones(2)))
     assert (new.logits.dtype, new.num_rows) == (torch.float16, 2)

@@ -31,7 +31,7 @@ from echelon.utils.imports import is_numpy_available, torchao_required
 from echelon.utils.other import get_free_port, get_pretty_name
 
 
-def test_words_of_yes_and_no() -> None:
+def test_boolean_strings_are_parsed() -> None:
     assert [str_to_bool(word) for word in ("y", "Yes", "T", "true", "ON", "1")] == [1] * 6
     assert [str_to_bool(word) for word in ("n", "No", "F", "false", "OFF", "0")] == [0] * 6
     assert str_to_bool("on", to_bool=True) is True
@@ -50,7 +50,7 @@ def test_flags_and_choices_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         parse_flag_from_env("ECHELON_A")
 
 
-def test_the_first_integer_of_several_variables_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_integer_of_several_variables_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_A", "-1")
     monkeypatch.setenv("ECHELON_B", "3")
     assert get_int_from_env(["ECHELON_NONE", "ECHELON_A", "ECHELON_B"], 7) == 3
@@ -69,7 +69,7 @@ def test_patched_variables_are_in_upper_case_and_restored(monkeypatch: pytest.Mo
     assert (os.getenv("ECHELON_A"), os.getenv("ECHELON_NEW")) == ("old", None)
 
 
-def test_a_cleared_environment_comes_back_without_what_the_block_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cleared_environment_is_restored_without_changes_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_A", "old")
     with clear_environment():
         assert os.getenv("ECHELON_A") is os.getenv("PATH") is None
@@ -128,7 +128,7 @@ def test_libraries_compare_by_their_installed_version() -> None:
         compare_versions("torch", "~", "1.0")
 
 
-def test_probes_say_what_is_there() -> None:
+def test_probes_report_available_features() -> None:
     assert utils.is_pytest_available()
     assert is_numpy_available()
     assert not is_numpy_available("999.0")
@@ -160,12 +160,12 @@ def test_all_probes_of_accelerate_answer_without_an_error() -> None:
     assert {type(getattr(utils, name)()) for name in probes} == {bool}
 
 
-def test_rich_is_there_only_when_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rich_is_available_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_ENABLE_RICH", raising=False)
     assert utils.is_rich_available() is False
 
 
-def test_a_missing_torchao_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_missing_torchao_shows_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.compat.probes.is_torchao_available", lambda: False)
     with pytest.raises(ImportError, match=r"needs the package 'torchao'.*\n.*pip install 'echelon\[fp8\]'"):
         torchao_required(len)([])
@@ -180,7 +180,7 @@ def test_ports() -> None:
         assert is_port_in_use(free)
 
 
-def test_sizes_for_people() -> None:
+def test_human_readable_sizes() -> None:
     assert [convert_bytes(size) for size in (10, 1536, 5 * 1024**3, 1024**5)] == [
         "10 bytes",
         "1.5 KB",
@@ -195,11 +195,11 @@ def test_dicts_merge_key_by_key() -> None:
     assert target == {"a": {"x": 1, "y": 3}, "b": 1, "c": 4}
 
 
-def test_names_for_people() -> None:
+def test_human_readable_names() -> None:
     assert [get_pretty_name(thing) for thing in (Path, len, Path("x"))] == ["Path", "len", type(Path("x")).__name__]
 
 
-def test_the_gpus_are_asked_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_queried_from_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"count,name": "2, RTX 4090\n2, RTX 4090\n", "driver_version": "535.1.0\n", "compute_cap": "8.6\n"}
 
     def answer(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
@@ -214,7 +214,7 @@ def test_the_gpus_are_asked_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> No
     assert utils.check_cuda_fp8_capability() is True
 
 
-def test_a_first_config_file_is_one_that_the_launcher_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_launcher_reads_a_new_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from echelon.config.files import from_file
     from echelon.config.resolve import resolve
     from echelon.config.schema import RunConfig

@@ -43,7 +43,7 @@ def test_state_dicts_for_safetensors_hold_each_tensor_once_and_contiguous() -> N
     assert utils.id_tensor_storage(a) == utils.id_tensor_storage(view) != utils.id_tensor_storage(other)
 
 
-def test_an_old_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_kernel_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     for release in ("5.5.0-generic", "6.1", "nonsense"):
         monkeypatch.setattr(platform, "uname", lambda r=release: SimpleNamespace(system="Linux", release=r))
         utils.check_os_kernel()
@@ -61,7 +61,7 @@ class _Tied(nn.Module):
         return self
 
 
-def test_what_a_model_says_of_itself_is_read() -> None:
+def test_attributes_of_a_model_are_read() -> None:
     assert utils.check_tied_parameters_in_config(_Tied(tie_word_embeddings=True)) is True
     assert utils.check_tied_parameters_in_config(_Tied(tie_word_embeddings=False)) is False
     assert utils.check_tied_parameters_in_config(nn.Linear(1, 1)) is False
@@ -101,7 +101,7 @@ def test_precision_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scaler.scale(torch.tensor(3.0)).item() == 12.0
 
 
-def test_memory_is_given_back_with_what_nobody_holds() -> None:
+def test_unreferenced_memory_is_released() -> None:
     class Ring:
         def __init__(self) -> None:
             self.me = self
@@ -117,7 +117,7 @@ def test_memory_is_given_back_with_what_nobody_holds() -> None:
         gc.enable()
 
 
-def test_random_states_stay_where_there_is_one_process() -> None:
+def test_rng_states_are_unchanged_on_one_process() -> None:
     generator = torch.Generator().manual_seed(5)
     before = generator.get_state()
     utils.synchronize_rng_state(utils.RNGType.GENERATOR, generator)

@@ -82,11 +82,11 @@ def test_tensors_move_and_skipped_keys_stay() -> None:
     assert (moved["inside"][0]["keep"].device.type, moved["inside"][0]["n"]) == ("cpu", 1)
 
 
-def test_a_batch_with_its_own_to_is_asked() -> None:
+def test_a_batch_with_a_to_method_is_moved_by_it() -> None:
     assert send_to_device(_Batch(x=1), "meta") == ("moved", "meta")
 
 
-def test_a_structure_is_described_and_made_again() -> None:
+def test_a_structure_is_described_and_rebuilt() -> None:
     described = get_data_structure({"a": torch.zeros(2, 3, dtype=torch.int32), "b": [torch.tensor(1.0), "x"]})
     assert is_tensor_information(described["a"])
     assert (described["a"].shape, described["a"].dtype) == ((2, 3), torch.int32)
@@ -107,7 +107,7 @@ def test_the_batch_size_is_of_the_first_tensor() -> None:
     ]
     + [(torch.tensor(1), ValueError, "a 0-d tensor has no batch size")],
 )
-def test_what_has_no_batch_size_says_so(data: object, kind: type[Exception], text: str) -> None:
+def test_data_without_a_batch_size_raises(data: object, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         find_batch_size(data)
     assert ignorant_find_batch_size(data) is None

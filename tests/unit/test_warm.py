@@ -64,7 +64,7 @@ def start_one_that_waits(starter: WarmStarter, folder: Path) -> Process:
     return running
 
 
-def test_ranks_have_what_it_has_imported_and_later_ones_what_it_was_asked_for_later(
+def test_ranks_inherit_the_imported_modules(
     starter: WarmStarter, tmp_path: Path
 ) -> None:
     assert not starter.is_ready
@@ -89,7 +89,7 @@ def test_ranks_have_what_it_has_imported_and_later_ones_what_it_was_asked_for_la
     assert json.loads((tmp_path / "b").read_text()) == [["json.tool", "timeit"], "b", str(tmp_path)]
 
 
-def test_what_cannot_be_imported_leaves_the_next_ranks_cold_and_the_running_ones_alone(
+def test_a_failing_import_does_not_affect_running_ranks(
     starter: WarmStarter, tmp_path: Path
 ) -> None:
     running = start_one_that_waits(starter, tmp_path)
@@ -102,7 +102,7 @@ def test_what_cannot_be_imported_leaves_the_next_ranks_cold_and_the_running_ones
     assert running.wait(_LIMIT_S) == -signal.SIGKILL
 
 
-def test_one_that_stands_still_begins_no_rank_later(
+def test_a_stopped_process_starts_no_rank_later(
     starter: WarmStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = start_one_that_waits(starter, tmp_path)

@@ -122,11 +122,11 @@ def test_mpi(names: tuple[str, ...]) -> None:
     assert _detect(dict(zip(names, ("1", "2", "1", "2")))).master_addr == "127.0.0.1"
 
 
-def test_torchrun_wins_over_slurm() -> None:
+def test_torchrun_overrides_slurm() -> None:
     assert _detect({**SLURM, "RANK": "0", "WORLD_SIZE": "1"}).starter == "torchrun"
 
 
-def test_nothing_is_one_process() -> None:
+def test_an_empty_environment_is_one_process() -> None:
     assert _detect({}) == LaunchEnvironment(starter="single")
 
 
@@ -145,7 +145,7 @@ def test_nothing_is_one_process() -> None:
         ({**SLURM, "SLURM_PROCID": "6"}, ["rank=6 (from env SLURM_PROCID)"]),
     ],
 )
-def test_what_contradicts_itself_is_refused(variables: dict[str, str], texts: list[str]) -> None:
+def test_contradictory_variables_are_rejected(variables: dict[str, str], texts: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         _detect(variables)
     assert all(text in str(raised.value) for text in texts)

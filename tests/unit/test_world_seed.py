@@ -38,7 +38,7 @@ def test_device_specific_adds_the_rank(rank: int) -> None:
     assert plain == _draw()
 
 
-def test_deterministic_asks_torch_for_it() -> None:
+def test_deterministic_enables_deterministic_algorithms() -> None:
     with environ.patch({"TORCHINDUCTOR_CACHE_DIR": environ.get("TORCHINDUCTOR_CACHE_DIR")}):  # torch sets it here
         try:
             set_seed(0, deterministic=True)

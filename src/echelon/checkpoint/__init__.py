@@ -1,1 +1,1 @@
-"""How checkpoints come onto a disk and go from it."""
+"""Saving, loading, verifying and deleting checkpoints."""

@@ -1,4 +1,4 @@
-"""Saving in the background: a copy on the host, a thread that writes it, and the handling of failed saves."""
+"""Background saves: a copy in host memory, a thread that writes it, and the handling of failed saves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from echelon.distributed.stores import store_of
 __all__ = ["EXIT_CODE", "BackgroundSaver", "HostBuffers", "SaveFailures", "TooManyFailedSavesError", "store_gather"]
 
 EXIT_CODE = 74
-"""Of a process that ends because its checkpoints cannot be written: EX_IOERR of sysexits.h."""
+"""Exit code of a process that ends because it cannot write checkpoints (EX_IOERR of sysexits.h)."""
 
 _POLL_S = 0.02
 
@@ -31,17 +31,17 @@ class TooManyFailedSavesError(CheckpointError):
     """Several saves in a row failed; training stops, because it could no longer be resumed.
 
     Causes: those of SaveFailedError, three times in a row (``ProjectConfiguration(max_failed_saves=)``).
-    Do: free disk space and restart: the run resumes from the last checkpoint that was written.
+    Do: free disk space and restart; the run resumes from the last complete checkpoint.
     """
 
     exit_code = EXIT_CODE
 
 
 class SaveFailures:
-    """Counts failed saves in a row, the same on every rank: one is reported, several end the run.
+    """Counts consecutive failed saves, equally on every rank. Reaching the limit ends the run.
 
     Args:
-        limit: the failure that ends the run.
+        limit: number of consecutive failures that ends the run.
     """
 
     def __init__(self, limit: int = 3) -> None:
@@ -49,38 +49,38 @@ class SaveFailures:
         self.in_a_row = 0
 
     def succeeded(self) -> None:
-        """Forget the failures."""
+        """Reset the count."""
         self.in_a_row = 0
 
     def failed(self, error: CheckpointError) -> None:
-        """Report ``error``, which every rank raised.
+        """Count and report ``error``, which every rank raised.
 
         Raises:
-            TooManyFailedSavesError: it was the last tolerated failure.
+            TooManyFailedSavesError: the limit is reached.
         """
         self.in_a_row += 1
         if self.in_a_row >= self._limit:
             raise TooManyFailedSavesError(
-                f"{self.in_a_row} checkpoints in a row could not be written; the last one:\n{error.what}",
+                f"{self.in_a_row} checkpoints in a row could not be written; the last error:\n{error.what}",
                 do=f"{error.do}. The process exits with code {EXIT_CODE} if the launcher passes it on",
             ) from error
         warn(f"{error.what}\n  Training continues ({self.in_a_row} of at most {self._limit} failures in a row).")
 
 
 class HostBuffers:
-    """Host memory for one copy of what this rank writes; allocated once while the shapes stay the same."""
+    """Host memory for one copy of the tensors that this rank writes, reused while their shapes stay the same."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def copy(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """Return copies of ``tensors`` on the host, in memory that the next call reuses."""
+        """Copy ``tensors`` to host memory, which the next call reuses."""
         kept: dict[str, torch.Tensor] = {}
         devices = set()
         for name, tensor in tensors:
             buffer = self._buffers.get(name)
             if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                # Page-locked for accelerators: only then do copies overlap.
+                # Copies from an accelerator overlap only if the memory is page-locked.
                 buffer = torch.empty(
                     tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type not in ("cpu", "meta")
                 )
@@ -94,10 +94,10 @@ class HostBuffers:
 
 
 class BackgroundSaver:
-    """Writes one checkpoint at a time in a thread; training waits only for the copy in memory.
+    """Writes one checkpoint at a time in a thread. Training only waits for the copy in host memory.
 
-    An error of the thread is raised by the next call of ``start`` or ``wait``. Python joins a
-    thread that still writes when the program ends.
+    The next call of ``start`` or ``wait`` raises an error of the thread. If the program ends during a save, Python joins the
+    thread.
     """
 
     def __init__(self) -> None:
@@ -113,20 +113,20 @@ class BackgroundSaver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether ``wait`` has nothing to wait for and no error to raise."""
+        """Whether ``wait`` would return immediately without raising an error."""
         return self._thread is None and self._error is None
 
     def start(self, save: Save, *, afterwards: Callable[[Path], None] | None = None) -> None:
-        """Copy what ``save`` writes, and write it in a thread; first wait for the previous one.
+        """Wait for the previous save, copy the tensors of ``save``, and write them in a thread.
 
         Args:
-            save: prepared by ``begin_save``; given up if the previous one failed.
-            afterwards: called in the thread after the commit (rotation); it must not communicate.
+            save: result of ``begin_save``; aborted if the previous save failed.
+            afterwards: called in the thread after the commit, for example to delete old checkpoints. It must not communicate.
 
         Collective: every rank.
 
         Raises:
-            CheckpointError: the previous one could not be written.
+            CheckpointError: the previous checkpoint could not be written.
         """
         try:
             self.wait()
@@ -149,10 +149,10 @@ class BackgroundSaver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Wait until nothing is being written.
 
         Raises:
-            CheckpointError: what was written last could not be.
+            CheckpointError: the last checkpoint could not be written.
         """
         if self._thread is not None:
             self._thread.join()
@@ -163,18 +163,18 @@ class BackgroundSaver:
 
 
 def _report(saver: weakref.ref[BackgroundSaver]) -> None:
-    """Print an error that no later call has raised. Threads have ended before."""
+    """Print an error that no call has raised. At this point Python has joined the thread."""
     found = saver()
     if found is not None and found._error is not None:
         traceback.print_exception(found._error)
 
 
 def store_gather(token: str, *, timeout: timedelta = timedelta(minutes=30)) -> Gather:
-    """Return a ``gather`` that may run in a thread: it uses the group's store, not collectives.
+    """Return a ``gather`` that can run in a thread, because it uses the group's store in place of collectives.
 
     Args:
-        token: separates the keys of one save from all others.
-        timeout: for the slowest rank to write its part.
+        token: unique prefix for the keys of this save.
+        timeout: how long to wait for the slowest rank to write its part.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return lambda payload: [payload]
@@ -186,7 +186,7 @@ def store_gather(token: str, *, timeout: timedelta = timedelta(minutes=30)) -> G
 
     def wait_until(is_there: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + timeout.total_seconds()
-        while not is_there():  # never store.wait(): it would keep other threads from the store
+        while not is_there():  # store.wait() would block other threads from using the store
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{what} within {timeout.total_seconds():g} s",
@@ -204,11 +204,11 @@ def store_gather(token: str, *, timeout: timedelta = timedelta(minutes=30)) -> G
             key = f"{here}/{other}"
             wait_until(lambda key=key: store.check([key]), f"rank {other} has not written its part")  # type: ignore[misc]
             found.append(bytes(store.get(key)))
-        # The store lives in rank zero, which must not end before the others have read; then nobody needs the keys.
+        # Rank zero hosts the store and must not exit before all ranks have read. After that the keys are not needed.
         if store.add(f"{here}/read", 1) == world_size:
             store.set(f"{here}/all", "1")
         if rank == 0:
-            wait_until(lambda: store.check([f"{here}/all"]), "some ranks have not read what the others wrote")
+            wait_until(lambda: store.check([f"{here}/all"]), "some ranks have not read the other ranks' results")
             for key in (*(f"{here}/{other}" for other in range(world_size)), f"{here}/read", f"{here}/all"):
                 store.delete_key(key)
         return found

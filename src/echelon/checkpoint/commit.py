@@ -1,8 +1,8 @@
-"""The commit of a checkpoint of any layout: at every instant the old checkpoint is whole, or the new one.
+"""Atomic commit of a checkpoint folder, for every layout: at any instant either the old or the new checkpoint is complete.
 
-The order matters: files are synced, then the names in the folder, then the folder is renamed, then its new name is synced, and
-only then anything old is deleted, which loses its name first. A crash leaves at most a folder ``<name>.tmp-<token>``, which is
-no checkpoint, or ``<name>.old-<token>``, which is a whole one.
+The order of the operations matters: sync the files, sync the names in the folder, rename the folder, sync its new name, and
+only then delete the old folder, which is renamed first. A crash leaves at most a folder ``<name>.tmp-<token>``, which is not a
+checkpoint, or ``<name>.old-<token>``, which is a complete one.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = [
 
 _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{16}")
 _NUM_ASIDE_BYTES = len(".tmp-") + 16
-_MAX_NAME_BYTES = 255  # of every file system in use
+_MAX_NAME_BYTES = 255  # limit of all common file systems
 _ABANDONED_AFTER = timedelta(minutes=10)
-"""A folder in which nothing was written for this long belongs to a save that was killed."""
+"""Time without writes after which a temporary folder is attributed to a killed save."""
 _VISIBLE_WITHIN_S = 5.0
 
 
@@ -51,35 +51,35 @@ def new_token() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class PendingFolder:
-    """A folder that is written under ``<name>.tmp-<token>`` and then takes the place of ``target``, for every layout.
+    """A folder that is written as ``<name>.tmp-<token>`` and then replaces ``target``.
 
-    All ranks that write into it have one of these; the rank that made the folder owns it, and commits it.
+    Every rank that writes to the folder has such an object. The rank that creates the folder owns it and commits it.
     """
 
     storage: Storage
     target: Path
-    """Without symbolic links (``Storage.real_path``)."""
+    """Path of the checkpoint, without symbolic links (``Storage.real_path``)."""
     token: str
-    """Of this save."""
+    """Unique name of this save."""
     fence: Callable[[], None] | None = None
-    """Raises when this run may not write here any more; called before the folder is made, and right before the names change."""
+    """Raises if this run may no longer write here. Called before the folder is created and right before the rename."""
     is_owner: bool = False
     _is_committing: bool = False
     _has_manifest: bool = False
 
     @property
     def path(self) -> Path:
-        """Where the files are written."""
+        """Folder in which the files are written."""
         return self.target.parent / f"{self.target.name}.tmp-{self.token}"
 
     def make(self, *, may_exist: bool = False) -> None:
-        """Make the folder, and own it.
+        """Create the folder and become its owner.
 
-        An older checkpoint that a crash left under its other name gets its place back; what killed saves to ``target`` left
-        behind is removed.
+        An older checkpoint that a crash left under its ``.old-`` name is renamed back. Leftovers of killed saves to ``target``
+        are removed.
 
         Args:
-            may_exist: do nothing where the folder of another machine is visible here.
+            may_exist: do nothing if another machine has created the folder and it is visible here.
         """
         if self.fence is not None:
             self.fence()
@@ -100,21 +100,20 @@ class PendingFolder:
             self.is_owner = True
 
     def is_visible(self) -> bool:
-        """Whether this process sees the folder, which a network file system may take a while to show."""
+        """Return whether this process sees the folder, waiting for a slow network file system."""
         deadline = time.monotonic() + _VISIBLE_WITHIN_S
         while self.storage.kind(self.path) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.storage.kind(self.path) == "folder"
 
     def commit(self, *, manifest: bytes | None, is_part: Callable[[str], bool]) -> None:
-        """Make the folder, in which every file is synced, the checkpoint; when it returns, a power cut changes nothing.
+        """Replace ``target`` with the folder, whose files are already synced. The result survives a power failure.
 
-        Does nothing on ranks that do not own it.
+        Does nothing on ranks that do not own the folder.
 
         Args:
-            manifest: the file that makes it a checkpoint; None: of a layout without one, where its name does.
-            is_part: whether a file of this name in the old folder belongs to the checkpoint that is replaced; others are
-                kept.
+            manifest: content of the manifest, which marks the folder as a checkpoint; None for a layout without a manifest.
+            is_part: whether a file of this name belongs to the checkpoint that is replaced. Other files are kept.
         """
         if not self.is_owner:
             return
@@ -141,15 +140,15 @@ class PendingFolder:
             try:
                 retire(storage, old)
             except OSError as error:
-                warn(f"{target} is saved, but {old}, which it has replaced, could not be deleted: {error}")
+                warn(f"{target} is saved, but the folder {old} that it replaced could not be deleted: {error}")
 
     def give_up(self) -> None:
-        """Remove what was written, unless the names may have changed: then the folder may hold the old checkpoint."""
+        """Delete the folder, unless the rename has started and it may contain the old checkpoint."""
         try:
             if self.is_owner and not self._may_hold_the_old_one() and self.storage.kind(self.path) == "folder":
                 discard(self.storage, self.path)
         except OSError:
-            return  # the error that led here is the one to show; the next start of the run removes the rest
+            return  # the original error matters more; the next start of the run removes the leftovers
 
     def _may_hold_the_old_one(self) -> bool:
         if not (self._is_committing and self._has_manifest):
@@ -162,11 +161,11 @@ class PendingFolder:
 
 @contextmanager
 def new_folder(storage: Storage, target: Path) -> Iterator[Path]:
-    """Yield a folder that becomes ``target`` when the block ends without an error; one process, no manifest.
+    """Yield a folder that replaces ``target`` when the block ends without an error. For one process, without a manifest.
 
     Args:
-        storage: of the folder.
-        target: without symbolic links (``Storage.real_path``); what is there is replaced.
+        storage: the file system.
+        target: path without symbolic links (``Storage.real_path``); an existing folder is replaced.
     """
     folder = PendingFolder(storage=storage, target=target, token=new_token())
     folder.make()
@@ -188,13 +187,13 @@ def make_folders(storage: Storage, folder: Path) -> None:
     for made in reversed(missing):
         try:
             storage.make_folder(made)
-        except FileExistsError:  # another run created it meanwhile
+        except FileExistsError:  # another run has created it in the meantime
             continue
         storage.sync_folder(made.parent)
 
 
 def sync_tree(storage: Storage, folder: Path) -> None:
-    """Sync the files in ``folder``, whichever process wrote them, and the names in its subfolders."""
+    """Sync the files in ``folder``, written by any process, and the names in its subfolders."""
     for name in storage.entries(folder):
         path = folder / name
         kind = storage.kind(path)
@@ -210,9 +209,9 @@ def sync_tree(storage: Storage, folder: Path) -> None:
 
 
 def retire(storage: Storage, path: Path) -> None:
-    """Delete a checkpoint; of a symbolic link to one, only the link.
+    """Delete a checkpoint, or only the link if ``path`` is a symbolic link.
 
-    It is renamed first, so that a partly deleted folder is never taken for a checkpoint.
+    The folder is renamed first, so that a partly deleted one is never mistaken for a checkpoint.
     """
     if storage.kind(path) == "other":
         storage.remove_file(path)
@@ -227,14 +226,14 @@ def retire(storage: Storage, path: Path) -> None:
 
 
 def discard(storage: Storage, folder: Path) -> None:
-    """Delete a folder that is no checkpoint any more, or not yet. Its manifest is deleted first."""
+    """Delete a folder, starting with its manifest."""
     remove_tree(storage, folder, first=MANIFEST)
 
 
 def place_of(storage: Storage, target: Path) -> Path:
-    """Return where the checkpoint ``target`` is: a crash between two renames leaves it as ``<name>.old-<token>``.
+    """Return the path of the checkpoint ``target``, which is ``<name>.old-<token>`` after a crash between two renames.
 
-    Symbolic links are followed; if ``target`` exists, it is returned.
+    Follows symbolic links. Returns ``target`` if it exists.
     """
     real = storage.real_path(target)
     if storage.kind(real) is not None or storage.kind(real.parent) != "folder":
@@ -245,7 +244,7 @@ def place_of(storage: Storage, target: Path) -> Path:
 
 
 def _is_whole(storage: Storage, old: Path) -> bool:
-    """Whether a folder that was renamed away is a complete checkpoint, not one of echelon's format that is partly deleted."""
+    """Return whether an ``.old-`` folder is a complete checkpoint rather than a partly deleted one."""
     if storage.kind(old) != "folder":
         return False
     names = storage.entries(old)
@@ -253,12 +252,14 @@ def _is_whole(storage: Storage, old: Path) -> bool:
 
 
 def clean(storage: Storage, parent: Path, *, belongs: Callable[[str], bool]) -> list[str]:
-    """Remove what interrupted saves left in ``parent``, and return the names; a complete checkpoint gets its name back.
+    """Remove the leftovers of interrupted saves in ``parent``, and return their names. Complete ``.old-`` folders are renamed back.
+
+    Only a run that holds the lock may call this.
 
     Args:
-        storage: of the folder.
-        parent: may be missing.
-        belongs: whether a checkpoint of this name is this run's. Only a run that holds the lock may call this.
+        storage: the file system.
+        parent: folder of checkpoints, which may be missing.
+        belongs: whether a checkpoint of this name belongs to this run.
     """
     parent = storage.real_path(parent)
     if storage.kind(parent) != "folder":
@@ -278,35 +279,35 @@ def clean(storage: Storage, parent: Path, *, belongs: Callable[[str], bool]) -> 
 
 
 def require_replaceable(storage: Storage, target: Path) -> None:
-    """Raise when ``target`` cannot become a checkpoint.
+    """Raise if ``target`` cannot become a checkpoint.
 
     Raises:
-        UsageError: it is a file, or a folder that cannot be renamed, or its name is too long.
+        UsageError: ``target`` is a file or a folder that cannot be renamed, or its name is too long.
     """
     num_bytes = len(target.name.encode(errors="surrogateescape"))
     if num_bytes + _NUM_ASIDE_BYTES > _MAX_NAME_BYTES:
         raise UsageError(
-            f"the checkpoint {target.name[:40]}... has a name of {num_bytes} bytes; while it is written, {_NUM_ASIDE_BYTES} more "
-            f"are appended, which exceeds the {_MAX_NAME_BYTES} of a file system",
-            do=f"give a name of at most {_MAX_NAME_BYTES - _NUM_ASIDE_BYTES} bytes",
+            f"the name of the checkpoint {target.name[:40]}... has {num_bytes} bytes; its temporary name is {_NUM_ASIDE_BYTES} bytes "
+            f"longer, which exceeds the file system's limit of {_MAX_NAME_BYTES} bytes",
+            do=f"use a name of at most {_MAX_NAME_BYTES - _NUM_ASIDE_BYTES} bytes",
         )
     kind = storage.kind(target)
     if kind is None:
         return
     if kind != "folder":
         what = "a file" if kind == "file" else "a symbolic link or special file"
-        raise UsageError(f"{target} exists and is {what}, not a directory", do="give another name")
+        raise UsageError(f"{target} exists and is {what}, not a directory", do="use another name")
     here = Path.cwd()
     if target.is_mount() or target == here or target in here.parents:
-        place = "a mount point" if target.is_mount() else f"the working directory {here} or above it"
-        raise UsageError(f"{target} is {place}, and cannot be replaced", do="give a folder inside it")
+        place = "is a mount point" if target.is_mount() else f"contains the working directory {here}"
+        raise UsageError(f"{target} {place} and cannot be replaced", do="use a folder inside it")
 
 
 def require_folder_or_nothing(storage: Storage, path: Path) -> None:
-    """Raise when ``path``, where checkpoints are searched, exists and is not a folder: that is not a new run.
+    """Raise if ``path`` exists and is not a folder, in which case the search for checkpoints would wrongly find none.
 
     Raises:
-        UsageError: it is a file, or a broken symbolic link (perhaps to a disk that is not mounted).
+        UsageError: ``path`` is a file or a broken symbolic link (perhaps to a disk that is not mounted).
     """
     real = storage.real_path(path)
     kind = storage.kind(real)
@@ -315,24 +316,24 @@ def require_folder_or_nothing(storage: Storage, path: Path) -> None:
     link = next((one for one in (path, *path.parents) if storage.link_target(one) is not None), None)
     if kind is None and link is not None and storage.kind(storage.real_path(link)) is None:
         if place_of(storage, path) != path:
-            return  # a checkpoint that a crash left under its other name
+            return  # a crash left the checkpoint under its other name
         raise UsageError(
             f"{link} is a symbolic link to {storage.link_target(link)}, which does not exist",
             do="mount the disk that it points to; to start from scratch, create that folder or remove the link",
         )
     if kind is not None:
         what = "a file" if kind == "file" else "a special file"
-        raise UsageError(f"{path} exists and is {what}, not a directory", do="give another name, or move it away")
+        raise UsageError(f"{path} exists and is {what}, not a directory", do="use another name, or move it away")
 
 
 def _aside(name: str) -> tuple[str, str] | tuple[None, None]:
-    """Return the checkpoint's name and ``tmp`` or ``old`` from the name of a temporary folder."""
+    """Split the name of a temporary folder into the checkpoint's name and ``tmp`` or ``old``."""
     match = _ASIDE.fullmatch(name)
     return (match[1], match[2]) if match else (None, None)
 
 
 def _remove_abandoned(storage: Storage, target: Path) -> None:
-    """Remove what killed saves to ``target`` left beside it, unless it was modified recently."""
+    """Remove leftovers of killed saves to ``target``, unless they were modified recently."""
     before = time.time() - _ABANDONED_AFTER.total_seconds()
     for name in storage.entries(target.parent):
         folder = target.parent / name
@@ -344,7 +345,7 @@ def _remove_abandoned(storage: Storage, target: Path) -> None:
 
 
 def _keep_foreign(storage: Storage, source: Path, target: Path, is_part: Callable[[str], bool]) -> None:
-    """Hard-link what other programs put into ``source`` into ``target``; existing files stay."""
+    """Hard-link the files of other programs in ``source`` into ``target``, without replacing existing files."""
     for name in storage.entries(source):
         if not is_part(name):
             _link_tree(storage, source / name, target / name)

@@ -8,7 +8,7 @@ __all__ = ["damaged"]
 
 
 def damaged(what: str) -> CheckpointError:
-    """Return the error of a checkpoint that cannot be used because of ``what``."""
+    """Return the error to raise for a damaged checkpoint; ``what`` describes the damage."""
     return CheckpointError(
         what, do="load another checkpoint: `echelon checkpoint ls FOLDER --verify` shows which ones are intact"
     )

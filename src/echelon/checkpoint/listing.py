@@ -1,4 +1,4 @@
-"""The contents of a folder of checkpoints: their state and progress, and what interrupted saves left."""
+"""Lists the checkpoints in a folder with their state and progress, and the leftovers of interrupted saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.checkpoint.typed_json import read_json
 __all__ = ["CheckpointEntry", "Leftover", "Listing", "Reading", "list_folder", "problems_of"]
 
 Reading = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""A progress bar: called with a label and the total bytes, it yields a function that takes the bytes of each part."""
+"""Opens a progress bar, given a label and the total number of bytes. It yields a function to call with each number of bytes read."""
 State = Literal["complete", "verified", "damaged", "unknown"]
 
 _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{8,16}")
@@ -35,11 +35,11 @@ class CheckpointEntry:
 
     name: str
     place: str
-    """Its current name: a crash between two renames leaves it under another one."""
+    """Current name of the folder, which differs from ``name`` after a crash between two renames."""
     layout: Layout | None
-    """None: it has the name of a checkpoint, and is none."""
+    """Layout of the files; None if the folder has the name of a checkpoint but is not one."""
     state: State
-    """``complete``: the manifest is valid, and all files have their sizes; ``unknown``: its layout has no checksums."""
+    """``complete`` means a valid manifest and files of the right size; ``unknown`` means a layout without checksums."""
     problems: Sequence[str]
     step: int | None
     epoch: float | None
@@ -50,7 +50,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """What an interrupted save or deletion left."""
+    """A folder that an interrupted save or deletion left behind."""
 
     name: str
     num_bytes: int
@@ -58,18 +58,19 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What is in a folder, checkpoints newest first."""
+    """The contents of a folder, newest checkpoint first."""
 
     entries: Sequence[CheckpointEntry]
     leftovers: Sequence[Leftover]
 
 
 def list_folder(folder: Path, *, verify: Reading | None = None) -> Listing:
-    """Return what is in ``folder``; with ``verify``, every file of echelon's own checkpoints is read.
+    """List the checkpoints in ``folder``.
 
     Args:
-        folder: of checkpoints.
-        verify: the progress bar; None: only names, sizes and manifests are checked.
+        folder: folder of checkpoints.
+        verify: progress bar for reading every file of checkpoints in echelon's format. None only checks names, sizes and
+            manifests.
     """
     storage = LocalStorage()
     entries, leftovers = [], []
@@ -94,13 +95,13 @@ def list_folder(folder: Path, *, verify: Reading | None = None) -> Listing:
 
 
 def problems_of(checkpoint: Checkpoint, reading: Reading) -> list[str]:
-    """Read every file of ``checkpoint``, and return what is wrong, naming the files."""
+    """Read every file of ``checkpoint``, and return a description of each damaged file."""
     files = sorted(checkpoint.manifest.files.items())
     found = []
-    with reading(f"verifying {checkpoint.folder.name}", sum(facts.size for _, facts in files)) as tell:
+    with reading(f"verifying {checkpoint.folder.name}", sum(facts.size for _, facts in files)) as advance:
         for i, (_, facts) in enumerate(files):
             found += checkpoint.problems(share=i, num_shares=len(files))
-            tell(facts.size)
+            advance(facts.size)
     return found
 
 
@@ -126,7 +127,7 @@ def _entry(
             trainer = read_json(place / TRAINER_STATE)
             step, epoch = trainer.get("global_step"), trainer.get("epoch")
         elif layout is None:
-            state, problems = "damaged", [problem or f"{place} has no manifest, and no weights of a known layout"]
+            state, problems = "damaged", [problem or f"{place} has no manifest and no weights in a known layout"]
     except (CheckpointError, ValueError, OSError) as error:
         state, problems = "damaged", [error.what if isinstance(error, CheckpointError) else str(error)]
     return CheckpointEntry(
@@ -151,7 +152,7 @@ def _wrong_sizes(checkpoint: Checkpoint) -> list[str]:
         if storage.kind(path) != "file":
             found.append(f"{path} is missing")
         elif path.stat().st_size != facts.size:
-            found.append(f"{path} has another size than the {facts.size:,} bytes that were written")
+            found.append(f"{path} does not have the {facts.size:,} bytes that were written")
     return found
 
 

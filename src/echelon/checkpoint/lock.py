@@ -1,7 +1,7 @@
-"""The lock of a folder of checkpoints: one run writes there, and a stale process of an earlier attempt is kept out.
+"""A lock that lets only one run write checkpoints to a folder, and keeps out stale processes of earlier attempts.
 
-The lock is a small file that identifies its owner. It is read again right before a checkpoint is renamed into place, so that a
-process of an earlier attempt that was thought dead cannot replace what the later attempt has saved.
+The lock is a small file that identifies its owner. It is read again right before a checkpoint is renamed into place. A process
+of an earlier attempt that was presumed dead therefore cannot replace a checkpoint of the later attempt.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from echelon.base.errors import CheckpointError
 __all__ = ["STALE_AFTER", "Owner", "RunLock", "is_over"]
 
 STALE_AFTER = timedelta(minutes=10)
-"""A run on another machine is considered over after this time without a heartbeat."""
+"""Time without a heartbeat after which a run on another machine is considered dead."""
 _BEAT_S = STALE_AFTER.total_seconds() / 10
 
 _MAX_BYTES = 4096
-# The launcher's variables for the run's name and its attempt; a later attempt supersedes an earlier one.
+# Environment variables with the run's name and attempt, set by the launcher. A later attempt supersedes an earlier one.
 _RUNS = (
     ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
@@ -40,28 +40,28 @@ class Owner:
     """The identity of a process, unique across machines and reboots."""
 
     token: str
-    """Of this lock."""
+    """Random name of this lock."""
     host: str
     machine: str
-    """The boot id of the kernel; empty where unknown."""
+    """Boot ID of the kernel; empty if unknown."""
     processes: str
-    """The PID namespace: a container does not see the processes of another."""
+    """PID namespace. A container does not see the processes of another container."""
     pid: int
     started: str
-    """When the process was started, in the kernel's units; empty where unknown."""
+    """Start time of the process in the kernel's units; empty if unknown."""
     run: str
-    """The launcher's name for the run, with the launcher's kind; empty without one."""
+    """Environment variable and value that name the run; empty without a launcher."""
     attempt: int
     since: str
-    """UTC, ISO 8601."""
+    """Time at which the lock was taken: UTC, ISO 8601."""
 
     @staticmethod
     def current() -> Owner:
-        """Return this process, with a new token."""
+        """Return the identity of this process, with a new token."""
         run, attempt = "", 0
         for variable, count in _RUNS:
             name = environ.get(variable)
-            if name is not None and name != "none":  # torchrun's name for a run that was not given one
+            if name is not None and name != "none":  # torchrun's default name
                 text = environ.get(count) or "0"
                 run, attempt = f"{variable}={name}", int(text) if text.isdigit() else 0
                 break
@@ -79,34 +79,33 @@ class Owner:
 
 
 def is_over(owner: Owner, me: Owner, *, silent_for: timedelta, owner_lives: bool) -> bool:
-    """Whether ``me`` may take the lock of ``owner``.
+    """Return whether ``me`` may take the lock from ``owner``.
 
     Args:
-        owner: its holder.
+        owner: the process that holds the lock.
         me: this process.
-        silent_for: since the last heartbeat of ``owner``.
-        owner_lives: whether its process exists; relevant on the same machine only.
+        silent_for: time since the last heartbeat of ``owner``.
+        owner_lives: whether the owner's process exists; only used if both run on the same machine.
     """
     if replace(owner, token="", since="", attempt=0) == replace(me, token="", since="", attempt=0):
         return True  # two objects of one process do not exclude each other
     if owner.run and owner.run == me.run and owner.attempt < me.attempt:
-        return True  # the launcher started this attempt because that one is over
+        return True  # the launcher started this attempt because the earlier one ended
     if owner.machine and owner.machine == me.machine:
         if owner.processes == me.processes:
             return not owner_lives
         if owner.host == me.host:
-            return True  # a restarted container: no two have the same name at a time
+            return True  # a restarted container: container names are unique at any time
     return silent_for > STALE_AFTER
 
 
 class RunLock:
-    """The right to write checkpoints into a folder; held until it is released, or this process ends.
+    """Exclusive right to write checkpoints to a folder, held until ``release`` or the end of the process.
 
-    Only one process of a run takes it. A thread writes a heartbeat every minute, however long the run computes between two
-    saves.
+    One process per run takes it. A thread writes a heartbeat every minute, independently of the time between saves.
 
     Raises:
-        CheckpointError: another run holds it; the error names it.
+        CheckpointError: another run holds the lock; the error names that run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,14 +125,14 @@ class RunLock:
         """Write a heartbeat.
 
         Raises:
-            CheckpointError: another attempt has taken the lock since; this process may not write here any more.
+            CheckpointError: another attempt has taken the lock; this process may no longer write here.
         """
         owner = _read(self._path)
         if owner is None or owner.token != self._me.token:
             now = "nobody" if owner is None else _described(owner)
             raise CheckpointError(
-                f"this process may not write checkpoints to {self._path.parent} any more: it held the lock {self._path.name} "
-                f"since {self._me.since}, and now {now} holds it",
+                f"this process may no longer write checkpoints to {self._path.parent}: it took the lock {self._path.name} "
+                f"at {self._me.since}, and {now} holds it now",
                 do="end this process: a later attempt of the run, or another run, has replaced it",
             )
         os.utime(self._path)
@@ -166,11 +165,11 @@ class RunLock:
                     f"{self._path.parent} is locked by another run: {_described(owner)}, last seen "
                     f"{silent_for.total_seconds():.0f} s ago",
                     where=str(self._path),
-                    do="give this run another folder, or end the other run (if it is over and its machine is gone, delete the lock "
-                    "file)",
+                    do="give this run another folder, or end the other run (delete the lock file if that run has ended and its "
+                    "machine no longer exists)",
                 )
         self._write_temporary().replace(self._path)
-        self.require()  # of two that take over at once, the later one wins
+        self.require()  # if two processes take over at the same time, the later one wins
 
     def _write_temporary(self) -> Path:
         own = self._path.with_name(f"{self._path.name}.{self._me.token}")
@@ -179,7 +178,7 @@ class RunLock:
 
 
 def _write_heartbeats(path: Path, me: Owner, over: threading.Event) -> None:
-    """Write heartbeats for ``me`` until it is ``over``, or another owner holds the lock."""
+    """Write heartbeats for ``me`` until ``over`` is set or another owner holds the lock."""
     while not over.wait(_BEAT_S):
         try:
             owner = _read(path)
@@ -187,11 +186,11 @@ def _write_heartbeats(path: Path, me: Owner, over: threading.Event) -> None:
                 return
             os.utime(path)
         except OSError:
-            continue  # a network file system may answer again in a minute
+            continue  # a network file system may respond again in a minute
 
 
 def _read(path: Path) -> Owner | None:
-    """Return the owner of the lock; None when there is none, or the file is not a lock."""
+    """Return the owner of the lock, or None if the file does not exist or is not a lock."""
     try:
         with path.open("rb") as file:
             content = json.loads(file.read(_MAX_BYTES))
@@ -229,7 +228,7 @@ def _processes() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when the process was started, as the kernel counts it; None when there is no such process."""
+    """Return the start time of a process in the kernel's units, or None if it does not exist."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)

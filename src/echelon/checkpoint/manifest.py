@@ -1,4 +1,4 @@
-"""The manifest: the content of a checkpoint, with the size and checksum of every file, and its own checksum."""
+"""The manifest, which lists the tensors of a checkpoint and the size and checksum of every file."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ _TOKEN = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The description of a checkpoint."""
+    """The contents of a checkpoint's manifest."""
 
     token: str
-    """Of the save that wrote it: 16 hexadecimal digits."""
+    """Unique name of the save that wrote the checkpoint: 16 hexadecimal digits."""
     created: str
-    """UTC, ISO 8601."""
+    """Time of the save: UTC, ISO 8601."""
     written_by: str
-    """The program and its version."""
+    """Program and version that wrote the checkpoint."""
     world_size: int
     progress: Mapping[str, Any] | None
-    """The counters of the run."""
+    """Counters of the run."""
     config: Any
-    """The choices of the run with their origins: plain data, for people."""
+    """Settings of the run with their origins: plain data for human readers."""
     layout: Any
-    """How the state was distributed over the ranks: plain data, for people."""
+    """Distribution of the state over the ranks: plain data for human readers."""
     files: Mapping[str, FileFacts]
     tensors: Mapping[str, TensorLayout]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of tensors (tied weights)."""
+    """Additional names of tensors (tied weights)."""
 
     def to_bytes(self) -> bytes:
-        """Return the file."""
+        """Return the content of the manifest file."""
         body = typed_json.to_bytes(
             {
                 "format": _FORMAT,
@@ -96,52 +96,52 @@ class Manifest:
         return _HEAD % xxhash.xxh3_128_hexdigest(body).encode() + body + _TAIL
 
     def of(self, name: str) -> TensorLayout | None:
-        """Return the tensor ``name``, by any of its names; None when there is none."""
+        """Return the layout of the tensor ``name``, which may be an alias, or None if there is no such tensor."""
         return self.tensors.get(self.aliases.get(name, name))
 
 
 def is_inside(path: str) -> bool:
-    """Whether ``path`` (with slashes) is a valid file name that cannot lead out of the folder."""
+    """Return whether ``path`` (with slashes) is a valid relative path that stays inside the folder."""
     try:
-        path.encode()  # half a pair of UTF-16 is no text
+        path.encode()  # rejects unpaired surrogates
     except UnicodeEncodeError:
         return False
     return "\\" not in path and "\0" not in path and all(part not in ("", ".", "..") for part in path.split("/"))
 
 
 def tensors_file(rank: int) -> str:
-    """Return the name of the file with the tensors that ``rank`` wrote."""
+    """Return the name of the tensor file of ``rank``."""
     return f"rank_{rank:05}.safetensors"
 
 
 def rank_objects_file(rank: int) -> str:
-    """Return the name of the file with the objects of ``rank``."""
+    """Return the name of the object file of ``rank``."""
     return f"rank_{rank:05}.json"
 
 
 def chunk_key(name: str, layout: TensorLayout, chunk: Chunk) -> str:
-    """Return the name of a chunk in its file: the tensor's, with the offset appended unless it is the whole tensor."""
+    """Return the name of a chunk in its file: the tensor's name, followed by the offset unless the chunk is the whole tensor."""
     return name if chunk.box.lengths == layout.shape else f"{name}|{','.join(map(str, chunk.box.offset))}"
 
 
 def is_part(name: str) -> bool:
-    """Whether a file of this name in a checkpoint belongs to the format."""
+    """Return whether a file of this name belongs to the checkpoint format."""
     return _PART.fullmatch(name) is not None
 
 
 def read_manifest(storage: Storage, folder: Path) -> Manifest:
-    """Read the manifest of ``folder``; everything in it is checked.
+    """Read and validate the manifest of ``folder``.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it contradicts itself.
+        CheckpointError: the manifest is missing, damaged or inconsistent.
     """
     path = folder / MANIFEST
     if storage.kind(path) is None:
         kind, link = storage.kind(storage.real_path(folder)), storage.link_target(folder)
-        what = "no checkpoint" if kind == "folder" else "no folder"
+        what = "not a checkpoint" if kind == "folder" else "not a folder"
         if kind is None and link is not None:
             what = f"a symbolic link to {link}, which does not exist"
-        raise CheckpointError(f"{folder} is {what}: it has no {MANIFEST}", do="give the folder of a checkpoint")
+        raise CheckpointError(f"{folder} is {what}: it has no {MANIFEST}", do="pass the folder of a checkpoint")
     try:
         handle = storage.open(path)
         try:
@@ -161,14 +161,14 @@ def _parse(text: bytes, path: Path) -> Manifest:
     start = len(_HEAD % (b"0" * 32))
     body = text[start : -len(_TAIL)]
     if text != _HEAD % xxhash.xxh3_128_hexdigest(body).encode() + body + _TAIL:
-        raise _damaged(path, "its checksum is another, or it is incomplete")
+        raise _damaged(path, "its checksum does not match, or it is incomplete")
     content = typed_json.from_bytes(body, source=str(path))
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise _damaged(path, f"it is no {_FORMAT}")
+        raise _damaged(path, f"it is not an {_FORMAT}")
     if content.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} has version {content.get('version')!r} of the format, and this program reads version {VERSION}",
-            do="use the version of echelon that wrote it, or a newer one",
+            f"{path} has format version {content.get('version')!r}, but this version of echelon reads format version {VERSION}",
+            do="use the version of echelon that wrote the checkpoint, or a newer one",
         )
     try:
         files = {name: _facts(name, facts) for name, facts in content["files"].items()}
@@ -211,7 +211,7 @@ def _layout(name: str, entry: Any, files: Mapping[str, FileFacts]) -> TensorLayo
         _require(box.volume * itemsize(dtype) <= files[tensors_file(rank)].size, f"the size of {name}")
         chunks.append(Chunk(rank, box))
     layout = TensorLayout(dtype, shape, tuple(chunks))
-    # A shape with a zero in it has no elements, and its other sizes must be possible all the same.
+    # A shape that contains a zero has no elements, but its other sizes must be valid, too.
     _require(math.prod(size for size in shape if size) * itemsize(dtype) < 1 << 62, f"the shape of {name}")
     problem = uncovered(layout)
     _require(problem is None, f"the tensor {name}: {problem}")
@@ -226,13 +226,13 @@ def _sizes(numbers: Any) -> tuple[int, ...]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"text is expected, not {str(value)[:40]!r}")
+        raise TypeError(f"expected text, got {str(value)[:40]!r}")
     return value
 
 
 def _require(is_right: Any, what: str) -> None:
     if not is_right:
-        raise ValueError(f"{what} is wrong")
+        raise ValueError(f"invalid value: {what}")
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""Reading: verification, the newest intact checkpoint, and tensors in the parts that a rank wants."""
+"""Reading checkpoints: verification, the search for the newest intact one, and sharded loading of tensors."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = ["Checkpoint", "CheckpointSearch", "newest", "open_verified", "try_ope
 
 
 class Checkpoint:
-    """A checkpoint on disk. Its manifest is read at once, other files when they are needed.
+    """A checkpoint on disk. The constructor reads the manifest; other files are read when needed.
 
     Raises:
-        CheckpointError: there is none, or its manifest is damaged.
+        CheckpointError: ``folder`` is not a checkpoint, or its manifest is damaged.
     """
 
     def __init__(self, folder: Path, *, storage: Storage | None = None) -> None:
@@ -48,7 +48,7 @@ class Checkpoint:
         self._headers: dict[str, Mapping[str, Stored]] = {}
 
     def problems(self, *, share: int = 0, num_shares: int = 1) -> list[str]:
-        """Read every file whole (or one share of them) and return what is wrong, naming the files."""
+        """Read all files (or one share of the files) completely, and return a description of each damaged file."""
         found = []
         for i, (name, facts) in enumerate(sorted(self.manifest.files.items())):
             if i % num_shares != share:
@@ -58,7 +58,7 @@ class Checkpoint:
                 self._require_own_folders(name)
                 checksum = checksum_of(self._storage, path, expected_bytes=facts.size)
                 if checksum is None:
-                    found.append(f"{path} has another size than the {facts.size:,} bytes that were written")
+                    found.append(f"{path} does not have the {facts.size:,} bytes that were written")
                 elif checksum != facts.xxh3_128:
                     found.append(f"{path} is damaged: its checksum differs from the one written")
                 elif is_part(name) and name.endswith(".safetensors"):
@@ -70,10 +70,10 @@ class Checkpoint:
         return found
 
     def _require_own_folders(self, name: str) -> None:
-        """Raise if a parent folder of a file is a link, which may lead out of the checkpoint."""
+        """Raise if a parent folder of a file is a link, which may point outside the checkpoint."""
         for parent in list(Path(name).parents)[:-1]:
             if self._storage.kind(self.folder / parent) != "folder":
-                raise damaged(f"{self.folder / parent} is missing, or no folder")
+                raise damaged(f"{self.folder / parent} is missing or not a folder")
 
     # ---- objects -----------------------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class Checkpoint:
         return self._objects(OBJECTS)
 
     def rank_objects(self, rank: int) -> dict[str, Any] | None:
-        """Return the objects of ``rank`` by name; None when the saved run had no such rank, or it saved none."""
+        """Return the objects of ``rank`` by name, or None if the saved run had no such rank or the rank saved none."""
         name = rank_objects_file(rank)
         return self._objects(name) if name in self.manifest.files else None
 
@@ -96,33 +96,36 @@ class Checkpoint:
         content = typed_json.from_bytes(bytes(text), source=str(path))
         decoded = typed_json.decode(content, source=str(path), get_tensor=self.read)
         if not isinstance(decoded, dict):
-            raise damaged(f"{path} holds no objects by name")
+            raise damaged(f"{path} does not contain objects by name")
         return decoded
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, aliases included."""
+        """Return the names of all tensors, including aliases."""
         return sorted({*self.manifest.tensors, *self.manifest.aliases})
 
     def layout(self, name: str) -> TensorLayout:
-        """Return shape, dtype and chunks of a tensor.
+        """Return the shape, dtype and chunks of a tensor.
 
         Raises:
-            CheckpointError: there is none of this name.
+            CheckpointError: the checkpoint has no tensor with this name.
         """
         layout = self.manifest.of(name)
         if layout is None:
-            raise CheckpointError(f"{self.folder} has no tensor {name!r}", do="load what was saved")
+            raise CheckpointError(
+                f"{self.folder} has no tensor {name!r}",
+                do=f"load one of the tensors that `echelon checkpoint show {self.folder}` lists",
+            )
         return layout
 
     def num_bytes(self, name: str) -> int:
-        """Return how much memory a tensor takes."""
+        """Return the size of a tensor in bytes."""
         layout = self.layout(name)
         return math.prod(layout.shape) * require_dtype(layout.dtype).itemsize
 
     def read(self, name: str, box: ChunkBounds | None = None) -> torch.Tensor:
-        """Return a tensor, or the part of it in ``box``, on the host."""
+        """Return a tensor, or the part in ``box``, in host memory."""
         layout = self.layout(name)
         box = box or ChunkBounds.whole(layout.shape)
         values = torch.empty(box.lengths, dtype=require_dtype(layout.dtype))
@@ -132,16 +135,16 @@ class Checkpoint:
     def read_into(
         self, targets: Mapping[str, torch.Tensor | ShardPart], *, optional: Collection[str] = ()
     ) -> list[str]:
-        """Copy each tensor into this rank's part of it, and return the names of the missing ones.
+        """Copy tensors from the checkpoint into this rank's parts, and return the names of missing tensors.
 
-        Beside the targets, the host holds one chunk at a time.
+        Apart from the targets, the host holds one chunk at a time.
 
         Args:
-            targets: by name; dtypes may differ, shapes may not.
+            targets: destinations by name. Their dtypes may differ from the saved ones, but not their shapes.
             optional: names that may be missing.
 
         Raises:
-            CheckpointError: one is missing or has another shape; before anything is copied.
+            CheckpointError: a tensor is missing or has another shape. In this case nothing is copied.
         """
         wanted = {name: box_of(target) for name, target in targets.items()}
         missing = self.require_fit({name: shape for name, (shape, _, _) in wanted.items()}, optional=optional)
@@ -152,23 +155,23 @@ class Checkpoint:
         return missing
 
     def require_fit(self, shapes: Mapping[str, Sequence[int]], *, optional: Collection[str] = ()) -> list[str]:
-        """Return which tensors of ``shapes`` are missing.
+        """Return the names in ``shapes`` that are missing in the checkpoint.
 
         Raises:
-            CheckpointError: one that is not ``optional`` is missing, or one has another shape.
+            CheckpointError: a tensor that is not ``optional`` is missing, or a tensor has another shape.
         """
         missing = [name for name in shapes if self.manifest.of(name) is None]
         required = [name for name in missing if name not in optional]
         if required:
             raise CheckpointError(
                 f"{self.folder} has no {', '.join(required[:5])}{' and others' if len(required) > 5 else ''}",
-                do="load the checkpoint of this model, or allow what may be missing by its name (load_state(allow_missing=))",
+                do="load a checkpoint of this model, or allow these names to be missing (load_state(allow_missing=))",
             )
         for name, shape in shapes.items():
             if name not in missing and self.layout(name).shape != tuple(shape):
                 raise CheckpointError(
-                    f"{name} is {list(self.layout(name).shape)} in {self.folder}, and {list(shape)} here",
-                    do="load the checkpoint of this model",
+                    f"{name} has shape {list(self.layout(name).shape)} in {self.folder}, and {list(shape)} here",
+                    do="load a checkpoint of this model",
                 )
         return missing
 
@@ -178,7 +181,7 @@ class Checkpoint:
         for part in overlaps(layout, box):
             file = tensors_file(part.chunk.rank)
             entry = self._require_entry(file, chunk_key(stored_name, layout, part.chunk), layout, part.chunk.box)
-            # Only the rows that are wanted: they are contiguous in the file.
+            # Read only the requested rows, which are contiguous in the file.
             lengths = part.chunk.box.lengths
             row = math.prod(lengths[1:]) * dtype.itemsize
             rows = part.source[0] if part.source else slice(0, 1)
@@ -199,12 +202,12 @@ class Checkpoint:
             if tensors_file(chunk.rank) == file
         }
         if {name: (entry.dtype, entry.shape) for name, entry in header.items()} != expected:
-            raise damaged(f"its header and the manifest name different tensors: {file}")
+            raise damaged(f"the header of {file} and the manifest list different tensors")
 
     def _require_entry(self, file: str, key: str, layout: TensorLayout, box: ChunkBounds) -> Stored:
         entry = self._header(file).get(key)
         if entry is None or (entry.dtype, entry.shape) != stored_form(layout.dtype, box.lengths):
-            raise damaged(f"{self.folder / file} does not hold {key} as the manifest says")
+            raise damaged(f"{self.folder / file} does not contain {key} as described in the manifest")
         return entry
 
     def _header(self, file: str) -> Mapping[str, Stored]:
@@ -234,26 +237,26 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSearch:
-    """The newest intact checkpoint, and the newer ones that were skipped."""
+    """The newest intact checkpoint and the newer checkpoints that were skipped."""
 
     checkpoint: Checkpoint | None
     skipped: Sequence[tuple[Path, str]]
-    """Newest first, each with its problem."""
+    """Skipped checkpoints, newest first, each with the reason."""
 
 
 def open_verified(
     folder: Path, *, world: World, storage: Storage | None = None, gather: Gather = gather_bytes
 ) -> Checkpoint:
-    """Open a checkpoint after verifying every file; the ranks of a machine share the work.
+    """Verify every file of a checkpoint and open it. The ranks of a machine share the verification.
 
     Collective: every rank.
 
     Raises:
-        CheckpointError: it is damaged; every rank names the files.
+        CheckpointError: the checkpoint is damaged; the error names the files on every rank.
     """
     checkpoint, problem = try_open(folder, world=world, storage=storage, gather=gather)
     if checkpoint is None:
-        raise damaged(f"{folder} cannot be loaded, and nothing of it was used: {problem}")
+        raise damaged(f"{folder} cannot be loaded, and no state has changed: {problem}")
     return checkpoint
 
 
@@ -265,13 +268,13 @@ def newest(
     usable: Callable[[Checkpoint], str | None] = lambda _: None,
     gather: Gather = gather_bytes,
 ) -> CheckpointSearch:
-    """Return the first of ``candidates`` (newest first) that is intact on every machine, and why others were skipped.
+    """Return the first of ``candidates`` that is intact on every machine, and the skipped ones with reasons.
 
     Args:
-        candidates: each machine may lack some.
-        world: of this process.
-        storage: where; None: the file systems of this machine.
-        usable: returns why an intact checkpoint is not wanted, or None; the same on all ranks.
+        candidates: paths, newest first; a machine may lack some of them.
+        world: the ranks and machines of the run.
+        storage: file system; None uses this machine's.
+        usable: returns the reason to reject an intact checkpoint, or None to accept it; equal on all ranks.
         gather: how the ranks communicate.
 
     Collective: every rank.
@@ -293,7 +296,7 @@ def newest(
 def try_open(
     folder: Path, *, world: World, storage: Storage | None = None, gather: Gather = gather_bytes
 ) -> tuple[Checkpoint | None, str | None]:
-    """Return the checkpoint, or its problem on any machine.
+    """Return the checkpoint, or a description of its problem on any machine.
 
     Collective: every rank.
     """
@@ -304,11 +307,11 @@ def try_open(
         problems = checkpoint.problems(share=world.local_rank, num_shares=world.local_world_size)
     except (CheckpointError, OSError) as error:
         token, problems = "", [error.what if isinstance(error, CheckpointError) else str(error)]
-    told = [json.loads(text) for text in gather(json.dumps([token, problems]).encode())]
-    for rank, (_, theirs) in enumerate(told):
+    reports = [json.loads(text) for text in gather(json.dumps([token, problems]).encode())]
+    for rank, (_, theirs) in enumerate(reports):
         if theirs:
-            where = f"rank {rank}: " if len(told) > 1 else ""
+            where = f"rank {rank}: " if len(reports) > 1 else ""
             return None, f"{where}{'; '.join(theirs[:3])}{f'; and {len(theirs) - 3} more' if len(theirs) > 3 else ''}"
-    if len({token for token, _ in told}) > 1:
-        return None, "the machines hold different checkpoints of this name"
+    if len({token for token, _ in reports}) > 1:
+        return None, "the machines have different checkpoints with this name"
     return checkpoint, None

@@ -1,8 +1,8 @@
-"""Parts of tensors as boxes in a global shape: which rank writes each, and which to read to fill another box.
+"""Chunks of tensors as boxes in the global shape: which rank writes each box, and which boxes a loading rank reads.
 
-A rank holds boxes, a checkpoint holds boxes, and a loading rank reads boxes, whatever engine and number of ranks made them.
-``torch.distributed.checkpoint``'s planners compute the same on objects with file formats and pickled metadata; here it is
-arithmetic on integers, which are exchanged as JSON and tested without processes.
+Ranks and checkpoints both hold boxes, independent of the engine and the number of ranks. The planners of
+``torch.distributed.checkpoint`` do the same with pickled metadata. Here the boxes are plain integers, which ranks exchange as
+JSON and which tests check without processes.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class ChunkBounds:
 
     @property
     def volume(self) -> int:
-        """Return the number of elements."""
+        """Number of elements."""
         return math.prod(self.lengths)
 
     @staticmethod
     def whole(shape: Sequence[int]) -> ChunkBounds:
-        """Return the box of a whole tensor."""
+        """Return the box that covers a whole tensor."""
         return ChunkBounds((0,) * len(shape), tuple(shape))
 
     def common(self, other: ChunkBounds) -> ChunkBounds | None:
-        """Return the intersection; None when it is empty."""
+        """Return the intersection, or None if it is empty."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = [min(a + n, b + m) for a, n, b, m in zip(self.offset, self.lengths, other.offset, other.lengths)]
         lengths = tuple(end - start for start, end in zip(offset, ends))
         return None if any(length <= 0 for length in lengths) else ChunkBounds(offset, lengths)
 
     def within(self, outer: ChunkBounds) -> tuple[slice, ...]:
-        """Return the slices of this box in a tensor that holds ``outer``."""
+        """Return the slices that select this box from a tensor that holds ``outer``."""
         starts = [own - base for own, base in zip(self.offset, outer.offset)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.lengths))
 
@@ -73,7 +73,7 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and the rank whose file holds it."""
+    """A box of a tensor and the rank whose file contains it."""
 
     rank: int
     box: ChunkBounds
@@ -81,7 +81,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """A tensor in a checkpoint: every element is in one chunk."""
+    """The chunks of a tensor in a checkpoint. Every element is in exactly one chunk."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The intersection of a chunk and a wanted box: copy ``source`` of the chunk to ``target`` of the box."""
+    """The intersection of a chunk and a requested box: slices of the chunk to copy to slices of the box."""
 
     chunk: Chunk
     source: tuple[slice, ...]
@@ -99,7 +99,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """A rank's part of a tensor, for state that is not a DTensor."""
+    """The part of a tensor on this rank, for tensors that are not DTensors."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -107,21 +107,21 @@ class ShardPart:
 
 
 def box_of(tensor: torch.Tensor | ShardPart) -> tuple[tuple[int, ...], ChunkBounds, torch.Tensor]:
-    """Return the global shape of ``tensor``, this rank's box of it, and its values (sharing their memory).
+    """Return the global shape of ``tensor``, this rank's box, and the local values (sharing memory).
 
     Raises:
-        CheckpointError: a DTensor that is neither sharded into boxes nor replicated.
+        CheckpointError: ``tensor`` is a DTensor whose local part is not a box.
     """
     if isinstance(tensor, ShardPart):
         return tensor.shape, ChunkBounds(tensor.offset, tuple(tensor.values.shape)), tensor.values.detach()
     if not is_dtensor(tensor):
         return tuple(tensor.shape), ChunkBounds.whole(tensor.shape), tensor.detach()
-    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - who has a DTensor has loaded it
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - already loaded if there is a DTensor
 
     others = [placement for placement in tensor.placements if type(placement) not in (Shard, Replicate)]
     if others:
         raise CheckpointError(
-            f"a tensor of shape {tuple(tensor.shape)} is placed as {others[0]}: this rank's part of it is not a box",
+            f"a tensor of shape {tuple(tensor.shape)} has the placement {others[0]}, so this rank's part is not a box",
             do="redistribute it to Shard or Replicate before saving",
         )
     local = tensor.to_local().detach()
@@ -131,10 +131,10 @@ def box_of(tensor: torch.Tensor | ShardPart) -> tuple[tuple[int, ...], ChunkBoun
 
 
 def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, TensorLayout]:
-    """Decide which rank writes which box, each once: of replicas, the rank with the least to write.
+    """Assign each box to one rank that holds it, so that the ranks write similar amounts.
 
     Args:
-        pieces: of each rank; equal on all ranks, so that all decide the same.
+        pieces: shards of each rank. Equal on all ranks, so that all ranks compute the same assignment.
 
     Raises:
         DesyncError: ranks disagree about the shape or dtype of a tensor.
@@ -151,7 +151,7 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
                     f"{piece.dtype} {list(piece.shape)} on rank {rank}",
                     do="give every rank the same model and optimizer",
                 )
-            if piece.box.volume:  # ranks with an empty part do not hold it
+            if piece.box.volume:  # a rank with an empty part has nothing to write
                 holders.setdefault((piece.name, piece.box), []).append(rank)
 
     def num_bytes(item: tuple[tuple[str, ChunkBounds], list[int]]) -> int:
@@ -160,7 +160,7 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
 
     load = dict.fromkeys(pieces, 0)
     chunks: dict[str, list[Chunk]] = {name: [] for name in first}
-    # First the boxes of a single rank, then the largest: the rest balances the load.
+    # Boxes that only one rank holds come first, then large before small. The replicated boxes balance the load.
     for item in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -num_bytes(item))):
         (name, box), ranks = item
         writer = min(ranks, key=lambda rank: (load[rank], rank))
@@ -174,19 +174,19 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
         if problem is not None:
             raise CheckpointError(
                 f"the tensor {name} of shape {list(piece.shape)} cannot be saved: {problem}",
-                do="save on all ranks, the same state on each; to save on each machine, every machine must have all of it",
+                do="save the same state on all ranks; to save on each machine, every machine must have the whole state",
             )
     return layouts
 
 
 def uncovered(layout: TensorLayout) -> str | None:
-    """Return the problem if the chunks do not hold every element exactly once, else None."""
+    """Return None if the chunks contain every element exactly once, and a description of the problem otherwise."""
     shape = ChunkBounds.whole(layout.shape)
     boxes = [chunk.box for chunk in layout.chunks]
     for box in boxes:
         if len(box.offset) != len(layout.shape) or box.common(shape) != box:
-            return f"the box at {list(box.offset)} of {list(box.lengths)} is not inside it"
-    # A sweep along the dimension with the most cuts: only boxes crossed at the same time can overlap.
+            return f"the chunk at {list(box.offset)} of size {list(box.lengths)} is not inside the tensor"
+    # Sweep along the dimension with the most cuts: only boxes that the sweep crosses at the same time can overlap.
     dims = range(len(layout.shape))
     cut = max(dims, key=lambda dim: len({box.offset[dim] for box in boxes}), default=None)
     crossed: list[ChunkBounds] = []
@@ -194,14 +194,14 @@ def uncovered(layout: TensorLayout) -> str | None:
         if cut is not None:
             crossed = [other for other in crossed if other.offset[cut] + other.lengths[cut] > box.offset[cut]]
         if any(other.common(box) is not None for other in crossed):
-            return f"the box at {list(box.offset)} of {list(box.lengths)} overlaps another one"
+            return f"the chunk at {list(box.offset)} of size {list(box.lengths)} overlaps another chunk"
         crossed.append(box)
     held = sum(box.volume for box in boxes)
-    return None if held == shape.volume else f"{held} of its {shape.volume} elements are covered"
+    return None if held == shape.volume else f"its chunks contain {held} of {shape.volume} elements"
 
 
 def overlaps(layout: TensorLayout, box: ChunkBounds) -> Iterator[Overlap]:
-    """Yield the intersection of each chunk with ``box``; together they cover it."""
+    """Yield the non-empty intersections of the chunks with ``box``. Together they cover it."""
     for chunk in layout.chunks:
         common = chunk.box.common(box)
         if common is not None:

@@ -1,4 +1,4 @@
-"""Numbered checkpoints in a folder: which exist, and which are deleted."""
+"""Numbered checkpoints in a folder: listing them and deleting the oldest."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from echelon.checkpoint.storage import LocalStorage, Storage
 
 __all__ = ["numbered", "remove_oldest", "surplus"]
 
-_OLD = r"(?:\.old-[0-9a-f]{16})?"  # where a crash between two renames leaves a checkpoint
+_OLD = r"(?:\.old-[0-9a-f]{16})?"  # suffix after a crash between two renames
 
 
 def numbered(folder: Path, *, prefix: str, storage: Storage | None = None) -> list[Path]:
-    """Return what is named ``prefix`` + number in ``folder`` by number; others (half-written ones, too) do not count.
+    """Return the paths in ``folder`` named ``prefix`` + number, sorted by number, without incomplete checkpoints.
 
-    Also what is no checkpoint (a file, a broken link) occupies its number.
+    Files and broken links with such a name are included, because they occupy the number.
     """
     storage = storage or LocalStorage()
     real = storage.real_path(folder)
@@ -31,13 +31,13 @@ def numbered(folder: Path, *, prefix: str, storage: Storage | None = None) -> li
 def surplus(
     numbers: Sequence[int], *, limit: int | None, keep: Collection[int] = (), keep_every: int | None = None
 ) -> list[int]:
-    """Return which of the checkpoints ``numbers`` to delete, the lowest first.
+    """Return the numbers of the checkpoints to delete, lowest first.
 
     Args:
-        numbers: of all that exist.
-        limit: how many to keep at most, not counting those of ``keep_every``; None: all.
-        keep: never deleted (the newest, the best), but counted.
-        keep_every: multiples of it are never deleted.
+        numbers: numbers of all existing checkpoints.
+        limit: maximum number of checkpoints to keep, not counting those kept by ``keep_every``; None keeps all.
+        keep: numbers that are counted but never deleted (the newest, the best).
+        keep_every: multiples of this number are never deleted.
     """
     if limit is None:
         return []
@@ -54,9 +54,9 @@ def remove_oldest(
     keep_every: int | None = None,
     storage: Storage | None = None,
 ) -> list[Path]:
-    """Delete the lowest numbers until ``limit`` folders are left, never ``keep``; return the deleted ones.
+    """Delete the lowest-numbered checkpoints except ``keep`` until ``limit`` are left, and return the deleted paths.
 
-    Of a checkpoint that is a symbolic link, only the link is deleted. Files and broken links are neither counted nor deleted.
+    If a checkpoint is a symbolic link, only the link is deleted. Files and broken links are neither counted nor deleted.
     """
     storage = storage or LocalStorage()
     folder = storage.real_path(folder)

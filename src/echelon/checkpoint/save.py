@@ -1,4 +1,4 @@
-"""Saving: which rank writes what, and the steps that all ranks take together."""
+"""Saving: the assignment of data to ranks, and the steps that all ranks perform together."""
 
 from __future__ import annotations
 
@@ -47,32 +47,32 @@ __all__ = [
 ]
 
 Gather = Callable[[bytes], list[bytes]]
-"""All-gathers bytes: returns those of every rank, in rank order."""
+"""All-gathers bytes: returns the bytes of every rank, in rank order."""
 
 
 class SaveFailedError(CheckpointError):
-    """A rank could not write to its file system; every rank raises this error, and existing checkpoints are untouched.
+    """A rank could not write to its file system; every rank raises this error, and existing checkpoints are unchanged.
 
-    Causes: a full disk or quota, a folder that cannot be written, a network file system that is gone.
-    Do: free the bytes that the message names, or save elsewhere. The Accelerator reports it and continues; the third failure in
-        a row ends the run.
+    Causes: a full disk or quota, a folder without write permission, an unavailable network file system.
+    Do: free the number of bytes in the message, or save elsewhere. The Accelerator reports the error and continues; the third
+        consecutive failure ends the run.
     """
 
 
-# For a full disk torch's own writer reports only its position in the file.
+# On a full disk, torch's writer reports only a position in the file.
 _FILE_REFUSED = re.compile(r"inline_container|PytorchStreamWriter|unexpected pos|file write failed|iostream error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What is saved."""
+    """The content of a checkpoint, as given by this rank."""
 
     tensors: Mapping[str, torch.Tensor | ShardPart] = field(default_factory=dict)
-    """This rank's: whole tensors, DTensors, or parts; equal names are one tensor on all ranks."""
+    """This rank's tensors (whole, DTensor or part). Equal names on several ranks denote one tensor."""
     objects: Mapping[str, Any] = field(default_factory=dict)
-    """Plain data and tensors that all ranks share; those of the first rank are saved."""
+    """Plain data and tensors that all ranks share. The first rank's values are saved."""
     rank_objects: Mapping[str, Any] = field(default_factory=dict)
-    """Plain data and tensors of this rank alone."""
+    """Plain data and tensors that only this rank has."""
     progress: Mapping[str, Any] | None = None
     config: Any = None
     layout: Any = None
@@ -80,33 +80,33 @@ class Content:
 
 @dataclass(slots=True, kw_only=True)
 class Save:
-    """A save that is prepared: every rank knows what it writes, and nothing of the state is written yet."""
+    """A prepared save: every rank knows what to write, but no state has been written."""
 
     pending: PendingFolder
     rank: int
     crew: Sequence[int]
-    """The ranks that write into this folder; the first commits it."""
+    """Ranks that write to this folder. The first one commits it."""
     tensors: list[tuple[str, torch.Tensor]]
-    """What this rank writes, by the names in its file: the tensors themselves, which must not change until it is done."""
+    """Tensors that this rank writes, with their names in its file. They must not change until the save is finished."""
     objects: dict[str, bytes]
-    """The other files that this rank writes."""
+    """Other files that this rank writes: content by name."""
     manifest: Manifest
-    """Without the files."""
+    """The manifest, whose list of files is still empty."""
     is_part: Callable[[str], bool]
 
     @property
     def target(self) -> Path:
-        """Where the checkpoint goes."""
+        """Path of the checkpoint after the commit."""
         return self.pending.target
 
     @property
     def folder(self) -> Path:
-        """Where it is written."""
+        """Folder in which the files are written."""
         return self.pending.path
 
     @property
     def token(self) -> str:
-        """The name of this save among all saves."""
+        """Unique name of this save."""
         return self.pending.token
 
     @property
@@ -115,16 +115,16 @@ class Save:
 
     @property
     def num_bytes(self) -> int:
-        """Return what this rank writes, about."""
+        """Approximate number of bytes that this rank writes."""
         return sum(t.numel() * t.element_size() for _, t in self.tensors) + sum(map(len, self.objects.values()))
 
     def finish(self, gather: Gather = gather_bytes) -> Path:
-        """Write and commit; return the path of the checkpoint once it is on disk.
+        """Write and commit the checkpoint, and return its path when it is on disk.
 
-        Collective: every rank; by ``gather`` alone, so that it may run in a thread with a ``gather`` of its own.
+        Collective: every rank, through ``gather`` only. It can therefore run in a thread with a thread-safe ``gather``.
 
         Raises:
-            CheckpointError: a rank could not write; the ranks are named, and what existed before is untouched.
+            CheckpointError: a rank could not write. The error names the ranks; existing checkpoints are unchanged.
         """
         try:
             files = run_on_all_ranks(f"writing {self.target}", self._counted(self._write), gather)
@@ -146,7 +146,7 @@ class Save:
         return {name: [facts.size, facts.xxh3_128] for name, facts in files.items()}
 
     def _added(self, inside: str) -> dict[str, FileFacts]:
-        """Sync the files that hooks have written into the folder, and return their sizes and checksums."""
+        """Sync the files that hooks wrote to the folder, and return their sizes and checksums."""
         found: dict[str, FileFacts] = {}
         for name in self._storage.entries(self.folder / inside):
             path = f"{inside}{name}"
@@ -156,10 +156,10 @@ class Save:
             elif kind == "file" and (inside or not is_part(name)):
                 if not is_inside(path):
                     raise CheckpointError(
-                        f"a hook wrote the file {path!r} into {self.target}, and its name is not valid UTF-8 or could lead out of "
-                        "the folder",
-                        where="a hook of save_state",
-                        do="give it a name in UTF-8 without backslashes",
+                        f"a hook wrote the file {path!r} to {self.target}; its name is not valid UTF-8 or could refer to a file "
+                        "outside the folder",
+                        where="a save_state hook",
+                        do="use a file name in UTF-8 without backslashes",
                     )
                 found[path] = sync_file(self._storage, self.folder / path)
         if inside:
@@ -173,7 +173,7 @@ class Save:
         self.pending.commit(manifest=replace(self.manifest, files=merged).to_bytes(), is_part=self._is_part_of_old())
 
     def _is_part_of_old(self) -> Callable[[str], bool]:
-        """Return the predicate for files of the checkpoint that is replaced."""
+        """Return a predicate for the names of files that belong to the replaced checkpoint."""
         try:
             old = read_manifest(self._storage, self.target).files
         except CheckpointError:
@@ -204,26 +204,26 @@ class Save:
             self._storage.close(handle)
 
     def leave_out(self, prefix: str) -> None:
-        """Do not write the tensors whose names begin with ``prefix``. The same on every rank."""
+        """Exclude the tensors whose names start with ``prefix``. Call it on every rank."""
         kept = {name: layout for name, layout in self.manifest.tensors.items() if not name.startswith(prefix)}
         aliases = {name: target for name, target in self.manifest.aliases.items() if target in kept}
         self.manifest = replace(self.manifest, tensors=kept, aliases=aliases)
         self.tensors = [(name, tensor) for name, tensor in self.tensors if not name.startswith(prefix)]
 
     def give_up(self) -> None:
-        """Remove what was written, unless it is committed."""
+        """Delete the written files, unless they are committed."""
         self.pending.give_up()
 
 
 def as_save_failure(
     action: Callable[[], Any], target: Path, *, details: Callable[[], str] | None = None
 ) -> Callable[[], Any]:
-    """Return ``action`` with file system errors as ``SaveFailedError``, which is counted and does not end the run.
+    """Wrap ``action`` so that it raises file system errors as ``SaveFailedError``, which a run tolerates.
 
     Args:
-        action: writes.
-        target: the checkpoint that it writes.
-        details: returns what to add to the message; None: the free space.
+        action: function that writes.
+        target: path of the checkpoint.
+        details: returns text to append to the message; None appends the free space.
     """
 
     def run() -> Any:
@@ -235,14 +235,14 @@ def as_save_failure(
                 raise
             raise SaveFailedError(
                 f"{target} could not be saved: {cause}{_free_bytes(target) if details is None else details()}",
-                do="free disk space, or resolve the system error above; existing checkpoints are untouched",
+                do="free disk space, or resolve the system error above; existing checkpoints are unchanged",
             ) from error
 
     return run
 
 
 def _refusal(error: BaseException) -> BaseException | None:
-    """Return the file system's error behind ``error``; None if there is none."""
+    """Return the file system error that caused ``error``, or None."""
     if isinstance(error, OSError):
         return error
     if isinstance(error, SafetensorError):
@@ -264,18 +264,18 @@ def _free_bytes(target: Path) -> str:
 
 
 def run_on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> list[Any]:
-    """Do ``action`` on every rank and return the results (plain JSON) of all; if some ranks fail, all raise.
+    """Run ``action`` on every rank, and return the results (plain JSON) of all ranks. If some ranks fail, all raise.
 
-    Collective: every rank, by ``gather`` alone; ``action`` must not communicate.
+    Collective: every rank, through ``gather`` only; ``action`` must not communicate.
 
     Raises:
-        CheckpointError: other ranks failed; they are named. A rank that failed raises its own error.
+        CheckpointError: other ranks failed; the error names them. A failed rank raises its own error.
     """
     failure: Exception | None = None
     result = None
     try:
         result = action()
-    except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know
+    except Exception as error:  # noqa: BLE001 - raised below, after the other ranks are notified
         failure = error
     note = None if failure is None else failure.what if isinstance(failure, EchelonError) else repr(failure)
     mine = {"result": result, "failure": note, "is_storage": isinstance(failure, SaveFailedError)}
@@ -292,7 +292,7 @@ def run_on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> li
 
 
 def save(target: Path, content: Content, *, world: World, **options: Any) -> Path:
-    """Save ``content`` as the checkpoint ``target`` and return its path once it is on disk; options: ``begin_save``.
+    """Save ``content`` as the checkpoint ``target``, and return its path when it is on disk. Takes the options of ``begin_save``.
 
     Collective: every rank.
     """
@@ -311,24 +311,24 @@ def begin_save(
     on_each_node: bool = False,
     gather: Gather = gather_bytes,
 ) -> Save:
-    """Decide with all ranks what each writes, and make the folder.
+    """Assign the data to the ranks, and create the folder.
 
     Args:
-        target: where the checkpoint goes; an existing one is replaced once the new one is complete.
-        content: of this rank.
-        world: of this process.
-        storage: where; None: the file systems of this machine.
-        is_part: whether a file of this name in an old ``target`` belongs to it; other files are kept.
-        fence: raises when this run may not write here any more (``RunLock.require``); asked on the first rank.
-        on_each_node: every machine keeps a checkpoint of its own; for machines that share no files.
+        target: path of the checkpoint; an existing one is replaced when the new one is complete.
+        content: content of this rank.
+        world: the ranks and machines of the run.
+        storage: file system; None uses this machine's.
+        is_part: whether a file of this name in an existing ``target`` belongs to the checkpoint. Other files are kept.
+        fence: raises if this run may no longer write here (``RunLock.require``); called on the first rank.
+        on_each_node: each machine writes a separate checkpoint, for machines without a shared file system.
         gather: how the ranks communicate.
 
     Collective: every rank.
 
     Raises:
-        CheckpointError: something cannot be saved, or the ranks do not see one folder.
+        CheckpointError: part of the content cannot be saved, or the ranks do not share a folder.
         UsageError: ``target`` cannot be replaced.
-        DesyncError: the ranks have different tensors under one name.
+        DesyncError: ranks have different tensors with the same name.
     """
     storage = storage or LocalStorage()
     target = storage.real_path(target)
@@ -348,7 +348,7 @@ def begin_save(
         return layouts
 
     try:
-        layouts = _on_all_ranks(f"making {pending.path}", as_save_failure(make_folder, target), gather)
+        layouts = _on_all_ranks(f"creating {pending.path}", as_save_failure(make_folder, target), gather)
         _require_shared(pending, announced, crew, gather)
     except BaseException:
         pending.give_up()
@@ -380,7 +380,7 @@ def begin_save(
 
 
 def _on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> Any:
-    """Return the result of ``action`` on this rank, which need not be JSON. Otherwise as ``run_on_all_ranks``."""
+    """Like ``run_on_all_ranks``, but return only this rank's result, which need not be JSON."""
     results: list[Any] = []
     run_on_all_ranks(what, lambda: results.append(action()), gather)
     return results[0]
@@ -396,24 +396,24 @@ def save_folder(
     fence: Callable[[], None] | None = None,
     gather: Gather = gather_bytes,
 ) -> bool:
-    """Make ``target`` a checkpoint of another program's layout, which has no manifest: the files that ``write`` creates.
+    """Save the files that ``write`` creates as ``target``, a checkpoint in another program's layout without a manifest.
 
-    Returns whether this rank made the folder: rank zero, and one rank of each machine that does not see rank zero's files.
+    Returns whether this rank owns the folder: rank zero, and one rank of each machine that does not see rank zero's files.
 
     Args:
-        target: complete or absent at every instant; an existing one is replaced.
-        write: called as ``write(folder, is_owner)`` on every rank; ``is_owner`` where the result is True. It must not
-            communicate, and need not sync what it writes.
-        world: of this process.
-        storage: where; None: the file systems of this machine.
-        is_part: whether a file of this name in an old ``target`` belongs to it; other files are kept.
-        fence: raises when this run may not write here any more (``RunLock.require``).
+        target: path of the checkpoint, which is complete or absent at any instant; an existing one is replaced.
+        write: called as ``write(folder, is_owner)`` on every rank; ``is_owner`` is the return value of this function on that
+            rank. It must not communicate and need not sync its files.
+        world: the ranks and machines of the run.
+        storage: file system; None uses this machine's.
+        is_part: whether a file of this name in an existing ``target`` belongs to the checkpoint. Other files are kept.
+        fence: raises if this run may no longer write here (``RunLock.require``).
         gather: how the ranks communicate.
 
-    Collective: every rank, by ``gather`` alone.
+    Collective: every rank, through ``gather`` only.
 
     Raises:
-        CheckpointError: a rank could not write; the ranks are named, and what existed before is untouched.
+        CheckpointError: a rank could not write. The error names the ranks; existing checkpoints are unchanged.
         UsageError: ``target`` cannot be replaced.
     """
     storage = storage or LocalStorage()
@@ -432,14 +432,14 @@ def save_folder(
     def run(what: str, action: Callable[[], None], *, here: bool = True) -> None:
         run_on_all_ranks(what, as_save_failure(action if here else lambda: None, target), gather)
 
-    making, is_first_of_machine = f"making {pending.path}", world.is_local_rank_zero
+    creating, is_first_of_machine = f"creating {pending.path}", world.is_local_rank_zero
     try:
-        run(making, pending.make, here=world.rank == 0)
-        # Machines that do not see rank zero's folder make their own.
-        run(making, lambda: pending.make(may_exist=True), here=is_first_of_machine and world.rank != 0)
-        run(making, require_visible)
+        run(creating, pending.make, here=world.rank == 0)
+        # Machines that do not see rank zero's folder create their own.
+        run(creating, lambda: pending.make(may_exist=True), here=is_first_of_machine and world.rank != 0)
+        run(creating, require_visible)
         run(f"writing {target}", lambda: write(pending.path, pending.is_owner))
-        # By one rank of each machine: what a machine has written is synced there, on a network file system, too.
+        # One rank of each machine syncs. On network file systems, too, a machine must sync the data that it wrote.
         run(f"syncing {pending.path}", lambda: sync_tree(storage, pending.path), here=is_first_of_machine)
         run(f"renaming {pending.path}", lambda: pending.commit(manifest=None, is_part=is_part))
     except BaseException:
@@ -449,14 +449,14 @@ def save_folder(
 
 
 class _LocalContent:
-    """The content of this rank, encoded."""
+    """The encoded content of this rank."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         self.objects = self.rank_objects = b""
 
     def collect(self, content: Content, world: World, *, is_first: bool) -> dict[str, Any]:
-        """Encode ``content``, and return what the other ranks must know of it."""
+        """Encode ``content``, and return the description that the other ranks need."""
         tensors: dict[str, torch.Tensor | ShardPart] = dict(content.tensors)
 
         def put_tensor(name: str, tensor: torch.Tensor) -> None:
@@ -464,7 +464,7 @@ class _LocalContent:
                 raise CheckpointError(f"two tensors are named {name!r}", do="give one of them another name")
             tensors[name] = tensor
 
-        # The first rank's shared objects are saved; those of the others are only checked.
+        # The first rank's shared objects are saved. On other ranks they are only checked.
         objects = {
             name: typed_json.encode(value, name=name, put_tensor=put_tensor if is_first else lambda *_: None)
             for name, value in content.objects.items()
@@ -473,7 +473,7 @@ class _LocalContent:
             name: typed_json.encode(value, name=f"rank {world.rank} {name}", put_tensor=put_tensor)
             for name, value in content.rank_objects.items()
         }
-        for name in ("progress", "config", "layout"):  # of the manifest, which is written when everything else is
+        for name in ("progress", "config", "layout"):  # checked early, because the manifest is written last
             typed_json.encode(getattr(content, name), name=name)
         self.objects, self.rank_objects = typed_json.to_bytes(objects), typed_json.to_bytes(rank_objects)
         shards, aliases = [], {}
@@ -483,7 +483,7 @@ class _LocalContent:
             dtype = str(values.dtype).removeprefix("torch.")
             require_dtype(dtype)
             if values.device.type == "meta":
-                raise CheckpointError(f"{name} has no values: it is on the meta device", do="load the weights first")
+                raise CheckpointError(f"{name} is on the meta device and has no values", do="load the weights first")
             self._tensors[name] = values
             shards.append([name, dtype, shape, box.offset, box.lengths])
             view = (values.device, values.data_ptr(), dtype, shape, box, values.stride())
@@ -499,7 +499,7 @@ class _LocalContent:
         }
 
     def to_write(self, layouts: Mapping[str, TensorLayout], rank: int) -> list[tuple[str, torch.Tensor]]:
-        """Return what ``rank`` writes, by the names in its file."""
+        """Return the tensors that ``rank`` writes, with their names in its file."""
         return [
             (chunk_key(name, layout, chunk), self._tensors[name])
             for name, layout in layouts.items()
@@ -509,7 +509,7 @@ class _LocalContent:
 
 
 def _common_aliases(announced: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return the further names of tensors on which all ranks that have them agree."""
+    """Return the aliases of tensors on which all ranks that have the tensors agree."""
     has = [{shard[0] for shard in each["shards"]} for each in announced]
     return {
         name: target
@@ -529,7 +529,7 @@ def _shards_of(announced: dict[str, Any], *, without: Mapping[str, str]) -> list
 def _require_shared(
     pending: PendingFolder, announced: Sequence[dict[str, Any]], crew: Sequence[int], gather: Gather
 ) -> None:
-    """Raise on every rank unless all ranks of the crew see the folder that the first one made.
+    """Raise on every rank unless all ranks of ``crew`` see the folder that the first of them created.
 
     Collective: every rank.
     """
@@ -540,6 +540,6 @@ def _require_shared(
         raise CheckpointError(
             f"{pending.target.parent} is not shared by all ranks: rank {crew[0]} on {announced[crew[0]]['host']} created "
             f"{pending.path.name} in it, and these ranks do not see it: {hosts}",
-            do="use a folder that all machines share, or ProjectConfiguration(save_on_each_node=True) if every machine has the "
+            do="use a folder that all machines share, or ProjectConfiguration(save_on_each_node=True) if each machine has the "
             "whole state",
         )

@@ -1,4 +1,4 @@
-"""The file operations of checkpoints, which tests record, interrupt and replay."""
+"""The file operations of checkpoints, behind an interface that tests use to record, interrupt and replay them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kind = Literal["file", "folder", "other"]
 
 
 class Storage(ABC):
-    """The file operations that checkpoints need. Errors are the system's OSErrors."""
+    """The file operations that checkpoints need. They raise the operating system's ``OSError``."""
 
     @abstractmethod
     def create(self, path: Path) -> int:
@@ -30,7 +30,7 @@ class Storage(ABC):
 
     @abstractmethod
     def sync(self, handle: int) -> None:
-        """Flush what was written to the disk."""
+        """Flush the written data to disk."""
 
     @abstractmethod
     def close(self, handle: int) -> None:
@@ -38,27 +38,27 @@ class Storage(ABC):
 
     @abstractmethod
     def make_folder(self, path: Path) -> None:
-        """Create a new folder in an existing one."""
+        """Create a folder; its parent exists."""
 
     @abstractmethod
     def sync_folder(self, path: Path) -> None:
-        """Flush the names in a folder to the disk."""
+        """Flush the names in a folder to disk."""
 
     @abstractmethod
     def link(self, source: Path, target: Path) -> None:
-        """Hard-link the file ``source``; copy it where links are not supported."""
+        """Hard-link the file ``source``, or copy it if links are not supported."""
 
     @abstractmethod
     def rename(self, source: Path, target: Path) -> None:
-        """Rename atomically; a file ``target`` is replaced."""
+        """Rename atomically, replacing a file ``target``."""
 
     @abstractmethod
     def exchange(self, one: Path, other: Path) -> bool:
-        """Exchange two names atomically; False, and nothing done, where the system cannot."""
+        """Exchange two names atomically. Return False and do nothing if the system does not support it."""
 
     @abstractmethod
     def remove_file(self, path: Path) -> None:
-        """Remove a file, or a symbolic link itself."""
+        """Remove a file or a symbolic link, not the link's target."""
 
     @abstractmethod
     def remove_folder(self, path: Path) -> None:
@@ -66,19 +66,19 @@ class Storage(ABC):
 
     @abstractmethod
     def kind(self, path: Path) -> Kind | None:
-        """Return the kind of ``path``; a symbolic link is ``other``; None: it does not exist."""
+        """Return the kind of ``path`` (``other`` for a symbolic link), or None if it does not exist."""
 
     @abstractmethod
     def real_path(self, path: Path) -> Path:
-        """Return ``path`` with all symbolic links resolved; missing parts stay as they are."""
+        """Return ``path`` with all symbolic links resolved. Missing parts stay unchanged."""
 
     @abstractmethod
     def link_target(self, path: Path) -> Path | None:
-        """Return the target of the symbolic link ``path`` as written; None: it is not a link."""
+        """Return the target of the symbolic link ``path`` as written, or None if ``path`` is not a link."""
 
     @abstractmethod
     def modified(self, path: Path) -> float:
-        """Return the modification time in seconds since the epoch; of a link, its own."""
+        """Return the modification time in seconds since the epoch, without following links."""
 
     @abstractmethod
     def entries(self, folder: Path) -> list[str]:
@@ -86,7 +86,7 @@ class Storage(ABC):
 
     @abstractmethod
     def open(self, path: Path) -> int:
-        """Open a plain file for reading; a symbolic link, a device or a pipe is an OSError."""
+        """Open a regular file for reading. A symbolic link, a device or a pipe raises ``OSError``."""
 
     @abstractmethod
     def size(self, handle: int) -> int:
@@ -94,7 +94,7 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, handle: int, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset``; a file that ends earlier is an OSError."""
+        """Fill ``buffer`` from ``offset``. A file that ends earlier raises ``OSError``."""
 
     @abstractmethod
     def free_bytes(self, folder: Path) -> int:
@@ -109,7 +109,7 @@ class LocalStorage(Storage):
 
     def write(self, handle: int, data: bytes | memoryview) -> None:
         rest = memoryview(data).cast("B")
-        while rest:  # the kernel takes 2 GiB at most at once
+        while rest:  # the kernel writes at most 2 GiB per call
             rest = rest[os.write(handle, rest) :]
 
     def sync(self, handle: int) -> None:
@@ -122,7 +122,7 @@ class LocalStorage(Storage):
         path.mkdir()
 
     def sync_folder(self, path: Path) -> None:
-        """Some network file systems cannot, and need not: there the server orders names."""
+        """Some network file systems do not support this and do not need it, because the server orders names."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(handle)
@@ -168,7 +168,7 @@ class LocalStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # nothing can be there
+            if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # such a path cannot exist
                 return None
             raise
         return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
@@ -179,7 +179,7 @@ class LocalStorage(Storage):
     def link_target(self, path: Path) -> Path | None:
         try:
             return path.readlink()
-        except OSError:  # EINVAL: not a link; or it does not exist
+        except OSError:  # not a link (EINVAL), or it does not exist
             return None
 
     def modified(self, path: Path) -> float:
@@ -189,7 +189,7 @@ class LocalStorage(Storage):
         return sorted(os.listdir(folder))
 
     def open(self, path: Path) -> int:
-        # Without O_NONBLOCK, opening a pipe would wait for its other end.
+        # Without O_NONBLOCK, opening a pipe would block until a writer opens it.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             os.close(handle)
@@ -212,7 +212,7 @@ class LocalStorage(Storage):
 
 
 def remove_tree(storage: Storage, folder: Path, *, first: str) -> None:
-    """Remove ``folder`` and what is in it, the file ``first`` before everything else."""
+    """Remove ``folder`` and its contents, the file ``first`` before everything else."""
     names = storage.entries(folder)
     for name in sorted(names, key=lambda name: name != first):
         path = folder / name

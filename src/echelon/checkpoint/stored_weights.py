@@ -1,6 +1,6 @@
-"""The weights of a model on disk, and their conversion to whole safetensors, a few megabytes at a time.
+"""The weights of a model on disk, and their conversion to safetensors files a few megabytes at a time.
 
-No tensor is ever whole in memory, and no process group is needed.
+The conversion never holds a whole tensor in memory and needs no process group.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FLOATS: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
 }
 PRECISIONS: Mapping[str, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-"""What floating-point weights can be converted to, as users and as files name it."""
+"""Dtypes to which floating-point weights can be converted: the users' name and the name in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +46,10 @@ class StoredTensor:
     """A tensor on disk."""
 
     kind: str
-    """Its dtype, as safetensors names it."""
+    """Dtype, by its name in safetensors."""
     shape: tuple[int, ...]
     pieces: Sequence[tuple[ChunkBounds, Path, int]]
-    """Its chunks, each with the file that holds it and its byte offset there."""
+    """Chunks of the tensor, each with its file and its byte offset in that file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +61,15 @@ class Weights:
     """Aliases of tensors (tied weights)."""
 
     def num_bytes(self, kind: str | None = None) -> int:
-        """Return the size of all of them, floating-point ones as ``kind``."""
+        """Return the total size, with floating-point tensors converted to ``kind``."""
         return sum(_num_bytes(tensor, kind) for tensor in self.tensors.values())
 
 
 def weights_of(checkpoint: Checkpoint, prefix: str) -> Weights:
-    """Return the tensors of a checkpoint whose names begin with ``prefix``, by the rest of their names.
+    """Return the tensors of a checkpoint whose names start with ``prefix``, which is removed.
 
     Raises:
-        CheckpointError: a file is damaged, or a dtype has no name that all readers of safetensors know.
+        CheckpointError: a file is damaged, or some readers of safetensors do not support a dtype.
     """
     headers = _Headers()
     found: dict[str, StoredTensor] = {}
@@ -80,7 +80,7 @@ def weights_of(checkpoint: Checkpoint, prefix: str) -> Weights:
         stored, short = tied.get(name, name), name.removeprefix(prefix)
         if first.setdefault(stored, short) != short:
             aliases[short] = first[stored]
-        else:  # of a tensor that is tied to one of another prefix, this is the first name here
+        else:  # also the first name with this prefix of a tensor that is tied to one with another prefix
             found[short] = _stored_tensor(checkpoint, stored, headers)
     return Weights(tensors=found, aliases=aliases)
 
@@ -89,7 +89,7 @@ def weights_in(files: Sequence[Path]) -> Weights:
     """Return the tensors of safetensors files.
 
     Raises:
-        CheckpointError: one is damaged, or a name is in two of them.
+        CheckpointError: a file is damaged, or two files contain the same name.
     """
     headers = _Headers()
     found: dict[str, StoredTensor] = {}
@@ -118,19 +118,19 @@ def write_weights(
     name: str = SAFE_MODEL_NAME,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Path]:
-    """Write ``weights`` into new files in ``folder``, and return them when they are on the disk.
+    """Write ``weights`` to new files in ``folder``, and return their paths when they are on disk.
 
     Args:
-        weights: what to write.
-        folder: it exists.
-        max_shard_bytes: of tensors in one file; one that is larger has a file of its own. Several files have an index, as
-            transformers reads it. None: one file.
-        kind: convert floating-point tensors to this one of ``PRECISIONS``.
-        name: of the file, without suffix.
-        progress: called with the number of bytes that were written since the last call.
+        weights: the weights to write.
+        folder: existing folder.
+        max_shard_bytes: maximum size of the tensors in one file; a larger tensor gets a separate file. Several files get an
+            index in the format of transformers. None writes one file.
+        kind: value of ``PRECISIONS`` to which floating-point tensors are converted.
+        name: name of the file, without suffix.
+        progress: called with the number of bytes written since the last call.
 
     Raises:
-        CheckpointError: a tensor has values that the ``kind`` cannot hold.
+        CheckpointError: a tensor has values that ``kind`` cannot represent.
     """
     shards = _cut(weights, max_shard_bytes, kind)
     storage = LocalStorage()
@@ -152,7 +152,7 @@ def write_weights(
 
 
 class _Headers:
-    """The headers of files, each read once."""
+    """Cache of safetensors headers."""
 
     def __init__(self) -> None:
         self._known: dict[Path, Mapping[str, Stored]] = {}
@@ -176,7 +176,7 @@ def _stored_tensor(checkpoint: Checkpoint, name: str, headers: _Headers) -> Stor
     kind, extra = stored_form(layout.dtype, ())
     if extra:
         raise CheckpointError(
-            f"{name} is of dtype {layout.dtype}, which not all readers of safetensors know",
+            f"{name} has dtype {layout.dtype}, which some readers of safetensors do not support",
             do="convert it in the training script, or load the checkpoint there",
         )
     pieces = []
@@ -184,13 +184,13 @@ def _stored_tensor(checkpoint: Checkpoint, name: str, headers: _Headers) -> Stor
         path = checkpoint.folder / tensors_file(chunk.rank)
         entry = headers.of(path).get(chunk_key(name, layout, chunk))
         if entry is None or (entry.dtype, entry.shape) != (kind, chunk.box.lengths):
-            raise damaged(f"{path} does not hold {name} as the manifest says")
+            raise damaged(f"{path} does not contain {name} as described in the manifest")
         pieces.append((chunk.box, path, entry.begin))
     return StoredTensor(kind=kind, shape=layout.shape, pieces=pieces)
 
 
 def _cut(weights: Weights, limit: int | None, kind: str | None) -> list[list[str]]:
-    """Split the names into files, in their order."""
+    """Distribute the names over files, keeping their order."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in weights.tensors.items():
@@ -206,8 +206,8 @@ def _cut(weights: Weights, limit: int | None, kind: str | None) -> list[list[str
 def _stream(
     weights: Weights, names: Sequence[str], kind: str | None, progress: Callable[[int], None]
 ) -> Iterator[bytes]:
-    """Yield a safetensors file."""
-    # The widest first: then each tensor is aligned to its element size.
+    """Yield the bytes of a safetensors file."""
+    # The largest elements come first, which aligns each tensor to its element size.
     ordered = sorted(names, key=lambda name: (-_width(_kind(weights.tensors[name], kind)), name))
     aliases = {name: target for name, target in weights.aliases.items() if target in names}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
@@ -228,10 +228,9 @@ def _stream(
 
 
 def _blocks(tensor: StoredTensor) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the bytes of a tensor in their order, some at a time."""
+    """Yield the bytes of a tensor in order, in blocks."""
     width = _width(tensor.kind)
-    # A scalar is a row of one.
-    shape = tensor.shape or (1,)
+    shape = tensor.shape or (1,)  # treat a scalar as a vector
     pieces = [
         (box if tensor.shape else ChunkBounds((0,), (1,)), path, begin)
         for box, path, begin in tensor.pieces
@@ -239,7 +238,7 @@ def _blocks(tensor: StoredTensor) -> Iterator[np.ndarray[Any, Any]]:
     ]
     if not math.prod(shape):
         return
-    # Cut along the first dimension of which one step fits into a block; every step of those before is taken alone.
+    # Cut along the first dimension whose single steps fit into a block. Iterate over the dimensions before it.
     dim = next(d for d in range(len(shape)) if math.prod(shape[d + 1 :]) * width <= _BLOCK_BYTES)
     step = max(_BLOCK_BYTES // (math.prod(shape[dim + 1 :]) * width), 1)
     for lead in product(*map(range, shape[:dim])):
@@ -252,13 +251,13 @@ def _blocks(tensor: StoredTensor) -> Iterator[np.ndarray[Any, Any]]:
 def _slab(
     slab: ChunkBounds, pieces: Sequence[tuple[ChunkBounds, Path, int]], dim: int, width: int
 ) -> np.ndarray[Any, Any]:
-    """Return the bytes in ``slab``, of which only dimension ``dim`` and those behind it are longer than 1."""
+    """Return the bytes in ``slab``, whose dimensions before ``dim`` have length 1."""
     values = np.empty((*slab.lengths[dim:], width), np.uint8)
     for box, path, begin in pieces:
         common = box.common(slab)
         if common is None:
             continue
-        # In the box, the rows that are wanted are together: what is before them is fixed.
+        # The requested rows are contiguous in the box, because the indices before ``dim`` are fixed.
         inside = common.within(box)
         row = math.prod(box.lengths[dim + 1 :]) * width
         first = 0
@@ -289,7 +288,7 @@ def _converted(block: np.ndarray[Any, Any], name: str, kind: str, wanted: str) -
     after = before.to(_FLOATS[wanted])
     if bool((after.isinf() & ~before.isinf()).any()):
         raise CheckpointError(
-            f"{name} has values that {wanted} cannot hold: the largest is {before.abs().max().item():g}",
+            f"{name} has values up to {before.abs().max().item():g}, which {wanted} cannot represent",
             do="keep its precision, or convert to bf16 or fp32",
         )
     return after.view(torch.uint8).numpy().tobytes()
@@ -304,6 +303,6 @@ def _num_bytes(tensor: StoredTensor, kind: str | None) -> int:
 
 
 def _width(kind: str) -> int:
-    """Return the bytes of an element: the name of a kind has its bits (``F8_E4M3``)."""
+    """Return the size of an element in bytes, from the number of bits in the name (``F8_E4M3``)."""
     bits = re.search(r"\d+", kind)
     return 1 if bits is None else int(bits[0]) // 8  # BOOL

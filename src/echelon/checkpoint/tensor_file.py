@@ -1,7 +1,8 @@
-"""Tensors in one safetensors file: written as a stream, checksummed while writing, read in slices.
+"""Safetensors files: written as a stream, checksummed while writing, and read in slices.
 
-The library safetensors writes files itself, so that they could be neither synced nor counted; its format is eight bytes
-of length, a JSON header, and the tensors' bytes. Files written here are read by it, and by every other reader.
+The safetensors library opens files itself, which leaves no way to sync them or to compute their checksum while writing. Its
+format is simple: eight bytes for the header's length, a JSON header, and the bytes of the tensors. Any reader of safetensors
+can read the files written here.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ __all__ = [
     "write_tensors",
 ]
 
-BLOCK_BYTES = 4 << 20  # read, written and hashed at a time
+BLOCK_BYTES = 4 << 20  # unit of reading, writing and hashing
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of safetensors' own reader."""
+"""Limit of the reader in the safetensors library."""
 
 _NAMES: Mapping[str, str] = {
     "float64": "F64",
@@ -58,7 +59,7 @@ _NAMES: Mapping[str, str] = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-# The format has no name for these in all of its versions: their bytes, with one more dimension.
+# Not all versions of the format have names for these dtypes. They are stored as bytes with one more dimension.
 _AS_BYTES = frozenset({"complex32", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"})
 
 
@@ -72,27 +73,27 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor is in its file."""
+    """Dtype, shape and position of a tensor in its file."""
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """In bytes from the start of the file."""
+    """Offset from the start of the file, in bytes."""
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one element of a torch dtype, by its name."""
+    """Return the size in bytes of one element of the torch dtype with this name."""
     return int(require_dtype(dtype).itemsize)
 
 
 def require_dtype(name: str) -> torch.dtype:
-    """Return the dtype of torch with this name.
+    """Return the torch dtype with this name.
 
     Raises:
-        CheckpointError: a checkpoint holds no such tensors.
+        CheckpointError: checkpoints or this version of torch do not support the dtype.
     """
     if name not in _NAMES and name not in _AS_BYTES:
-        raise CheckpointError(f"a checkpoint holds no tensors of dtype {name!r}", do="convert it to another dtype")
+        raise CheckpointError(f"checkpoints do not support tensors of dtype {name!r}", do="convert to another dtype")
     dtype: torch.dtype | None = getattr(torch, name, None)
     if dtype is None:
         raise CheckpointError(f"this version of torch has no dtype {name!r}", do="use a newer torch")
@@ -100,16 +101,16 @@ def require_dtype(name: str) -> torch.dtype:
 
 
 def stored_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and shape of a tensor in the header."""
+    """Return the dtype and shape that the header gives for a tensor."""
     return (_NAMES[dtype], tuple(shape)) if dtype in _NAMES else ("U8", (*shape, itemsize(dtype)))
 
 
 def write_tensors(storage: Storage, path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> FileFacts:
-    """Write ``tensors`` by name to a new file, and return once it is on disk.
+    """Write the named ``tensors`` to a new file, and return when it is on disk.
 
     Tensors on another device are copied to the host one at a time.
     """
-    # The widest first: then each is aligned to its element size, which readers that map files need.
+    # The largest elements come first. Each tensor is then aligned to its element size, as memory-mapping readers require.
     ordered = sorted(tensors, key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -119,13 +120,14 @@ def write_tensors(storage: Storage, path: Path, tensors: Sequence[tuple[str, tor
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     if len(header) != len(ordered) + 1:
         raise CheckpointError(
-            f"two tensors in {path.name} would have one name", do="leave out '|' and '__metadata__' in names of tensors"
+            f"two tensors in {path.name} would have the same name",
+            do="do not use '|' and '__metadata__' in the names of tensors",
         )
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path.name} would hold {len(ordered)} tensors, more than its header can name", do="use more ranks"
+            f"{path.name} would contain {len(ordered)} tensors, more than fit into its header", do="use more ranks"
         )
     return write_file(storage, path, (struct.pack("<Q", len(text)) + text, *map(_Bytes, (t for _, t in ordered))))
 
@@ -142,7 +144,7 @@ class _Bytes:
 
 
 def write_file(storage: Storage, path: Path, contents: Iterable[bytes | _Bytes]) -> FileFacts:
-    """Write a new file, and return once it is on disk."""
+    """Write a new file, and return when it is on disk."""
     checksum = _Checksum()
     size = 0
     handle = storage.create(path)
@@ -156,17 +158,17 @@ def write_file(storage: Storage, path: Path, contents: Iterable[bytes | _Bytes])
             size += len(data)
         storage.sync(handle)
     finally:
-        xxh3_128 = checksum.close()  # first: it ends the thread, even if closing fails
+        xxh3_128 = checksum.close()  # first, because it ends the thread even if closing the file fails
         storage.close(handle)
     return FileFacts(size, xxh3_128)
 
 
 class _Checksum:
-    """The xxh3_128 of a stream. Whole blocks are hashed by a thread while they are written: both release the GIL."""
+    """The xxh3_128 of a stream. A thread hashes whole blocks while they are written; both operations release the GIL."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
-        self._blocks: queue.Queue[memoryview | None] = queue.Queue(2)  # bounded: they hold memory
+        self._blocks: queue.Queue[memoryview | None] = queue.Queue(2)  # bounded, because blocks hold memory
         self._thread: threading.Thread | None = None
 
     def update(self, block: memoryview) -> None:
@@ -182,7 +184,7 @@ class _Checksum:
         thread = threading.Thread(target=self._work, name="checksum", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the interpreter shuts down, or the thread limit is reached
+        except RuntimeError:  # the interpreter is shutting down, or the thread limit is reached
             return
         self._thread = thread
 
@@ -199,7 +201,7 @@ class _Checksum:
 
 
 def checksum_of(storage: Storage, path: Path, *, expected_bytes: int) -> str | None:
-    """Return the checksum of a file; None, without reading, when its size is not the expected one."""
+    """Return the checksum of a file, or None without reading it if its size differs from the expected one."""
     handle = storage.open(path)
     try:
         return _checksum(storage, handle, expected_bytes) if storage.size(handle) == expected_bytes else None
@@ -232,7 +234,7 @@ def read_header(storage: Storage, handle: int, *, source: str) -> dict[str, Stor
     """Return the position of each tensor in an open file.
 
     Raises:
-        CheckpointError: it is no safetensors file, or its tensors overlap or do not fill it.
+        CheckpointError: the file is not in the safetensors format, or its tensors overlap or leave gaps.
     """
     size = storage.size(handle)
     start = bytearray(8)
@@ -240,7 +242,7 @@ def read_header(storage: Storage, handle: int, *, source: str) -> dict[str, Stor
         storage.read(handle, 0, memoryview(start))
     (length,) = struct.unpack("<Q", start)
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-        raise _malformed(source, f"its header has {length} bytes, and the file {size}")
+        raise _malformed(source, f"its header claims {length} bytes, and the file has {size}")
     text = bytearray(length)
     storage.read(handle, 8, memoryview(text))
     header = from_bytes(bytes(text), source=source)
@@ -257,11 +259,11 @@ def read_header(storage: Storage, handle: int, *, source: str) -> dict[str, Stor
     for begin, end in sorted(spans):
         if begin != position:
             raise _malformed(
-                source, f"bytes {min(begin, position)} to {max(begin, position)} are in no tensor, or in two"
+                source, f"bytes {min(begin, position)} to {max(begin, position)} belong to no tensor or to two"
             )
         position = end
     if position != size:
-        raise _malformed(source, f"its tensors end at byte {position}, and the file at {size}")
+        raise _malformed(source, f"its tensors end at byte {position}, and the file ends at byte {size}")
     return found
 
 
@@ -271,9 +273,9 @@ def _entry(entry: Any, source: str, *, base: int) -> tuple[Stored, int]:
         width = _WIDTHS[kind]
         numbers = [*shape, begin, end]
     except (KeyError, TypeError, ValueError) as error:
-        raise _malformed(source, f"an entry of its header is {str(entry)[:80]}") from error
+        raise _malformed(source, f"its header has the invalid entry {str(entry)[:80]}") from error
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
-        raise _malformed(source, f"an entry of its header is {str(entry)[:80]}")
+        raise _malformed(source, f"its header has the invalid entry {str(entry)[:80]}")
     if end - begin != math.prod(shape) * width:
         raise _malformed(source, f"a {kind} of shape {shape} has {end - begin} bytes")
     return Stored(kind, tuple(shape), base + begin), base + end

@@ -1,4 +1,4 @@
-"""The names of tensors in a checkpoint: of models, and of the states of optimizers by parameter."""
+"""The names of model and optimizer tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["model_prefix", "state_keys", "state_name", "state_values"]
 
 
 def model_prefix(index: int) -> str:
-    """Return what the names of a model's tensors begin with."""
+    """Return the prefix of the names of a model's tensors."""
     return f"models.{index}."
 
 
 def state_name(index: int, parameter: str, key: str) -> str:
-    """Return the name of a tensor in the state of an optimizer."""
+    """Return the name of a tensor in an optimizer's state."""
     return f"optimizers.{index}.{parameter}.{key}"
 
 
 def state_keys(checkpoint: Checkpoint, index: int, parameters: Sequence[str]) -> dict[str, list[str]]:
-    """Return which tensors the saved state of each parameter has."""
+    """Return the keys of the tensors in each parameter's saved optimizer state."""
     prefix = f"optimizers.{index}."
     found: dict[str, list[str]] = {name: [] for name in parameters}
     for name in checkpoint.names():
@@ -32,11 +32,11 @@ def state_keys(checkpoint: Checkpoint, index: int, parameters: Sequence[str]) ->
 
 
 def state_values(checkpoint: Checkpoint, index: int) -> dict[str, dict[str, Any]]:
-    """Return what is no tensor in the state of the parameters, of whichever rank had it."""
+    """Return the entries of each parameter's optimizer state that are not tensors, merged from all ranks."""
     found: dict[str, dict[str, Any]] = {}
     for rank in range(checkpoint.manifest.world_size):
         values = (checkpoint.rank_objects(rank) or {}).get("optimizer_values")
         if values is None:
-            break  # nobody has such values
+            break  # no rank has such values
         found = {**values[index], **found}
     return found

@@ -1,4 +1,4 @@
-"""Plain Python data as JSON that keeps its types; reading it back cannot run code."""
+"""JSON that preserves the types of plain Python data. Reading it cannot run code."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ MAX_DEPTH = 64
 """The maximum nesting of lists and dicts."""
 
 _MAX_JSON_BYTES = 1 << 28
-_MAX_BITS = 4096  # Python reads and writes no numbers of more than 4300 digits
+_MAX_BITS = 4096  # Python does not parse or print integers of more than 4300 digits
 _ARRAY_DTYPE = re.compile(r"[<>|=]?(b1|[biufcSU]\d{1,9}|[mM]8(\[\d{0,9}[a-zA-Z]{1,2}\])?)")
 _FACTORIES: Mapping[str, Callable[[], Any]] = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}
 _PLAIN = "numbers, text, bytes, lists, tuples, sets, dicts, dates, paths, numpy arrays and tensors"
 
 
 def to_bytes(encoded: Any) -> bytes:
-    """Return JSON text in UTF-8, the same for equal values; ``encoded`` is what ``encode`` returned."""
+    """Return the result of ``encode`` as JSON text. Equal values give equal text."""
     return json.dumps(encoded, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def from_bytes(text: bytes, *, source: str) -> Any:
-    """Return the value of JSON text, before ``decode``; ``source`` names it in errors.
+    """Parse JSON text. The result still has to be decoded; errors call the text ``source``.
 
     Raises:
-        CheckpointError: it is not JSON, has a duplicate key, or is nested too deep.
+        CheckpointError: the text is not JSON, has a duplicate key, or is nested too deeply.
     """
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise damaged(f"{source} cannot be read: {why}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file of JSON.
+    """Return the object in a JSON file.
 
     Raises:
-        CheckpointError: it is missing, or holds another type.
+        CheckpointError: the file cannot be read or does not contain a JSON object.
     """
     storage = LocalStorage()
     try:
@@ -73,29 +73,29 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def encode(value: Any, *, name: str, put_tensor: Callable[[str, torch.Tensor], None] | None = None) -> Any:
-    """Return ``value`` as JSON knows it; tensors go to ``put_tensor``, by the names that stand in their place.
+    """Return ``value`` as data that JSON can represent. Tensors are replaced by their names.
 
     Args:
         value: plain data.
-        name: of the value, in errors and in the names of its tensors.
-        put_tensor: keeps a tensor under a name; None: tensors are refused.
+        name: name of the value in errors and in the names of its tensors.
+        put_tensor: called with the name and value of each tensor; None rejects tensors.
 
     Raises:
-        CheckpointError: something in it is no plain data; the error says where.
+        CheckpointError: part of the value is not plain data; the error names that part.
     """
     return _encode(value, name, 0, put_tensor)
 
 
 def decode(value: Any, *, source: str, get_tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
-    """Return what ``encode`` was given.
+    """Return the value that was passed to ``encode``.
 
     Args:
-        value: as ``from_bytes`` returned it.
-        source: names the file in errors.
-        get_tensor: returns a tensor by its name; None: there are none.
+        value: result of ``from_bytes``.
+        source: name of the file in errors.
+        get_tensor: returns a tensor by name; None rejects tensors.
 
     Raises:
-        CheckpointError: it is not of this form.
+        CheckpointError: ``value`` is not a result of ``encode``.
     """
     try:
         return _decode(value, get_tensor)
@@ -107,7 +107,7 @@ def decode(value: Any, *, source: str, get_tensor: Callable[[str], torch.Tensor]
 
 
 def _encode(value: Any, name: str, depth: int, put_tensor: Callable[[str, torch.Tensor], None] | None) -> Any:
-    # By the exact type: a subclass (an enum, a named tuple) would come back as something else.
+    # The exact type decides: a subclass (an enum, a named tuple) would be decoded as its base class.
     kind = type(value)
     if value is None or kind in (bool, str) or (kind is int and value.bit_length() <= _MAX_BITS):
         return value
@@ -115,7 +115,7 @@ def _encode(value: Any, name: str, depth: int, put_tensor: Callable[[str, torch.
         return value if math.isfinite(value) else {"$float": repr(value)}
     if depth > MAX_DEPTH:
         raise CheckpointError(
-            f"{name} is nested deeper than {MAX_DEPTH} levels, or holds itself", do="save a flatter structure"
+            f"{name} is nested deeper than {MAX_DEPTH} levels or contains itself", do="save a flatter structure"
         )
 
     def inner(item: Any, step: str) -> Any:
@@ -143,7 +143,7 @@ def _encode(value: Any, name: str, depth: int, put_tensor: Callable[[str, torch.
     if encoded is None:
         what = "a tensor" if isinstance(value, torch.Tensor) else f"a {kind.__module__}.{kind.__qualname__}"
         raise CheckpointError(
-            f"{name} is {what}, which is not plain data: it could not be read back without running code",
+            f"{name} is {what}, which is not plain data and could not be loaded without running code",
             do=f"save {_PLAIN}",
         )
     return encoded
@@ -180,12 +180,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
     return found
 
 
 def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not valid JSON")
 
 
 def _decode(value: Any, get_tensor: Callable[[str], torch.Tensor] | None) -> Any:
@@ -197,14 +197,14 @@ def _decode(value: Any, get_tensor: Callable[[str], torch.Tensor] | None) -> Any
     if not typed:
         return {key: _decode(item, get_tensor) for key, item in value.items()}
     if len(value) != 1:
-        raise ValueError(f"{typed[0]!r} stands beside other keys")
+        raise ValueError(f"{typed[0]!r} must be the only key of its object")
     kind, content = typed[0], value[typed[0]]
     if kind == "$tensor":
         if get_tensor is None or not isinstance(content, str):
-            raise ValueError("it names a tensor where there is none")
+            raise ValueError("it refers to a tensor where none is allowed")
         return get_tensor(content)
     if kind not in _DECODERS:
-        raise ValueError(f"there is no type {kind!r}")
+        raise ValueError(f"unknown type {kind!r}")
     if kind in _CONTAINERS:
         content = _decode(content, get_tensor)
     return _DECODERS[kind](content)
@@ -212,7 +212,7 @@ def _decode(value: Any, get_tensor: Callable[[str], torch.Tensor] | None) -> Any
 
 def _list(content: Any, *, of: int | None = None) -> list[Any]:
     if not isinstance(content, list) or (of is not None and len(content) != of):
-        raise ValueError(f"a list{'' if of is None else f' of {of}'} is expected, not {str(content)[:60]!r}")
+        raise ValueError(f"expected a list{'' if of is None else f' of {of}'}, got {str(content)[:60]!r}")
     return content
 
 
@@ -224,7 +224,7 @@ def _pairs(content: Any) -> Iterable[tuple[Any, Any]]:
 
 def _text(content: Any) -> str:
     if not isinstance(content, str):
-        raise ValueError(f"text is expected, not {str(content)[:60]!r}")
+        raise ValueError(f"expected text, got {str(content)[:60]!r}")
     return content
 
 
@@ -234,14 +234,14 @@ def _raw(content: Any) -> bytes:
 
 def _special_float(content: Any) -> float:
     if content not in ("nan", "inf", "-inf"):
-        raise ValueError(f"{content!r} is no float of this form")
+        raise ValueError(f"expected nan, inf or -inf, got {content!r}")
     return float(content)
 
 
 def _default_dict(content: Any) -> defaultdict[Any, Any]:
     factory, items = _list(content, of=2)
     if not isinstance(items, dict):
-        raise ValueError("a default_dict holds a dict")
+        raise ValueError(f"expected a dict, got {str(items)[:60]!r}")
     return defaultdict(None if factory is None else _FACTORIES[factory], items)
 
 
@@ -252,7 +252,7 @@ def _deque(content: Any) -> deque[Any]:
 
 def _numpy_dtype(content: Any) -> np.dtype[Any]:
     if not _ARRAY_DTYPE.fullmatch(_text(content)):
-        raise ValueError(f"{content!r} is no dtype of plain data")
+        raise ValueError(f"{content!r} is not a dtype of plain data")
     dtype: np.dtype[Any] = np.dtype(content)
     return dtype
 
@@ -260,7 +260,7 @@ def _numpy_dtype(content: Any) -> np.dtype[Any]:
 def _array(content: Any) -> np.ndarray[Any, Any]:
     dtype, shape, data = _list(content, of=3)
     if not all(type(size) is int and size >= 0 for size in _list(shape)):
-        raise ValueError(f"{shape!r} is no shape")
+        raise ValueError(f"{shape!r} is not a shape")
     return np.frombuffer(_raw(data), dtype=_numpy_dtype(dtype)).reshape(shape).copy()
 
 
@@ -278,7 +278,7 @@ def _complex(content: Any) -> complex:
 def _torch_dtype(content: Any) -> torch.dtype:
     dtype = getattr(torch, _text(content), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{content!r} is no dtype")
+        raise ValueError(f"{content!r} is not a dtype")
     return dtype
 
 
@@ -286,7 +286,7 @@ def _device(content: Any) -> torch.device:
     try:
         return torch.device(_text(content))
     except RuntimeError as error:
-        raise ValueError(f"{content!r} is no device") from error
+        raise ValueError(f"{content!r} is not a device") from error
 
 
 def _timedelta(content: Any) -> datetime.timedelta:

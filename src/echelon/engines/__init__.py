@@ -1,1 +1,1 @@
-"""How a model trains on the ranks; one final class an engine behind one abstract seam."""
+"""Training engines: one class per way of distributing a model over the ranks, behind one abstract interface."""

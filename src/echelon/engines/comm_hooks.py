@@ -1,4 +1,4 @@
-"""DDP communication hooks that compress gradients: half precision and PowerSGD; also on gloo, where torch's own hooks fail."""
+"""DDP communication hooks that compress gradients (half precision, PowerSGD). They also work with gloo, unlike torch's."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.
 
@@ -27,17 +27,17 @@ def register_comm_hook(
     wrapper: str = "no",
     state_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Register a communication hook that compresses the gradients of ``model``; once, before its first backward pass.
+    """Register a communication hook that compresses the gradients of ``model``. Call it once, before the first backward pass.
 
     Args:
         model: the wrapped model.
-        hook: ``no``; ``fp16`` or ``bf16``: send half of the bytes; ``power_sgd``: send low-rank factors of each matrix;
-            ``batched_power_sgd``: those of each whole bucket (coarser).
-        wrapper: ``no``; ``fp16`` or ``bf16``: cast the bucket before the hook, and back after it.
+        hook: ``no``; ``fp16`` or ``bf16`` to send half of the bytes; ``power_sgd`` to send low-rank factors of each matrix;
+            ``batched_power_sgd`` to send low-rank factors of each bucket (coarser).
+        wrapper: ``no``; ``fp16`` or ``bf16`` to cast the bucket before the hook and back after it.
         state_options: arguments of ``PowerSGDState``.
 
     Raises:
-        ConfigError: an unsupported combination.
+        ConfigError: the combination is not supported.
 
     Source: torch.distributed.algorithms.ddp_comm_hooks; Vogels et al., "PowerSGD", NeurIPS 2019.
     """
@@ -73,17 +73,17 @@ def _check(hook: str, wrapper: str, options: Mapping[str, Any]) -> None:
         )
     if hook == "batched_power_sgd" and not _batched_works():
         raise ConfigError(
-            f"comm_hook='batched_power_sgd' does not work in torch {torch.__version__}: its orthogonalization rejects the "
+            f"comm_hook='batched_power_sgd' does not work in torch {torch.__version__}: torch's orthogonalization rejects the "
             "matrices of the hook",
             do="set comm_hook='power_sgd', which is also more accurate",
         )
 
 
 def _batched_works() -> bool:
-    """Return whether torch's batched hook survives its first compressed step.
+    """Return whether torch's batched hook works after its first compressed step.
 
-    In torch 2.13 it passes a matrix to a function that asserts a batch of them, a bare AssertionError on every device
-    (test_batched_power_sgd_is_refused). Calling that function also detects a torch in which this is fixed.
+    In torch 2.13 the hook passes a single matrix to a function that asserts a batch of matrices
+    (test_batched_power_sgd_and_invalid_combinations_are_rejected). Calling this function detects the defect and versions that fix it.
     """
     try:
         powerSGD_hook._orthogonalize(torch.eye(2))  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ def _half_hook(dtype: torch.dtype) -> Hook:
 
 
 def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
-    """Pass ``hook`` the bucket in ``dtype``. Not torch's wrappers: DDP rejects the bf16 one, by its name, without NCCL."""
+    """Pass the bucket to ``hook`` in ``dtype``. Without NCCL, DDP rejects torch's own bf16 wrapper by its name."""
 
     def in_half(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -124,9 +124,9 @@ def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
 def _one_at_a_time(hook: Hook) -> Hook:
     """Finish the collectives of one bucket before the next bucket starts.
 
-    PowerSGD starts its second collective in a gloo thread, when the first has finished. With several buckets their order
-    differs between the ranks, and gloo adds tensors of different sizes, or aborts (torch 2.7 to 2.13;
-    test_power_sgd_works_with_several_buckets). DDP itself calls the hook in the same order on all ranks.
+    PowerSGD starts its second collective in a gloo thread when the first one finishes. With several buckets, the order of the
+    collectives then differs between the ranks, and gloo adds tensors of different sizes or aborts (torch 2.7 to 2.13;
+    test_power_sgd_works_with_several_buckets). DDP calls the hook in the same order on all ranks.
     """
 
     def in_order(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The engine ``ddp``, the default of several ranks: torch's DistributedDataParallel, with the step guard."""
+"""The engine ``ddp``, the default for several ranks: torch's DistributedDataParallel with the step guard."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CAPABILITIES = Capabilities(name="ddp", replicates=True, sums_shards=True)
 
 
 class DDPEngine(Engine):
-    """Every rank holds the model; gradients are averaged over the ranks during the backward pass.
+    """Every rank holds the whole model; the backward pass averages gradients over the ranks.
 
     Source: torch.nn.parallel.DistributedDataParallel.
     """
@@ -49,17 +49,17 @@ class DDPEngine(Engine):
         self._stepper = Stepper(scaler)
         self._clip = clip_gradients
         self._options = dict(options or {})
-        self._replicas: dict[int, Replica] = {}  # by id of the wrapper, which the replica keeps alive
+        self._replicas: dict[int, Replica] = {}  # by the id of the wrapper, which the replica keeps alive
         self._frozen: list[_Frozen] = []
         self._optimizers: list[ref[Optimizer]] = []  # in the order of prepare, the same on every rank
-        # By optimizer: the key of the look-up, and the parameters that no replica holds.
+        # For each optimizer, the cache key and the parameters that no replica holds.
         self._strays: WeakKeyDictionary[Optimizer, tuple[list[int], list[torch.Tensor]]] = WeakKeyDictionary()
-        self._shared: dict[int, torch.Tensor] = {}  # by id: strays that were broadcast to all ranks
+        self._shared: dict[int, torch.Tensor] = {}  # strays that were broadcast to all ranks, by id
         self._warned = False
-        self._reduces = True  # False: gradients are not reduced (build_sharded_update)
+        self._reduces = True  # False after build_sharded_update, which reduces gradients itself
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without models, which it identifies by id: a copy has prepared nothing.
+        # Models are identified by id, so a copy starts without prepared models.
         return partial(type(self), scaler=self._stepper.scaler, options=self._options), (self._world,)
 
     @classmethod
@@ -79,7 +79,7 @@ class DDPEngine(Engine):
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
-        """Wrap each model that has trainable parameters (DDP broadcasts rank zero's weights); return the others unchanged."""
+        """Wrap each model with trainable parameters (DDP broadcasts rank zero's weights). Other models are returned unchanged."""
         wrapped = tuple(self._wrap(model) for model in models)
         self._optimizers += map(ref, optimizers)
         return Prepared(models=wrapped, optimizers=tuple(optimizers), schedulers=tuple(schedulers))
@@ -87,7 +87,7 @@ class DDPEngine(Engine):
     def _wrap(self, model: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             self._frozen.append(_Frozen(model, self._share_strays))
-            return model  # DDP rejects a module without gradients, and a frozen teacher has none to reduce
+            return model  # DDP rejects modules without trainable parameters
         device = self._world.device
         on_device = all(p.device.type == device.type for p in model.parameters())
         ids = [device.index] if device.type != "cpu" and on_device else None
@@ -189,7 +189,7 @@ class DDPEngine(Engine):
         )
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return the full state: every rank has all of it."""
+        """Return the full state, which every rank has."""
         return collect_named_state(self.unwrap(model), optimizers)
 
     def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
@@ -234,7 +234,7 @@ class DDPEngine(Engine):
 
     def _strays_of(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters of ``optimizer`` that no replica holds."""
-        # Cached until models or parameters change: a step must not walk over all of them.
+        # Cached until models or parameters change, to avoid a search in every step.
         looked_up = [*(replica.version for replica in self._replicas.values()), *map(id, parameters)]
         known = self._strays.get(optimizer)
         if known is None or known[0] != looked_up:
@@ -243,7 +243,7 @@ class DDPEngine(Engine):
         return known[1]
 
     def _average_strays(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-        """Average the gradients of those ``parameters`` of ``optimizer`` that no replica holds. Collective: if there are any."""
+        """Average the gradients of ``parameters`` of ``optimizer`` that no replica holds. Collective: if there are any."""
         strays = [p for p in self._strays_of(optimizer, parameters) if p.requires_grad]
         if strays:
             self._share_strays(strays)
@@ -259,10 +259,10 @@ class DDPEngine(Engine):
     def _reduce(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Average the gradients of each dirty replica that holds one of ``parameters``; return whether there are any.
 
-        Every rank runs the same program, so every rank has the same dirty replicas. Averaging again what DDP has averaged
-        does not change it, so a mixture of synchronized and local contributions is correct, too.
+        Every rank runs the same program and therefore has the same dirty replicas. Averaging gradients that DDP has already
+        averaged does not change them, so a mixture of synchronized and local contributions is handled correctly.
 
-        Collective: if there are any.
+        Collective: if there are such replicas.
         """
         ids = set(map(id, parameters))
         is_reduced = False
@@ -282,15 +282,14 @@ class DDPEngine(Engine):
         frozen = {id(p) for model in self._frozen for p in model.parameters}
         if any(id(p) in frozen for p in new):
             warn(
-                f"{len(new)} parameter(s) of this optimizer belong to a model that was fully frozen when it was prepared: DDP does "
-                "not know it, and echelon averages their gradients over the ranks at each step. Prepare the model after its "
-                "first parameter is unfrozen, to overlap this with the backward pass."
+                f"{len(new)} parameter(s) of this optimizer belong to a model that was fully frozen when it was prepared, so DDP "
+                "does not wrap it; echelon averages their gradients over the ranks at each step. To overlap this with the "
+                "backward pass, unfreeze a parameter before you prepare the model."
             )
         else:
             warn(
-                f"{len(new)} parameter(s) of this optimizer belong to no prepared model: echelon averages their gradients "
-                "over the ranks at each step. Prepare the model that holds all parameters, to overlap this with the "
-                "backward pass."
+                f"{len(new)} parameter(s) of this optimizer belong to no prepared model; echelon averages their gradients "
+                "over the ranks at each step. To overlap this with the backward pass, prepare the model that contains them."
             )
         for parameter in new:
             dist.broadcast(parameter.data, src=0)  # the ranks may have initialized them differently
@@ -299,9 +298,9 @@ class DDPEngine(Engine):
         if not self._warned:
             self._warned = True
             warn(
-                "the last backward pass was not synchronized between the ranks (a step inside no_sync(), a forward pass "
-                "through the bare module, or through an object that holds it): echelon averages the gradients now, so "
-                "the result is correct, but slower. Call the prepared model, and step outside no_sync()."
+                "the last backward pass was not synchronized between the ranks (the step is inside no_sync(), or the forward "
+                "pass called the unprepared module); echelon averages the gradients now, so the result is correct, but "
+                "slower. Call the prepared model, and step outside no_sync()."
             )
 
 
@@ -321,7 +320,7 @@ class _Frozen:
 
 
 class _NoSync:
-    """DDP.no_sync without the cost of a generator; does nothing for a model that was not wrapped."""
+    """``DDP.no_sync`` without the overhead of a generator. Does nothing for a model that is not wrapped."""
 
     __slots__ = ("_before", "_wrapper")
 

@@ -1,4 +1,4 @@
-"""The base class of engines that wrap another one."""
+"""Base class of engines that wrap another engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DelegatingEngine"]
 
 
 class DelegatingEngine(Engine):
-    """Forwards every member of the contract to ``inner``; a subclass overrides what it does differently."""
+    """Forwards every member of the interface to ``inner``. Subclasses override the members that differ."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner

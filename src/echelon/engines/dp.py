@@ -1,4 +1,4 @@
-"""The engine ``dp``, for old scripts: torch's DataParallel, which copies the model to several devices in each step."""
+"""The engine ``dp``, for older scripts: torch's DataParallel, which copies the model to several devices in each step."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _CAPABILITIES = Capabilities(name="dp", replicates=False)
 
 
 class DPEngine(DelegatingEngine):
-    """One process, several devices: each forward pass copies the model to all of them and splits the batch.
+    """Trains on several devices in one process: each forward pass copies the model to all devices and splits the batch.
 
-    A model that returns its loss returns one per device. ``Accelerator.backward`` averages them: every device has the same
-    weight, even one that got fewer samples.
+    A model that returns its loss returns one value per device. ``Accelerator.backward`` averages these values with equal
+    weights, even if a device received fewer samples.
 
     Raises:
-        UsageError: there are several processes.
+        UsageError: the run has several processes.
 
     Source: torch.nn.DataParallel; docs/data_parallel.md.
     """
@@ -65,7 +65,7 @@ class DPEngine(DelegatingEngine):
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
-        """Wrap each model that is not wrapped yet; with fewer than two devices, wrap nothing."""
+        """Wrap each model that is not wrapped yet, unless there are fewer than two devices."""
         if models and not self._warned:
             self._warned = True
             self._warn()
@@ -80,20 +80,22 @@ class DPEngine(DelegatingEngine):
         count, script = len(self._devices), Path(sys.argv[0]).name or "script.py"
         if count < 2:
             warn(
-                f"the engine dp splits batches over the accelerators of one process, and this one has {count}: it trains as "
-                "the engine single does."
+                f"the engine dp splits batches over the accelerators of one process, but this process has {count}, so it "
+                "trains like the engine single."
             )
             return
         warn(
             f"the engine dp copies the model to {count} devices in each step, runs them in threads that share Python's "
             "interpreter lock, uses more time and memory on the first device, and is limited to one machine. One process per "
-            f"device (echelon launch --num_processes {count} {script}, engine ddp) avoids all of that and is faster: see "
-            "docs/data_parallel.md; engine='single' uses one device. A model that returns its loss returns one per device; "
-            "their mean is backpropagated, whatever the number of samples of each."
+            f"device (echelon launch --num_processes {count} {script}, engine ddp) is faster and avoids these problems; see "
+            "docs/data_parallel.md. engine='single' uses one device. A model that returns its loss returns one value per "
+            "device; their mean is backpropagated, regardless of the number of samples on each device."
         )
 
     def build_sharded_update(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
-        return Engine.build_sharded_update(self, num_shards, parameters)  # not ``inner``: dp cannot
+        return Engine.build_sharded_update(
+            self, num_shards, parameters
+        )  # dp does not support it, although ``inner`` does
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
         return super().sharded_state(self.unwrap(model), optimizers)
@@ -105,7 +107,7 @@ class DPEngine(DelegatingEngine):
         return super().full_state_dict(self.unwrap(model))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's module, also if the script itself has wrapped it."""
+        """Return the user's module, even if the script itself wrapped it."""
         while isinstance(model, nn.DataParallel):
             model = model.module
         return model
@@ -113,13 +115,13 @@ class DPEngine(DelegatingEngine):
 
 @dataclass(frozen=True, slots=True)
 class _Scalar:
-    """A 0-d tensor, which every device gets whole."""
+    """A 0-d tensor, which is copied to every device."""
 
     value: torch.Tensor
 
 
 def _on_device(data: Any, index: int) -> Any:
-    """Return ``data`` with its scalars as tensors on the device ``index``; those on the CPU stay there."""
+    """Return ``data`` with scalars as tensors on the device ``index``. Scalars on the CPU stay there."""
     if isinstance(data, _Scalar):
         kind = data.value.device.type
         return data.value if kind == "cpu" else data.value.to(torch.device(kind, index))
@@ -134,13 +136,14 @@ def _on_device(data: Any, index: int) -> Any:
 
 
 class _DataParallel(nn.DataParallel[nn.Module]):
-    """torch's DataParallel, with support for short batches and for mixed precision forward passes."""
+    """torch's DataParallel with support for short batches and for mixed-precision forward passes."""
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """Split positional and keyword arguments together.
 
-        Torch splits them separately: if a batch has fewer samples than there are devices, ``model(x, flag=True)`` calls the
-        remaining devices with the flag but without ``x`` (torch 2.7 to 2.13; test_a_batch_may_be_shorter_than_the_devices).
+        torch splits them separately. If a batch has fewer samples than there are devices, ``model(x, flag=True)`` then calls
+        the remaining devices with the flag but without ``x`` (torch 2.7 to 2.13;
+        test_a_batch_may_be_shorter_than_the_devices).
         """
         if not inputs and not kwargs:
             return (), ()
@@ -149,17 +152,17 @@ class _DataParallel(nn.DataParallel[nn.Module]):
         return tuple(part[0] for part in parts), tuple(part[1] for part in parts)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
-        """Copy ``module``, and rebind a ``forward`` wrapped on the object from the original to the copy."""
+        """Copy ``module``. A wrapped ``forward`` on the original object is bound to the copy."""
         copies = super().replicate(module, device_ids)
         for copy in copies:
             rebind_forward(copy, original=module)
         return copies
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
-        """Gather the tensors of the outputs; everything else, and the type, is that of the first output.
+        """Gather the tensors of the outputs. The type and all other values are those of the first output.
 
-        Torch rebuilds containers by calling their classes, and treats what is neither tensor nor container as a container.
+        torch rebuilds containers by calling their classes, and treats any other object as a container.
         """
-        # One scalar per device becomes a vector: torch does the same, with a warning.
+        # One scalar per device becomes a vector. torch does the same with a warning.
         parts = [tuple(one if one.dim() else one.unsqueeze(0) for one in output_tensors(output)) for output in outputs]
         return replace_output_tensors(outputs[0], super().gather(parts, output_device))

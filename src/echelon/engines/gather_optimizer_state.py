@@ -1,6 +1,6 @@
-"""Gathers sharded optimizer state on rank zero: the structure as JSON, tensors as their bytes.
+"""Gathers sharded optimizer state on rank zero, with the structure as JSON and tensors as raw bytes.
 
-torch's own ways (``ZeroRedundancyOptimizer.consolidate_state_dict``, ``dist.gather_object``, ``torch.distributed.checkpoint``)
+torch's functions (``ZeroRedundancyOptimizer.consolidate_state_dict``, ``dist.gather_object``, ``torch.distributed.checkpoint``)
 exchange pickles, which echelon does not load from a network.
 """
 
@@ -20,15 +20,15 @@ __all__ = ["gather_optimizer_state"]
 
 
 def gather_optimizer_state(part: Mapping[int, Any]) -> dict[int, Any] | None:
-    """Return the union of all ranks' ``part`` on rank zero, with tensors copied to the CPU; None elsewhere.
+    """Return the union of all ranks' ``part`` on rank zero, with tensors copied to the CPU, and None on other ranks.
 
     Args:
-        part: tensors, numbers, text, lists, tuples and dicts, by a number that is unique over the ranks.
+        part: tensors, numbers, text, lists, tuples and dicts, by a number that is unique across ranks.
 
     Collective: every rank.
 
     Raises:
-        UsageError: a part holds something else.
+        UsageError: a part contains a value of another type.
     """
     tensors: list[torch.Tensor] = []
     structure = [[number, _describe(value, tensors)] for number, value in part.items()]
@@ -56,13 +56,13 @@ def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise UsageError(
-        f"the optimizer state holds a {type(value).__name__}, which cannot be sent to another rank",
-        do="keep only tensors, numbers, text, lists, tuples and dicts in it, or use an engine that does not shard it (ddp)",
+        f"the optimizer state contains a {type(value).__name__}, which cannot be sent to another rank",
+        do="use only tensors, numbers, text, lists, tuples and dicts in it, or an engine that does not shard it (ddp)",
     )
 
 
 def _rebuild(value: Any, rank: int, own: Iterator[torch.Tensor] | None) -> Any:
-    """Return what ``_describe`` described on ``rank``; its tensors are taken from ``own``, or received from ``rank``."""
+    """Undo ``_describe`` for a value of ``rank``, taking its tensors from ``own`` or receiving them from ``rank``."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

@@ -1,4 +1,4 @@
-"""Uneven inputs with sharded optimizer state: ranks that have run out of batches keep stepping with the others."""
+"""Uneven inputs with sharded optimizer state: ranks without batches keep stepping with the other ranks."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def join_sharded(
     *,
     on_step: Callable[[bool], None],
 ) -> Iterator[None]:
-    """Let ranks run out of batches at different steps; joined ranks still step their part of the parameters.
+    """Let ranks run out of batches at different steps, while joined ranks still step their part of the parameters.
 
-    Torch's own hook for that steps once per forward pass, whether the others step or not, with gradients that the rank does
-    not have, and a learning rate that its scheduler has not updated.
+    torch's hook for this purpose steps once per forward pass, even if the running ranks do not step. It lacks their gradients,
+    and uses a learning rate that the joined rank's scheduler has not updated.
 
     Args:
-        wrappers: the models.
-        optimizers: theirs.
+        wrappers: the wrapped models.
+        optimizers: the optimizers of these models.
         on_step: called with True before a joined rank steps, and with False afterwards.
 
-    Collective: every rank enters.
+    Collective: every rank enters the context.
 
     Source: torch.distributed.algorithms.join.Join.
     """
     events = _Events(wrappers, optimizers, on_step)
-    # For its side effect on the wrappers: their forward passes notify joined ranks whether they reduce.
+    # The constructor makes the wrappers' forward passes notify joined ranks whether they reduce.
     Join([events, *wrappers])
     with Join([events]):
         handles: list[Any] = [
@@ -57,7 +57,7 @@ def join_sharded(
 
 
 class _Events(Joinable, JoinHook):
-    """Before each forward pass and each step, running ranks notify joined ranks, which shadow it."""
+    """Notifies joined ranks before each forward pass and each step of running ranks. Joined ranks shadow it."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class _Events(Joinable, JoinHook):
         self._notify(self._wrappers.index(wrapper))
 
     def notify_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """Notify joined ranks of a step of ``optimizer``; if there are any, one running rank sends them what they need."""
+        """Notify joined ranks of a step of ``optimizer``. One running rank sends them the data for the step."""
         event = len(self._wrappers) + self._optimizers.index(optimizer)
         events = self._notify(event)
         if _JOINED in events:
             _send_step_to_joined(optimizer, events)
 
     def main_hook(self) -> None:
-        """Shadow the next event, on a joined rank."""
+        """Shadow the next event on a joined rank."""
         (events,) = gather_counts(_JOINED)
         event = max(events)
         if event < len(self._passes):
@@ -104,7 +104,7 @@ class _Events(Joinable, JoinHook):
             self._step(self._optimizers[event - len(self._passes)], events)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the model of the last rank to join."""
+        """Copy the model of the last rank that joins."""
         for each in self._passes:
             each.post_hook(is_last_joiner)
 
@@ -131,7 +131,7 @@ class _Events(Joinable, JoinHook):
 
 
 def _send_step_to_joined(optimizer: ShardedOptimizer, events: list[int]) -> None:
-    """Send joined ranks the settings and gradients with which the others step. Collective: every rank."""
+    """Send joined ranks the settings and gradients of the running ranks' step. Collective: every rank."""
     rank, source = dist.get_rank(), events.index(max(events))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     message = None
@@ -155,7 +155,7 @@ def _send_step_to_joined(optimizer: ShardedOptimizer, events: list[int]) -> None
 
 
 def _plain_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``group`` that are numbers, text, or sequences of them: those that change during a run."""
+    """Return the settings of ``group`` that may change during a run: numbers, text, and sequences of them."""
     numbers = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in group.items() if n != "params"}
     kinds = (bool, int, float, str)
     return {

@@ -1,8 +1,8 @@
-"""Forward hooks that let torch's wrappers find the tensors of any output: flattened to a tuple for them, restored afterwards.
+"""Forward hooks that flatten any output to a tuple for torch's wrappers, and restore it afterwards.
 
-DDP looks for the output's tensors if it searches for unused parameters or has a static graph; FSDP and DeepSpeed attach their
-backward hooks to them. They search tuples, lists, dicts and some dataclasses, and assume that other objects hold no tensors:
-gradients are then reduced too early, twice, or never.
+DDP searches the output for tensors if it looks for unused parameters or has a static graph; FSDP and DeepSpeed attach backward
+hooks to the tensors. They search tuples, lists, dicts and some dataclasses, and miss tensors in other objects. Gradients are
+then reduced too early, twice, or never.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING: Any = object()
 
 
 def _is_searched(output: Any) -> bool:
-    """Return whether torch finds every tensor of ``output`` that can be found."""
+    """Return whether torch finds every tensor in the containers of ``output``."""
     if isinstance(output, torch.Tensor):
         return True
     held = contents(output)
@@ -44,13 +44,13 @@ def _attributes_of(output: Any) -> dict[str, Any]:
 
 
 def output_tensors(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of an output: of containers, and of the attributes of any other object."""
+    """Return the tensors in an output's containers, or in its attributes if it is another object."""
     held = _attributes_of(output) or output
     return [leaf for leaf in leaves(held) if isinstance(leaf, torch.Tensor)]
 
 
 def replace_output_tensors(output: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """Return ``output`` with its ``output_tensors`` replaced; an object that is not a container is modified in place."""
+    """Return ``output`` with its ``output_tensors`` replaced. An object that is not a container is modified in place."""
     given = iter(tensors)
     attributes = _attributes_of(output)
     if not attributes:
@@ -62,13 +62,13 @@ def replace_output_tensors(output: Any, tensors: Iterable[torch.Tensor]) -> Any:
 
 
 class _FlattenHooks:
-    """A pair of forward hooks; the hooks registered between them see a tuple of tensors."""
+    """A pair of forward hooks. Hooks registered between them receive a tuple of tensors."""
 
     def __init__(self) -> None:
         self._output: Any = _NOTHING
 
     def flatten(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Return the tensors of ``output``; None (no change) if torch finds them itself."""
+        """Return the tensors of ``output``, or None (no change) if torch finds them itself."""
         self._output = _NOTHING
         if _is_searched(output) and not _attributes_of(output):
             return None
@@ -79,15 +79,15 @@ class _FlattenHooks:
         return tuple(tensors)
 
     def restore(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Return the original output, with the tensors that the hooks in between returned."""
+        """Return the original output with the tensors that the hooks in between returned."""
         original, self._output = self._output, _NOTHING
-        if original is _NOTHING or not isinstance(output, tuple):  # not a tuple: the forward pass has failed in between
+        if original is _NOTHING or not isinstance(output, tuple):  # not a tuple if the forward pass failed
             return None
         return replace_output_tensors(original, output)
 
 
 class flatten_outputs_for_hooks:
-    """A context in which somebody registers forward hooks of ``module``: they see the tensors of any output."""
+    """Context in which forward hooks registered on ``module`` receive the tensors of any output."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -101,10 +101,10 @@ class flatten_outputs_for_hooks:
 
 
 class OutputFlattener:
-    """Flattens the outputs of a module for its wrapper (DDP's, DeepSpeed's), and restores them after the wrapper's forward."""
+    """Flattens the outputs of a module for its wrapper (DDP, DeepSpeed), and restores them after the wrapper's forward."""
 
     def __init__(self, wrapper: nn.Module, module: nn.Module, *, where: str) -> None:
-        self._where = where  # in the user's terms
+        self._where = where
         self._module = module
         self._flattening = _FlattenHooks()
         self._hook: RemovableHandle | None = None
@@ -115,15 +115,15 @@ class OutputFlattener:
 
     def _begin(self, _wrapper: nn.Module, _inputs: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # For this pass only: it runs after the script's own hooks, and not when the script calls the bare module.
+            # Registered per pass, so that it runs after the user's hooks and not when the user calls the bare module.
             self._hook = self._module.register_forward_hook(self._flatten)
 
     def _flatten(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         is_opaque = contents(output) is None and not isinstance(output, (torch.Tensor, *_SCALARS))
         if is_opaque and not output_tensors(output):
             raise UsageError(
-                f"the forward pass of {type(module).__name__} returned a {type(output).__name__} in which no tensor is found, "
-                "and gradients are reduced by hooks on the output's tensors",
+                f"the forward pass of {type(module).__name__} returned a {type(output).__name__} in which echelon finds no "
+                "tensors, but hooks on the output's tensors reduce the gradients",
                 where=self._where,
                 do="return a tensor, a tuple, a dict or a dataclass, or remove these options",
             )

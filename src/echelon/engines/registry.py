@@ -1,4 +1,4 @@
-"""Engine name -> class, imported on first use; third parties register theirs with the entry point ``echelon.engines``."""
+"""Registry of engine classes by name, imported on first use. Packages add engines with the entry point ``echelon.engines``."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ ENGINES = {
 }
 
 
-# Names that mean a TPU.
+# Engine names that refer to TPUs.
 _TPU = frozenset({"tpu", "xla", "torch_xla", "torchxla"})
 
-# Engines without a process group; a single process creates a group of one rank for the others.
+# Engines that need no process group. For other engines, a single process creates a group of one rank.
 GROUPLESS = frozenset({"single", "dp"})
 
-# Engines whose one process uses every visible device.
+# Engines that use all visible devices from a single process.
 ON_ALL_DEVICES = frozenset({"dp"})
 
-# Engines with ``options["sharding"]``, a ``ShardingOptions``.
+# Engines with ``ShardingOptions`` in ``options["sharding"]``.
 SHARDING = frozenset({"fsdp2"})
 
-# Engines with ``options["deepspeed"]``, a ``DeepSpeedOptions``.
+# Engines with ``DeepSpeedOptions`` in ``options["deepspeed"]``.
 BY_DEEPSPEED = frozenset({"deepspeed"})
 
 
 def default_engine(*, world_size: int, shard: bool = False) -> str:
-    """Return the name of the default engine; ``shard``: the run shards the model."""
+    """Return the name of the default engine; ``shard`` is whether the run shards the model."""
     if world_size == 1:
         return "single"
     return "fsdp2" if shard else "ddp"
@@ -49,10 +49,10 @@ def load_engine(name: str) -> type[Engine]:
     """Import the class of the engine ``name``.
 
     Raises:
-        ConfigError: it is unknown; names the closest match.
+        ConfigError: the engine is unknown; the error suggests the closest match.
     """
     places = dict(ENGINES)
-    if name not in places:  # reading the installed entry points takes 15 ms and more
+    if name not in places:  # reading the installed entry points takes at least 15 ms
         places = {**{point.name: point.value for point in entry_points(group="echelon.engines")}, **places}
     if name not in places and name.lower() in _TPU:
         raise ConfigError(f"there is no engine {name!r}: echelon does not run on TPUs", do=TPU_ALTERNATIVE)

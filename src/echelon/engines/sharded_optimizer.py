@@ -1,4 +1,4 @@
-"""An optimizer with sharded state, created from an ordinary one."""
+"""An optimizer with sharded state, created from an ordinary optimizer."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = ["ShardedOptimizer"]
 class ShardedOptimizer(ZeroRedundancyOptimizer):
     """Each rank steps its part of the parameters with a copy of ``optimizer``, and broadcasts them.
 
-    It shares the group dicts of ``optimizer``, so a learning rate set there takes effect here, and takes over its state and
-    step hooks.
+    It shares the group dicts of ``optimizer``, so that a learning rate set there takes effect here. It also takes over the
+    state and step hooks.
 
     Collective: every rank creates it from the same optimizer, and steps it.
 
     Raises:
-        UsageError: a part of ``optimizer`` would not behave as the whole one.
+        UsageError: ``optimizer`` would behave differently on a part of the parameters.
 
     Source: torch.distributed.optim.ZeroRedundancyOptimizer; Rajbhandari et al., "ZeRO", 2020, stage 1.
     """
 
     optim: Optimizer
     rank: int
-    _param_to_rank: Mapping[torch.Tensor, int]  # torch's own: the owners, and the numbering of state dicts
+    _param_to_rank: Mapping[torch.Tensor, int]  # attributes of torch: the owners, and the numbers in state dicts
     _index_to_param: Sequence[torch.Tensor]
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -57,15 +57,15 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         return self._param_to_rank[parameter]
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state dict in torch's numbering, with this rank's part of the state only."""
+        """Return the state dict with torch's numbers and only this rank's part of the state."""
         state = Optimizer.state_dict(self)
         return {**state, "state": self._own(state["state"])}
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise UsageError: a rank does not have the full state."""
+        """Raise UsageError, because a rank does not have the full state."""
         raise UsageError(
-            "state_dict() of this optimizer needs all ranks: each holds the state of a part of the parameters",
-            do="use accelerator.save_state(), or call optimizer.full_state_dict() on every rank: it returns the state on rank zero",
+            "this rank holds the optimizer state of only a part of the parameters, so state_dict() cannot return all of it",
+            do="use accelerator.save_state(), or call optimizer.full_state_dict() on every rank; rank zero gets the state",
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     def _own(self, state: Mapping[int, Any]) -> dict[int, Any]:
         parameters = self._index_to_param
-        # Unknown numbers are kept: torch reports that the groups do not match.
+        # Unknown numbers are kept, so that torch reports the mismatch of the groups.
         return {
             number: value
             for number, value in state.items()
@@ -99,7 +99,7 @@ def _copy_for(optimizer: Optimizer, groups: list[dict[str, Any]], **_defaults: A
 
 
 def _require_shardable(optimizer: Optimizer) -> None:
-    """Raise unless the update of a parameter depends on its group and state only, as far as this is visible."""
+    """Raise if the update of a parameter visibly depends on more than its group and state."""
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise _unshardable(optimizer, "its step method was replaced on the object")
@@ -112,7 +112,7 @@ def _require_shardable(optimizer: Optimizer) -> None:
             continue
         items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(item, Optimizer) or id(item) in parameters for item in items):
-            raise _unshardable(optimizer, f"it holds parameters, or an optimizer, in {name!r}, outside its groups")
+            raise _unshardable(optimizer, f"its attribute {name!r} holds parameters or an optimizer outside its groups")
 
 
 def _unshardable(optimizer: Optimizer, why: str) -> UsageError:

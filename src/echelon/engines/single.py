@@ -1,4 +1,4 @@
-"""The engine of one device: the user's own objects, with a loss scaler for fp16."""
+"""The engine ``single`` for one device: the user's objects, with a loss scaler for fp16."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class SingleEngine(Engine):
         return ReplicatedUpdate(parameters, num_shards=num_shards, rank=0, world_size=1)
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return the full state: the only shard."""
+        """Return the full state as the only shard."""
         return collect_named_state(model, optimizers)
 
     def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:

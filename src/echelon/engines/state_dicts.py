@@ -1,4 +1,4 @@
-"""State dicts by plain parameter names: those without the prefix that ``torch.compile`` inserts."""
+"""State dicts by plain parameter names, without the prefix of ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMPILED = "_orig_mod."
 
 
 def plain_name(name: str) -> str:
-    """Return ``name`` without what ``torch.compile`` inserts into it."""
+    """Return ``name`` without the prefixes that ``torch.compile`` inserts."""
     return name.replace(_COMPILED, "")
 
 
@@ -43,7 +43,7 @@ def plain_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def load_plain_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load what ``plain_state_dict`` returned, whichever parts of ``module`` are compiled now; not ``strict``: a part of it."""
+    """Load the result of ``plain_state_dict``, independent of which parts of ``module`` are compiled."""
     own = {plain_name(name): name for name in module.state_dict()}
     is_plain = all(name == plain for plain, name in own.items())
     renamed = state if is_plain else {own.get(name, name): value for name, value in state.items()}
@@ -51,7 +51,7 @@ def load_plain_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict
 
 
 def collect_named_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Return the state of ``module`` and of ``optimizers``, by plain parameter names."""
+    """Return the states of ``module`` and ``optimizers`` by plain parameter names."""
     names = {id(p): name for name, p in plain_parameters(module)}
     return {
         "model": plain_state_dict(module),
@@ -69,7 +69,7 @@ def collect_named_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> d
 
 
 def load_named_state(module: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-    """Load what ``collect_named_state`` returned."""
+    """Load the result of ``collect_named_state``."""
     load_plain_state_dict(module, state["model"])
     parameters = dict(plain_parameters(module))
     for optimizer, saved in zip(optimizers, state["optimizers"]):

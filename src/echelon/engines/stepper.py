@@ -1,4 +1,4 @@
-"""Optimizer steps with an optional loss scaler, and the operations on gradients that engines share."""
+"""Optimizer steps with an optional loss scaler, and gradient operations that several engines use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class Stepper:
-    """Optimizer steps under an optional ``torch.amp.GradScaler``; reports whether a step was taken."""
+    """Performs optimizer steps with an optional ``torch.amp.GradScaler``, and reports skipped steps."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler
@@ -38,18 +38,18 @@ class Stepper:
             return True
         if id(optimizer) in self._stepped:
             self.update_loss_scale()
-        # GradScaler rejects a closure with its own clear message.
+        # GradScaler rejects a closure with a clear message.
         self.scaler.step(optimizer, closure) if closure is not None else self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
-        # Not by a step hook: a fused optimizer is always called, and skips inside its kernel. The scaler itself
-        # reads these numbers on the host, so this adds no synchronization (torch 2.7 to 2.13).
+        # A step hook cannot detect a skipped step, because a fused optimizer is always called and skips inside its kernel.
+        # The scaler itself reads these numbers on the host, so this adds no synchronization (torch 2.7 to 2.13).
         found = self.scaler._found_inf_per_device(optimizer)
         return not any(value.item() for value in found.values())
 
     def update_loss_scale(self) -> None:
         """Update the scale, once after the steps of all optimizers.
 
-        The next optimizer must still be unscaled with the scale of its own backward pass, so ``step`` cannot do this.
+        ``step`` cannot do this, because the gradients of the next optimizer still have the current scale.
         Source: torch.amp.GradScaler.update ("once, after all optimizers used this iteration have been stepped").
         """
         if self.scaler is not None and self._stepped:
@@ -58,7 +58,7 @@ class Stepper:
             self._unscaled.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Undo the loss scale once per step; ``GradScaler.unscale_`` raises on a second call."""
+        """Unscale the gradients once per step; a second call of ``GradScaler.unscale_`` would raise."""
         if self.scaler is not None and id(optimizer) not in self._unscaled:
             if id(optimizer) in self._stepped:
                 self.update_loss_scale()
@@ -75,7 +75,7 @@ class Stepper:
 
 @contextmanager
 def zero_backward(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Replace the gradients that backward passes in the block bring to ``parameters`` by zeros."""
+    """Replace the gradients that backward passes in the block compute for ``parameters`` with zeros."""
     hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
     try:
         yield
@@ -85,28 +85,28 @@ def zero_backward(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def require_graph(loss: torch.Tensor, engine: str) -> None:
-    """Raise UsageError if ``loss``, of a rank without items, has no autograd graph through the model."""
+    """Raise UsageError if ``loss`` of a rank without items has no autograd graph."""
     if loss.grad_fn is None:
         raise UsageError(
-            "the loss of a rank without items does not depend on the model, while the other ranks' losses do: their "
-            "backward passes wait for this rank",
+            "this rank has no items and its loss does not depend on the model, but the backward passes of the other ranks "
+            "wait for this rank",
             where=f"backward(), engine {engine}",
             do="compute the loss from the model's outputs on every rank",
         )
 
 
 def multiply_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
-    """Multiply every gradient by ``factor``, in place and in few kernels."""
+    """Multiply every gradient by ``factor`` in place."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
 
 
 def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scale the gradients so that their norm is at most ``max_norm``; return the norm before, 0-d.
+    """Clip the gradients to a norm of at most ``max_norm``; return the norm before clipping (0-d).
 
-    Source: torch.nn.utils.clip_grad_norm_; the result is bit-identical. On small models half of its time goes into
-    grouping tensors by device and dtype, which a single device and dtype does not need.
+    Source: torch.nn.utils.clip_grad_norm_, with bit-identical results. On small models, half of its time is spent on
+    grouping tensors by device and dtype, which is unnecessary for a single device and dtype.
     """
     owners = [p for p in parameters if p.grad is not None]
     gradients = [p.grad for p in owners if p.grad is not None]
@@ -130,14 +130,14 @@ def repoint_scheduler(scheduler: Any, *, old: Optimizer, new: Optimizer) -> None
 
 
 def _record_step_calls(optimizer: Optimizer) -> None:
-    """Wrap ``optimizer.step`` as a scheduler's constructor does; otherwise the scheduler warns that it was never called.
+    """Wrap ``optimizer.step`` like a scheduler's constructor. Otherwise the scheduler warns that it was never called.
 
     Source: torch.optim.lr_scheduler.LRScheduler (torch 2.7 to 2.13).
     """
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return
     function: Any = optimizer.step.__func__  # type: ignore[attr-defined]
-    owner = ref(optimizer)  # the optimizer holds its step: avoids a reference cycle
+    owner = ref(optimizer)  # a strong reference would create a cycle
 
     @wraps(function)
     def step(*args: Any, **kwargs: Any) -> Any:

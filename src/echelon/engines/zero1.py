@@ -32,9 +32,9 @@ _CAPABILITIES = Capabilities(name="zero1", replicates=True, shards_optimizer_sta
 
 
 class Zero1Engine(DelegatingEngine):
-    """Every rank holds the model and the optimizer state of a part of the parameters, which it steps and broadcasts.
+    """Every rank holds the whole model and steps a part of its parameters, whose optimizer state it holds.
 
-    The results are bit-identical to ddp.
+    After a step, each rank broadcasts its parameters. The results are bit-identical to ddp.
 
     Source: torch.nn.parallel.DistributedDataParallel and torch.distributed.optim.ZeroRedundancyOptimizer.
     """
@@ -48,12 +48,12 @@ class Zero1Engine(DelegatingEngine):
     ) -> None:
         super().__init__(DDPEngine(world, scaler=scaler, options=options))
         self._new = partial(type(self), world, scaler=scaler, options=options)
-        # By the given optimizer: one of its schedulers may be prepared later.
+        # By the user's optimizer, because its schedulers may be prepared later.
         self._sharded: dict[Optimizer, ShardedOptimizer] = {}
         self._is_shadow_step = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without models and optimizers, which it identifies by id: a copy has prepared nothing.
+        # Models and optimizers are identified by id, so a copy starts without prepared objects.
         return self._new, ()
 
     @classmethod
@@ -69,7 +69,7 @@ class Zero1Engine(DelegatingEngine):
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
-        """Wrap the models as ddp does; replace each optimizer by one that shards its state.
+        """Wrap the models like ddp, and replace each optimizer with one that shards its state.
 
         Raises:
             UsageError: the state of an optimizer cannot be sharded.
@@ -83,7 +83,7 @@ class Zero1Engine(DelegatingEngine):
         return replace(prepared, optimizers=tuple(self._sharded[optimizer] for optimizer in prepared.optimizers))
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """See ``Engine.join``; a rank that has run out of batches keeps stepping its part of the parameters."""
+        """See ``Engine.join``. A rank that has run out of batches keeps stepping its part of the parameters."""
         wrappers = [model for model in models if isinstance(model, DistributedDataParallel)]
         for wrapper in wrappers:
             refuse_to_join_sparse(wrapper.module)
@@ -108,25 +108,25 @@ class Zero1Engine(DelegatingEngine):
         Collective: every rank broadcasts the parameters that it has stepped.
 
         Raises:
-            UsageError: ``unsynced``; each rank would step its part with its own gradients only.
+            UsageError: ``unsynced`` is True, so each rank would step its part with only its local gradients.
         """
         if unsynced:
             raise UsageError(
-                "the engine zero1 cannot step with the gradients of one rank (LocalSGD, no_sync(unsynced=True)): no rank "
-                "has the full optimizer state",
+                "the engine zero1 cannot step with the gradients of one rank (LocalSGD, no_sync(unsynced=True)), because no "
+                "rank has the full optimizer state",
                 do="use the engine ddp",
             )
         return super().step(optimizer, closure=closure)
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return the full model state, and this rank's part of the optimizer state."""
+        """Return the full model state and this rank's part of the optimizer state."""
         return collect_named_state(self.unwrap(model), optimizers)
 
     def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
         """See ``Engine.load_sharded_state``.
 
         Raises:
-            UsageError: ``state`` is another rank's, or was saved on another number of ranks.
+            UsageError: ``state`` belongs to another rank or was saved on a different number of ranks.
         """
         names = {id(parameter): name for name, parameter in plain_parameters(self.unwrap(model))}
         for optimizer, saved in zip(optimizers, state["optimizers"]):
@@ -135,13 +135,13 @@ class Zero1Engine(DelegatingEngine):
             others = sorted(set(saved["state"]) - own)
             if others:
                 raise UsageError(
-                    f"the saved optimizer state has {', '.join(others[:3])}, which belongs to another rank",
-                    do="load it on the same number of ranks, each rank its own part; or load the full state",
+                    f"the saved optimizer state contains {', '.join(others[:3])}, which belongs to another rank",
+                    do="load each rank's part on the same rank of the same number of ranks, or load the full state",
                 )
         load_named_state(self.unwrap(model), optimizers, state)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """See ``Engine.full_optimizer_state``; the tensors are copies, on the CPU."""
+        """See ``Engine.full_optimizer_state``. The tensors are copies on the CPU."""
         assert isinstance(optimizer, ShardedOptimizer), type(optimizer)
         own = optimizer.own_state()
         state = gather_optimizer_state(own["state"])

@@ -1,1 +1,1 @@
-"""The dtype of the forward pass, and the loss scaling that fp16 needs."""
+"""Mixed precision: the dtype of the forward pass, and loss scaling for fp16."""

@@ -1,4 +1,4 @@
-"""fp8 training with torchao: which layers are converted to Float8Linear, and their conversion (extra ``fp8``)."""
+"""fp8 training with torchao: selects the layers to convert to Float8Linear, and converts them (extra ``fp8``)."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ __all__ = [
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of the first and the last ``Linear`` of ``model``; None without one."""
+    """Return the names of the first and last ``Linear`` of ``model``, or None twice if it has none."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence[str | None]) -> bool:
-    """Whether to convert a module: not the named layers, nor a ``Linear`` whose sizes are not multiples of 16."""
+    """Return whether to convert a module. The named layers, and a ``Linear`` whose sizes are not multiples of 16, stay."""
     if isinstance(module, nn.Linear) and (module.in_features % 16 or module.out_features % 16):
         return False  # fp8 matrix units work on tiles of 16
     return fqn not in layers_to_filter
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Whether to convert ``module``; the first and last ``Linear`` inside it are not."""
+    """Return whether to convert ``module``; the first and last ``Linear`` inside it stay."""
     return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Whether torchao has converted a layer of ``model``.
+    """Return whether torchao has converted a layer of ``model``.
 
     Raises:
         MissingExtraError: torchao is not installed.
@@ -55,42 +55,43 @@ def has_ao_layers(model: nn.Module) -> bool:
 def convert_model_to_fp8_ao(
     model: nn.Module, config: Any = None, module_filter_func: Callable[[nn.Module, str], bool] | None = None
 ) -> None:
-    """Convert the linear layers of ``model`` to fp8, in place; the parameters keep their names.
+    """Convert the linear layers of ``model`` to fp8 in place. The parameters keep their names.
 
     Args:
-        model: on its device.
-        config: a ``torchao.float8.Float8LinearConfig``; None: torchao's default.
-        module_filter_func: which modules to convert; None: every Linear of suitable sizes except the first and the last.
+        model: the model, on its device.
+        config: a ``torchao.float8.Float8LinearConfig``; None uses torchao's default.
+        module_filter_func: returns whether to convert a module; None converts every ``Linear`` of suitable size except the
+            first and last.
 
     Raises:
         MissingExtraError: torchao is not installed.
-        UsageError: the model itself is one Linear, which cannot be replaced in place.
+        UsageError: the model itself is a ``Linear``, which cannot be replaced in place.
     """
     float8: Any = require("torchao.float8", extra="fp8", purpose="convert_model_to_fp8_ao")
     chosen = module_filter_func or partial(filter_linear_layers, layers_to_filter=find_first_last_linear_layers(model))
     if float8.convert_to_float8_training(model, module_filter_fn=chosen, config=config) is not model:
         raise UsageError(
-            "the model itself is one Linear, and a layer can only be converted to fp8 inside another module",
+            "the model itself is a Linear, which can be converted to fp8 only inside another module",
             do="wrap it in torch.nn.Sequential, or exclude it with module_filter_func",
         )
     if not has_ao_layers(model):
         warn(
-            f"no layer of {type(model).__name__} computes in fp8, so it runs in bf16: by default a Linear is converted when "
-            "both sizes are multiples of 16, and never the first and the last one (AORecipeKwargs(module_filter_func=))"
+            f"no layer of {type(model).__name__} computes in fp8, so the model runs in bf16. By default, a Linear is converted if "
+            "both sizes are multiples of 16 and it is neither the first nor the last (AORecipeKwargs(module_filter_func=))"
         )
 
 
 def check_fp8_device(config: Any, *, device: torch.device) -> None:
-    """Raise if ``device`` has no fp8 matrix products, and ``config`` does not emulate them.
+    """Check that ``device`` supports fp8 matrix products or ``config`` emulates them.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: ``device`` does not support them.
     """
     if config.emulate or has_fp8(device):
         return
     raise ConfigError(
         f"mixed_precision='fp8' on the device {device}: fp8 matrix products need an NVIDIA GPU of compute capability 8.9 "
         "(Ada, Hopper) or an AMD MI300, or newer",
-        do="use bf16; to try fp8 in slow, emulated arithmetic: "
+        do="use bf16; or emulate fp8, slowly, with "
         "kwargs_handlers=[AORecipeKwargs(config=torchao.float8.Float8LinearConfig(emulate=True))]",
     )

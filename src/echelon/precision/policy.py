@@ -1,4 +1,4 @@
-"""Mixed precision: autocast around the forward pass, outputs back in float32, a loss scaler for fp16."""
+"""Mixed precision: autocast in the forward pass, outputs in float32, and a loss scaler for fp16."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from echelon.distributed.tree import contents, leaves, map_tensors
 
 __all__ = ["PrecisionPolicy"]
 
-# Layers that are not converted to fp8 (norms, the first and last layer) runs in bf16.
+# Layers that are not converted to fp8 (norms, the first and last layer) run in bf16.
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPolicy:
-    """The meaning of ``mixed_precision`` on one device.
+    """The implementation of ``mixed_precision`` on one device.
 
     Source: torch.amp (autocast, GradScaler).
     """
@@ -32,22 +32,22 @@ class PrecisionPolicy:
     mode: Precision
     device_type: str
     autocast_options: Mapping[str, Any] = field(default_factory=dict)
-    """``enabled`` and ``cache_enabled`` of ``torch.autocast``."""
+    """Arguments ``enabled`` and ``cache_enabled`` of ``torch.autocast``."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of matrix products in the forward pass."""
+        """Dtype of matrix products in the forward pass."""
         return _DTYPES.get(self.mode, torch.float32)
 
     def autocast(self, options: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
-        """Return the context of the forward pass; ``options`` (enabled, cache_enabled) replace the policy's own."""
+        """Return the context of the forward pass; ``options`` (enabled, cache_enabled) replace those of the policy."""
         if self.mode == "no":
             return nullcontext()
         chosen = self.autocast_options if options is None else options
         return torch.autocast(self.device_type, dtype=self.dtype, **chosen)
 
     def make_scaler(self, options: Mapping[str, Any] | None = None) -> torch.amp.GradScaler | None:
-        """Return the loss scaler of fp16 with the options of ``torch.amp.GradScaler``; None for other modes."""
+        """Return the loss scaler for fp16, with options of ``torch.amp.GradScaler``, or None for other modes."""
         if self.mode != "fp16":
             return None
         return torch.amp.GradScaler(self.device_type, **(options or {}))
@@ -55,7 +55,7 @@ class PrecisionPolicy:
     def wrap_forward(self, model: nn.Module) -> None:
         """Make ``model.forward`` run under autocast and return float32, so that losses are computed in float32.
 
-        The unwrapped forward stays reachable as ``model.forward.__wrapped__``; ``unwrap_forward`` restores it.
+        The unwrapped forward remains available as ``model.forward.__wrapped__``; ``unwrap_forward`` restores it.
         """
         if self.mode == "no" or is_wrapped(model):
             return
@@ -63,21 +63,21 @@ class PrecisionPolicy:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether ``wrap_forward`` was applied to ``model``."""
+    """Return whether ``wrap_forward`` was applied to ``model``."""
     return isinstance(model.__dict__.get("forward"), _Autocast)
 
 
 def unwrap_forward(model: nn.Module) -> None:
-    """Restore the forward of ``model``."""
+    """Restore the original forward of ``model``."""
     forward = model.__dict__.get("forward")
     if isinstance(forward, _Autocast):
-        del model.__dict__["forward"]  # the class's own method shows again
+        del model.__dict__["forward"]  # exposes the method of the class
         if forward.replaces is not None:
             model.__dict__["forward"] = forward.replaces
 
 
 def rebind_forward(model: nn.Module, *, original: nn.Module) -> None:
-    """Make a wrapped forward that ``model`` copied from ``original`` run the modules of ``model``."""
+    """Bind a wrapped forward that ``model`` copied from ``original`` to ``model``."""
     forward = model.__dict__.get("forward")
     if isinstance(forward, _Autocast) and getattr(forward.__wrapped__, "__self__", None) is original:
         wrapped: Any = forward.__wrapped__
@@ -87,14 +87,14 @@ def rebind_forward(model: nn.Module, *, original: nn.Module) -> None:
 
 
 class _Autocast:
-    """A picklable bound forward under autocast, with float32 outputs."""
+    """A picklable bound forward that runs under autocast and returns float32 outputs."""
 
     def __init__(
         self, forward: Callable[..., Any], policy: PrecisionPolicy, *, replaces: Callable[..., Any] | None = None
     ) -> None:
         self.__wrapped__ = forward
         self.policy = policy
-        self.replaces = replaces  # a forward that was set on the object, as on compiled modules
+        self.replaces = replaces  # a forward that was set on the object, for example by compilation
         self._has_warned = False
         functools.update_wrapper(self, forward, assigned=("__doc__", "__name__", "__qualname__"), updated=())
 
@@ -107,7 +107,7 @@ class _Autocast:
         return converted
 
     def _warn_of_object(self, outputs: Any) -> None:
-        """Warn once of an output object whose tensors stay in half precision."""
+        """Warn once about an output object whose tensors stay in half precision."""
         held = (
             leaves(dict(getattr(outputs, "__dict__", {}))) if not isinstance(outputs, (torch.Tensor, nn.Module)) else ()
         )
@@ -115,9 +115,9 @@ class _Autocast:
             self._has_warned = True
             model = getattr(self.__wrapped__, "__self__", None)
             warn(
-                f"the forward pass of {type(model).__name__} returned a {type(outputs).__name__}, and mixed precision does "
-                f"not convert the attributes of an object: its tensors stay {self.policy.dtype} (other outputs become float32, and "
-                "so do losses). Return a dict, a named tuple or a dataclass, or call .float() on the inputs of the loss"
+                f"the forward pass of {type(model).__name__} returned a {type(outputs).__name__}. Mixed precision does not "
+                f"convert the attributes of such an object to float32, so its tensors stay {self.policy.dtype}. Return a dict, a "
+                "named tuple or a dataclass, or call .float() on the inputs of the loss"
             )
 
 

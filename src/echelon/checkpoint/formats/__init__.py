@@ -1,1 +1,1 @@
-"""The layouts of Accelerate and of transformers' Trainer: each is read and written in one module, without running what a file holds."""
+"""The checkpoint layouts of Accelerate and of transformers' Trainer. Reading them never runs code from a file."""

@@ -1,4 +1,4 @@
-"""Accelerate's layout: the names of its files, their reader and their writer, and its conversion from and to echelon's format."""
+"""Accelerate's layout: file names, reader and writer, and the conversion from and to echelon's format."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ __all__ = [
 ]
 
 OURS = "echelon"
-"""Key of what echelon adds to two of the files; Accelerate reads the keys that it knows."""
+"""Key under which echelon adds data to two of the files. Accelerate ignores unknown keys."""
 POSITION_NAME = "dl_state_dict"
 _CUSTOM_NAME = "custom_checkpoint"
-# Key in the random states of a rank for what has no place in this layout.
+# Key in the RNG states of a rank for data that this layout cannot represent.
 _REST = "echelon_rest"
 RANDOM_STATES = re.compile(rf"{RNG_STATE_NAME}_(\d+)\.pkl")
 _POSITIONS = re.compile(rf"{POSITION_NAME}(?:_(\d+))?\.bin")
@@ -69,29 +69,29 @@ _FILES = re.compile(
     rf"({SAFE_MODEL_NAME}(_\d+)?\.safetensors|({MODEL_NAME}|{OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME}|{POSITION_NAME})"
     rf"(_\d+)?\.bin|{re.escape(SCALER_NAME)}|({RNG_STATE_NAME}|{_CUSTOM_NAME})_\d+\.pkl)"
 )
-# What has a place there. The positions have one, too; but reading back would not tell whose keys are whose.
+# Rank objects that the layout can represent exactly. Files of positions merge the keys of two states, which reading cannot undo.
 _OWN = frozenset({"random", "optimizer_values"})
 _SHARED = re.compile(r"accelerator|extra_states|optimizer_groups|schedulers|scaler|orders|custom\.\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """What one rank writes of a training."""
+    """The training state that one rank writes."""
 
     weights: Sequence[Mapping[str, Any] | None]
-    """Of each model, by name; None on ranks that do not have all of it."""
+    """Weights of each model by name; None on ranks that do not have the whole model."""
     optimizers: Sequence[Any]
     schedulers: Sequence[Any]
     orders: Sequence[dict[str, Any]]
-    """Of each loader: what the order of its next pass depends on."""
+    """State of each loader that determines the sample order of its next pass."""
     positions: Sequence[list[dict[str, Any]]]
-    """Of each loader: its position in the pass, by rank; empty where the loader has none."""
+    """Position of each loader in its pass, by rank; empty for a loader without a position."""
     scaler: dict[str, Any] | None
     random_states: dict[str, Any]
-    """Of this process."""
+    """RNG states of this process."""
     step: int
     progress: dict[str, Any] | None
-    """The counters of the run."""
+    """Counters of the run."""
     num_processes: int
 
 
@@ -99,17 +99,17 @@ class TrainingState:
 
 
 def is_state_file(name: str) -> bool:
-    """Tell whether a file of this name belongs to the layout."""
+    """Return whether a file of this name belongs to the layout."""
     return _FILES.fullmatch(name) is not None
 
 
 def state_path(folder: Path, name: str, index: int, *, suffix: str = ".bin") -> Path:
-    """Return the file of the object ``index`` of a kind: ``optimizer.bin``, ``optimizer_1.bin``, ..."""
+    """Return the path of a numbered state file: ``optimizer.bin``, ``optimizer_1.bin``, ..."""
     return folder / (f"{name}_{index}{suffix}" if index else f"{name}{suffix}")
 
 
 def weights_path(folder: Path, index: int) -> Path:
-    """Return the file of a model's weights: safetensors, unless only that of ``torch.save`` exists."""
+    """Return the path of a model's weights: the safetensors file, unless only the ``torch.save`` file exists."""
     safe, other = (
         state_path(folder, SAFE_MODEL_NAME, index, suffix=".safetensors"),
         state_path(folder, MODEL_NAME, index),
@@ -118,24 +118,24 @@ def weights_path(folder: Path, index: int) -> Path:
 
 
 def random_path(folder: Path, rank: int) -> Path:
-    """Return the file of the random states of ``rank``."""
+    """Return the path of the RNG states of ``rank``."""
     return folder / f"{RNG_STATE_NAME}_{rank}.pkl"
 
 
 def custom_path(folder: Path, index: int) -> Path:
-    """Return the file of a registered object."""
+    """Return the path of a registered object's state."""
     return folder / f"{_CUSTOM_NAME}_{index}.pkl"
 
 
 def custom_paths(folder: Path) -> list[Path]:
-    """Return the files of registered objects in ``folder``, sorted by name."""
+    """Return the paths of all registered objects' states in ``folder``, sorted by name."""
     return sorted(path for path in folder.glob(f"{_CUSTOM_NAME}_*.pkl") if is_state_file(path.name))
 
 
 def missing_files(
     folder: Path, *, num_models: int, num_optimizers: int, num_schedulers: int, has_scaler: bool
 ) -> list[str]:
-    """Return the names of the files that loading this many objects needs and ``folder`` lacks."""
+    """Return the names of files that are missing in ``folder`` for loading this number of objects."""
     needed = [
         *(weights_path(folder, i) for i in range(num_models)),
         *(state_path(folder, OPTIMIZER_NAME, i) for i in range(num_optimizers)),
@@ -152,17 +152,17 @@ def missing_files(
 def write_state(
     folder: Path, state: TrainingState, *, rank: int, writes_shared: bool, safe_serialization: bool = True
 ) -> None:
-    """Write the files of this rank into ``folder``, which exists.
+    """Write the files of this rank.
 
     Args:
-        folder: where to.
-        state: what to write.
-        rank: of this process.
+        folder: existing folder for the files.
+        state: state to write.
+        rank: rank of this process.
         writes_shared: whether this rank writes the files that all ranks share.
-        safe_serialization: weights as safetensors; False: by ``torch.save``.
+        safe_serialization: whether to write weights as safetensors rather than with ``torch.save``.
 
     Raises:
-        CheckpointError: a state holds something that loading would refuse.
+        CheckpointError: a state contains data that loading would reject.
     """
     positions = {i: _position_file(states) for i, states in enumerate(state.positions) if states and states[0]["inner"]}
     ours = {
@@ -173,7 +173,7 @@ def write_state(
     }
     if writes_shared:
         for i, weights in enumerate(state.weights):
-            assert weights is not None, "rank zero has every model whole"
+            assert weights is not None, "rank zero has the whole of each model"
             if safe_serialization:
                 write_tensors(weights, state_path(folder, SAFE_MODEL_NAME, i, suffix=".safetensors"))
             else:
@@ -193,7 +193,7 @@ def write_state(
 
 
 def _position_file(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return rank zero's state in the form of torchdata, as Accelerate reads it, with those of the other ranks under our key."""
+    """Return rank zero's position in torchdata's form, which Accelerate reads, with the other ranks' under echelon's key."""
     first = states[0]
     rest = {key: value for key, value in first.items() if key not in ("inner", "_iterator_finished")}
     others = [state["inner"] for state in states[1:]]
@@ -208,12 +208,12 @@ def _position_file(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def num_ranks_in_position(file: Mapping[str, Any]) -> int | None:
-    """Return of how many ranks the file of a loader has the positions; None in Accelerate's, which has one for all."""
+    """Return the number of ranks with a position in a loader's file; None for Accelerate's files, which have a single one."""
     return len(file[OURS]["inner_of_others"]) + 1 if OURS in file else None
 
 
 def position_on_rank(file: Mapping[str, Any], rank: int, *, iteration: int = 0) -> dict[str, Any]:
-    """Return the state of a loader on ``rank`` from the content of its file; Accelerate's lacks the ``iteration``."""
+    """Return a loader's state on ``rank`` from its file. Files of Accelerate need the ``iteration`` argument."""
     inner = {key: value for key, value in file.items() if key != OURS}
     finished = bool(file.get("_iterator_finished"))
     ours = file.get(OURS)
@@ -230,7 +230,7 @@ def position_on_rank(file: Mapping[str, Any], rank: int, *, iteration: int = 0) 
 
 
 def _read_numbered(path_of: Callable[[int], Path]) -> list[Any]:
-    """Return what the files 0, 1, ... of a kind hold."""
+    """Load the files 0, 1, ... of a kind."""
     found: list[Any] = []
     while (path := path_of(len(found))).is_file():
         found.append(load(path, map_location="cpu"))
@@ -238,7 +238,7 @@ def _read_numbered(path_of: Callable[[int], Path]) -> list[Any]:
 
 
 def _read_positions(folder: Path, num_orders: int, num_ranks: int) -> list[list[Any]]:
-    """Return of each loader its position on each rank, None where the folder has none."""
+    """Return the position of each loader on each rank, or None if the folder has none."""
     files = {int(match[1] or 0): path for path in folder.iterdir() if (match := _POSITIONS.fullmatch(path.name))}
     found: list[list[Any]] = []
     for i in range(max([*files, num_orders - 1], default=-1) + 1):
@@ -253,12 +253,12 @@ def _read_positions(folder: Path, num_orders: int, num_ranks: int) -> list[list[
 def export_accelerate(
     checkpoint: Checkpoint, folder: Path, *, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Write ``checkpoint`` in Accelerate's layout into ``folder``, which is empty.
+    """Write ``checkpoint`` in Accelerate's layout to the empty ``folder``.
 
-    The weights are copied in parts; the state of each optimizer is in memory while it is written.
+    Weights are copied in blocks. Each optimizer's state is held in memory while it is written.
 
     Raises:
-        CheckpointError: something in the checkpoint has no place in that layout.
+        CheckpointError: the layout cannot represent part of the checkpoint.
     """
     objects = training_objects_in(checkpoint)
     ranks = rank_objects_in(checkpoint)
@@ -289,22 +289,22 @@ def export_accelerate(
         write_state(folder, of_rank, rank=rank, writes_shared=rank == min(ranks))
     for i, one in enumerate(custom_states_in(objects)):
         write_plain(one, custom_path(folder, i))
-    # A folder with a Trainer's state would be taken for one of transformers' layout.
+    # With a Trainer's state file, the folder would be detected as transformers' layout.
     copy_other_files(
         checkpoint.folder, folder, without=lambda name: is_part(name) or is_state_file(name) or name == TRAINER_STATE
     )
 
 
 def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ()) -> ImportedCheckpoint:
-    """Read what ``save_state`` of Accelerate (or of echelon, in its layout) wrote.
+    """Read a checkpoint written by ``save_state`` of Accelerate, or of echelon in Accelerate's layout.
 
     Args:
-        folder: the checkpoint.
-        parameters: of each optimizer, the names of its parameters in the order of its groups; needed where the file does
-            not hold them (it does when the optimizer was given named parameters).
+        folder: folder of the checkpoint.
+        parameters: for each optimizer, the names of its parameters in the order of its groups. Required unless the optimizer
+            was given named parameters, in which case its file contains the names.
 
     Raises:
-        CheckpointError: something is missing, damaged, or would have to be unpickled.
+        CheckpointError: a file is missing, damaged, or can only be read by unpickling.
     """
     tensors, extras = read_models(folder)
     optimizers = _read_numbered(lambda i: state_path(folder, OPTIMIZER_NAME, i))
@@ -313,8 +313,8 @@ def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ())
     ours = random[0].get(OURS, {})
     if ours and len(random) != ours["num_processes"]:
         raise CheckpointError(
-            f"{folder} has random states of {len(random)} processes, and was saved by {ours['num_processes']}",
-            do="import a whole checkpoint",
+            f"{folder} contains RNG states of {len(random)} processes, but {ours['num_processes']} processes saved it",
+            do="import a complete checkpoint",
         )
     num_orders = ours.get("orders", 0)
     positions = _read_positions(folder, num_orders, len(random))

@@ -1,4 +1,4 @@
-"""What the conversions between echelon's format and the others share: the parts of a checkpoint, and writing an imported one."""
+"""Shared code of the conversions between echelon's format and other layouts."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _COPY_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedCheckpoint:
-    """A checkpoint of another layout, in memory."""
+    """A checkpoint in another layout, loaded into memory."""
 
     content: Content
-    """What all ranks share, and the tensors."""
+    """Tensors, and the objects that all ranks share."""
     ranks: Sequence[Mapping[str, Any]]
-    """The objects of each rank."""
+    """Objects of each rank."""
     read: frozenset[str]
-    """Names of the files that it was read from; the others are copied."""
+    """Names of the files from which the checkpoint was loaded. Other files are copied."""
 
 
 def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) -> Path:
-    """Write ``imported``, and the other files in ``source``, as the checkpoint ``target``; this process writes for all ranks."""
+    """Write ``imported`` and the other files in ``source`` as the checkpoint ``target``. One process writes for all ranks."""
     world = World(
         rank=0,
         local_rank=0,
@@ -81,10 +81,10 @@ def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) 
 
 
 def read_models(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the tensors of all models in another layout by their names in a checkpoint, and the other entries of each.
+    """Load all models from another layout: their tensors by name in a checkpoint, and the remaining entries of each model.
 
     Raises:
-        CheckpointError: there are none, or a file is damaged, or holds code.
+        CheckpointError: the folder has no models, or a file is damaged or contains code.
     """
     tensors: dict[str, Any] = {}
     extras: list[dict[str, Any]] = []
@@ -94,26 +94,26 @@ def read_models(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         tensors |= {f"{prefix}{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
         extras.append({name: value for name, value in state.items() if not isinstance(value, torch.Tensor)})
     if not extras:
-        raise CheckpointError(f"{folder} holds no weights of a model", do="give the folder of a whole checkpoint")
+        raise CheckpointError(f"{folder} contains no model weights", do="pass the folder of a complete checkpoint")
     return tensors, extras
 
 
 def num_models_in(checkpoint: Checkpoint) -> int:
-    """Return how many models of an Accelerator a checkpoint has the tensors of."""
+    """Return the number of Accelerator models whose tensors are in a checkpoint."""
     found = {match[1] for name in checkpoint.names() if (match := re.match(r"models\.(\d+)\.", name))}
     return max(map(int, found), default=-1) + 1
 
 
 def weights_beside(checkpoint: Checkpoint) -> Weights:
-    """Return the weights that a Trainer has written to files for other programs, in place of tensors of the checkpoint.
+    """Return the weights that a Trainer wrote to separate files for other programs.
 
     Raises:
-        CheckpointError: there are none, as where only adapters are trained.
+        CheckpointError: there are no such files, for example because only adapters are trained.
     """
     files = weight_files(checkpoint.folder)
     if not files or any(file.suffix != ".safetensors" for file in files):
         raise CheckpointError(
-            f"{checkpoint.folder} holds no weights of a model", do="list what it holds with echelon checkpoint show"
+            f"{checkpoint.folder} contains no model weights", do="see its contents with `echelon checkpoint show`"
         )
     return weights_in(files)
 
@@ -122,41 +122,41 @@ def training_objects_in(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the objects that an Accelerator saved for all ranks.
 
     Raises:
-        CheckpointError: the checkpoint was not saved by an Accelerator, or a model has states that are no tensors.
+        CheckpointError: the checkpoint was not saved by an Accelerator, or a model's state is not only tensors.
     """
     objects = checkpoint.objects()
     missing = [name for name in ("accelerator", "optimizer_groups", "schedulers", "orders") if name not in objects]
     if missing:
         raise CheckpointError(
             f"{checkpoint.folder} was not saved by an Accelerator: it has no {', '.join(missing)}",
-            do="merge its weights instead, or read it with echelon.checkpoint.read",
+            do="export its weights with `echelon checkpoint merge`, or read it with echelon.checkpoint.read",
         )
     extras = [i for i, extra in enumerate(objects["extra_states"]) if extra]
     if extras:
         raise CheckpointError(
-            f"model {extras[0]} of {checkpoint.folder} has states that are no tensors ({', '.join(objects['extra_states'][extras[0]])}), "
-            "which safetensors cannot hold",
-            do="load it in the training script, and save there with safe_serialization=False",
+            f"the state of model {extras[0]} in {checkpoint.folder} has entries that are not tensors "
+            f"({', '.join(objects['extra_states'][extras[0]])}), which safetensors files cannot contain",
+            do="load it in the training script, and save it there with safe_serialization=False",
         )
     return objects
 
 
 def rank_objects_in(checkpoint: Checkpoint) -> dict[int, Any]:
-    """Return the objects of each rank; some are missing where every machine keeps a checkpoint of its own."""
+    """Return the objects of each rank. Some are missing if each machine writes a separate checkpoint."""
     world_size = checkpoint.manifest.world_size
     found = {rank: own for rank in range(world_size) if (own := checkpoint.rank_objects(rank)) is not None}
     if len(found) < world_size:
-        warn(f"{checkpoint.folder} has random states of {len(found)} of {world_size} processes: the others get none")
+        warn(f"{checkpoint.folder} contains RNG states for only {len(found)} of {world_size} processes")
     return found
 
 
 def custom_states_in(objects: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the states of the registered objects."""
+    """Return the states of the objects registered for checkpointing."""
     return [objects[f"custom.{i}"] for i in range(sum(name.startswith("custom.") for name in objects))]
 
 
 def copy_other_files(source: Path, target: Path, *, without: Callable[[str], object]) -> None:
-    """Copy the files and folders in ``source`` to ``target``, except the names ``without``; links are left out with a warning."""
+    """Copy files and folders from ``source`` to ``target``, except names accepted by ``without`` and links (with a warning)."""
     storage = LocalStorage()
     for name in storage.entries(source):
         kind = storage.kind(source / name)
@@ -169,5 +169,5 @@ def copy_other_files(source: Path, target: Path, *, without: Callable[[str], obj
             with (source / name).open("rb") as file:
                 write_file(storage, target / name, iter(lambda: file.read(_COPY_BYTES), b""))
         else:
-            warn(f"{source / name} is a link or a special file, and is not copied")
+            warn(f"{source / name} is a link or a special file and is not copied")
     storage.sync_folder(target)

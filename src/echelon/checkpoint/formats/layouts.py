@@ -1,4 +1,4 @@
-"""Which program's layout a folder has, by the names of the files in it."""
+"""Detects the layout of a checkpoint folder from its file names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.compat.constants import (
 __all__ = ["TRAINER_STATE", "Layout", "layout_of", "require_layout", "require_whole"]
 
 Layout = Literal["echelon", "accelerate", "transformers", "sharded"]
-"""``sharded``: the folders of torch.distributed.checkpoint, as Accelerate writes them for FSDP."""
+"""Known layouts. ``sharded`` is the format of torch.distributed.checkpoint, which Accelerate writes for FSDP."""
 
 TRAINER_STATE = "trainer_state.json"
 _OF_ACCELERATE = re.compile(
@@ -33,7 +33,7 @@ _NUMBERED = re.compile(r"checkpoint[-_]\d+")
 
 
 def layout_of(folder: Path) -> Layout | None:
-    """Return the layout of ``folder``, by the names in it; None when it is no checkpoint."""
+    """Return the layout of ``folder``, or None if it is not a checkpoint."""
     storage = LocalStorage()
     folder = place_of(storage, folder)
     if storage.kind(folder / MANIFEST) is not None:
@@ -50,41 +50,41 @@ def require_layout(folder: Path) -> Layout:
     """Return the layout of ``folder``.
 
     Raises:
-        UsageError: there is no such folder.
-        CheckpointError: it is no checkpoint.
+        UsageError: the folder does not exist.
+        CheckpointError: the folder is not a checkpoint.
     """
     layout = layout_of(folder)
     if layout is None:
         require_folder_or_nothing(LocalStorage(), folder)
         if not folder.is_dir():
-            raise UsageError(f"there is no folder {folder}", do="give the folder of a checkpoint")
+            raise UsageError(f"the folder {folder} does not exist", do="pass the folder of a checkpoint")
         inside = [folder / "checkpoints", folder]
         found = [
             path for one in inside if one.is_dir() for path in sorted(one.iterdir()) if _NUMBERED.fullmatch(path.name)
         ]
         newest = max(found, key=lambda path: int(path.name[len("checkpoint_") :]), default=None)
         raise CheckpointError(
-            f"{folder} is no checkpoint: it has no {MANIFEST}, and no weights of Accelerate's or transformers' layout",
-            do="give the folder of a checkpoint; a folder of several is listed by echelon checkpoint ls"
+            f"{folder} is not a checkpoint: it has no {MANIFEST} and no weights in Accelerate's or transformers' layout",
+            do="pass the folder of a checkpoint; `echelon checkpoint ls` lists the checkpoints in a folder"
             if newest is None
-            else f"give the folder of one of the checkpoints in it, such as {newest}",
+            else f"pass one of the checkpoints in it, such as {newest}",
         )
     return layout
 
 
 def require_whole(folder: Path) -> Layout:
-    """Return the layout of ``folder``, unless reading it would need unpickling.
+    """Return the layout of ``folder``, which must be readable without unpickling.
 
     Raises:
-        UsageError: there is no such folder.
-        CheckpointError: it is no checkpoint, or one of torch.distributed.checkpoint.
+        UsageError: the folder does not exist.
+        CheckpointError: the folder is not a checkpoint, or was written by torch.distributed.checkpoint.
     """
     layout = require_layout(folder)
     if layout == "sharded":
         raise CheckpointError(
-            f"{folder} was written by torch.distributed.checkpoint: its index (.metadata) is a pickle, and unpickling can run "
+            f"{folder} was written by torch.distributed.checkpoint; its index (.metadata) is a pickle, and unpickling can run "
             "code",
-            do="if you trust it, run `accelerate merge-weights` on it where it was written and use the result; or save "
-            "with FSDP_STATE_DICT_TYPE=FULL_STATE_DICT there",
+            do="if you trust the checkpoint, convert it with `accelerate merge-weights` and use the result; or save it with "
+            "FSDP_STATE_DICT_TYPE=FULL_STATE_DICT",
         )
     return layout

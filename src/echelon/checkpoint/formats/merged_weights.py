@@ -1,4 +1,4 @@
-"""The whole weights of a checkpoint of any layout, in files that every program reads; without processes."""
+"""Exports the unsharded weights of a checkpoint in any layout to standard weight files, in a single process."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def merge(
     precision: str | None = None,
     reading: Reading | None = None,
 ) -> list[Path]:
-    """Write the weights of a model in the checkpoint ``source`` into ``folder``, and return the files.
+    """Write the weights of a model in the checkpoint ``source`` to ``folder``, and return the files.
 
-    Safetensors are copied a few megabytes at a time; files of ``torch.save`` are memory-mapped.
+    Safetensors files are copied a few megabytes at a time; ``torch.save`` files are memory-mapped.
 
     Args:
-        source: of echelon's own format (every file is verified first), or of Accelerate's or transformers' layout.
-        folder: it exists; its files of these names are replaced.
-        model: which one, by its place in ``prepare``; None: there is only one.
-        max_shard_bytes: of one file, at most; None: one file.
-        precision: one of ``PRECISIONS`` for floating-point tensors; None: as they are.
-        reading: the progress bar.
+        source: checkpoint in echelon's format (every file is verified first), or in Accelerate's or transformers' layout.
+        folder: existing folder; files with the same names are replaced.
+        model: index of the model in ``prepare``; may be None if there is only one.
+        max_shard_bytes: maximum size of one file; None writes one file.
+        precision: key of ``PRECISIONS`` to which floating-point tensors are converted; None keeps their dtypes.
+        reading: opens the progress bar.
 
     Raises:
-        CheckpointError: it is damaged, or its index is a pickle.
-        UsageError: there is no such model.
+        CheckpointError: the checkpoint is damaged, or its index is a pickle.
+        UsageError: the checkpoint has no such model.
     """
     show = reading or _silent
     kind = None if precision is None else PRECISIONS[precision]
@@ -64,7 +64,7 @@ def merge(
         model = _chosen(model, count or 1, source)
         extras = checkpoint.objects().get("extra_states", [])
         if len(extras) > model and extras[model]:
-            warn(f"model {model} has states that are no tensors, and are left out: {', '.join(extras[model])}")
+            warn(f"state entries of model {model} that are not tensors are not exported: {', '.join(extras[model])}")
         weights = weights_of(checkpoint, model_prefix(model)) if count else weights_beside(checkpoint)
     else:
         if not weight_files(source):
@@ -84,17 +84,18 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Write the weights of the checkpoint ``checkpoint_dir``, of any layout, to one file in the folder ``output_path``.
+    """Write the weights of a checkpoint in any layout to one file in the folder ``output_path``.
 
     Args:
-        checkpoint_dir: a checkpoint of one model.
-        output_path: created if missing; the file in it is replaced.
-        safe_serialization: write ``model.safetensors``; False: ``pytorch_model.bin``, which needs all of it in memory.
-        remove_checkpoint_dir: delete the checkpoint, with its optimizers, once the file is on disk.
+        checkpoint_dir: checkpoint of one model.
+        output_path: folder for the file; created if missing. An existing file is replaced.
+        safe_serialization: whether to write ``model.safetensors``. Otherwise write ``pytorch_model.bin``, which needs memory
+            for all weights.
+        remove_checkpoint_dir: whether to delete the checkpoint, including its optimizers, when the file is on disk.
 
     Raises:
-        CheckpointError: it is damaged, or its index is a pickle.
-        UsageError: ``output_path`` is in the checkpoint.
+        CheckpointError: the checkpoint is damaged, or its index is a pickle.
+        UsageError: ``output_path`` is inside the checkpoint.
     """
     source, target = Path(checkpoint_dir).resolve(), Path(output_path).resolve()
     require_apart(source, target)
@@ -113,10 +114,10 @@ def merge_fsdp_weights(
 
 
 def open_whole(source: Path, reading: Reading) -> Checkpoint:
-    """Return the checkpoint ``source`` after verifying every file.
+    """Verify every file of the checkpoint ``source``, and return it.
 
     Raises:
-        CheckpointError: the damaged files are named.
+        CheckpointError: the checkpoint is damaged; the error names the files.
     """
     checkpoint = Checkpoint(source)
     problems = problems_of(checkpoint, reading)
@@ -127,13 +128,13 @@ def open_whole(source: Path, reading: Reading) -> Checkpoint:
 
 
 def require_apart(source: Path, target: Path) -> None:
-    """Raise when ``target`` is ``source``, or in it.
+    """Check that ``target`` is not ``source`` or a folder inside it.
 
     Raises:
-        UsageError: it is.
+        UsageError: ``target`` is inside ``source``.
     """
     if source.resolve() in (target.resolve(), *target.resolve().parents):
-        raise UsageError(f"{target} is in the checkpoint {source} itself", do="write to a folder beside it")
+        raise UsageError(f"{target} is inside the checkpoint {source}", do="use a folder outside the checkpoint")
 
 
 def _silent(label: str, num_bytes: int) -> AbstractContextManager[Any]:
@@ -143,20 +144,22 @@ def _silent(label: str, num_bytes: int) -> AbstractContextManager[Any]:
 def _chosen(model: int | None, count: int, source: Path) -> int:
     if not count:
         raise CheckpointError(
-            f"{source} holds no weights of a model", do="list what it holds with echelon checkpoint show"
+            f"{source} contains no model weights", do="see its contents with `echelon checkpoint show`"
         )
     if model is None and count > 1:
         raise UsageError(
-            f"{source} holds {count} models",
-            do=f"choose one with echelon checkpoint merge --model N, N from 0 to {count - 1}",
+            f"{source} contains {count} models",
+            do=f"select one with `echelon checkpoint merge --model N`, where N is 0 to {count - 1}",
         )
     if model is not None and not 0 <= model < count:
-        raise UsageError(f"{source} has no model {model}: it holds {count}", do=f"give 0 to {count - 1}")
+        raise UsageError(
+            f"{source} has no model {model}: it contains {count}", do=f"use a number from 0 to {count - 1}"
+        )
     return model or 0
 
 
 def _rewrite(files: list[Path], folder: Path, max_shard_bytes: int | None, precision: str | None) -> list[Path]:
-    """Write what ``torch.save`` wrote as safetensors."""
+    """Rewrite ``torch.save`` files as safetensors files."""
     state: dict[str, Any] = {}
     for file in files:
         state |= load(file, map_location="cpu", mmap=True)

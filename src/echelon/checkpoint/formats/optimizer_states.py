@@ -1,4 +1,4 @@
-"""The states of optimizers: by number of the parameter, as torch keeps them, and by its name, as echelon's checkpoints do."""
+"""Converts optimizer states between torch's parameter numbers and the parameter names of echelon's checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name
 
 __all__ = ["named_states", "numbered_state"]
 
-# Where torch keeps the names of a group's parameters; loading ignores them.
+# torch's key for the names of a group's parameters, which loading ignores.
 _PARAMETER_NAMES = "param_names"
 _MODEL = re.compile(r"models\.\d+\.")
 _SHAPED_LIKE_PARAMETERS = frozenset(
@@ -27,7 +27,7 @@ _NAMES_FILE = """names = {id(p): n for n, p in model.named_parameters()}
 
 
 def numbered_state(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
-    """Return the state dict of optimizer ``index`` as a plain torch optimizer returns it; ``groups`` hold parameter names."""
+    """Return the state dict of optimizer ``index`` in torch's form; ``groups`` contain parameter names."""
     names = [name for group in groups for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     keys, values = state_keys(checkpoint, index, names), state_values(checkpoint, index)
@@ -36,7 +36,7 @@ def numbered_state(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], 
         entries = {key: checkpoint.read(state_name(index, name, key)) for key in keys[name]} | values.get(name, {})
         if entries:
             state[number] = entries
-    # As an optimizer has them that was given named parameters: the names in the model.
+    # An optimizer that was given named parameters has their names in the model.
     models = {match[0] for name in names if (match := _MODEL.match(name))}
     prefix = models.pop() if len(models) == 1 else ""
     numbered = [
@@ -53,21 +53,22 @@ def numbered_state(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], 
 def named_states(
     folder: Path, states: Sequence[Mapping[str, Any]], tensors: dict[str, Any], parameters: Sequence[Sequence[str]]
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Add the tensors of all optimizers to ``tensors`` by name; return their groups and their entries that are no tensors.
+    """Add the tensors of all optimizers to ``tensors``, and return the groups and the entries that are not tensors.
 
     Args:
-        folder: the checkpoint, for messages.
-        states: the state dict of each optimizer.
-        tensors: those of the models, by their names in a checkpoint.
-        parameters: of each optimizer, the names of its parameters in the order of its groups; empty: the states hold them.
+        folder: path of the checkpoint, for messages.
+        states: state dict of each optimizer.
+        tensors: tensors of the models by name in a checkpoint; extended by this function.
+        parameters: for each optimizer, the names of its parameters in the order of its groups; empty if the states contain the
+            names.
 
     Raises:
-        CheckpointError: the names are missing, or do not match the parameters.
+        CheckpointError: the names are missing or do not match the parameters.
     """
     if parameters and len(parameters) != len(states):
         raise CheckpointError(
-            f"{folder} has {len(states)} optimizers, and names of parameters are given for {len(parameters)}",
-            do="give --parameters once for each optimizer, in their order",
+            f"{folder} has {len(states)} optimizers, but parameter names are given for {len(parameters)}",
+            do="pass --parameters once for each optimizer, in their order",
         )
     all_groups, all_values = [], []
     for index, state in enumerate(states):
@@ -88,9 +89,9 @@ def named_states(
                 own = tensors.get(name)
                 if key in _SHAPED_LIKE_PARAMETERS and own is not None and own.shape != value.shape:
                     raise CheckpointError(
-                        f"{key} of {name} in optimizer {index} of {folder} has the shape {list(value.shape)}, and the "
-                        f"parameter {list(own.shape)}",
-                        do="give the names of the parameters in the order of the optimizer's groups",
+                        f"{key} of {name} in optimizer {index} of {folder} has shape {list(value.shape)}, but the parameter has "
+                        f"shape {list(own.shape)}",
+                        do="list the parameter names in the order of the optimizer's groups",
                     )
                 tensors[state_name(index, name, key)] = value
         all_values.append(values)
@@ -109,18 +110,18 @@ def named_states(
 def _full_names(
     folder: Path, index: int, given: Sequence[str], count: int, tensors: Mapping[str, Any]
 ) -> Sequence[str]:
-    """Return the names of an optimizer's parameters as a checkpoint has them, with the prefix of their model."""
+    """Return the names of an optimizer's parameters in a checkpoint, with the prefix of their model."""
     if not given:
         raise CheckpointError(
-            f"optimizer {index} of {folder} numbers its parameters and does not name them",
-            do="give --parameters FILE, which the training script writes with\n"
+            f"optimizer {index} of {folder} identifies its parameters by number, not by name",
+            do="pass --parameters FILE; the training script can write this file with\n"
             f"           {_NAMES_FILE}\n"
             "         or load the checkpoint in the script (accelerator.load_state reads this layout) and save it there",
         )
     if len(given) != count or len(set(given)) != count:
         raise CheckpointError(
-            f"optimizer {index} of {folder} has {count} parameters, and {len(set(given))} names are given",
-            do="give each of its parameters one name, in the order of its groups",
+            f"optimizer {index} of {folder} has {count} parameters, but {len(set(given))} different names are given",
+            do="list one name for each of its parameters, in the order of its groups",
         )
     names = list(plain_names(dict.fromkeys(given)))
     models = {match[0] for name in tensors if (match := _MODEL.match(name))}
@@ -131,5 +132,5 @@ def _full_names(
     unknown = [name for name in names if not any(f"{prefix}{name}" in tensors for prefix in ("", *models))]
     raise CheckpointError(
         f"no model in {folder} has all parameters of optimizer {index}: {', '.join((unknown or names)[:3])}",
-        do="give the names that the model's own named_parameters() has",
+        do="use the names from the model's named_parameters()",
     )

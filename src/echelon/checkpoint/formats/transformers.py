@@ -1,4 +1,4 @@
-"""The layout of transformers' Trainer: the names of its files, their reader and their writer, and its conversion from and to echelon's format."""
+"""The layout of transformers' Trainer: file names, reader and writer, and the conversion from and to echelon's format."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ __all__ = [
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 ARGUMENTS = "training_args.bin"
 ECHELON_DATA = "echelon_data.json"
-"""What the position in the data depends on; transformers ignores the file."""
+"""File with the state that determines the position in the data. transformers ignores it."""
 
 _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _OF_TRAINING = re.compile(rf"(optimizer|scheduler|scaler)\.pt|{_RANDOM.pattern}")
@@ -63,21 +63,21 @@ _WITH_WEIGHTS = re.compile(
     rf"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|{_OF_TRAINING.pattern}"
 )
 _IMPORTED = re.compile(r".*\.(pt|pth|safetensors\.index\.json|bin)")
-# Every file that a Trainer writes into a checkpoint: those of an older checkpoint of the same name are not kept.
+# All files that a Trainer writes to a checkpoint. They are not kept when a checkpoint is replaced.
 _FILES = re.compile(
     rf"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|.*\.json|{_OF_TRAINING.pattern}"
     r"|training_args\.bin|.*\.(txt|model|jinja)|rank_\d+\.(safetensors|json)"
 )
-# The random states here, and under Accelerate's keys; those of a device are "cuda" and "torch_cuda_manual_seed".
+# Keys of RNG states here and in Accelerate's layout. For a device they are "cuda" and "torch_cuda_manual_seed".
 _RNG_KEYS: Mapping[str, str] = {"python": "random_state", "numpy": "numpy_random_seed", "cpu": "torch_manual_seed"}
 _DEVICE_KEY = re.compile(r"torch_(\w+)_manual_seed")
-_MAX_SHARD_BYTES = 50 * 10**9  # transformers' own limit
-_EVERY_STEPS = 500  # transformers' default; a resumed Trainer takes it from the file, and fails where it is null
+_MAX_SHARD_BYTES = 50 * 10**9  # limit of transformers
+_EVERY_STEPS = 500  # transformers' default; a resumed Trainer reads it from the file and fails if it is null
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizationState:
-    """The state dicts beside the weights; None where there is none."""
+    """The state dicts saved beside the weights; None for objects that do not exist."""
 
     optimizer: Any = None
     scheduler: Any = None
@@ -85,7 +85,7 @@ class OptimizationState:
 
 
 def is_state_file(name: str) -> bool:
-    """Tell whether a file of this name belongs to the layout."""
+    """Return whether a file of this name belongs to the layout."""
     return _FILES.fullmatch(name) is not None
 
 
@@ -93,7 +93,7 @@ def is_state_file(name: str) -> bool:
 
 
 def write_state(folder: Path, state: OptimizationState) -> None:
-    """Write the files of ``state`` into ``folder``; on one rank."""
+    """Write the files of ``state`` to ``folder``. Call it on one rank."""
     files = ((OPTIMIZER, state.optimizer), (SCHEDULER, state.scheduler), (SCALER_NAME, state.scaler))
     for name, one in files:
         if one is not None:
@@ -101,10 +101,10 @@ def write_state(folder: Path, state: OptimizationState) -> None:
 
 
 def read_state(folder: Path) -> OptimizationState:
-    """Return what ``folder`` holds beside the weights.
+    """Load the state dicts in ``folder``, without the weights.
 
     Raises:
-        CheckpointError: a file is damaged, or holds code.
+        CheckpointError: a file is damaged or contains code.
     """
 
     def read(name: str) -> Any:
@@ -114,7 +114,7 @@ def read_state(folder: Path) -> OptimizationState:
 
 
 def write_random_states(folder: Path, states: Mapping[str, Any], *, rank: int, num_ranks: int) -> None:
-    """Write the random states of ``rank``, which are given under Accelerate's keys."""
+    """Write the RNG states of ``rank``; ``states`` has Accelerate's keys."""
     is_alone = num_ranks == 1
     devices = {
         match[1]: value[0] if is_alone and len(value) == 1 else value
@@ -126,7 +126,7 @@ def write_random_states(folder: Path, states: Mapping[str, Any], *, rank: int, n
 
 
 def read_random_states(folder: Path, *, rank: int) -> Mapping[str, Any] | None:
-    """Return the random states of ``rank`` under Accelerate's keys; None where the saved run had no such rank."""
+    """Return the RNG states of ``rank`` under Accelerate's keys, or None if the saved run had no such rank."""
     for name in (f"rng_state_{rank}.pth", *(["rng_state.pth"] if rank == 0 else [])):
         if (folder / name).is_file():
             return _with_accelerate_keys(load(folder / name, map_location="cpu"))
@@ -134,7 +134,7 @@ def read_random_states(folder: Path, *, rank: int) -> Mapping[str, Any] | None:
 
 
 def num_ranks_in(folder: Path) -> int:
-    """Return how many ranks saved ``folder``, by their files of random states; 0: it has none."""
+    """Return the number of ranks that saved ``folder``, which is the number of its files of RNG states."""
     return sum(_RANDOM.fullmatch(path.name) is not None for path in folder.iterdir())
 
 
@@ -153,16 +153,18 @@ def _with_accelerate_keys(states: Mapping[str, Any]) -> dict[str, Any]:
 def export_transformers(
     checkpoint: Checkpoint, folder: Path, *, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Write the files from which the Trainer of transformers resumes into ``folder``, which is empty.
+    """Write the files from which transformers' Trainer resumes to the empty ``folder``.
 
-    It derives its position in the data from the number of steps; the states of the loaders are not needed.
+    That Trainer derives its position in the data from the number of steps, so the states of the loaders are not needed.
 
     Raises:
-        CheckpointError: something in the checkpoint has no place in that layout.
+        CheckpointError: the layout cannot represent part of the checkpoint.
     """
     objects = training_objects_in(checkpoint)
     is_of_trainer = (checkpoint.folder / TRAINER_STATE).exists()
-    has_files = not num_models_in(checkpoint) and bool(weight_files(checkpoint.folder))  # a Trainer writes weights once
+    has_files = not num_models_in(checkpoint) and bool(
+        weight_files(checkpoint.folder)
+    )  # a Trainer writes the weights only to these files
     _require_one_of_each(checkpoint, objects, num_models=1 if has_files else num_models_in(checkpoint))
     ranks = rank_objects_in(checkpoint)
     if not has_files:
@@ -198,9 +200,9 @@ def _require_one_of_each(checkpoint: Checkpoint, objects: Mapping[str, Any], *, 
     wrong = [f"{count} {what}" for what, (count, least, most) in counts.items() if not least <= count <= most]
     if wrong:
         raise CheckpointError(
-            f"{checkpoint.folder} holds {', '.join(wrong)}: a Trainer's checkpoint is one model, one optimizer and one "
+            f"{checkpoint.folder} contains {', '.join(wrong)}; a Trainer's checkpoint has one model, one optimizer and one "
             "scheduler",
-            do="export it with --format accelerate, or its weights alone with echelon checkpoint merge",
+            do="export it with --format accelerate, or export only its weights with `echelon checkpoint merge`",
         )
 
 
@@ -208,7 +210,7 @@ def _require_readable(path: Path) -> None:
     refused = refused_in(path)
     if refused:
         raise CheckpointError(
-            f"the state for {path.name} holds {', '.join(refused)}, which could not be loaded without running code",
+            f"the state for {path.name} contains {', '.join(refused)}, which could not be loaded without running code",
             do="export it with --format accelerate, or load it in the training script",
         )
 
@@ -217,18 +219,18 @@ def _write_trainer_state(folder: Path, progress: Mapping[str, Any]) -> None:
     state = {
         "global_step": progress.get("step", 0),
         "epoch": progress.get("epoch", 0),
-        # Unknown. transformers divides it, and reports that its own arguments differ and are used.
+        # Unknown. transformers divides this value, and reports that its own arguments differ and take precedence.
         "train_batch_size": 0,
         **dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), _EVERY_STEPS),
         "log_history": [],
-        # Its next save looks this one up.
+        # The next save of transformers accesses this entry.
         "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}},
     }
     write_file(LocalStorage(), folder / TRAINER_STATE, [(json.dumps(state, indent=2) + "\n").encode()])
 
 
 def import_transformers(folder: Path, *, parameters: Sequence[Sequence[str]] = ()) -> ImportedCheckpoint:
-    """Read a checkpoint of the Trainer of transformers; see ``import_accelerate``."""
+    """Read a checkpoint of transformers' Trainer; arguments as in ``import_accelerate``."""
     tensors, extras = read_models(folder)
     state = read_state(folder)
     groups, values = named_states(folder, [] if state.optimizer is None else [state.optimizer], tensors, parameters)

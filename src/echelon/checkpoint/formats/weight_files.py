@@ -1,4 +1,4 @@
-"""The weights of a model in files with the names that Accelerate and transformers share: safetensors or ``torch.save``, in shards."""
+"""Sharded weight files (safetensors or ``torch.save``) with the names that Accelerate and transformers use."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ __all__ = [
 
 
 def weight_files(folder: Path, model: int = 0) -> list[Path]:
-    """Return the files with the weights of a model in Accelerate's or transformers' layout; none when there is no such model.
+    """Return the weight files of a model in Accelerate's or transformers' layout; empty if there is no such model.
 
     Raises:
-        CheckpointError: the index of several files is damaged, or names files elsewhere.
+        CheckpointError: the index is damaged, or refers to files outside the folder.
     """
     ending = f"_{model}" if model else ""
     single = (f"{SAFE_MODEL_NAME}{ending}.safetensors", f"{MODEL_NAME}{ending}.bin", f"{FSDP_MODEL_NAME}{ending}.bin")
@@ -55,16 +55,16 @@ def weight_files(folder: Path, model: int = 0) -> list[Path]:
             weights = read_json(folder / name).get("weight_map")
             files = sorted(set(weights.values())) if isinstance(weights, dict) else []
             if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
-                raise damaged(f"{folder / name} names no files of weights beside it")
+                raise damaged(f"{folder / name} does not list weight files in its folder")
             return [folder / file for file in files]
     return []
 
 
 def read_weights(path: Path, *, map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a file of weights: safetensors, or what ``torch.save`` wrote.
+    """Read a weight file: safetensors or ``torch.save``.
 
     Raises:
-        CheckpointError: it is damaged, or holds code.
+        CheckpointError: the file is damaged or contains code.
     """
     if path.suffix != ".safetensors":
         tensors: dict[str, Any] = load(path, map_location=map_location)
@@ -76,10 +76,10 @@ def read_weights(path: Path, *, map_location: Any = "cpu") -> dict[str, Any]:
 
 
 def read_model(files: Sequence[Path]) -> dict[str, Any]:
-    """Return what the ``files`` of one model hold, tied weights under each of their names.
+    """Return the weights in the ``files`` of one model, with tied weights under each of their names.
 
     Raises:
-        CheckpointError: one is damaged, or holds code.
+        CheckpointError: a file is damaged or contains code.
     """
     state: dict[str, Any] = {}
     for file in files:
@@ -90,7 +90,7 @@ def read_model(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` by the names of the bare model, without the prefixes of DDP and torch.compile."""
+    """Return ``state`` with the prefixes of DDP and torch.compile removed from the names."""
     plain = {name.replace("_orig_mod.", ""): value for name, value in state.items()}
     while plain and all(name.startswith("module.") for name in plain):
         plain = {name.removeprefix("module."): value for name, value in plain.items()}
@@ -98,25 +98,25 @@ def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def aliases_of(path: Path, names: Mapping[str, Any]) -> dict[str, str]:
-    """Return the further names of tensors that stand in the metadata of a safetensors file, as Accelerate writes them."""
+    """Return the aliases of tied weights in the metadata of a safetensors file, as written by Accelerate."""
     with safetensors.safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
     return {name: target for name, target in metadata.items() if target in names and name not in names}
 
 
 def write_tensors(state_dict: Mapping[str, Any], f: Any) -> None:
-    """Write safetensors, each tensor once; the file's metadata say which names stand for which others (tied weights).
+    """Write a safetensors file with each tensor once. The metadata maps aliases of tied weights to the stored names.
 
     Raises:
-        UsageError: it is no dict of tensors.
+        UsageError: ``state_dict`` is not a dict of tensors.
     """
     others = ["it"]
     if isinstance(state_dict, Mapping):
         others = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise UsageError(
-            f"safetensors hold dicts of tensors only; no tensor: {', '.join(map(str, others[:3]))}",
-            do="give a state dict of tensors, or safe_serialization=False",
+            f"safetensors files contain only dicts of tensors; not a tensor: {', '.join(map(str, others[:3]))}",
+            do="pass a state dict of tensors, or safe_serialization=False",
         )
     aliases = aliases_in(state_dict)
     kept = {name: contiguous_copy(value) for name, value in state_dict.items() if name not in aliases}
@@ -126,9 +126,9 @@ def write_tensors(state_dict: Mapping[str, Any], f: Any) -> None:
 def write_shards(
     state_dict: Mapping[str, Any], folder: Path, *, max_shard_bytes: int, safe_serialization: bool
 ) -> None:
-    """Write ``state_dict`` into files of at most ``max_shard_size`` each, with an index where there are several.
+    """Write ``state_dict`` to files of at most ``max_shard_bytes`` each, with an index if there are several.
 
-    A tensor that is larger has a file of its own. Files of an earlier, differently cut save are deleted: a reader would
+    A larger tensor gets a separate file. Files of an earlier save with other shards are deleted, because a reader would
     prefer them.
 
     Source: the layout of Accelerate, transformers and huggingface_hub.
@@ -163,7 +163,7 @@ def write_shards(
 
 
 def _cut(weights: Mapping[str, Any], aliases: Mapping[str, str], limit: int) -> list[list[str]]:
-    """Deal the names to shards, in their order; names of one tensor stay together."""
+    """Distribute the names over shards, keeping their order. All names of one tensor go to the same shard."""
     shards: list[list[str]] = []
     current: list[str] = []
     current_bytes = 0
@@ -187,9 +187,9 @@ def _cut(weights: Mapping[str, Any], aliases: Mapping[str, str], limit: int) -> 
 
 
 def aliases_in(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """Return for each further name of a tensor (tied weights) its first name.
+    """Map each additional name of a tensor (tied weights) to its first name.
 
-    Different parts of one memory (the weights of an LSTM on a GPU) are different tensors.
+    Different parts of one storage (the weights of an LSTM on a GPU) are different tensors.
     """
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
@@ -204,7 +204,7 @@ def aliases_in(state_dict: Mapping[str, Any]) -> dict[str, str]:
 def contiguous_copy(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    # Of a part of a larger memory a copy: safetensors refuses tensors that overlap.
+    # A part of a larger storage is copied, because safetensors rejects tensors that overlap.
     is_whole = value.numel() * value.element_size() == value.untyped_storage().nbytes()
     return value.contiguous() if is_whole else value.clone(memory_format=torch.contiguous_format)
 

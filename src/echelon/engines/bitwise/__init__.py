@@ -1,1 +1,1 @@
-"""Gradients and norms whose bits do not depend on the number of ranks."""
+"""Gradient sums and norms that are bit-identical on any number of ranks."""

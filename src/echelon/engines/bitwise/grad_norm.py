@@ -1,4 +1,4 @@
-"""Clipping by a gradient norm that is bit-identical however the rows of the gradients are distributed over the ranks."""
+"""Clipping by a gradient norm that is bit-identical for any distribution of the gradients' rows over the ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["clip_by_rows"]
 
 
 def clip_by_rows(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scale the gradients so that their norm is at most ``max_norm``; return the norm before, 0-d.
+    """Clip the gradients to a norm of at most ``max_norm``; return the norm before clipping (0-d).
 
-    The norm of each row (along the first dim) is computed on the rank that holds it: the kernel's bits do not depend on the
-    number of rows. Every rank then gets the norms of all rows in one float64 vector.
+    Each rank computes the norms of the rows (along the first dim) that it holds; the kernel's result for a row does not depend
+    on the number of rows. Every rank then receives the norms of all rows in one float64 vector.
 
     Collective: if parameters are sharded.
     """
@@ -31,7 +31,7 @@ def clip_by_rows(parameters: Iterable[torch.Tensor], max_norm: float, norm_type:
     rows = [_row_norms(gradient, norm_type, is_first=is_first).to(device) for gradient in gradients]
     vector = torch.cat(rows)
     if is_sharded:
-        dist.all_reduce(vector)  # each element is non-zero on one rank only: no rounding
+        dist.all_reduce(vector)  # exact, because each element is non-zero on only one rank
     norm: torch.Tensor = torch.linalg.vector_norm(vector, norm_type)
     norm = norm.to(max((gradient.dtype.to_real() for gradient in gradients), key=lambda dtype: torch.finfo(dtype).bits))
     if math.isfinite(max_norm):
@@ -42,7 +42,7 @@ def clip_by_rows(parameters: Iterable[torch.Tensor], max_norm: float, norm_type:
 
 
 def _row_norms(gradient: torch.Tensor, norm_type: float, *, is_first: bool) -> torch.Tensor:
-    """Return the norm of each row of the full gradient, zero for rows of other ranks."""
+    """Return the norm of each row of the full gradient, with zeros for rows of other ranks."""
     (local,) = local_tensors([gradient])
     if local.dim() < 2:
         found = local.reshape(-1).abs().double()

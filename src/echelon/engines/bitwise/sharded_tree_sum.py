@@ -1,4 +1,4 @@
-"""The fixed tree of sums for sharded parameters: each rank sums its shard of the gradients of every batch shard."""
+"""The fixed summation tree for sharded parameters: each rank sums its shard of the gradients of all batch shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ShardedTreeSum"]
 
 
 class ShardedTreeSum(ShardedUpdate):
-    """For modules of ``fully_shard``: after each micro-step, a rank has its shard of all ranks' gradients.
+    """Sums the gradients of ``fully_shard`` modules: after each micro-step, a rank has its shard of all ranks' gradients.
 
     Source: FSDPModule.set_custom_reduce_scatter.
     """
@@ -28,10 +28,10 @@ class ShardedTreeSum(ShardedUpdate):
     def __init__(
         self, parameters: Callable[[], Sequence[torch.Tensor]], *, num_shards: int, rank: int, world_size: int
     ) -> None:
-        """``parameters()`` returns those that get gradients now, in the same order on every rank.
+        """Create the sum over ``parameters()``: those that currently receive gradients, in the same order on every rank.
 
         Raises:
-            UsageError: a torch that does not reduce parameters that were not used.
+            UsageError: this version of torch does not reduce unused parameters.
         """
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise UsageError(
@@ -42,23 +42,23 @@ class ShardedTreeSum(ShardedUpdate):
         self._parameters = parameters
         self._num_shards, self._world_size = num_shards, world_size
         self._scatters: list[_Scatter] = []
-        self._unwatched: list[Any] = []  # torch's records of parameters that were not all-gathered yet
-        self._used: set[int] = set()  # ids of the parameters that got a gradient from a batch shard of this rank
-        self._replicated = ReplicatedUpdate(  # of unsharded parameters
+        self._unwatched: list[Any] = []  # torch's records of parameters that have not been all-gathered yet
+        self._used: set[int] = set()  # ids of parameters with a gradient from a batch shard of this rank
+        self._replicated = ReplicatedUpdate(  # for unsharded parameters
             lambda: [p for p in parameters() if not isinstance(p, DTensor)],
             num_shards=num_shards,
             rank=rank,
             world_size=world_size,
         )
         self._contribution: Contribution | None = None
-        self._before: list[torch.Tensor | None] | None = []  # gradients from before the update that were not cleared
-        self._had: list[bool] = []  # whether an earlier backward pass of the last micro-step gave a sum
+        self._before: list[torch.Tensor | None] | None = []  # earlier gradients that the loop did not clear
+        self._had: list[bool] = []  # whether an earlier backward pass of the last micro-step produced a sum
 
     def attach(self, root: FSDPModule) -> None:
-        """Replace the gradient reduction of ``root`` and the modules in it.
+        """Replace the gradient reduction of ``root`` and its submodules.
 
         Raises:
-            UsageError: the user sharded it other than by rows over all ranks.
+            UsageError: the user sharded the module in another way than by rows over all ranks.
         """
         module: Any = root
         for name, parameter in module.named_parameters():
@@ -84,7 +84,7 @@ class ShardedTreeSum(ShardedUpdate):
         self._contribution = contribution
         sharded = self._sharded()
         if contribution.micro_step == 0:
-            self._before = None  # the loop may still clear them in this micro-step
+            self._before = None  # the loop may still clear gradients in this micro-step
             self._used.clear()
         else:
             self._save_earlier(sharded)
@@ -99,7 +99,7 @@ class ShardedTreeSum(ShardedUpdate):
         sharded = self._sharded()
         self._save_earlier(sharded)
         for parameter in sharded:
-            parameter.grad = None  # torch would add to it: to zeros, or to a sum that is recomputed
+            parameter.grad = None  # torch would add to the zeros, or to a sum that is computed again
         if self._unwatched:
             self._unwatched = [part for part in self._unwatched if not self._watch(part)]
 
@@ -108,7 +108,7 @@ class ShardedTreeSum(ShardedUpdate):
             self._before = [p.grad for p in sharded]
 
     def _watch(self, part: Any) -> bool:
-        """Hook the unsharded parameter's gradient; return False if it does not exist yet, or needs no gradient."""
+        """Hook the gradient of the unsharded parameter; return False if it does not exist yet or needs no gradient."""
         unsharded = getattr(part, "_unsharded_param", None)
         if unsharded is None or not unsharded.requires_grad:
             return False
@@ -125,7 +125,7 @@ class ShardedTreeSum(ShardedUpdate):
         lost = sum(had and p.grad is None for p, had in zip(sharded, self._had))
         if lost:
             raise UsageError(
-                f"a second backward pass of the last micro-step did not reach {lost} sharded parameters, so their sums are lost",
+                f"a second backward pass in the last micro-step did not reach {lost} sharded parameters, so their sums are lost",
                 where="parity='bitwise', engine fsdp2",
                 do="add the losses, and call backward() once",
             )
@@ -146,7 +146,7 @@ class ShardedTreeSum(ShardedUpdate):
         self._contribution, self._before, self._had = None, [], []
 
     def release(self) -> None:
-        """Drop the models."""
+        """Drop all references to models."""
         self.discard()
         self._scatters.clear()
         self._unwatched.clear()
@@ -156,12 +156,12 @@ class ShardedTreeSum(ShardedUpdate):
 
 
 class _Scatter:
-    """Replaces torch's reduce-scatter of one unit (the ``ReduceScatter`` protocol of fully_shard)."""
+    """Replaces torch's reduce-scatter for one unit (the ``ReduceScatter`` protocol of ``fully_shard``)."""
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
         self._found: dict[SumNode, torch.Tensor] = {}  # sums of this rank's shard
-        self._last: tuple[Contribution, torch.Tensor] | None = None  # a micro-step, and its gradients by rank
+        self._last: tuple[Contribution, torch.Tensor] | None = None  # a micro-step and its gradients by rank
         self._now: Contribution | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -179,8 +179,8 @@ class _Scatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Exchange the gradients' shards; ``output_tensor`` becomes the sum in the last micro-step, zero before."""
-        assert self._now is not None, "a backward pass outside an update"
+        """Exchange shards of the gradients. Set ``output_tensor`` to the sum in the last micro-step, and to zero before."""
+        assert self._now is not None, "backward pass outside an update"
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         parts = received.view(group.size(), -1)
@@ -199,7 +199,7 @@ class _Scatter:
 
     def _add(self, found: dict[SumNode, torch.Tensor], contribution: Contribution, parts: torch.Tensor) -> None:
         """Add the gradients of a micro-step's batch shards to ``found``."""
-        num_leaves = min(self._num_shards, len(contribution.update))  # the others have no samples
+        num_leaves = min(self._num_shards, len(contribution.update))  # other leaves have no samples
         top = top_of(self._num_shards)
         for leaf, value in zip(contribution.shards, parts):
             if leaf is None:
@@ -214,7 +214,7 @@ class _Scatter:
             found[node] = value
 
     def _total(self, found: dict[SumNode, torch.Tensor], node: SumNode) -> torch.Tensor | None:
-        """Return the sum over ``node``; None if no batch shard used the unit."""
+        """Return the sum of ``node``, or None if no batch shard used the unit."""
         if node in found or not node.level:
             return found.get(node)
         left, right = (self._total(found, child) for child in node.children)

@@ -1,8 +1,8 @@
-"""Gradients that are bit-identical on any number of ranks: a fixed binary tree of sums over the batch shards of an update.
+"""Gradients that are bit-identical on any number of ranks, from a fixed binary summation tree over the batch shards of an update.
 
-The leaves of the tree are the canonical shards, numbered 0 to C - 1; rank r of W holds those from ``r * C // W`` to
-``(r + 1) * C // W``. Floating-point addition is not associative, so the tree determines every sum, whichever rank holds its
-operands: a rank sums the largest subtrees that it holds completely, and the rest is summed after an exchange.
+The leaves of the tree are the canonical shards, numbered 0 to C - 1. Rank r of W holds the shards from ``r * C // W`` up to
+``(r + 1) * C // W``. Floating-point addition is not associative, so the tree fixes every sum, independent of the ranks that
+hold the operands. A rank sums the largest subtrees that it holds completely; the rest is summed after an exchange.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from echelon.data.exact.global_batch_slices import Contribution, shards_of
 
 __all__ = ["SumNode", "ReplicatedUpdate", "ShardedUpdate", "TreeSum", "roots_of", "top_of"]
 
-_SMALL = 2**18  # elements: below it, one all-gather of everything is faster than two exchanges of parts
+_SMALL = 2**18  # in elements; for smaller sizes, one all-gather is faster than two exchanges of parts
 Values = list[torch.Tensor | None]
-"""Gradients of a leaf, or a sum of them: None if no leaf had one. An empty list is a leaf without gradients."""
+"""Gradients of a leaf, or a sum of gradients. An entry is None if no leaf had that gradient; a leaf without any is empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class SumNode:
-    """The sum over the leaves from ``index * 2**level`` to ``(index + 1) * 2**level``."""
+    """The sum over the leaves from ``index * 2**level`` up to ``(index + 1) * 2**level``."""
 
     level: int
     index: int
 
     @property
     def leaves(self) -> range:
-        """The leaves below it, ignoring the number of leaves of the tree."""
+        """The leaves below this node in an infinite tree."""
         return range(self.index << self.level, (self.index + 1) << self.level)
 
     @property
     def children(self) -> tuple[SumNode, SumNode]:
-        """Its two halves."""
+        """The two halves of this node."""
         return SumNode(self.level - 1, 2 * self.index), SumNode(self.level - 1, 2 * self.index + 1)
 
     @property
     def parent(self) -> SumNode:
-        """The sum of it and its sibling."""
+        """The sum of this node and its sibling."""
         return SumNode(self.level + 1, self.index // 2)
 
     @property
     def sibling(self) -> SumNode:
-        """The other half of its parent."""
+        """The other half of the parent."""
         return SumNode(self.level, self.index ^ 1)
 
 
@@ -58,7 +58,7 @@ def top_of(num_leaves: int) -> SumNode:
 
 
 def roots_of(leaves: range, *, num_leaves: int) -> list[SumNode]:
-    """Return the largest nodes all of whose leaves are in ``leaves``, in order: the sums that a rank computes alone."""
+    """Return, in order, the largest nodes whose leaves are all in ``leaves``. A rank can compute these sums alone."""
     roots: list[SumNode] = []
     pending = [top_of(num_leaves)] if leaves else []
     while pending:
@@ -72,7 +72,7 @@ def roots_of(leaves: range, *, num_leaves: int) -> list[SumNode]:
 
 
 class TreeSum:
-    """Repeated sums over all leaves, each a list of tensors; every rank has at least one leaf."""
+    """Computes sums over all leaves, which are lists of tensors. Every rank has at least one leaf."""
 
     def __init__(self, *, num_leaves: int, rank: int, world_size: int) -> None:
         self._num_leaves = num_leaves
@@ -89,7 +89,7 @@ class TreeSum:
         self._found = {}
 
     def add(self, values: Values) -> None:
-        """Add the next leaf of this rank; takes ownership of the tensors."""
+        """Add the next leaf of this rank, and take ownership of its tensors."""
         node, siblings = self._climb(self._next)
         self._next += 1
         for sibling in siblings:
@@ -97,12 +97,12 @@ class TreeSum:
         self._found[node] = values
 
     def finish(self, last: Values | None, like: Sequence[torch.Tensor]) -> Values:
-        """Return the sum, bit-identical on every rank; None where no leaf of any rank had a value.
+        """Return the sum, bit-identical on every rank. An entry is None if no leaf of any rank had a value.
 
         Args:
-            last: the last leaf of this rank. It is not modified, so ``finish`` may be called again with another one. None: it
-                was added.
-            like: tensors with the shapes of the sum, of one dtype and device.
+            last: the last leaf of this rank, or None if it was added. It is not modified, so ``finish`` may be called again
+                with another last leaf.
+            like: tensors with the shapes of the sum and a common dtype and device.
 
         Collective: every rank.
         """
@@ -125,7 +125,7 @@ class TreeSum:
         return [value.clone() if value is not None and id(value) in kept else value for value in total]
 
     def _climb(self, leaf: int) -> tuple[SumNode, list[SumNode]]:
-        """Return the node that ``leaf`` completes, and the finished nodes that are added to it on the way up."""
+        """Return the node that ``leaf`` completes and the complete nodes to add on the way up."""
         node, siblings, own = SumNode(0, leaf), [], self._roots[self._rank]
         while node not in own:
             sibling = node.sibling
@@ -137,7 +137,7 @@ class TreeSum:
         return node, siblings
 
     def _exchange(self, mine: list[torch.Tensor]) -> torch.Tensor:
-        """Finish the tree: each rank sums a segment of the elements; if there are few, every rank sums all."""
+        """Compute the rest of the tree. Each rank sums a segment of the elements, or all of them if there are few."""
         size, like = mine[0].numel(), mine[0]
         counts = [len(roots) for roots in self._roots]
         nodes = [node for roots in self._roots for node in roots]
@@ -180,7 +180,7 @@ def _add(left: Values, right: Values) -> Values:
 
 
 def _sum(left: Values, right: Values) -> Values:
-    """Return ``left + right``; neither is modified."""
+    """Return ``left + right`` without modifying either."""
     both = [i for i, (a, b) in enumerate(zip(left, right)) if a is not None and b is not None]
     merged = _merged(left, right)
     if both:
@@ -195,7 +195,7 @@ def _merged(left: Values, right: Values) -> Values:
 
 
 def _flat(values: Values, like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the values concatenated, with zeros for absent ones, followed by flags: which are present."""
+    """Concatenate the values, with zeros for missing ones, followed by flags that mark the present values."""
     values = values or [None] * len(like)
     parts = [torch.zeros_like(one) if value is None else value for value, one in zip(values, like)]
     present = like[0].new_tensor([value is not None for value in values])
@@ -203,7 +203,7 @@ def _flat(values: Values, like: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class ShardedUpdate(ABC):
-    """The gradients of an update whose batch shards are the same on any number of ranks; created by an engine."""
+    """The gradients of an update whose batch shards are the same on any number of ranks. An engine creates it."""
 
     @abstractmethod
     def begin(self, contribution: Contribution) -> None:
@@ -211,11 +211,11 @@ class ShardedUpdate(ABC):
 
     @abstractmethod
     def before_backward(self) -> None:
-        """Prepare a backward pass: a second one in the last micro-step adds to the shard's gradients, not to the sum."""
+        """Prepare a backward pass. A second one in the last micro-step adds to the shard's gradients, not to the sum."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Replace the gradients by the sum over all shards, after a backward pass in the last micro-step.
+        """Replace the gradients with the sum over all shards, after a backward pass in the last micro-step.
 
         Collective: every rank.
         """
@@ -226,27 +226,27 @@ class ShardedUpdate(ABC):
 
 
 class ReplicatedUpdate(ShardedUpdate):
-    """For engines whose ranks hold full gradients, and do not reduce them."""
+    """Sums gradients for engines whose ranks hold full, unreduced gradients."""
 
     def __init__(
         self, parameters: Callable[[], Sequence[torch.Tensor]], *, num_shards: int, rank: int, world_size: int
     ) -> None:
-        """``parameters()`` returns those that get gradients now, in the same order on every rank."""
+        """Create the sum over ``parameters()``: those that currently receive gradients, in the same order on every rank."""
         self._parameters = parameters
         self._new_tree = partial(TreeSum, num_leaves=num_shards, rank=rank, world_size=world_size)
         self._trees: dict[tuple[torch.dtype, torch.device], TreeSum] = {}
         self._left = len(shards_of(rank, world_size=world_size, num_shards=num_shards))
         self._num_own = self._left
         self._is_counted = False
-        self._local: list[torch.Tensor | None] | None = None  # of the last micro-step, after ``finish``
-        self._before: list[torch.Tensor | None] | None = []  # gradients from before the update that were not cleared
+        self._local: list[torch.Tensor | None] | None = None  # gradients of the last micro-step, after ``finish``
+        self._before: list[torch.Tensor | None] | None = []  # earlier gradients that the loop did not clear
 
     def begin(self, contribution: Contribution) -> None:
         if contribution.micro_step == 0:
             for tree in self._trees.values():
                 tree.reset()
             self._left = self._num_own
-            self._before = None  # the loop may still clear them in this micro-step
+            self._before = None  # the loop may still clear gradients in this micro-step
         else:
             self._save_earlier()
             if self._left:

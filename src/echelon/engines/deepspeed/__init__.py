@@ -1,1 +1,1 @@
-"""The engine ``deepspeed``: the DeepSpeed library, called directly."""
+"""The engine ``deepspeed``, which calls the DeepSpeed library directly."""

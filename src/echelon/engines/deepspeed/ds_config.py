@@ -1,4 +1,4 @@
-"""DeepSpeed's ``ds_config.json``: reading it, looking up dotted keys, and resolving its ``"auto"`` values. Torch-free."""
+"""DeepSpeed's ``ds_config.json``: reading it, looking up dotted keys, and resolving ``"auto"`` values. Does not import torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TRAIN = "train_batch_size"
 _CLIPPING = "gradient_clipping"
 _ZERO = "zero_optimization"
 _GATHER = f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
-# Sizes derived from the model's hidden size h. Source: transformers.integrations.deepspeed, accelerate 1.15.
+# Bucket sizes as functions of the model's hidden size h. Source: transformers.integrations.deepspeed, accelerate 1.15.
 _OF_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = MappingProxyType(
     {
         f"{_ZERO}.reduce_bucket_size": lambda h: h * h,
@@ -46,7 +46,7 @@ def read_deepspeed_config(source: str | Path | Mapping[str, Any]) -> tuple[dict[
     """Read a config from a file, a mapping (copied), JSON text, or base64-encoded JSON text; return it and its origin.
 
     Raises:
-        ConfigError: ``source`` is none of these, or not a JSON object.
+        ConfigError: ``source`` is not one of these or does not contain a JSON object.
     """
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source)), Origin(SettingSource.CODE, "DeepSpeed config")
@@ -67,7 +67,7 @@ def read_deepspeed_config(source: str | Path | Mapping[str, Any]) -> tuple[dict[
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{origin.detail} is not valid JSON: {error}", do="fix it at that position") from None
+        raise ConfigError(f"{origin.detail} is not valid JSON: {error}", do="correct it at this position") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{origin.detail} is not a JSON object", do='write {"zero_optimization": {...}}')
     return config, origin
@@ -81,10 +81,10 @@ def _is_file(text: str) -> bool:
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed config with lookup by dotted key (``zero_optimization.stage``).
+    """A DeepSpeed config with access by dotted key (``zero_optimization.stage``).
 
     Args:
-        config_file_or_dict: see ``read_deepspeed_config``.
+        config_file_or_dict: source of the config; see ``read_deepspeed_config``.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -92,14 +92,14 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Update the cached stage and offloading after ``config`` has changed."""
+        """Update the cached stage and offloading after ``config`` changes."""
         stage = self.get_value(f"{_ZERO}.stage", -1)
         self._stage = -1 if stage == _AUTO else int(stage)
         devices = {self.get_value(f"{_ZERO}.offload_{what}.device") for what in ("optimizer", "param")}
         self._offload = self._stage >= 2 and bool(devices & {"cpu", "nvme"})
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the innermost object of the key (None: it does not exist) and the last part of the key."""
+        """Return the object that contains the key, or None if it does not exist, and the last part of the key."""
         *path, last = ds_key_long.split(".")
         node: Any = self.config
         for name in path:
@@ -117,7 +117,7 @@ class HfDeepSpeedConfig:
         """Delete the key and everything below it.
 
         Raises:
-            ConfigError: the key does not exist, and ``must_exist``.
+            ConfigError: the key does not exist and ``must_exist`` is True.
         """
         node, last = self.find_config_node(ds_key_long)
         if node is not None and last in node:
@@ -153,22 +153,22 @@ class DeepSpeedFacts:
 
     world_size: int
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    """By dotted key, such as ``gradient_accumulation_steps`` or ``optimizer.params.lr``."""
+    """Settings by dotted key, such as ``gradient_accumulation_steps`` or ``optimizer.params.lr``."""
     batch_sizes: tuple[int, ...] = ()
-    """Per process, of each prepared loader; the first one is the training loader."""
+    """Batch size per process of each prepared loader. The first one is the training loader."""
     hidden_size: int | None = None
-    """From the model's config."""
+    """Hidden size in the model's config."""
     model: str = "the model"
     """Class name of the model, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedDeepSpeed:
-    """A config without ``"auto"``, and the origin of each value."""
+    """A config without ``"auto"`` and the origin of each value."""
 
     config: dict[str, Any]
     origins: Mapping[str, Origin]
-    """By dotted key."""
+    """Origin of each value, by dotted key."""
 
 
 def resolve_deepspeed(
@@ -176,16 +176,17 @@ def resolve_deepspeed(
 ) -> ResolvedDeepSpeed:
     """Resolve every ``"auto"`` of ``config``, and check the other values against the run.
 
-    The micro-batch size comes from the loader, accumulation and clipping from the run, the train batch size is their product,
-    dtypes follow ``mixed_precision``, and bucket sizes the model's hidden size.
+    The micro-batch size comes from the loader, and accumulation and clipping from the run. The train batch size is computed from
+    the micro-batch size, the accumulation and the number of processes. Dtypes follow ``mixed_precision``, and bucket sizes the
+    model's hidden size.
 
     Args:
-        config: as DeepSpeed reads it; not modified.
-        facts: of the run.
-        origin: of ``config``.
+        config: config in DeepSpeed's format; not modified.
+        facts: values of the run.
+        origin: origin of ``config``.
 
     Raises:
-        ConfigError: an ``"auto"`` that cannot be resolved, or two conflicting values; names the key and both origins.
+        ConfigError: an ``"auto"`` cannot be resolved, or two values conflict. The error names the key and both origins.
     """
     own = origin or Origin(SettingSource.CODE, "DeepSpeed config")
     resolved = copy.deepcopy(dict(config))
@@ -225,7 +226,7 @@ def unresolved(config: Mapping[str, Any]) -> list[str]:
 
 
 def _integer(key: str, value: Any, origin: Origin) -> int:
-    """Return ``value`` as an integer; accepts ``"8"``, ``5e8`` and ``8``."""
+    """Return ``value`` as an integer. Accepts ``"8"``, ``5e8`` and ``8``."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -241,7 +242,7 @@ def _add_batch_sizes(config: Mapping[str, Any], known: dict[str, Setting], facts
     if given != _AUTO:
         given = _integer(_MICRO, given, own)
     if facts.batch_sizes:
-        # Of several loaders, take the one that matches: which of them trains is not visible here.
+        # With several loaders, use the batch size that matches, because the training loader is unknown here.
         size = given if given in facts.batch_sizes else facts.batch_sizes[0]
         known[_MICRO] = Setting(size, Origin(SettingSource.DERIVED, "DataLoader(batch_size=)"))
     micro = known[_MICRO].value if _MICRO in known else given
@@ -262,13 +263,13 @@ def _bucket_sizes(facts: DeepSpeedFacts) -> dict[str, Setting]:
 
 
 def _check_conflict(key: str, value: Any, origin: Origin, known: Setting | None) -> None:
-    """Raise if the run sets another value than the config, and the run's is not a default."""
+    """Raise if a value of the run differs from the config and is not a default."""
     if key == _TRAIN or known is None or known.value == value or known.origin.source is SettingSource.DEFAULT:
         return
     if key in _OF_HIDDEN_SIZE or key == _GATHER:
         return  # affects speed only
     raise ConfigError(
-        f"{key}={value!r} (from {origin}) and {known.value!r} (from {known.origin}) cannot both hold",
+        f"{key}={value!r} (from {origin}) conflicts with {known.value!r} (from {known.origin})",
         where=f"DeepSpeed config {key}",
         do=f'make them equal, or write "{key.rpartition(".")[2]}": "auto" in DeepSpeed\'s config',
     )

@@ -1,4 +1,4 @@
-"""The engine ``deepspeed``: ZeRO stages 0 to 3 by the DeepSpeed library, with offloading to the CPU or NVMe."""
+"""The engine ``deepspeed``: ZeRO stages 0 to 3 of the DeepSpeed library, with offloading to the CPU or NVMe."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ __all__ = ["DeepSpeedEngine"]
 
 
 class DeepSpeedEngine(Engine):
-    """Trains one model with one optimizer by DeepSpeed; further models may be prepared for evaluation.
+    """Trains one model with one optimizer. Additional models may be prepared for evaluation.
 
-    Gradients are finished when the update is stepped or clipped, so a loop may call ``backward`` any number of times before.
-    Weights are float32: with fp16 or bf16, the model computes in copies of that dtype in stages 1 to 3, and under autocast in
+    Gradients are reduced when the update is clipped or stepped, so a loop may call ``backward`` any number of times before.
+    Weights are float32. With fp16 or bf16, the model computes with 16-bit copies in stages 1 to 3, and under autocast in
     stage 0.
 
     Source: deepspeed.initialize; Rajbhandari et al., "ZeRO", 2020; Ren et al., "ZeRO-Offload", 2021.
@@ -55,22 +55,22 @@ class DeepSpeedEngine(Engine):
         self._options = options or DeepSpeedOptions()
         self._new = partial(type(self), world, scaler=scaler, options=options)
         self._run: DeepSpeedModel | None = None
-        self._evaluated: list[Any] = []  # DeepSpeed's engines of models without an optimizer
-        self._hooks: list[Any] = []  # on their modules
+        self._evaluated: list[Any] = []  # DeepSpeed engines of models without an optimizer
+        self._hooks: list[Any] = []  # handles of module hooks
         self._is_local = False  # inside no_sync
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without models and optimizers, which it identifies by id: a copy has prepared nothing.
+        # Models and optimizers are identified by id, so a copy starts without prepared objects.
         return self._new, ()
 
     @classmethod
     def from_options(
         cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]
     ) -> DeepSpeedEngine:
-        """See ``Engine.from_options``; uses ``options["deepspeed"]``."""
+        """See ``Engine.from_options``. Uses ``options["deepspeed"]``."""
         engine = cls(world, scaler=scaler, options=options.get("deepspeed"))
         if engine._options.makes_shards:
-            import_deepspeed(world)  # otherwise deepspeed.zero.Init initializes it, and compiles a kernel for a minute
+            import_deepspeed(world)  # otherwise deepspeed.zero.Init does this and compiles a kernel for a minute
         return engine
 
     @property
@@ -107,11 +107,11 @@ class DeepSpeedEngine(Engine):
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Prepared:
         """Initialize DeepSpeed with the model that ``optimizers`` trains.
 
-        A model without an optimizer is for evaluation: sharded in stage 3, otherwise broadcast from rank zero.
+        Models without an optimizer are for evaluation. They are sharded in stage 3, and otherwise broadcast from rank zero.
 
         Raises:
-            UsageError: several models or optimizers to train, or one without the other.
-            ConfigError: an invalid config.
+            UsageError: there are several optimizers or models to train, or the optimizer's model is missing.
+            ConfigError: the config is invalid.
         """
         if not models and not optimizers:
             return Prepared(models=(), optimizers=(), schedulers=tuple(map(self._build_scheduler, schedulers)))
@@ -140,7 +140,8 @@ class DeepSpeedEngine(Engine):
             raise ConfigError(
                 f"DeepSpeed's config has unresolved 'auto' values: {', '.join(autos)}",
                 where="engine deepspeed",
-                do="set numbers, or use Accelerator(deepspeed_plugin=), which resolves them from the loaders and the model",
+                do="replace them with numbers, or use Accelerator(deepspeed_plugin=), which resolves them from the loaders and "
+                "the model",
             )
 
     def _trained_model(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> nn.Module | None:
@@ -149,7 +150,7 @@ class DeepSpeedEngine(Engine):
             return None
         if len(optimizers) > 1:
             raise UsageError(
-                f"{len(optimizers)} optimizers were given, but DeepSpeed steps one",
+                f"{len(optimizers)} optimizers were given, but DeepSpeed supports one",
                 where="prepare(), engine deepspeed",
                 do="create one optimizer with several parameter groups, or use the engine fsdp2 or ddp",
             )
@@ -168,7 +169,7 @@ class DeepSpeedEngine(Engine):
         raise UsageError(
             "the optimizer's parameters belong to none of the models passed with it",
             where="prepare(), engine deepspeed",
-            do="pass the model and its optimizer to prepare() in one call: DeepSpeed makes one object of both",
+            do="pass the model and its optimizer to prepare() in one call, because DeepSpeed initializes them together",
         )
 
     def _initialize(self, library: Any, model: nn.Module, optimizer: Any, schedulers: Sequence[Any]) -> DeepSpeedModel:
@@ -217,7 +218,7 @@ class DeepSpeedEngine(Engine):
         )
 
     def _call_initialize(self, library: Any, model: nn.Module, **arguments: Any) -> Any:
-        """Call ``deepspeed.initialize``; in stage 3 it hooks the output of every module, which is flattened for that."""
+        """Call ``deepspeed.initialize``. In stage 3 it hooks the outputs of all modules, which are flattened for the hooks."""
         with ExitStack() as stack:
             for module in model.modules() if self._stage == 3 else ():
                 if not type(module).__module__.startswith("torch.nn.modules."):  # these return tensors
@@ -241,8 +242,8 @@ class DeepSpeedEngine(Engine):
             raise ConfigError(
                 "prepare() was given a DummyScheduler, but DeepSpeed's config defines no scheduler",
                 where="ds_config 'scheduler'",
-                do="add a 'scheduler' to the config, set DummyScheduler(lr_scheduler_callable=), or pass a torch scheduler; and "
-                "prepare it with the model and the optimizer in one call",
+                do="add a 'scheduler' to the config, set DummyScheduler(lr_scheduler_callable=), or pass a torch scheduler. "
+                "Prepare the scheduler, the model and the optimizer in one call",
             )
         return DrivenScheduler(self._run.engine.lr_scheduler)
 
@@ -257,21 +258,21 @@ class DeepSpeedEngine(Engine):
             self._is_local = before
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """See ``Engine.no_sync``; stages 2 and 3 reduce in every backward pass anyway: no rank has memory for all gradients."""
+        """See ``Engine.no_sync``. Stages 2 and 3 reduce in every backward pass, because no rank stores all gradients."""
         return self._set_sync(False)
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         return self._set_sync(True)
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return an empty context; ``capabilities.joins_uneven`` is False."""
+        """Return an empty context, because DeepSpeed does not support uneven inputs."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
-        """See ``Engine.backward``; DeepSpeed supports the option ``retain_graph`` only.
+        """See ``Engine.backward``. DeepSpeed supports only the option ``retain_graph``.
 
         Raises:
-            UsageError: other options, no model to train, or gradients that were clipped but not stepped.
+            UsageError: other options are given, there is no model to train, or gradients were clipped but not stepped.
         """
         retain = bool(options.pop("retain_graph", False))
         if any(value is not None for value in options.values()):
@@ -302,7 +303,7 @@ class DeepSpeedEngine(Engine):
         """See ``Engine.step``.
 
         Raises:
-            UsageError: a closure, or ``unsynced``.
+            UsageError: ``closure`` or ``unsynced`` is given.
         """
         if unsynced or closure is not None:
             raise UsageError(
@@ -313,18 +314,18 @@ class DeepSpeedEngine(Engine):
         return self._require_run("step()").step()
 
     def reduce_gradients(self, optimizer: Optimizer) -> bool:
-        """Return False for DeepSpeed's own optimizer, the only one that gets the gradients.
+        """Return False for DeepSpeed's optimizer, which is the only one that receives gradients.
 
         Raises:
-            UsageError: another optimizer.
+            UsageError: ``optimizer`` is another optimizer.
         """
         if self._run is not None and optimizer is self._run.optimizer:
             return False
         raise UsageError(
-            f"{type(optimizer).__name__} holds parameters of a model that DeepSpeed trains, but was not prepared with it: it would "
-            "step without their gradients",
+            f"{type(optimizer).__name__} holds parameters of a model that DeepSpeed trains, but was not prepared with this model, so "
+            "it would step without their gradients",
             where="step(), engine deepspeed",
-            do="write model, optimizer = accelerator.prepare(model, optimizer), in one call, and step what it returns",
+            do="prepare both in one call (model, optimizer = accelerator.prepare(model, optimizer)), and step the result",
         )
 
     def update_loss_scale(self) -> None:
@@ -332,30 +333,30 @@ class DeepSpeedEngine(Engine):
             self._run.stepper.update_loss_scale()
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """See ``Engine.zero_grad``; after a step, DeepSpeed has already cleared them."""
+        """See ``Engine.zero_grad``. DeepSpeed clears gradients after each step."""
         if self._run is not None:
             self._run.discard_gradients()
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
-        """Unscale in stage 0; in stages 1 to 3, clipping and stepping do it, and gradients are not accessible in between."""
+        """Unscale the gradients in stage 0. In stages 1 to 3, gradients are not accessible; clipping and stepping unscale them."""
         if self._run is not None and not unsynced:
             self._run.unscale()
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
     ) -> torch.Tensor:
-        """See ``Engine.clip_grad_norm``; the smaller of ``max_norm`` and the config's ``gradient_clipping`` applies.
+        """See ``Engine.clip_grad_norm``. The smaller of ``max_norm`` and the config's ``gradient_clipping`` applies.
 
-        With ``unsynced`` there is no norm yet; returns that of the last update.
+        With ``unsynced``, return the norm of the last update, because this update has no norm yet.
 
         Raises:
-            UsageError: not the 2-norm, or not all trained parameters.
+            UsageError: ``norm_type`` is not 2, or some trained parameters are missing.
         """
         run = self._require_run("clip_grad_norm_()")
         return run.last_norm if unsynced else run.clip(list(parameters), max_norm, float(norm_type))
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
-        """See ``Engine.clip_grad_value``. Raises: UsageError in stages 1 to 3, whose gradients are not accessible."""
+        """See ``Engine.clip_grad_value``. Raises UsageError in stages 1 to 3, in which gradients are not accessible."""
         run = self._require_run("clip_grad_value_()")
         if self._stage > 0:
             raise UsageError(
@@ -368,7 +369,7 @@ class DeepSpeedEngine(Engine):
         torch.nn.utils.clip_grad_value_(list(parameters), clip_value)
 
     def finish_gradients(self, model: nn.Module, factor: float) -> None:
-        """See ``Engine.finish_gradients``; applied when they are stepped or clipped."""
+        """See ``Engine.finish_gradients``. The factor is applied when the gradients are clipped or stepped."""
         self._require_run("backward()").factor *= factor
 
     def reduced(self, model: nn.Module) -> bool:
@@ -390,7 +391,7 @@ class DeepSpeedEngine(Engine):
             run.load_own_state(state)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
-        """See ``Engine.full_state_dict``; the float32 weights if DeepSpeed keeps them, whatever dtype the model computes in."""
+        """See ``Engine.full_state_dict``. Returns the float32 weights if DeepSpeed keeps them."""
         run = self._run
         if run is not None and model is run.engine:
             return run.full_state_dict(on_rank_zero=self.capabilities.shards_parameters)
@@ -399,7 +400,7 @@ class DeepSpeedEngine(Engine):
         return self._gather_state_dict(model)
 
     def _gather_state_dict(self, model: Any) -> dict[str, Any] | None:
-        """Gather the state dict of a model that is sharded for evaluation. Collective."""
+        """Gather the state dict of a model that is sharded for evaluation. Collective: every rank."""
         keep = self._world.rank == 0
         zero = import_deepspeed(self._world).zero
         found: dict[str, Any] = {}
@@ -412,7 +413,7 @@ class DeepSpeedEngine(Engine):
         return found if keep else None
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """See ``Engine.full_optimizer_state``; in stages 1 to 3, on the CPU."""
+        """See ``Engine.full_optimizer_state``. In stages 1 to 3, the tensors are on the CPU."""
         run = self._require_run("the optimizer state")
         return optimizer.state_dict() if run.shards is None else run.full_optimizer_state()
 
@@ -424,7 +425,7 @@ class DeepSpeedEngine(Engine):
             run.load_optimizer_state(state, is_full=True)
 
     def parameter_groups(self, optimizer: Optimizer) -> list[list[torch.Tensor]]:
-        """See ``Engine.parameter_groups``; in stages 1 to 3, trained parameters only, and no empty groups."""
+        """See ``Engine.parameter_groups``. In stages 1 to 3, without frozen parameters and empty groups."""
         run = self._run
         if run is None or run.shards is None:
             return super().parameter_groups(optimizer)

@@ -1,4 +1,4 @@
-"""Access by parameter to the flat tensors in which DeepSpeed keeps and steps this rank's shards."""
+"""Access by parameter to the flat tensors in which DeepSpeed stores and updates this rank's shards."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["FlatShards", "hook_loading", "full_shape", "write_full"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FlatShard:
     flat: torch.Tensor
-    """In float32; holds other parameters, too."""
+    """Float32 tensor that contains the shard, among those of other parameters."""
     flat_offset: int
     offset: int
-    """In the flattened parameter."""
+    """Offset of the shard in the flattened parameter."""
     numel: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the same elements of a tensor laid out as ``flat``."""
+        """Return the same elements of a tensor with the layout of ``flat``."""
         return flat.view(-1).narrow(0, self.flat_offset, self.numel)
 
 
 class FlatShards:
-    """Reads and writes the float32 weights and the optimizer state of ZeRO 1 to 3, by parameter.
+    """Reads and writes the float32 weights and the optimizer state of ZeRO 1 to 3 by parameter.
 
-    The library's own functions (``safe_get_full_optimizer_state``) send every tensor to all ranks, and support neither scalars
-    nor state that does not exist yet.
+    The library's functions (``safe_get_full_optimizer_state``) send every tensor to all ranks, and do not support scalars or
+    state that does not exist yet.
 
     Source: deepspeed.runtime.zero (0.19.8).
     """
@@ -59,7 +59,7 @@ class FlatShards:
 
     @property
     def parameter_groups(self) -> list[list[torch.Tensor]]:
-        """The parameters of the optimizer's groups, in the order of their numbers."""
+        """Parameters of the optimizer's groups, in the order of their numbers."""
         return [list(group) for group in self._groups]
 
     # ---- layout ------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class FlatShards:
         return self._engine.optimizer
 
     def shard(self, parameter: nn.Parameter) -> _FlatShard | None:
-        """Return this rank's shard of a trained parameter; None if it is empty."""
+        """Return this rank's shard of a trained parameter, or None if it is empty."""
         own: Any = parameter
         if not parameter.requires_grad:
             return None
@@ -92,21 +92,21 @@ class FlatShards:
         """Raise UsageError if the optimizer state is on NVMe, which only DeepSpeed's own checkpoints can read."""
         if getattr(self._optimizer, "swap_optimizer", False):
             raise UsageError(
-                "the optimizer state is on NVMe (zero_optimization.offload_optimizer.device), and cannot be gathered",
+                "the optimizer state is on NVMe (zero_optimization.offload_optimizer.device) and cannot be gathered",
                 do="offload it to the CPU, or save with model.save_checkpoint(folder) of DeepSpeed's engine",
             )
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def full_weights(self) -> dict[str, torch.Tensor] | None:
-        """Return the trained parameters in float32, by name, on rank zero's CPU; None elsewhere. Collective: every rank."""
+        """Return the trained parameters by name in float32 on rank zero's CPU, None on other ranks. Collective: every rank."""
         named = [(name, p) for name, p in plain_parameters(self._module) if p.requires_grad]
         mine = {i: part.of(part.flat) for i, (_, p) in enumerate(named) if (part := self.shard(p)) is not None}
         full = self._gather([p for _, p in named], {i: {"value": value} for i, value in mine.items()})
         return None if full is None else {name: full[i]["value"] for i, (name, _) in enumerate(named)}
 
     def frozen_weights(self) -> dict[str, torch.Tensor]:
-        """Return the frozen parameters, by name, on the CPU. Collective: in stage 3."""
+        """Return the frozen parameters by name on the CPU. Collective: in stage 3."""
         frozen = [(name, p) for name, p in plain_parameters(self._module) if not p.requires_grad]
         found = {}
         for name, parameter in frozen:
@@ -119,7 +119,7 @@ class FlatShards:
         return self._zero_module.GatheredParameters([p for p in parameters if hasattr(p, "ds_id")])
 
     def load_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Set ``parameter`` to ``value``, unsharded and the same on every rank. Collective: in stage 3."""
+        """Set ``parameter`` to the unsharded ``value``, which is the same on every rank. Collective: in stage 3."""
         part = self.shard(parameter)
         if part is not None:
             own = value.detach().reshape(-1).narrow(0, part.offset, part.numel)
@@ -128,7 +128,7 @@ class FlatShards:
             write_full(self._zero_module, parameter, value, rank=self._rank)
 
     def update_model(self) -> None:
-        """Copy the float32 shards to the weights that the model computes with. Collective: every rank."""
+        """Copy the float32 shards to the weights with which the model computes. Collective: every rank."""
         if self._stage < 3:
             self._optimizer.update_lp_params()
             return
@@ -140,7 +140,7 @@ class FlatShards:
     # ---- optimizer ---------------------------------------------------------------------------------------------------
 
     def own_state(self) -> dict[int, dict[str, Any]]:
-        """Return this rank's part of the optimizer state, by parameter number."""
+        """Return this rank's part of the optimizer state by parameter number."""
         self.require_in_memory()
         found = {}
         for number, parameter in self._numbered():
@@ -153,11 +153,11 @@ class FlatShards:
         return found
 
     def full_state(self) -> dict[int, dict[str, Any]] | None:
-        """Return the optimizer state by parameter number, on rank zero's CPU; None elsewhere. Collective: every rank."""
+        """Return the optimizer state by parameter number on rank zero's CPU, None on other ranks. Collective: every rank."""
         return self._gather([p for _, p in self._numbered()], self.own_state())
 
     def load_state(self, state: Mapping[int, Mapping[str, Any]], *, is_full: bool) -> None:
-        """Load this rank's part of the full optimizer state, or what ``own_state`` returned on this rank."""
+        """Load this rank's part of the full optimizer state, or the result of ``own_state`` on this rank."""
         self.require_in_memory()
         for number, parameter in self._numbered():
             part = self.shard(parameter)
@@ -176,7 +176,7 @@ class FlatShards:
                 part.of(entries[key]).copy_(own)
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups with parameter numbers, as in torch's state dicts."""
+        """Return the optimizer's groups with parameter numbers, like torch's state dicts."""
         numbers = {id(p): number for number, p in self._numbered()}
         settings = [
             {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
@@ -184,10 +184,10 @@ class FlatShards:
         return [{**own, "params": [numbers[id(p)] for p in group]} for own, group in zip(settings, self._groups)]
 
     def load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Load the settings (such as learning rates) of groups.
+        """Load the settings of parameter groups, such as learning rates.
 
         Raises:
-            UsageError: their sizes do not match this optimizer's.
+            UsageError: the sizes of the groups differ from those of this optimizer.
         """
         own = [len(group) for group in self._groups]
         given = [len(group["params"]) for group in groups]
@@ -233,21 +233,21 @@ def _has_layout_of(value: Any, flat: torch.Tensor) -> bool:
 
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:
-    """Return the unsharded shape of a parameter, whose tensor is empty in stage 3."""
+    """Return the unsharded shape of a parameter. In stage 3, the parameter itself is empty."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 def write_full(zero_module: Any, parameter: nn.Parameter, value: torch.Tensor, *, rank: int) -> None:
-    """Set the weights that the model computes with to rank zero's ``value``. Collective: every rank, in stage 3."""
+    """Set the weights with which the model computes to rank zero's ``value``. Collective: every rank, in stage 3."""
     with zero_module.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
         if rank == 0:
             parameter.copy_(value)
 
 
 def hook_loading(module: nn.Module, load_parameter: Callable[[nn.Parameter, torch.Tensor], None]) -> list[Any]:
-    """Pass each full parameter that ``load_state_dict`` of ``module`` loads to ``load_parameter``; return the hooks."""
-    modules: Iterator[Any] = module.modules()  # torch has no types for the method
+    """Call ``load_parameter`` for each full parameter that ``module.load_state_dict`` loads; return the hook handles."""
+    modules: Iterator[Any] = module.modules()  # the hook method has no type annotations
     return [each.register_load_state_dict_pre_hook(partial(_load_parameters, load_parameter)) for each in modules]
 
 
@@ -258,14 +258,14 @@ def _load_parameters(
     prefix: str,
     *_rest: Any,
 ) -> None:
-    """Load into DeepSpeed's shards what ``load_state_dict`` is about to copy into the parameters of ``module``.
+    """Copy the values that ``load_state_dict`` loads into ``module`` to DeepSpeed's shards.
 
-    In stage 3 the parameters are empty, so their values in the state dict are replaced by these empty tensors.
+    In stage 3 the parameters are empty, so their values in the state dict are replaced by empty tensors.
     """
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         value = state_dict.get(prefix + name)
         if not isinstance(value, torch.Tensor) or value.shape != full_shape(parameter):
-            continue  # torch reports missing values and other sizes
+            continue  # torch reports missing values and size mismatches
         load_parameter(parameter, value)
         if hasattr(parameter, "ds_id"):
             state_dict[prefix + name] = parameter.data

@@ -1,4 +1,4 @@
-"""DeepSpeed's config on the engine fsdp2: the table of counterparts, which docs/engines.md shows, and the translation. Torch-free."""
+"""Translates DeepSpeed's config for the engine fsdp2; docs/engines.md shows the table of counterparts. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ZERO = "zero_optimization"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterpart:
-    """What fsdp2 does for one key."""
+    """The counterpart in fsdp2 of one key."""
 
     does: str
-    """As in the documentation."""
+    """Description for the documentation."""
     is_kept: bool = True
-    """Whether fsdp2 does what the key asks for. False: it has no counterpart, and a run that sets it gets a warning."""
+    """Whether fsdp2 implements the key. Otherwise, a run that sets it gets a warning."""
     nothing: tuple[Any, ...] = (None, False, "auto")
-    """Values that ask for nothing."""
+    """Values of the key that have no effect."""
 
 
 def _none(why: str, *nothing: Any) -> Counterpart:
@@ -100,7 +100,7 @@ COUNTERPARTS: Mapping[str, Counterpart] = MappingProxyType(
 
 
 def list_without_counterpart(values: Mapping[str, Any]) -> list[str]:
-    """Return ``key=value (why)`` for each of ``values`` (by dotted key) that fsdp2 has no counterpart for."""
+    """Return ``key=value (reason)`` for each dotted key in ``values`` without a counterpart in fsdp2."""
     missing = []
     for key, value in values.items():
         if key.partition(".")[0] in ("optimizer", "scheduler"):
@@ -127,14 +127,14 @@ class FSDP2Settings:
     scaler: Mapping[str, Any]
     """Arguments of torch's ``GradScaler``."""
     without_counterpart: list[str]
-    """See ``list_without_counterpart``."""
+    """Result of ``list_without_counterpart``."""
 
 
 def translate_to_fsdp2(config: HfDeepSpeedConfig) -> FSDP2Settings:
     """Translate ``config`` for the engine fsdp2.
 
     Raises:
-        ConfigError: a setting that fsdp2 cannot implement.
+        ConfigError: fsdp2 cannot implement a setting.
     """
     where = f"engine='fsdp2', {config.origin}"
     stage = int(config.get_value(f"{_ZERO}.stage", 0))
@@ -163,7 +163,7 @@ def translate_to_fsdp2(config: HfDeepSpeedConfig) -> FSDP2Settings:
 
 
 def _pinned(config: HfDeepSpeedConfig, where: str) -> list[bool]:
-    """Return ``pin_memory`` of each kind of tensor that is offloaded to the CPU."""
+    """Return ``pin_memory`` for each type of tensor that is offloaded to the CPU."""
     pinned = []
     for name in ("offload_optimizer", "offload_param"):
         node = config.get_value(f"{_ZERO}.{name}") or {}
@@ -181,7 +181,7 @@ def _pinned(config: HfDeepSpeedConfig, where: str) -> list[bool]:
 
 def _scaler_arguments(fp16: Mapping[str, Any]) -> dict[str, Any]:
     if fp16.get("loss_scale", 0):
-        return {"init_scale": float(fp16["loss_scale"]), "growth_interval": 2**31 - 1}  # it never grows
+        return {"init_scale": float(fp16["loss_scale"]), "growth_interval": 2**31 - 1}  # the scale never grows
     arguments: dict[str, Any] = {}
     if "initial_scale_power" in fp16:
         arguments["init_scale"] = 2.0 ** int(fp16["initial_scale_power"])

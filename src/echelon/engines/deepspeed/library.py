@@ -1,4 +1,4 @@
-"""Imports the DeepSpeed library for the device and process group of this run, and announces the kernels that it compiles."""
+"""Imports the DeepSpeed library for the device and process group of this run, and logs the kernels that it compiles."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _SHARED_MEMORY_KERNEL = "deepspeed_shm_comm"
 def import_deepspeed(world: World) -> Any:
     """Return the module ``deepspeed``, initialized for the current process group and the device of ``world``.
 
-    Collective: the first time for a process group.
+    Collective: the first call for a process group.
 
     Raises:
-        MissingExtraError: it is not installed.
-        UsageError: this process has used it with another kind of device.
+        MissingExtraError: DeepSpeed is not installed.
+        UsageError: DeepSpeed already uses another type of device in this process.
     """
     on_cpu = world.device.type == "cpu"
-    # On a machine with an accelerator, a run on the CPU (cpu=True) must set this before the library detects devices.
+    # For a CPU run (cpu=True) on a machine with an accelerator, this must be set before the library detects devices.
     with environ.patch({"DS_ACCELERATOR": "cpu"} if on_cpu else {}), warnings.catch_warnings():
         # ZeRO imports a part of torch that uses the deprecated torch.jit.script.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -45,10 +45,10 @@ def import_deepspeed(world: World) -> Any:
         device = deepspeed.get_accelerator().device_name()
     if device != world.device.type:
         raise UsageError(
-            f"DeepSpeed uses {device!r} in this process, but the Accelerator {world.device.type!r}",
-            do="create the Accelerator before anything imports deepspeed, or set DS_ACCELERATOR",
+            f"DeepSpeed uses {device!r} in this process, but the Accelerator uses {world.device.type!r}",
+            do=f"create the Accelerator before importing deepspeed, or set DS_ACCELERATOR={world.device.type}",
         )
-    if not dist.is_initialized():  # DeepSpeed needs a group even for one process
+    if not dist.is_initialized():  # DeepSpeed requires a group even for one process
         backend = "gloo" if on_cpu else None
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     _reset_ended_group()
@@ -62,7 +62,7 @@ def import_deepspeed(world: World) -> Any:
 
 
 def _reset_ended_group() -> None:
-    """Reset the library's state if its process group has been destroyed: it would use closed sockets."""
+    """Reset the library's state if its process group was destroyed. Otherwise it would use closed sockets."""
     groups: Any = import_module("deepspeed.utils.groups")
     if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:
         groups._release_process_group_references()
@@ -71,13 +71,13 @@ def _reset_ended_group() -> None:
 
 
 def _synchronize_counters() -> None:
-    """Synchronize the counters that number modules and parameters of ZeRO 3: some ranks may have counted before. Collective.
+    """Synchronize the counters that number modules and parameters in ZeRO 3. Collective: every rank.
 
-    The library counts per process, and compares the numbers between the ranks (0.19.8).
+    The library counts per process and compares the numbers between ranks (0.19.8), but some ranks may have counted earlier.
     """
     parameters: Any = import_module("deepspeed.runtime.zero.partition_parameters").Init
     offload: Any = import_module("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload
-    (num_modules,) = offload._register_deepspeed_module.__defaults__  # a list of one: the default is the counter
+    (num_modules,) = offload._register_deepspeed_module.__defaults__  # the counter is a mutable default argument
     of_parameters, of_modules = gather_counts(parameters.param_id, num_modules[0])
     parameters.param_id, num_modules[0] = max(of_parameters), max(of_modules)
 
@@ -86,8 +86,8 @@ def _synchronize_counters() -> None:
 def _without_kernel(deepspeed: Any, name: str) -> Iterator[None]:
     """Mark the kernel ``name`` as unavailable in the block.
 
-    On the CPU, initialization compiles a kernel for all-reduce through shared memory, which takes a minute. Only tensor parallel
-    inference uses it (``inference_all_reduce``), and falls back to the process group.
+    On the CPU, initialization compiles a kernel for all-reduce through shared memory, which takes a minute. Only tensor-parallel
+    inference (``inference_all_reduce``) uses it, and falls back to the process group.
     """
     compatible: dict[str, bool] = deepspeed.ops.__compatible_ops__
     before = compatible.get(name, False)
@@ -99,7 +99,7 @@ def _without_kernel(deepspeed: Any, name: str) -> Iterator[None]:
 
 
 def _replace_deprecated_names() -> None:
-    """Replace two collectives by their names in torch 2.13: each call by the old names raises a FutureWarning."""
+    """Replace two collectives whose old names raise a FutureWarning in torch 2.13."""
     backend: Any = import_module("deepspeed.comm.comm").cdb
     for old, new in (
         ("all_gather_function", "all_gather_single"),
@@ -110,9 +110,9 @@ def _replace_deprecated_names() -> None:
 
 
 def announce_kernels(config: Mapping[str, Any], *, optimizer: str | None) -> None:
-    """Log which kernels DeepSpeed is about to compile for ``config``.
+    """Log the kernels that DeepSpeed is about to compile for ``config``.
 
-    ``optimizer``: the type of the optimizer that DeepSpeed creates, or None.
+    ``optimizer`` is the type of the optimizer that DeepSpeed creates, or None.
     """
     root = Path(environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     missing = [name for name in _kernels(config, optimizer) if not any(root.glob(f"**/{name}/{name}.so"))]

@@ -1,4 +1,4 @@
-"""The accumulation window, clipping, step and state of a model trained by DeepSpeed."""
+"""Accumulation, clipping, steps and state of a model that DeepSpeed trains."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = ["DeepSpeedModel"]
 class DeepSpeedModel:
     """Drives a DeepSpeed engine.
 
-    The library finishes the gradients of an accumulation window in the backward pass declared as its boundary; a second such
-    pass before the step replaces the gradients of the first. Here no pass is the boundary: the window is finished when its
-    gradients are needed, so a loop may call backward any number of times.
+    The library reduces the gradients of an accumulation window in the backward pass that is declared as its boundary. A second
+    boundary pass before the step would replace the gradients of the first. This class declares no pass as the boundary and
+    reduces the gradients when they are needed, so a loop may call backward any number of times.
 
     Stages 1 to 3 do not expose gradients, so the factor of an update is applied through the loss scale.
     """
@@ -45,11 +45,11 @@ class DeepSpeedModel:
     ) -> None:
         self.engine = engine
         self.optimizer: Optimizer = engine.basic_optimizer
-        """In stages 1 to 3 it steps the flat tensors; schedulers change its groups."""
+        """The optimizer, whose groups schedulers modify. In stages 1 to 3 it steps the flat tensors."""
         self.stepper = stepper
-        """Scales the loss in stage 0."""
+        """Scaler of the loss in stage 0."""
         self.factor = 1.0
-        """Factor of this update's gradients, not applied yet."""
+        """Factor of this update's gradients that is not applied yet."""
         self.is_local = False
         """Whether the last backward pass was not synchronized."""
         self.last_norm = torch.zeros(())
@@ -57,9 +57,9 @@ class DeepSpeedModel:
         self._stage = int(engine.zero_optimization_stage())
         self._clipping = clipping
         self._loop_clips = loop_clips
-        self._max_norm: float | None = None  # of this update, set by the loop
-        self._is_pending = False  # the window has gradients
-        self._is_finished = False  # and they are reduced
+        self._max_norm: float | None = None  # norm to which the loop clips this update
+        self._is_pending = False  # whether the window has gradients
+        self._is_finished = False  # whether these gradients are reduced
         self._is_warned = False
         self._dtypes = {name: p.dtype for name, p in plain_parameters(engine.module)}
         self._parameters = [(name, p, p.requires_grad) for name, p in plain_parameters(engine.module)]
@@ -68,7 +68,7 @@ class DeepSpeedModel:
         self._num_trained = len({id(p) for group in groups for p in group if p.requires_grad})
         self.shards: FlatShards | None = None
         if self._stage > 0:
-            # DeepSpeed drops empty groups, and does not number frozen parameters.
+            # DeepSpeed drops empty groups and does not number frozen parameters.
             trained = [own for group in groups if (own := [p for p in group if p.requires_grad])]
             self.shards = FlatShards(library, engine, trained, rank=world.rank, world_size=world.world_size)
 
@@ -86,7 +86,7 @@ class DeepSpeedModel:
             self._require_parameters()
 
     def _require_parameters(self) -> None:
-        # In stage 0 the library reduces whatever has a gradient.
+        # In stage 0 the library reduces all existing gradients.
         changed = (
             [name for name, p, trained in self._parameters if p.requires_grad is not trained] if self._stage else []
         )
@@ -96,10 +96,10 @@ class DeepSpeedModel:
             self._structure.renew(self.engine.module)
         if changed:
             raise UsageError(
-                f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} came into the model, or became frozen or "
-                "unfrozen, after prepare(): DeepSpeed trains the parameters that required gradients during prepare()",
+                f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} joined the model, or became frozen or "
+                "unfrozen, after prepare(), but DeepSpeed trains the parameters that required gradients during prepare()",
                 where="backward(), engine deepspeed",
-                do="freeze and unfreeze before prepare(), and run each training phase as a script of its own (with save_model()); "
+                do="freeze and unfreeze before prepare(), and run each training phase as a separate script (with save_model()); "
                 "engine='fsdp2' and 'ddp' support such changes",
             )
 
@@ -112,13 +112,13 @@ class DeepSpeedModel:
         self._require_parameters()
         if self._is_finished and self._stage > 0:
             raise UsageError(
-                "backward() was called between clipping and the step: DeepSpeed cannot add to clipped gradients",
+                "backward() was called between clipping and the step, but DeepSpeed cannot add to clipped gradients",
                 where="engine deepspeed",
                 do="clip after the last backward(), right before the step",
             )
         if self._stage > 0:
-            # The forward pass of DeepSpeed's wrapper does this; after two of them, the second backward pass would replace the
-            # gradients of the first (0.19.8).
+            # The forward pass of DeepSpeed's wrapper clears this flag. After two forward passes, the second backward pass would
+            # otherwise replace the gradients of the first (0.19.8).
             self.engine.optimizer.clear_backward_seen_flag()
         self.engine.set_gradient_accumulation_boundary(False)
         self.engine.backward(self.stepper.scale(loss), retain_graph=retain_graph, scale_wrt_gas=False)
@@ -132,8 +132,8 @@ class DeepSpeedModel:
         if self.is_local and not self._is_warned:
             self._is_warned = True
             warn(
-                "the last backward pass was not synchronized between the ranks (a step inside no_sync()): DeepSpeed reduces the "
-                "gradients now, so the result is correct. Step outside no_sync()."
+                "the last backward pass was not synchronized between the ranks (the step is inside no_sync()); DeepSpeed reduces "
+                "the gradients now, so the result is correct. Step outside no_sync()."
             )
         self._is_finished, self.is_local = True, False
         self.engine.set_gradient_accumulation_boundary(True)
@@ -146,13 +146,13 @@ class DeepSpeedModel:
             self.factor = 1.0
 
     def unscale(self) -> None:
-        """Undo the loss scale in stage 0; the other stages do not expose gradients."""
+        """Unscale the gradients in stage 0. Other stages do not expose gradients."""
         if self._stage == 0:
             self.finish()
             self.stepper.unscale(self.optimizer)
 
     def clip(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Let the step clip the gradients to ``max_norm``; return their norm. Collective: every rank."""
+        """Make the step clip the gradients to ``max_norm``; return their norm. Collective: every rank."""
         self.finish()
         if self._stage == 0:
             self.unscale()
@@ -161,7 +161,7 @@ class DeepSpeedModel:
             return self.last_norm
         if norm_type != 2.0:
             raise UsageError(
-                f"DeepSpeed clips by the 2-norm, but norm_type={norm_type:g} was given",
+                f"DeepSpeed only clips by the 2-norm, but norm_type={norm_type:g} was given",
                 where="clip_grad_norm_()",
                 do="omit norm_type, or use the engine fsdp2",
             )
@@ -177,7 +177,7 @@ class DeepSpeedModel:
         return self.last_norm
 
     def _norm(self) -> torch.Tensor:
-        """Return the norm of the finished gradients of stages 1 to 3. Collective."""
+        """Return the norm of the reduced gradients in stages 1 to 3. Collective: every rank."""
         if not self._is_pending:
             return torch.zeros(())
         optimizer = self.engine.optimizer
@@ -191,7 +191,7 @@ class DeepSpeedModel:
         return torch.where(norm < 0, math.inf, norm)
 
     def step(self) -> bool:
-        """Step; return False if gradients were infinite. Collective: every rank."""
+        """Perform the optimizer step; return False if gradients were infinite. Collective: every rank."""
         if not self._is_pending:
             return True
         self.finish()
@@ -224,7 +224,7 @@ class DeepSpeedModel:
         return bool(self.engine.was_step_applied())
 
     def _effective_clipping(self) -> float:
-        """Return the norm to which this update is clipped; 0: not clipped."""
+        """Return the norm to which this update is clipped, or 0 if it is not clipped."""
         norms = [self._max_norm] if self._max_norm is not None else []
         if self._clipping is not None and not (self._loop_clips and norms):
             norms.append(self._clipping)
@@ -243,7 +243,7 @@ class DeepSpeedModel:
         optimizer = self.engine.optimizer
         optimizer.zero_grad()  # stage 3 counts micro-steps here
         if self._stage < 3:
-            # As the library does when it skips a step (stage_1_and_2.py, 0.19.8).
+            # The library does the same when it skips a step (stage_1_and_2.py, 0.19.8).
             optimizer.micro_step_id = -1
             optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
             optimizer.all_grad_tensors = dict.fromkeys(optimizer.all_grad_tensors)
@@ -254,7 +254,7 @@ class DeepSpeedModel:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def full_state_dict(self, *, on_rank_zero: bool) -> dict[str, Any] | None:
-        """Return the full state dict; ``on_rank_zero``: only there, on the CPU. Collective: if ``on_rank_zero``."""
+        """Return the full state dict; with ``on_rank_zero``, only on rank zero's CPU. Collective: if ``on_rank_zero``."""
         if self.shards is None or not on_rank_zero:
             return plain_state_dict(self.engine.module)
         trained = self.shards.full_weights()
@@ -271,7 +271,7 @@ class DeepSpeedModel:
         return found
 
     def own_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """Return this rank's shards of the weights and of the optimizer state."""
+        """Return this rank's shards of the weights and the optimizer state."""
         shards = self.shards
         assert shards is not None
         model: dict[str, Any] = {}
@@ -284,7 +284,7 @@ class DeepSpeedModel:
         return {"model": model, "buffers": buffers, "optimizers": optimizers, "loss_scale": self._loss_scale()}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Load what ``own_state`` returned on this rank. Collective: every rank."""
+        """Load the result of ``own_state`` on this rank. Collective: every rank."""
         shards = self.shards
         assert shards is not None
         for name, parameter in plain_parameters(self.engine.module):
@@ -298,7 +298,7 @@ class DeepSpeedModel:
             self.load_optimizer_state({**saved, "loss_scale": state["loss_scale"]}, is_full=False)
 
     def full_optimizer_state(self) -> dict[str, Any] | None:
-        """Return the full optimizer state on rank zero; None elsewhere. Collective: every rank."""
+        """Return the full optimizer state on rank zero, None on other ranks. Collective: every rank."""
         assert self.shards is not None
         state = self.shards.full_state()
         if state is None:
@@ -306,7 +306,7 @@ class DeepSpeedModel:
         return {"state": state, "param_groups": self.shards.groups(), "loss_scale": self._loss_scale()}
 
     def load_optimizer_state(self, state: Mapping[str, Any], *, is_full: bool) -> None:
-        """Load optimizer state: full, from any engine, or this rank's shards."""
+        """Load the full optimizer state of any engine, or this rank's shards."""
         assert self.shards is not None
         self.shards.load_groups(state["param_groups"])
         self.shards.load_state(state["state"], is_full=is_full)
@@ -315,7 +315,7 @@ class DeepSpeedModel:
             setattr(scaler, name, value)
 
     def _loss_scale(self) -> dict[str, float]:
-        """Return the state of the loss scaler, as plain numbers."""
+        """Return the state of the loss scaler as plain numbers."""
         scaler = self.engine.optimizer.loss_scaler
         names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
         return {name: getattr(scaler, name) for name in names if hasattr(scaler, name)}

@@ -1,4 +1,4 @@
-"""The options of the engine deepspeed, and placeholders for the optimizer and scheduler in DeepSpeed's config."""
+"""Options of the engine deepspeed, and placeholders for the optimizer and scheduler in DeepSpeed's config."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["DeepSpeedOptions", "DummyOptim", "DummyScheduler", "DrivenScheduler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedOptions:
-    """DeepSpeed's config, and settings that it has no keys for."""
+    """DeepSpeed's config, and settings for which it has no keys."""
 
     config: Mapping[str, Any] = field(default_factory=lambda: {"zero_optimization": {"stage": 2}})
-    """As in ``ds_config.json``; read in ``prepare``, when every ``"auto"`` must be resolved."""
+    """Contents of ``ds_config.json``. ``prepare`` reads them and requires that every ``"auto"`` is resolved."""
     loop_clips: bool = False
-    """``gradient_clipping`` is a default: a value that the loop clips to replaces it, instead of the smaller of both."""
+    """Whether a norm to which the loop clips replaces ``gradient_clipping``. Otherwise the smaller of both applies."""
     makes_shards: bool = False
-    """Models are created sharded before ``prepare`` (by ``deepspeed.zero.Init``, which transformers calls)."""
+    """Whether models are created sharded before ``prepare`` (by ``deepspeed.zero.Init``, which transformers calls)."""
     leaf_classes: tuple[str, ...] = ()
-    """Classes of modules (of experts) whose parameters stage 3 gathers together, whichever of them a batch uses."""
+    """Classes of modules (mixtures of experts) whose parameters stage 3 always gathers together."""
 
 
 class DummyOptim:
@@ -45,7 +45,7 @@ class DummyScheduler:
 
     Args:
         optimizer: a ``DummyOptim`` or an optimizer.
-        total_num_steps: resolves ``"auto"`` in the config; counted as the length of a loader before ``prepare``.
+        total_num_steps: resolves ``"auto"`` in the config; counts batches of loaders before ``prepare``.
         warmup_num_steps: resolves ``"auto"`` in the config.
         lr_scheduler_callable: creates a scheduler for the given optimizer.
         kwargs: other arguments, stored unchanged.
@@ -67,13 +67,13 @@ class DummyScheduler:
 
 
 class DrivenScheduler:
-    """A scheduler that DeepSpeed steps itself, once per update: ``step`` does nothing."""
+    """A scheduler that DeepSpeed steps itself once per update, so that ``step`` does nothing."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
 
     def step(self, *_args: Any, **_kwargs: Any) -> None:
-        """Do nothing: the optimizer step has stepped it."""
+        """Do nothing, because the optimizer step also steps the scheduler."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":

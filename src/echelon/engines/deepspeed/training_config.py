@@ -1,4 +1,4 @@
-"""The config passed to the DeepSpeed library: the run's, with what the engine handles itself removed, and defaults added."""
+"""The config passed to the DeepSpeed library, without the settings that the engine handles itself, and with defaults."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def is_on(config: Mapping[str, Any], dtype: str) -> bool:
 
 
 def parameters_by_group(optimizer: Any) -> list[list[nn.Parameter]]:
-    """Return the parameters of each group of an optimizer, or of a ``DummyOptim``."""
+    """Return the parameters of each group of an optimizer or a ``DummyOptim``."""
     if isinstance(optimizer, Optimizer):
         return [list(group["params"]) for group in optimizer.param_groups]
-    optimizer.params = list(optimizer.params)  # a generator can be read only once
+    optimizer.params = list(optimizer.params)  # a generator can be consumed only once
     if optimizer.params and isinstance(optimizer.params[0], Mapping):
         return [list(group["params"]) for group in optimizer.params]
     return [optimizer.params]
 
 
 def replaces_optimizer_on_host(config: Mapping[str, Any]) -> bool:
-    """Return whether DeepSpeed's CPU optimizer replaces the user's, because its state is offloaded."""
+    """Return whether DeepSpeed's CPU optimizer replaces the user's optimizer, because its state is offloaded."""
     offload = config["zero_optimization"].get("offload_optimizer") or {}
     return offload.get("device", "none") != "none" and bool(config.get("zero_force_ds_cpu_optimizer", True))
 
 
 def evaluation_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a model without an optimizer."""
+    """Return the config for a model without an optimizer."""
     plain = copy.deepcopy(dict(config))
     for key in ("optimizer", "scheduler", "gradient_clipping"):
         plain.pop(key, None)
@@ -67,14 +67,14 @@ def evaluation_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def training_config(
     config: Mapping[str, Any], optimizer: Any, *, scaler: torch.amp.GradScaler | None, on_cpu: bool
 ) -> dict[str, Any]:
-    """Return the config of a model that ``optimizer`` (torch's, or a ``DummyOptim``) trains.
+    """Return the config for a model that ``optimizer`` (a torch optimizer or a ``DummyOptim``) trains.
 
     Raises:
-        ConfigError: two optimizers or none, or loss scale settings that DeepSpeed does not support.
+        ConfigError: there are two optimizers or none, or DeepSpeed does not support the loss scale settings.
     """
     own = _with_defaults(copy.deepcopy(dict(config)))
     if stage_of(own) == 0:
-        # In stage 0 the library keeps no float32 weights for bf16. Autocast does, as in the other engines.
+        # In stage 0 the library keeps no float32 weights for bf16. Use autocast instead, like other engines.
         own.pop("fp16", None)
         own.pop("bf16", None)
     if is_on(own, "fp16") and scaler is not None:
@@ -95,7 +95,7 @@ def training_config(
             do="add an 'optimizer' to the config, or pass a torch optimizer to prepare()",
         )
     if on_cpu:
-        # Everything is on the host, so torch's optimizers step there, and no kernel has to be compiled.
+        # All tensors are on the host, so torch's optimizers can step them without compiling a kernel.
         own.setdefault("zero_force_ds_cpu_optimizer", False)
         of_config = own.get("optimizer", {})
         if str(of_config.get("type", "")).lower() in ("adam", "adamw"):
@@ -111,7 +111,7 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy_scaler_settings(scaler: torch.amp.GradScaler, fp16: dict[str, Any]) -> None:
-    """Set what the config leaves open of DeepSpeed's loss scale as in ``scaler``."""
+    """Copy settings of ``scaler`` that the config does not define to DeepSpeed's loss scale."""
     growth, backoff = scaler.get_growth_factor(), scaler.get_backoff_factor()
     if (growth, backoff) != (2.0, 0.5):
         raise ConfigError(
@@ -127,9 +127,9 @@ def host_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return DeepSpeed's CPU optimizer that corresponds to ``optimizer``, with the same groups.
 
     Raises:
-        ConfigError: DeepSpeed has none.
+        ConfigError: DeepSpeed has no corresponding optimizer.
 
-    Source: accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed (1.15), which returns Adam for optimizers it does not know.
+    Source: accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed (1.15), which returns Adam for unknown optimizers.
     """
     require("deepspeed", extra="deepspeed", purpose="an optimizer on the CPU")
     name = type(optimizer).__name__
@@ -144,8 +144,9 @@ def host_optimizer(optimizer: Optimizer) -> Optimizer:
         found = getattr(module, f"DeepSpeedCPU{name}")(optimizer.param_groups, **kept)
     else:
         raise ConfigError(
-            f"zero_optimization.offload_optimizer keeps the optimizer state on the CPU, and DeepSpeed has no CPU version of {name}",
-            do="use AdamW, Adam or Adagrad, or set zero_force_ds_cpu_optimizer=false in DeepSpeed's config to step yours there, slowly",
+            f"zero_optimization.offload_optimizer keeps the optimizer state on the CPU, but DeepSpeed has no CPU version of {name}",
+            do=f"use AdamW, Adam or Adagrad, or set zero_force_ds_cpu_optimizer=false in DeepSpeed's config to use torch's slower "
+            f"{name} on the CPU",
         )
     return found  # type: ignore[no-any-return]
 
@@ -161,7 +162,7 @@ def resolve_run_config(
     schedulers: Sequence[Any],
     split_batches: bool,
 ) -> Mapping[str, Origin]:
-    """Resolve every ``"auto"`` of ``config`` in place, when loaders, model and optimizer are known; return the origins.
+    """Resolve every ``"auto"`` of ``config`` in place from the loaders, model and optimizer; return the origins.
 
     Raises:
         ConfigError: see ``resolve_deepspeed``.
@@ -190,7 +191,7 @@ def resolve_run_config(
 
 
 def _hidden_size(models: Sequence[nn.Module]) -> int | None:
-    """Return the hidden size in the config of a transformers model, the largest of several."""
+    """Return the hidden size in the config of a transformers model, or the largest one if there are several."""
     for model in models:
         config = getattr(model, "config", None)
         for owner in (config, getattr(config, "text_config", None)):
@@ -209,7 +210,7 @@ def _optimizer_settings(optimizers: Sequence[Any]) -> dict[str, Setting]:
 
 
 def _scheduler_settings(schedulers: Sequence[Any], *, world_size: int) -> dict[str, Setting]:
-    """Return the arguments of a ``DummyScheduler``; it counts steps per process, and DeepSpeed counts updates."""
+    """Return the arguments of a ``DummyScheduler``, converted from steps per process to DeepSpeed's updates."""
     for scheduler in schedulers:
         if not isinstance(scheduler, DummyScheduler) or scheduler.lr_scheduler_callable is not None:
             continue
@@ -219,7 +220,7 @@ def _scheduler_settings(schedulers: Sequence[Any], *, world_size: int) -> dict[s
             "warmup_max_lr": optimizer.defaults["lr"]
             if isinstance(optimizer, Optimizer)
             else getattr(optimizer, "lr", None),
-            "warmup_num_steps": max(1, scheduler.warmup_num_steps),  # DeepSpeed rejects 0 since 0.19.6
+            "warmup_num_steps": max(1, scheduler.warmup_num_steps),  # DeepSpeed 0.19.6 and later reject 0
             "total_num_steps": None if steps is None else -(-steps // world_size),
         }
         known = {name: value for name, value in given.items() if value is not None}

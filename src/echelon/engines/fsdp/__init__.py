@@ -1,1 +1,1 @@
-"""The engine ``fsdp2``: torch's ``fully_shard``."""
+"""The engine ``fsdp2``, which uses torch's ``fully_shard``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -56,6 +57,8 @@ from echelon.world.world import World
 
 __all__ = ["FSDP2Engine"]
 
+_AVERAGE_UNSUPPORTED = re.compile(r"AVG|average|ReduceOp", re.IGNORECASE)
+
 _CAPABILITIES = Capabilities(
     name="fsdp2",
     distributed_type="FSDP",
@@ -69,10 +72,10 @@ _CAPABILITIES = Capabilities(
 
 
 class FSDP2Engine(Engine):
-    """Each rank holds a shard of every parameter; a block's parameters are all-gathered while it computes.
+    """Each rank holds a shard of every parameter. The parameters of a block are all-gathered while it computes.
 
-    ``reshard_after_forward``: True is stage 3; False is stage 2 (parameters stay unsharded from forward to backward); an
-    integer is in between. ``replicas`` > 1: groups of ranks each hold a sharded replica (hybrid).
+    ``reshard_after_forward=True`` is ZeRO stage 3. False is stage 2, in which parameters stay unsharded from forward to
+    backward; an integer is in between. With ``replicas > 1``, groups of ranks each hold a sharded replica (hybrid sharding).
 
     Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP", 2023.
     """
@@ -84,21 +87,21 @@ class FSDP2Engine(Engine):
         self._options = options or ShardingOptions()
         self._stepper = Stepper(scaler)
         self._mesh: DeviceMesh | None = None
-        self._roots: dict[int, FSDPModule] = {}  # by id, which the value keeps alive
+        self._roots: dict[int, FSDPModule] = {}  # by id of the value
         self._unsharded: dict[int, UnshardedParameters] = {}  # by id of the root
-        self._hooks: list[Any] = []  # on the modules
+        self._hooks: list[Any] = []  # handles of module hooks
         # Models and optimizers may be prepared in separate calls, in any order.
-        self._replaced = WeakIdKeyDictionary()  # parameters from before prepare -> sharded ones
+        self._replaced = WeakIdKeyDictionary()  # original parameters -> sharded parameters
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._warned = False
-        self._averages: bool | None = None  # whether the backend implements ReduceOp.AVG; None: unknown
-        self._update: ShardedUpdate | None = None  # sums the gradients in the place of torch (build_sharded_update)
+        self._averages: bool | None = None  # whether the backend implements ReduceOp.AVG; None if unknown
+        self._update: ShardedUpdate | None = None  # sums the gradients instead of torch (build_sharded_update)
 
     @classmethod
     def from_options(
         cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]
     ) -> FSDP2Engine:
-        """See ``Engine.from_options``; uses ``options["sharding"]``."""
+        """See ``Engine.from_options``. Uses ``options["sharding"]``."""
         return cls(world, scaler=scaler, options=options.get("sharding"))
 
     @property
@@ -114,13 +117,13 @@ class FSDP2Engine(Engine):
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
-        """Shard each model in place, and point optimizers that were created before to the sharded parameters, by name.
+        """Shard each model in place, and replace the parameters of existing optimizers with the sharded ones.
 
-        Rank zero's weights are broadcast; the other ranks may have the model on the meta device. Tensors that are on the meta
-        device on every rank stay there until ``load_checkpoint_in_model``. A model without trainable parameters is sharded, too.
+        Rank zero's weights are broadcast; other ranks may have the model on the meta device. Tensors that are on the meta
+        device on every rank stay there until ``load_checkpoint_in_model``. Models without trainable parameters are sharded, too.
 
         Raises:
-            UsageError: an optimizer that cannot step shards of parameters.
+            UsageError: an optimizer cannot step shards of parameters.
         """
         for optimizer in optimizers:
             require_elementwise(optimizer)
@@ -145,7 +148,7 @@ class FSDP2Engine(Engine):
         device = self._world.device
         unsharded = set(map(id, ignored_parameters(model, options.ignored)))
         reject_sparse(model, unsharded)
-        # A scalar has no dim to shard.
+        # Scalars have no dimension to shard.
         ignored = [name for name, p in model.named_parameters() if id(p) in unsharded or p.dim() == 0]
         values = move_to_meta(model, only_rank_zero=options.ram_efficient_loading)
         if values is None:
@@ -188,9 +191,9 @@ class FSDP2Engine(Engine):
             self._update.attach(model)
 
     def _replace_missing_average(self, model: nn.Module) -> None:
-        """Where the backend has no ``ReduceOp.AVG``, let torch sum and divide. Collective: on CPUs.
+        """If the backend does not implement ``ReduceOp.AVG``, make torch sum and divide. Collective: on CPUs.
 
-        Before torch 2.8, gloo silently computes a sum instead: gradients are ``world_size`` times too large.
+        Before torch 2.8, gloo silently computes a sum instead, so that gradients are ``world_size`` times too large.
         """
         if self._world.device.type != "cpu" or self._world.world_size == 1:
             return
@@ -209,7 +212,7 @@ class FSDP2Engine(Engine):
                 module.set_force_sum_reduction_for_comms(True)
 
     def _device_mesh(self) -> DeviceMesh:
-        """Create the mesh once. Collective."""
+        """Return the device mesh, which is created once. Collective: the first call."""
         if self._mesh is None:
             world_size, replicas = self._world.world_size, self._options.replicas
             if world_size % replicas:
@@ -226,15 +229,15 @@ class FSDP2Engine(Engine):
         if not self._options.cpu_offload:
             return OffloadPolicy()
         pin = self._options.pin_memory
-        # Pinning needs an accelerator.
+        # Pinned memory requires an accelerator.
         return CPUOffloadPolicy(pin_memory=self._world.device.type != "cpu" if pin is None else pin)
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """See ``Engine.no_sync``; unsharded gradients accumulate. Source: FSDPModule.set_requires_gradient_sync.
+        """See ``Engine.no_sync``. Unsharded gradients accumulate. Source: FSDPModule.set_requires_gradient_sync.
 
-        With ``build_sharded_update``, gradients are sent in each micro-step.
+        After ``build_sharded_update``, gradients are sent in each micro-step.
         """
         if self._update is not None:
             return nullcontext()
@@ -244,14 +247,14 @@ class FSDP2Engine(Engine):
         return _syncing(self._roots.get(id(model)), sync=True)
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return an empty context (``capabilities.joins_uneven`` is False): every layer needs the shards of all ranks."""
+        """Return an empty context: uneven inputs are not supported, because every layer needs the shards of all ranks."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
         """See ``Engine.backward``.
 
         Raises:
-            UsageError: a second derivative, for which torch does not all-gather the parameters again.
+            UsageError: ``loss`` needs second derivatives, for which torch does not all-gather the parameters again.
         """
         try:
             self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
@@ -259,14 +262,14 @@ class FSDP2Engine(Engine):
             if "setStorage" not in str(error):
                 raise
             raise UsageError(
-                "the backward pass needs parameters of a layer that were already resharded: the loss contains a gradient "
-                "(torch.autograd.grad(..., create_graph=True)), and fully_shard does not support second derivatives",
+                "the backward pass needs parameters that are already resharded, because the loss contains a gradient "
+                "(torch.autograd.grad(..., create_graph=True)); fully_shard does not support second derivatives",
                 where="backward(), engine fsdp2",
-                do="use engine='ddp' or 'zero1' for a gradient penalty, or replace it by the difference of two forward passes",
+                do="for a gradient penalty, use engine='ddp' or 'zero1', or approximate it with two forward passes",
             ) from error
 
     def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
-        """See ``Engine.backward_zeros``; autograd reaches the unsharded parameters inside fully_shard, not the shards."""
+        """See ``Engine.backward_zeros``. Autograd reaches the unsharded parameters inside ``fully_shard``, not the shards."""
         require_graph(loss, "fsdp2")
         wanted = {id(p) for p in parameters}
         inner = unsharded_parameters(self._roots.values(), wanted)
@@ -288,7 +291,7 @@ class FSDP2Engine(Engine):
             raise cannot_step_shards(optimizer, f"torch says {str(error).splitlines()[0]!r}") from error
 
     def _reshard(self, optimizer: Optimizer) -> None:
-        """Free the unsharded parameters that a forward pass without a backward pass has left: the step does not update them."""
+        """Free unsharded parameters left by a forward pass without a backward pass, because the step does not update them."""
         owners = parameter_ids(optimizer)
         for root in self._roots.values():
             if any(id(part.sharded_param) in owners for part in fsdp_params([root])):
@@ -301,17 +304,17 @@ class FSDP2Engine(Engine):
         """See ``Engine.reduce_gradients``.
 
         Raises:
-            UsageError: ``optimizer`` holds parameters from before ``prepare``, which no longer get gradients.
+            UsageError: ``optimizer`` holds parameters that ``prepare`` replaced, which no longer receive gradients.
         """
         replaced = set(map(id, self.replaced_parameters()))
         num_replaced = sum(id(p) in replaced for group in optimizer.param_groups for p in group["params"])
         if num_replaced:
             raise UsageError(
-                f"{type(optimizer).__name__} holds {num_replaced} parameters from before prepare(), which sharded ones have "
-                "replaced: its step would have no effect",
+                f"{type(optimizer).__name__} holds {num_replaced} parameters that prepare() replaced with sharded ones, so its "
+                "step would have no effect",
                 where=f"step() at {user_line()}, engine fsdp2",
-                do="write model, optimizer = accelerator.prepare(model, optimizer), in one call, or create the optimizer from "
-                "model.parameters() after prepare()",
+                do="prepare both in one call (model, optimizer = accelerator.prepare(model, optimizer)), or create the optimizer "
+                "from model.parameters() after prepare()",
             )
         self._reshard(optimizer)
         return self._reduce()
@@ -363,9 +366,9 @@ class FSDP2Engine(Engine):
             self._warn()
 
     def _reduce(self) -> bool:
-        """Reduce gradients of unsynchronized passes, and of unsharded parameters; return whether a pass was unsynchronized.
+        """Reduce gradients of unsynchronized passes and of unsharded parameters; return whether a pass was unsynchronized.
 
-        Collective: if there is something to reduce.
+        Collective: if there are gradients to reduce.
         """
         if self._update is not None:
             return False
@@ -381,7 +384,7 @@ class FSDP2Engine(Engine):
         if not self._warned:
             self._warned = True
             warn(
-                "the last backward pass was not synchronized between the ranks (a step inside no_sync()): echelon reduces "
+                "the last backward pass was not synchronized between the ranks (the step is inside no_sync()); echelon reduces "
                 "the gradients now, so the result is correct, but slower. Step outside no_sync()."
             )
 
@@ -389,11 +392,12 @@ class FSDP2Engine(Engine):
         """See ``Engine.build_sharded_update``.
 
         Raises:
-            UsageError: hybrid sharding, or a torch without support.
+            UsageError: hybrid sharding is enabled, or this version of torch lacks support.
         """
         if self._options.replicas > 1:
             raise UsageError(
-                f"the engine fsdp2 sums the gradients of batch shards over all ranks, not within {self._options.replicas} groups",
+                f"the engine fsdp2 sums the gradients of batch shards over all ranks, and does not support {self._options.replicas} "
+                "replicas",
                 where="parity='bitwise'",
                 do="do not use dp_replicate_size or a HYBRID sharding strategy, or use parity='exact'",
             )
@@ -409,7 +413,7 @@ class FSDP2Engine(Engine):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return this rank's shards, each as ``{"shape", "offset", "values"}``."""
+        """Return this rank's shards as ``{"shape", "offset", "values"}``."""
         shards: Mapping[str, Any] = map_tensors(describe_shard, collect_named_state(model, optimizers))
         return shards
 
@@ -434,7 +438,7 @@ class FSDP2Engine(Engine):
         )
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
-        """Return the full state dict on rank zero's CPU, None elsewhere; gathers one tensor at a time. Collective: every rank."""
+        """Gather the state dict on rank zero's CPU, one tensor at a time; None on other ranks. Collective: every rank."""
         require_values(model)
         keep = self._world.rank == 0
         found = {name: gather_full(value, keep=keep) for name, value in plain_state_dict(model).items()}
@@ -470,12 +474,12 @@ class FSDP2Engine(Engine):
             self._update.release()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        return model  # fully_shard changes it in place
+        return model  # fully_shard modifies it in place
 
 
 @contextmanager
 def _syncing(root: FSDPModule | None, *, sync: bool) -> Iterator[None]:
-    """Set whether backward passes in the block reduce gradients; afterwards they do."""
+    """Set whether backward passes in the block reduce gradients. After the block they always do."""
     if root is None:
         yield
         return
@@ -487,12 +491,18 @@ def _syncing(root: FSDPModule | None, *, sync: bool) -> Iterator[None]:
 
 
 def _backend_averages(world: World) -> bool:
-    """Return whether the default group's backend implements ``ReduceOp.AVG``. Collective."""
-    reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its older name
+    """Return whether the default group's backend implements ``ReduceOp.AVG``. Collective: every rank."""
+    reduce_scatter: Any = (
+        getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    )  # name before torch 2.13
     mean = torch.zeros(1, device=world.device)
     try:
         reduce_scatter(mean, torch.ones(world.world_size, device=world.device), op=dist.ReduceOp.AVG)
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-    except RuntimeError:  # raised by some versions
+    except RuntimeError as error:
+        # A backend that does not implement the operation names it in its error. Any other error, such as a lost connection, is
+        # not an answer.
+        if not _AVERAGE_UNSUPPORTED.search(str(error)):
+            raise
         return False
     return float(mean) == 1.0

@@ -1,4 +1,4 @@
-"""The norm of gradients over all shards."""
+"""The norm of sharded and unsharded gradients."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["total_norm"]
 def total_norm(
     gradients: Sequence[torch.Tensor], p: float, mesh: DeviceMesh | None, device: torch.device
 ) -> torch.Tensor:
-    """Return the p-norm of ``gradients``: sharded ones over all ranks, and those that every rank holds whole.
+    """Return the p-norm of ``gradients``, which are sharded over the ranks or equal on all ranks.
 
-    Collective: if any is sharded.
+    Collective: if any gradient is sharded.
     """
     sharded = [g for g in gradients if isinstance(g, DTensor)]
     is_max = math.isinf(p)
@@ -33,8 +33,8 @@ def total_norm(
 
 
 def _power_sum(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of the p-th powers (for p = inf, the maximum), 0-d, at least in float32."""
-    # The dtype must be the same on every rank, which may hold no elements: empty tensors count.
+    """Return the sum of the p-th powers (the maximum if p is infinite), 0-d, at least in float32."""
+    # The dtype must be the same on every rank, including ranks without elements, so empty tensors count.
     wide = max((t.dtype.to_real() for t in tensors), key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
     wide = torch.float32 if torch.finfo(wide).bits < 32 else wide
     filled = [t for t in tensors if t.numel()]

@@ -1,4 +1,4 @@
-"""Models on the meta device: sharded first, then filled from rank zero or from files, so no rank has to hold one whole."""
+"""Models on the meta device: sharded first, then filled from rank zero or from files, so that no rank needs the whole model."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = [
 ]
 
 Values = dict[str, torch.Tensor | None]
-"""Rank zero's tensors by name; on other ranks, the same names with None."""
+"""Rank zero's tensors by name. Other ranks have the same names with None."""
 
-_CHUNK_BYTES = 2**24  # per broadcast: larger chunks are no faster, and need memory beside the model's
-_MIN_RELEASED_BYTES = 2**16  # below it the look-up costs more than the pages
-_PAGEOUT = 21  # MADV_PAGEOUT, Linux 5.4: unlike MADV_DONTNEED, it keeps modified pages
+_CHUNK_BYTES = 2**24  # size of a broadcast; larger chunks are not faster and need additional memory
+_MIN_RELEASED_BYTES = 2**16  # for fewer bytes, the look-up costs more than the pages
+_PAGEOUT = 21  # MADV_PAGEOUT (Linux 5.4), which keeps modified pages, unlike MADV_DONTNEED
 
 
 def move_to_meta(model: nn.Module, *, only_rank_zero: bool) -> Values | None:
-    """Move ``model`` to the meta device, and return rank zero's tensors.
+    """Move ``model`` to the meta device, and return rank zero's tensors, without tensors that have no values on any rank.
 
-    None: every rank has values and keeps them (not with ``only_rank_zero``). Tensors that no rank has are not returned.
+    If every rank has values, and without ``only_rank_zero``, leave the model unchanged and return None.
 
     Collective: every rank.
 
@@ -53,11 +53,11 @@ def move_to_meta(model: nn.Module, *, only_rank_zero: bool) -> Values | None:
         return None
     if min(counts) < counts[0]:
         raise UsageError(
-            f"{type(model).__name__} is on the meta device on rank zero ({counts[0]} tensors without values), but rank "
-            f"{counts.index(min(counts))} has values for it; rank zero's values are used",
+            f"prepare() uses rank zero's values, but {type(model).__name__} is on the meta device on rank zero ({counts[0]} "
+            f"tensors without values), and rank {counts.index(min(counts))} has values",
             where="prepare()",
-            do="build or load it on rank zero, and on the meta device elsewhere; or build it on the meta device on every rank, "
-            "and call load_checkpoint_in_model() afterwards",
+            do="create the model with values on rank zero and on the meta device on the other ranks; or create it on the meta "
+            "device on every rank, and call load_checkpoint_in_model() after prepare()",
         )
     is_zero = dist.get_rank() == 0
     lacking = broadcast_bytes(lacking if is_zero else None)
@@ -77,7 +77,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _replace_by_meta(model: nn.Module) -> None:
-    """Replace every tensor by one on the meta device; shared tensors stay shared. The caller keeps the old ones alive."""
+    """Replace every tensor with one on the meta device; shared tensors stay shared. The caller keeps the old tensors alive."""
     made: dict[int, nn.Parameter] = {}
     buffers: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -91,7 +91,7 @@ def _replace_by_meta(model: nn.Module) -> None:
 
 
 def _free(parameter: torch.Tensor) -> None:
-    """Free the memory of a replaced parameter, which optimizers still hold until they are repointed."""
+    """Free the memory of a replaced parameter, to which optimizers still refer until they are updated."""
     if isinstance(parameter, nn.Parameter):
         parameter.data = parameter.data.new_empty(0)
 
@@ -108,7 +108,7 @@ def fill_from_rank_zero(model: nn.Module, values: Values, *, device: torch.devic
 
 
 def _broadcast_chunks(value: torch.Tensor | None, own: torch.Tensor, *, device: torch.device) -> None:
-    """Copy rank zero's ``value`` into the shards ``own`` of all ranks, some rows at a time. Collective: every rank."""
+    """Copy rank zero's ``value`` to the shards ``own`` of all ranks in chunks of rows. Collective: every rank."""
     local, held = own.to_local() if is_dtensor(own) else own, local_slices(own)
     if not own.dim():
         value, local, held = None if value is None else value.reshape(1), local.reshape(1), (slice(0, 1),)
@@ -128,9 +128,9 @@ def _broadcast_chunks(value: torch.Tensor | None, own: torch.Tensor, *, device: 
 
 
 def allocate_tensors(model: nn.Module, names: Collection[str], *, device: torch.device) -> None:
-    """Allocate the parameters and buffers ``names`` of ``model`` on ``device``, uninitialized, in the place of meta tensors.
+    """Replace the meta parameters and buffers ``names`` of ``model`` with uninitialized ones on ``device``.
 
-    Parameters keep their identity, which optimizers rely on; shared tensors stay shared. Offloaded ones go to the CPU.
+    Parameters keep their identity, on which optimizers rely; shared tensors stay shared. Offloaded parameters go to the CPU.
     """
     groups = fsdp_groups(model)
     on_host = {id(part.sharded_param) for group in groups if _is_offloaded(group) for part in group.fsdp_params}
@@ -153,13 +153,13 @@ def allocate_tensors(model: nn.Module, names: Collection[str], *, device: torch.
 
 
 def _is_offloaded(group: Any) -> bool:
-    from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: PLC0415 - the caller's group has loaded it
+    from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: PLC0415 - already loaded if there is a group
 
     return isinstance(group.offload_policy, CPUOffloadPolicy)
 
 
 def require_values(model: nn.Module, *_: object) -> None:
-    """Raise UsageError, with names, if parameters or buffers of ``model`` are still on the meta device."""
+    """Raise UsageError if parameters or buffers of ``model`` are still on the meta device."""
     names = [name for name, tensor in _tensors(model) if tensor.is_meta]
     if names:
         raise UsageError(
@@ -170,7 +170,7 @@ def require_values(model: nn.Module, *_: object) -> None:
 
 
 def broadcast_model(model: nn.Module, device: torch.device) -> None:
-    """Broadcast the weights and buffers of rank zero. Collective: every rank."""
+    """Broadcast rank zero's parameters and buffers. Collective: every rank."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.device.type == device.type:
             dist.broadcast(tensor.data, src=0)
@@ -181,10 +181,10 @@ def broadcast_model(model: nn.Module, device: torch.device) -> None:
 
 
 def release_pages(tensor: torch.Tensor) -> None:
-    """Remove the pages of a memory-mapped ``tensor`` from this process's resident memory (Linux only); values do not change.
+    """Remove the pages of a memory-mapped ``tensor`` from resident memory (Linux only), without changing its values.
 
-    Weights are often memory-mapped (safetensors, transformers): without this, pages that were read stay resident until the
-    mapping of the whole file ends.
+    Weights are often memory-mapped (safetensors, transformers). Without this, pages that were read stay resident until the
+    whole file is unmapped.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.numel():
         return
@@ -192,12 +192,12 @@ def release_pages(tensor: torch.Tensor) -> None:
     size = mmap.PAGESIZE
     first, last = -(-start // size) * size, (start + tensor.numel() * tensor.element_size()) // size * size
     if last - first >= _MIN_RELEASED_BYTES and _is_file_mapped(first):
-        # Advice only: if the kernel or a sandbox rejects it, the pages stay.
+        # Best effort: if the kernel or a sandbox rejects the call, the pages stay.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _PAGEOUT)
 
 
 def _is_file_mapped(address: int) -> bool:
-    """Return whether a file is mapped at ``address``; anonymous memory would be written to swap."""
+    """Return whether a file is mapped at ``address``. Anonymous memory would be written to swap."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         bounds, _, _, _, inode, *_ = line.split(maxsplit=5)
         low, high = (int(bound, 16) for bound in bounds.split("-"))

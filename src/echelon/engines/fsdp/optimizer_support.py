@@ -1,4 +1,4 @@
-"""Optimizers of sharded parameters: which can step shards, and repointing those created before ``prepare``."""
+"""Optimizers of sharded parameters: detects unsupported ones, and updates those created before ``prepare``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from echelon.engines.shards import shard_like
 
 __all__ = ["cannot_step_shards", "parameter_ids", "repoint_optimizer", "require_elementwise"]
 
-# LBFGS silently adds up products of one shard; the others end in torch's messages.
+# LBFGS silently uses dot products of one shard. The other optimizers fail with errors of torch.
 _NEEDS_FULL_PARAMETERS = frozenset({"Adafactor", "LBFGS", "Muon", "Rprop"})
 
 
 def cannot_step_shards(optimizer: Optimizer, why: str) -> UsageError:
-    """Return the error of an optimizer that cannot step shards."""
+    """Return the error for an optimizer that cannot step shards."""
     kind = type(optimizer).__name__
     return UsageError(
         f"{kind} cannot step sharded parameters: {why}",
@@ -30,9 +30,9 @@ def cannot_step_shards(optimizer: Optimizer, why: str) -> UsageError:
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
-    """Raise UsageError if ``optimizer`` is one of torch's that cannot step shards."""
+    """Raise UsageError if ``optimizer`` is a torch optimizer that cannot step shards."""
     if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _NEEDS_FULL_PARAMETERS:
-        raise cannot_step_shards(optimizer, "its update needs whole parameters, or all of them")
+        raise cannot_step_shards(optimizer, "its update needs unsharded parameters")
 
 
 def parameter_ids(optimizer: Optimizer) -> set[int]:
@@ -41,10 +41,10 @@ def parameter_ids(optimizer: Optimizer) -> set[int]:
 
 
 def repoint_optimizer(optimizer: Optimizer, replaced: Mapping[torch.Tensor, nn.Parameter]) -> None:
-    """Replace the parameters of ``optimizer`` by the sharded ones, and shard its state."""
+    """Replace the parameters of ``optimizer`` with the sharded ones, and shard its state."""
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(p, p) for p in group["params"]]
-        if len({isinstance(p, DTensor) for p in group["params"]}) > 1:  # no kernel takes both kinds
+        if len({isinstance(p, DTensor) for p in group["params"]}) > 1:  # no kernel accepts both kinds
             group["foreach"] = False
             if group.get("fused"):
                 group["fused"] = False

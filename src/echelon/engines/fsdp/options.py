@@ -21,53 +21,53 @@ def wrap_nothing(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingOptions:
-    """How a model is sharded.
+    """Options for sharding a model.
 
     A unit is a module whose parameters are all-gathered together. At most one of ``wrap_classes``, ``min_num_params`` and
-    ``wrap_fn`` selects the units; by default these are the classes in the model's ``_no_split_modules``. The model itself is
-    always a unit.
+    ``wrap_fn`` selects the units; the default is the classes in the model's ``_no_split_modules``. The model itself is always a
+    unit.
 
     Raises:
-        ConfigError: invalid or conflicting values.
+        ConfigError: values are invalid or in conflict.
     """
 
     reshard_after_forward: bool | int = True
-    """True: reshard parameters after the forward pass (ZeRO stage 3); False: keep them unsharded until the backward pass
-    (stage 2); an integer: reshard them to that many ranks."""
+    """True reshards parameters after the forward pass (ZeRO stage 3), False keeps them unsharded until the backward pass
+    (stage 2), and an integer reshards them to this number of ranks."""
     replicas: int = 1
     """Number of sharded replicas of the model (the mesh axis ``dp_replicate``)."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer states on the CPU when they are not in use."""
+    """Whether to keep parameters, gradients and optimizer states on the CPU when they are not in use."""
     pin_memory: bool | None = None
-    """Pin offloaded tensors; None: if there is an accelerator."""
+    """Whether to pin offloaded tensors; None pins them if there is an accelerator."""
     param_dtype: torch.dtype | None = None
-    """Dtype of parameters and inputs in forward and backward; the optimizer keeps the model's dtype. None: the model's."""
+    """Dtype of parameters and inputs in forward and backward, which the optimizer does not use; None keeps the model's dtype."""
     reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients are reduced; None: ``param_dtype``."""
+    """Dtype in which gradients are reduced; None uses ``param_dtype``."""
     output_dtype: torch.dtype | None = None
-    """Dtype to which the outputs of a unit are cast; None: not cast."""
+    """Dtype to which the outputs of a unit are cast; None does not cast them."""
     cast_forward_inputs: bool = True
-    """Cast floating-point inputs to ``param_dtype``."""
+    """Whether to cast floating-point inputs to ``param_dtype``."""
     wrap_classes: tuple[str | type[nn.Module], ...] = ()
-    """The classes of the units, or their names."""
+    """Classes of the units, or their names."""
     min_num_params: int = 0
-    """Minimum number of parameters of a unit, not counting those of units inside it."""
+    """Minimum number of parameters of a unit, excluding units inside it."""
     wrap_fn: Callable[[nn.Module], bool] | None = None
-    """Returns whether a module is a unit."""
+    """Function that returns whether a module is a unit."""
     activation_checkpointing: bool = False
-    """Recompute the activations of each unit in the backward pass."""
+    """Whether to recompute the activations of each unit in the backward pass."""
     ignored: tuple[nn.Module | nn.Parameter, ...] | str | Callable[[nn.Module], bool] = ()
-    """What is not sharded: modules and parameters, a regular expression for their full names, or a function that returns
-    whether to ignore a module."""
+    """Modules and parameters that are not sharded, as objects, as a regular expression for their full names, or as a function
+    that returns whether to ignore a module."""
     ram_efficient_loading: bool = False
-    """Only rank zero needs the weights before ``prepare``, which sends them to the others."""
+    """Whether only rank zero has the weights before ``prepare``, which sends them to the other ranks."""
 
     def __post_init__(self) -> None:
         if self.reshard_after_forward < 0 or self.replicas < 1 or self.min_num_params < 0:
             raise ConfigError(
                 f"reshard_after_forward={self.reshard_after_forward}, replicas={self.replicas} and "
-                f"min_num_params={self.min_num_params}: one of these is out of range",
-                do="set replicas to at least 1, and the others to at least 0",
+                f"min_num_params={self.min_num_params}: one of these values is out of range",
+                do="set replicas to at least 1, and the other two to at least 0",
             )
         chosen = [name for name in ("wrap_classes", "min_num_params", "wrap_fn") if getattr(self, name)]
         if len(chosen) > 1:
@@ -84,7 +84,7 @@ class ShardingOptions:
             except re.error as error:
                 raise ConfigError(
                     f"ignored={self.ignored!r} is not a valid regular expression: {error}",
-                    do="pass a valid one, or the modules themselves",
+                    do="pass a valid regular expression, or the modules themselves",
                 ) from None
         elif isinstance(self.ignored, tuple):
             strange = {type(one).__name__ for one in self.ignored if not isinstance(one, nn.Module | nn.Parameter)}

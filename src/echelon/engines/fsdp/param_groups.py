@@ -1,4 +1,4 @@
-"""The parameter groups that ``fully_shard`` keeps inside its modules: what torch has no public names for (torch 2.7 to 2.13)."""
+"""Access to the parameter groups inside ``fully_shard`` modules, which are private in torch (2.7 to 2.13)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def fsdp_groups(root: Any) -> list[Any]:
-    """Return torch's parameter groups of ``root`` and the modules in it. torch 2.7 has one per module, later versions a list."""
+    """Return torch's parameter groups of ``root`` and its submodules. torch 2.7 has one per module, later versions a list."""
     found: list[Any] = []
     modules: Iterable[nn.Module] = root.modules()
     for module in modules:
@@ -50,7 +50,7 @@ def fsdp_params(roots: Iterable[FSDPModule]) -> Iterator[Any]:
 
 
 def unsharded_parameters(roots: Iterable[FSDPModule], wanted: set[int]) -> list[torch.Tensor]:
-    """Return the unsharded parameters, as autograd sees them, of the sharded ones with the ids ``wanted``."""
+    """Return the unsharded parameters that autograd uses for the sharded parameters with the ids ``wanted``."""
     return [
         part._unsharded_param
         for part in fsdp_params(roots)
@@ -59,10 +59,10 @@ def unsharded_parameters(roots: Iterable[FSDPModule], wanted: set[int]) -> list[
 
 
 def sharded_parameters(roots: Iterable[FSDPModule], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``parameters`` with unsharded ones replaced by the sharded ones, each once and always in the same order.
+    """Return ``parameters`` without duplicates, with unsharded parameters replaced by the sharded ones.
 
-    Between the forward and backward passes of modules that are not resharded, a model has unsharded parameters and its
-    optimizers sharded ones. Without this, gradients would be matched to other parameters.
+    If modules are not resharded, the model has unsharded parameters between the forward and backward passes, but its optimizers
+    hold the sharded ones. Without the replacement, gradients would be assigned to the wrong parameters.
     """
     sharded = {
         id(part._unsharded_param): part.sharded_param
@@ -74,18 +74,18 @@ def sharded_parameters(roots: Iterable[FSDPModule], parameters: Sequence[torch.T
 
 
 def _is_unreduced(part: Any) -> bool:
-    """Return whether a parameter holds an unsharded gradient, which was not reduced."""
+    """Return whether a parameter has an unsharded gradient, which was not reduced."""
     own = getattr(part, "_unsharded_param", None)
     return own is not None and (part.unsharded_accumulated_grad is not None or own.grad is not None)
 
 
 def has_unreduced_gradients(root: FSDPModule) -> bool:
-    """Return whether a backward pass has left gradients that were not reduced."""
+    """Return whether ``root`` has gradients that were not reduced."""
     return any(map(_is_unreduced, fsdp_params([root])))
 
 
 def clear_unreduced_gradients(roots: Iterable[FSDPModule], owners: set[int]) -> None:
-    """Drop the gradients that were not reduced of the sharded parameters with the ids ``owners``."""
+    """Drop unreduced gradients of the sharded parameters with the ids ``owners``."""
     for part in fsdp_params(roots):
         if id(part.sharded_param) in owners and _is_unreduced(part):
             part._unsharded_param.grad = None
@@ -94,7 +94,7 @@ def clear_unreduced_gradients(roots: Iterable[FSDPModule], owners: set[int]) -> 
 
 
 def reduce_accumulated_gradients(root: FSDPModule) -> None:
-    """Reduce what backward passes without reduction have accumulated. Collective: every rank of the mesh."""
+    """Reduce the gradients that unsynchronized backward passes accumulated. Collective: every rank of the mesh."""
     root.set_requires_gradient_sync(True)
     groups = [g for g in fsdp_groups(root) if any(map(_is_unreduced, g.fsdp_params))]
     for group in reversed(groups):
@@ -106,24 +106,24 @@ def reduce_accumulated_gradients(root: FSDPModule) -> None:
 
 
 def reshard(root: nn.Module | FSDPModule) -> None:
-    """Free the unsharded parameters of ``root``, which keep old values after a step."""
+    """Free the unsharded parameters of ``root``, which a step does not update."""
     for group in fsdp_groups(root):
         if group.is_unsharded:
             group.reshard()
 
 
 def reshard_after_evaluation(root: nn.Module, _args: Any, _out: Any) -> None:
-    """Free the unsharded parameters after a forward pass without a backward pass (a forward hook).
+    """Forward hook that frees the unsharded parameters after a forward pass without gradients.
 
-    ``reshard_after_forward=False`` keeps them until the backward pass. Without one they would stay in the place of the shards,
-    with the values from before the next step: changes of ``model.parameters()`` would be lost.
+    ``reshard_after_forward=False`` keeps them until the backward pass. Without a backward pass, they would replace the shards
+    in the model and keep their values in the next step, so changes of ``model.parameters()`` would be lost.
     """
     if not torch.is_grad_enabled():
         reshard(root)
 
 
 def require_one_dtype(root: FSDPModule) -> None:
-    """Raise UsageError if a unit holds parameters of several dtypes; torch's error, in the first forward pass, names none."""
+    """Raise UsageError if a unit has parameters of several dtypes. torch raises later, without naming the parameters."""
     names = {id(p): name for name, p in root.named_parameters()}  # type: ignore[attr-defined]
     for group in fsdp_groups(root):
         by_dtype: dict[torch.dtype, torch.Tensor] = {}
@@ -135,6 +135,6 @@ def require_one_dtype(root: FSDPModule) -> None:
             raise UsageError(
                 f"{found} are in one unit, and torch's fully_shard requires one dtype per unit",
                 where="prepare(), engine fsdp2",
-                do="cast the model to one dtype, wrap the modules of each dtype as units of their own (the wrap policy), exclude "
-                "them from sharding (ignored_modules), or use engine='ddp'",
+                do="cast the model to one dtype, make the modules of each dtype separate units (the wrap policy), exclude them "
+                "from sharding (ignored_modules), or use engine='ddp'",
             )

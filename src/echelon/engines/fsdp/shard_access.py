@@ -1,4 +1,4 @@
-"""Scripts that touch the shards themselves: a warning where a shard's value is read, and ``load_state_dict`` of full tensors."""
+"""Support for scripts that access shards: a warning when a shard's value is read, and ``load_state_dict`` of full tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 def warn_on_shard_values(owner: object) -> None:
-    """Warn, once per line and while ``owner`` lives, if a script reads a value that is partial: this rank's share of a reduction.
+    """Warn once per line, while ``owner`` exists, if a script reads this rank's part of an unfinished reduction.
 
-    ``p.grad.norm().item()``, ``float()`` and ``bool()`` return the value of one shard, and torch does not warn. The value is not
-    changed: the full one needs all ranks, which may not all be here.
+    ``p.grad.norm().item()``, ``float()`` and ``bool()`` return the value of one shard without a warning from torch. The value is
+    not changed, because the full value needs all ranks, which may not all execute this line.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.get(_ITEM)
@@ -32,7 +32,7 @@ def warn_on_shard_values(owner: object) -> None:
 
 
 class _ItemHandler:
-    """Replaces torch's ``item()`` of a DTensor."""
+    """Replaces torch's implementation of ``DTensor.item()``."""
 
     def __init__(self) -> None:
         self.owners: WeakSet[Any] = WeakSet()
@@ -45,16 +45,16 @@ class _ItemHandler:
             if line not in self._lines:
                 self._lines.add(line)
                 warn(
-                    "a value was read from a sharded tensor: it is the sum, norm or maximum of this rank's shard only, and differs "
-                    "between the ranks. For the full value, call x.full_tensor().item() on every rank instead of x.item(); the norm "
-                    "of all gradients is accelerator.clip_grad_norm_(model.parameters(), float('inf')).",
+                    "this line reads the sum, norm or maximum of only this rank's shard of a tensor, which differs between the "
+                    "ranks. For the full value, call x.full_tensor().item() on every rank instead of x.item(). For the norm of all "
+                    "gradients, call accelerator.clip_grad_norm_(model.parameters(), float('inf')).",
                     at=line,
                 )
         return tensor.to_local().item()
 
 
 def accept_full_state_dicts(model: nn.Module) -> list[Any]:
-    """Let ``load_state_dict`` of ``model``, and of the modules in it, accept full tensors; return the handles of the hooks."""
+    """Make ``load_state_dict`` of ``model`` and its submodules accept full tensors; return the hook handles."""
     modules: list[Any] = list(model.modules())
     return [module.register_load_state_dict_pre_hook(_shard_values) for module in modules]
 
@@ -64,5 +64,5 @@ def _shard_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
         value = state_dict.get(prefix + name)
         if not isinstance(own, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
-        if value.shape == own.shape:  # if they differ, torch's error names both
+        if value.shape == own.shape:  # otherwise torch's error shows both shapes
             state_dict[prefix + name] = shard_like(value.detach(), own)

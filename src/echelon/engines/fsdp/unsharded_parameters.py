@@ -1,4 +1,4 @@
-"""The parameters of a sharded model that ``fully_shard`` does not manage: ignored ones, and those added after ``prepare``."""
+"""Parameters of a sharded model that ``fully_shard`` does not manage, because they are ignored or added after ``prepare``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["UnshardedParameters"]
 
 
 class UnshardedParameters:
-    """Tracks the parameters of ``model`` that every rank holds whole, and broadcasts new ones from rank zero."""
+    """Tracks the unsharded parameters of ``model``, and broadcasts new ones from rank zero."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -26,7 +26,7 @@ class UnshardedParameters:
         self._hook = model.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def current(self) -> list[nn.Parameter]:
-        """Return the parameters. Collective: after parameters were added to the model, or replaced."""
+        """Return the unsharded parameters. Collective: after parameters of the model were added or replaced."""
         self._update()
         return self._known
 
@@ -53,9 +53,9 @@ class UnshardedParameters:
         large = [names[id(p)] for p in new if p.dim()]
         if large:
             warn(
-                f"{', '.join(large[:3])}{' and others' if len(large) > 3 else ''} came into the model after prepare(): "
-                "fully_shard does not manage it, so every rank holds it whole, and echelon averages its gradient over the ranks "
-                "at each step. To shard it, change the model before prepare()"
+                f"{', '.join(large[:3])}{' and others' if len(large) > 3 else ''} joined the model after prepare(), so "
+                "fully_shard does not shard it; echelon averages its gradient over the ranks at each step. To shard it, change "
+                "the model before prepare()"
             )
         for parameter in new:
             dist.broadcast(parameter.data, src=0)

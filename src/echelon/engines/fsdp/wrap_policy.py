@@ -1,4 +1,4 @@
-"""Which modules of a model are sharding units, which parameters are ignored, and activation checkpointing of the units."""
+"""Selects the sharding units and the ignored parameters of a model, and enables activation checkpointing of the units."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["checkpoint_activations", "ignored_parameters", "modules_to_shard", "
 def modules_to_shard(model: nn.Module, options: ShardingOptions) -> list[nn.Module]:
     """Return the modules inside ``model`` that are units, inner ones first.
 
-    Selected by the given function, else by class, else by size, else by the classes in the model's ``_no_split_modules``
-    (transformers); else none: the model is one unit. A module whose parameters are tied to some outside it belongs to the
-    unit around it, because both must be unsharded at the same time.
+    The function, the classes or the size in ``options`` select the units. The default is the classes in the model's
+    ``_no_split_modules`` (transformers); without them, the model is one unit. A module with parameters tied to parameters
+    outside it belongs to the surrounding unit, because both must be unsharded at the same time.
 
     Raises:
         ConfigError: the model has no module of a given class.
@@ -53,7 +53,7 @@ def _of_classes(model: nn.Module, inner: list[nn.Module], classes: tuple[str | t
 
 
 def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """Return units of at least ``least`` parameters, not counting those of units inside them."""
+    """Return modules with at least ``least`` parameters, excluding the parameters of units inside them."""
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
@@ -82,10 +82,10 @@ def _free_of_ties(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
 
 
 def ignored_parameters(model: nn.Module, ignored: Any) -> list[nn.Parameter]:
-    """Return the parameters that are not sharded: of modules, parameters, or names that match a pattern.
+    """Return the parameters that are not sharded, selected by modules, parameters, a pattern for names, or a function.
 
     Raises:
-        ConfigError: the pattern matches nothing.
+        ConfigError: the pattern matches no name.
     """
     if not ignored:
         return []
@@ -110,7 +110,7 @@ def ignored_parameters(model: nn.Module, ignored: Any) -> list[nn.Parameter]:
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
-    """Checkpoint the activations of each block; parameter names do not change. Source: torch.utils.checkpoint (non-reentrant)."""
+    """Checkpoint the activations of each block, without changing parameter names. Source: torch.utils.checkpoint (non-reentrant)."""
     for block in blocks:
         block.forward = partial(_recomputed, block.forward)
 
@@ -120,12 +120,12 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reject_sparse(model: nn.Module, unsharded: Container[int]) -> None:
-    """Raise UsageError if a layer has sparse gradients, which torch cannot reduce-scatter: its own error names no layer."""
+    """Raise UsageError if a layer has sparse gradients, which torch cannot reduce-scatter. torch's error names no layer."""
     for name, module in model.named_modules():
         is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         if is_sparse and module.weight.requires_grad and id(module.weight) not in unsharded:
             raise UsageError(
-                f"{name or type(module).__name__} is an embedding with sparse=True, and fully_shard cannot reduce sparse gradients",
+                f"{name or type(module).__name__} is an embedding with sparse=True, but fully_shard cannot reduce sparse gradients",
                 where="prepare(), engine fsdp2",
                 do="create it with sparse=False, or use engine='ddp'",
             )
