@@ -53,7 +53,9 @@ def _model(seed: int, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
     model.register_buffer("counts", torch.arange(3))
-    return model.to(dtype).eval()  # only buffers of BatchNorm, because its statistics would depend on the number of ranks
+    return model.to(
+        dtype
+    ).eval()  # only buffers of BatchNorm, because its statistics would depend on the number of ranks
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -64,7 +66,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _batch(step: int, dtype: torch.dtype) -> torch.Tensor:
-    return gaussian(840, 5, seed=step).to(dtype)  # 840 is what 1 to 8 ranks can share
+    return gaussian(840, 5, seed=step).to(dtype)  # 840 is divisible by 1 to 8
 
 
 def _plain(num_steps: int, dtype: torch.dtype) -> Result:
@@ -79,7 +81,10 @@ def _plain(num_steps: int, dtype: torch.dtype) -> Result:
 def _options(layout: str) -> dict[str, Any]:
     engine, _, kind = layout.partition(" ")
     if engine == "deepspeed":
-        zero = {"stage": int(kind), "stage3_param_persistence_threshold": 0}  # otherwise small parameters would not be sharded
+        zero = {
+            "stage": int(kind),
+            "stage3_param_persistence_threshold": 0,
+        }  # otherwise small parameters would not be sharded
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero})}
     if kind == "stage 2":
         return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)}
@@ -169,7 +174,9 @@ def check_load(saved: Saved, other: tuple[str, int], dtype: torch.dtype, toleran
     if other == saved.layout:
         assert all(torch.equal(tensor, resumed[0][name]) for name, tensor in saved.gone_on[0].items())
     expected = _plain(6, dtype)
-    for name, tensor in expected[0].items():  # the order of addition over ranks; eps keeps Adam from amplifying the difference
+    for name, tensor in expected[
+        0
+    ].items():  # the order of addition over ranks; eps keeps Adam from amplifying the difference
         torch.testing.assert_close(
             resumed[0][name], tensor, rtol=tolerance, atol=tolerance, msg=lambda m: f"{saved.layout} {other}: {m}"
         )
@@ -436,7 +443,7 @@ def test_argument_and_environment_select_the_format(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("kind", ["echelon", "accelerate"])
-def test_hooks_take_out_what_they_save_and_load_themselves(kind: Any, tmp_path: Path) -> None:
+def test_hooks_exclude_models_that_they_save_and_load(kind: Any, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(checkpoint_format=kind))
     one, two = accelerator.prepare(nn.Linear(1, 1), nn.Linear(2, 1))
 

@@ -93,7 +93,9 @@ def _together() -> dict[str, Any]:
     return {
         "flags": flags,
         "gather": accelerator.gather({"x": mine})["x"].tolist(),
-        "sum": accelerator.reduce(mine).item(),  # the default is "sum" here and "mean" in echelon.utils, like in accelerate
+        "sum": accelerator.reduce(
+            mine
+        ).item(),  # the default is "sum" here and "mean" in echelon.utils, like in accelerate
         "mean": accelerator.reduce(mine, reduction="mean", scale=10.0).item(),
         "padded": accelerator.pad_across_processes(torch.ones(rank + 1), pad_index=7).tolist(),
     }
@@ -204,7 +206,7 @@ def _two_together(own_first: bool, joins: bool) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("own_first", [False, True])
-def test_a_rank_that_is_given_no_batch_by_one_of_two_loaders_is_an_error(own_first: bool) -> None:
+def test_a_rank_without_a_batch_from_one_of_two_loaders_gets_an_error(own_first: bool) -> None:
     (text, *_) = errors_on_ranks(DesyncError, _two_together, own_first, False, timeout=15)
     assert "in step 1 of this pass would hang, because rank 1 ended after at most 0 batches" in text
 

@@ -111,7 +111,7 @@ def _level2(kind: str, accumulation: int) -> PlainTraining:
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_update_is_that_of_one_big_batch(kind: str, accumulation: int, world_size: int) -> None:
+def test_the_update_equals_that_of_one_large_batch(kind: str, accumulation: int, world_size: int) -> None:
     model, optimizer, data = _exact_setup(kind)
     x, y = data.tensors
     plain = train_plainly(
@@ -135,7 +135,7 @@ def test_the_update_is_that_of_one_big_batch(kind: str, accumulation: int, world
 
 
 def _tokens(counts: list[list[int]], accumulation: int) -> list[torch.Tensor]:
-    """One update; ``counts[micro_step][rank]`` tokens, possibly none; returns the gradients."""
+    """Train one update with ``counts[micro_step][rank]`` tokens, possibly none; return the gradients."""
     accelerator = Accelerator(gradient_accumulation_steps=accumulation)
     model = accelerator.prepare(tanh_net(4, 2))
     rank = dist.get_rank()
@@ -155,7 +155,7 @@ def _tokens(counts: list[list[int]], accumulation: int) -> list[torch.Tensor]:
     "counts",
     [[[1, 2]], [[2, 10]], [[0, 5]], [[3, 4], [5, 1]], [[0, 3], [2, 0], [1, 1]], [[7, 0], [0, 0]], [[0, 0], [4, 2]]],
 )
-def test_unequal_and_missing_tokens_weigh_what_they_are(counts: list[list[int]]) -> None:
+def test_unequal_token_counts_are_weighted_correctly(counts: list[list[int]]) -> None:
     model = tanh_net(4, 2)
     mean_square(model(gaussian(sum(map(sum, counts)), 4))).backward()
     expected = [p.grad for p in model.parameters()]

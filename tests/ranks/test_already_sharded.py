@@ -546,7 +546,7 @@ def _ordinary(part: int, num_parts: int) -> list[str]:
         datasets: list[Any] = [
             TensorDataset(x, torch.arange(n) % 2),
             TensorDataset(torch.zeros(n, 3), torch.ones(n)),  # all samples are equal
-            TensorDataset(x % 8, (torch.arange(n) % 8)),  # copies of a few samples
+            TensorDataset(x % 8, (torch.arange(n) % 8)),  # copies of a few samples samples
             TensorDataset((x % 2).repeat(1, 3)),
             _Augmented(x, torch.arange(n)),
             [{"x": torch.randn(3), "y": torch.randn(1)} for _ in range(n)],  # each rank draws different samples

@@ -70,7 +70,7 @@ def _require_plain(found: list[list[float]] | None, norms: list[float]) -> None:
     assert norms == pytest.approx(plain.norms, rel=1e-5)
 
 
-def test_complex_parameters_train_with_clipping_to_the_same_bits() -> None:
+def test_complex_parameters_with_clipping_are_bit_identical() -> None:
     one, norms = run_on_ranks(_train, "ddp", "bitwise", world_size=1)[0]
     _require_plain(one, norms)
     for world_size in (2, 3):
@@ -78,13 +78,13 @@ def test_complex_parameters_train_with_clipping_to_the_same_bits() -> None:
         assert (whole, also) == (one, norms)
 
 
-def test_complex_parameters_are_clipped_by_their_norm_with_exact_parity() -> None:
+def test_exact_parity_clips_complex_parameters_by_their_norm() -> None:
     whole, norms = run_on_ranks(_train, "ddp", "exact", world_size=2)[0]
     _require_plain(whole, norms)
 
 
 @pytest.mark.parametrize(("engine", "name"), [("zero1", "SGD"), ("fsdp2", "matrix (torch.complex64)")])
-def test_engines_that_cannot_mix_them_with_real_ones_say_so(engine: str, name: str) -> None:
+def test_engines_that_cannot_mix_complex_and_real_parameters_raise(engine: str, name: str) -> None:
     for text in errors_on_ranks(UsageError, _train, engine, "bitwise", world_size=2):
         assert name in text
         assert "ddp" in text
@@ -154,7 +154,7 @@ def _sparse(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "name"), [("Embedding", "0 (Embedding)"), ("EmbeddingBag", "0 (EmbeddingBag)"), ("functional", "0.table")]
 )
-def test_sparse_gradients_are_refused_by_name(kind: str, name: str, world_size: int) -> None:
+def test_the_error_for_sparse_gradients_names_the_parameter(kind: str, name: str, world_size: int) -> None:
     for text in errors_on_ranks(UsageError, _sparse, kind, world_size=world_size):
         assert name in text
         assert "sparse" in text

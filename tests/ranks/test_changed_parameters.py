@@ -217,7 +217,7 @@ def _only_one_rank_unfreezes() -> None:
     train_prepared(accelerator, model, optimizer, [next(_mine())])
 
 
-def test_ranks_that_change_other_parameters_are_named() -> None:
+def test_ranks_that_change_different_parameters_are_named() -> None:
     for text in errors_on_ranks(DesyncError, _only_one_rank_unfreezes, world_size=2):
         assert "rank 1 has 0.weight [5, 6] torch.float64, which trains" in text
 
@@ -272,8 +272,8 @@ def _plain_passes() -> dict[str, torch.Tensor]:
     ],
 )
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_passes_may_come_in_any_order(engine: str, form: str, native: bool) -> None:
-    """float64, SGD: 1e-12. DDP reduces one backward pass for a forward pass; the guard sees the others, and says so."""
+def test_forward_and_backward_passes_may_come_in_any_order(engine: str, form: str, native: bool) -> None:
+    """float64, SGD: 1e-12. DDP reduces one backward pass per forward pass; the step guard reduces the others and warns."""
     expected = _plain_passes()
     for weights, num_said in run_on_ranks(_passes, engine, form, native, world_size=2):
         _require_close(weights, expected, 1e-12)
@@ -283,7 +283,7 @@ def test_passes_may_come_in_any_order(engine: str, form: str, native: bool) -> N
 
 def _changed_compiled(form: str) -> dict[str, torch.Tensor] | None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the step after the change is the guard's, which says so; torch's own, too
+        warnings.simplefilter("ignore")  # the step guard reduces the step after the change and warns; so does torch
         return _train_changing(Accelerator(dynamo_backend="eager"), form, _model())
 
 
@@ -294,6 +294,6 @@ def test_layers_of_a_compiled_model_may_be_unfrozen_but_not_frozen() -> None:
     for weights in run_on_ranks(_changed_compiled, "unfrozen", world_size=2):
         assert weights is not None
         _require_close(weights, expected, 1e-9)
-    # torch stops in the backward pass, before a step is taken; else the guard does.
+    # torch raises in the backward pass, before a step; otherwise the step guard raises.
     with pytest.raises(RanksFailed, match=r"mark a variable ready only once|changed in a compiled model"):
         run_on_ranks(_changed_compiled, "frozen", world_size=2)

@@ -1,4 +1,4 @@
-"""Checkpoints of real ranks: tensors of every placement, and saves in the background."""
+"""Checkpoints on real ranks: sharded by torch, read on another number of ranks, and written in the background."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def _unequal(what: str) -> None:
         ("lists", ["rank 0: int", "rank 1: list"]),
     ],
 )
-def test_what_differs_between_ranks_is_listed_on_every_rank(what: str, texts: list[str]) -> None:
+def test_differences_between_ranks_are_listed_on_every_rank(what: str, texts: list[str]) -> None:
     for text in errors_on_ranks(DesyncError, _unequal, what, world_size=2, num_errors=2):
         assert all(part in text for part in texts)
 
@@ -252,7 +252,7 @@ def _misuse(what: str) -> None:
         ("source", "from_process=2 is not one of the ranks [0, 1]"),
     ],
 )
-def test_misuse_says_what_and_what_to_do(what: str, text: str) -> None:
+def test_errors_for_misuse_explain_the_problem_and_the_remedy(what: str, text: str) -> None:
     for error in errors_on_ranks(UsageError, _misuse, what, world_size=2):
         assert text in error
         assert "do:" in error

@@ -97,13 +97,13 @@ SIZES = [pytest.param([*range(21)], id="all", marks=pytest.mark.soak), pytest.pa
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_dealt_samples_come_exactly_once(world_size: int, sizes: list[int]) -> None:
+def test_sharded_samples_are_read_exactly_once(world_size: int, sizes: list[int]) -> None:
     for choices in CHOICES:
         assert run_on_ranks(_read_all, False, *choices, sizes, world_size=world_size) == [[]] * world_size
 
 
 def _first_pieces() -> list[Any]:
-    """As accelerate deals: slices of global batches; the rest completed from the first."""
+    """Return the expected batches: slices of global batches, with the last one completed from the first, like accelerate."""
     return [x.tolist() for x in _prepare(DataLoader(EpochStream(10), batch_size=3))]
 
 
@@ -207,7 +207,7 @@ def test_a_dataset_with_shards_gives_each_rank_its_own_shards() -> None:
     assert (first, second, gathered) == ([[0, 1], [4, 0]], [[2, 3], [1, 2]], [0, 1, 2, 3, 4])
 
 
-def test_a_rank_without_any_sample_is_named() -> None:
+def test_an_error_names_a_rank_without_samples() -> None:
     for text in errors_on_ranks(UsageError, _read_shards, [[0, 1], []]):
         assert "rank 1 has no samples in its shards" in text
 
@@ -217,7 +217,7 @@ def test_a_rank_without_any_sample_is_named() -> None:
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_dispatched_samples_come_exactly_once_and_rank_zero_alone_reads(world_size: int, sizes: list[int]) -> None:
+def test_dispatched_samples_are_used_once_and_read_by_rank_zero_only(world_size: int, sizes: list[int]) -> None:
     for choices in CHOICES:
         assert run_on_ranks(_read_all, True, *choices, sizes, world_size=world_size, timeout=30) == [[]] * world_size
 

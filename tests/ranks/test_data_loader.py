@@ -79,7 +79,7 @@ def test_skipped_batches_of_a_prepared_loader_are_not_read(world_size: int) -> N
     assert run_on_ranks(_skip_all, True, world_size=world_size) == [[]] * world_size
 
 
-def test_the_first_batches_of_a_plain_loader_are_skipped_unread() -> None:
+def test_skipped_batches_of_a_plain_loader_are_not_read() -> None:
     data = Numbers(10)
     plain = DataLoader(data, batch_size=3, drop_last=True, collate_fn=lambda x: sum(x))
     skipping = skip_first_batches(plain, 1)
@@ -191,7 +191,7 @@ def test_the_error_for_missing_torchdata_shows_the_install_command(monkeypatch: 
         rebuild.stateful_loader()
 
 
-def test_a_loader_that_was_not_made_for_saving_says_so() -> None:
+def test_the_state_of_a_loader_without_saving_support_is_an_error() -> None:
     loader = prepare_data_loader(DataLoader(Numbers(3)))
     with pytest.raises(UsageError, match="use_stateful_dataloader=True"):
         loader.state_dict()

@@ -120,7 +120,7 @@ def _on_the_host(stage: int) -> tuple[dict[str, torch.Tensor] | None, list[float
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_it_trains_like_one_process_with_the_state_on_the_host(stage: int) -> None:
+def test_training_with_offloaded_state_matches_one_process(stage: int) -> None:
     plain = _plain()
     results = run_on_ranks(_on_the_host, stage, world_size=2)
     assert [state is None for state, _, _ in results] == [False, stage == 3]
@@ -139,8 +139,8 @@ def _odd_loops(stage: int, offload: str) -> tuple[dict[str, torch.Tensor] | None
     optimizer.step()  # without gradients it does nothing, like torch
     for window in _data():
         accelerator.backward(model(share_of(window[1]) * 3).square().mean())
-        optimizer.zero_grad()  # thrown away
-        losses = [model(share_of(x)).square().mean() for x in window]  # both forward passes come first
+        optimizer.zero_grad()  # discarded
+        losses = [model(share_of(x)).square().mean() for x in window]  # both forward passes run first
         for loss in losses:
             accelerator.backward(loss / 2)
         accelerator.clip_grad_norm_(model.parameters(), 0.05)
@@ -163,7 +163,7 @@ def _odd_loops(stage: int, offload: str) -> tuple[dict[str, torch.Tensor] | None
 
 
 @pytest.mark.parametrize(("stage", "offload"), LAYOUTS)
-def test_loops_as_people_write_them(stage: int, offload: str) -> None:
+def test_common_loop_variants_match_the_reference(stage: int, offload: str) -> None:
     plain = _plain()
     results = run_on_ranks(_odd_loops, stage, offload, world_size=2)
     assert results[0][0] is not None
@@ -411,7 +411,7 @@ def _other_parameters(stage: int, form: str) -> dict[str, torch.Tensor] | None:
 @pytest.mark.parametrize(
     ("stage", "form"), [(1, "unfrozen"), (2, "frozen"), (3, "unfrozen"), (0, "added"), (3, "added")]
 )
-def test_other_parameters_than_those_it_was_given_are_refused_by_name(stage: int, form: str) -> None:
+def test_the_error_for_changed_parameters_names_them(stage: int, form: str) -> None:
     for text in errors_on_ranks(UsageError, _other_parameters, stage, form, world_size=2):
         assert ("0.more" if form == "added" else "0.weight") in text
 

@@ -150,7 +150,7 @@ def test_sharded_training_matches_one_process(kind: str, world_size: int) -> Non
                 assert found is None
 
 
-def test_rank_zero_alone_needs_the_values() -> None:
+def test_only_rank_zero_needs_the_weights() -> None:
     plain = _plain("sgd", clip=_clip)
     (found, norms, _, _), *_ = run_on_ranks(_train, "stage 3", "sgd", False, on_meta=True, world_size=3)
     assert norms == pytest.approx(plain.norms, rel=1e-11)
@@ -265,7 +265,7 @@ def test_gradients_are_averaged_if_the_backend_silently_sums() -> None:
     assert max(run_on_ranks(_on_a_backend_that_adds_for_mean, True, world_size=2)) < 1e-6
 
 
-def test_a_torch_that_cannot_average_gradients_is_refused() -> None:
+def test_a_torch_version_that_cannot_average_gradients_is_rejected() -> None:
     for text in errors_on_ranks(UsageError, _on_a_backend_that_adds_for_mean, False, world_size=2):
         assert "sums gradients over the ranks on CPUs instead of averaging them" in text
 
@@ -297,7 +297,7 @@ def test_only_an_unsupported_average_is_replaced_by_a_sum(message: str, outcome:
 
 
 def _norms_of_few_rows() -> tuple[float, float]:
-    """The model has two rows: of three ranks, one has none of any parameter."""
+    """Return norms of a model with two rows, so that one of three ranks holds no part of any parameter."""
     model: Any = tanh_net(4, 2)
     accelerator = Accelerator(engine="fsdp2")
     model = accelerator.prepare(model)
@@ -306,7 +306,7 @@ def _norms_of_few_rows() -> tuple[float, float]:
     return float(accelerator.clip_grad_norm_(model.parameters(), 1e9)), float(largest)
 
 
-def test_a_rank_without_any_part_of_the_model_has_part_in_its_norm() -> None:
+def test_a_rank_without_any_shard_gets_the_norm() -> None:
     model = tanh_net(4, 2)
     model(torch.ones(1, 4, dtype=torch.float64)).square().sum().backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -338,7 +338,7 @@ def _in_calls_of_their_own(order: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
-def test_an_optimizer_that_was_prepared_in_a_call_of_its_own_trains_the_shards(order: str) -> None:
+def test_an_optimizer_prepared_in_a_separate_call_trains_the_shards(order: str) -> None:
     model = tanh_net(3, 4)
     _step_of_ones(model, lr=0.1)
     for weight in run_on_ranks(_in_calls_of_their_own, order, world_size=2):
@@ -349,13 +349,13 @@ def _sparse() -> None:
     Accelerator(engine="fsdp2").prepare(nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 2, sparse=True)))
 
 
-def test_sparse_gradients_are_refused_by_the_layer_s_name() -> None:
+def test_the_error_for_sparse_gradients_names_the_layer() -> None:
     for text in errors_on_ranks(UsageError, _sparse, world_size=2):
         assert "1 is an embedding with sparse=True" in text
 
 
 def _looked_at_before_the_step(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Between backward and step the model is run once more, as a loop does that logs or evaluates there."""
+    """Run the model between backward and step, like a loop that logs or evaluates there."""
     model: Any = tanh_net(3, 4, 2)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=kind == "stage 3")
@@ -373,7 +373,7 @@ def _looked_at_before_the_step(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["stage 3", "stage 2"])
-def test_a_forward_pass_before_the_step_does_not_keep_the_weights_of_before_it(kind: str) -> None:
+def test_a_forward_pass_before_the_step_does_not_keep_stale_weights(kind: str) -> None:
     model, x = tanh_net(3, 4, 2), torch.ones(2, 3, dtype=torch.float64)
     optimizer = _step_of_ones(model, lr=0.5)
     once = model(x).detach()
@@ -398,7 +398,7 @@ def _changed_after_an_evaluation() -> tuple[list[torch.Tensor], bool]:
     return [p.detach().full_tensor() for p in model.parameters()], all(p.grad is not None for p in model.parameters())
 
 
-def test_what_is_done_to_parameters_after_an_evaluation_is_done_to_the_shards() -> None:
+def test_changing_parameters_after_an_evaluation_changes_the_shards() -> None:
     expected = [2 * p.detach() for p in tanh_net(3, 4, 2).parameters()]
     for weights, is_trained in run_on_ranks(_changed_after_an_evaluation, world_size=2):
         assert all(map(torch.equal, weights, expected))

@@ -543,5 +543,5 @@ def test_uncleared_gradients_stay_with_their_parameters(world_size: int) -> None
         mean_square(plain(torch.eye(4, dtype=torch.float64))).backward()
         sgd.step()
     for found in run_on_ranks(_uncleared, "fsdp2 stage 2", 12, world_size=world_size):
-        # sums of few float64 numbers in another order
+        # sums of a few float64 numbers in another order
         torch.testing.assert_close(found, [p.detach() for p in plain.parameters()], rtol=1e-12, atol=1e-15)

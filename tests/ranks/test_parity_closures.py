@@ -178,7 +178,7 @@ def test_the_bits_do_not_depend_on_the_number_of_ranks() -> None:
 def test_without_parity_micro_steps_count_alike() -> None:
     """Batches of 4 for each of two ranks, in windows of two micro-steps and, at the end of the data, of one."""
     model, (x, y) = _model(), _data().tensors
-    # Rank r has every second batch; the last one is filled with samples of the beginning.
+    # Rank r has every second batch; the last one is filled with the first samples.
     rounds = [range(8), range(8, 16), [16, 17, 18, 19, 20, 21, 0, 1]]
     plain = train_updates(
         model,
@@ -315,7 +315,7 @@ _REFUSALS: list[tuple[Callable[..., None], str, dict[str, Any], str]] = [
     _REFUSALS,
     ids=[f"{body.__name__}-{optimizer}-{'-'.join(settings)}" for body, optimizer, settings, _ in _REFUSALS],
 )
-def test_what_cannot_be_defined_is_refused_by_name(
+def test_undefined_loops_are_rejected_by_name(
     body: Callable[..., None], optimizer: str, settings: dict[str, Any], text: str
 ) -> None:
     said = _refusal(body, optimizer, **settings)

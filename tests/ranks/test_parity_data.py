@@ -35,7 +35,7 @@ _SEED = 11
 
 
 class StreamWithState(EpochStream):
-    """Knows how far it is, and can go there without reading."""
+    """Has a state dict with its position, and can seek without reading."""
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
@@ -273,7 +273,7 @@ def test_a_stream_resumes_where_it_was_saved_on_any_number_of_ranks(
             continue
         assert set(epochs) == {1}
         assert _joined(list(updates)) == whole[done:], name
-        if kind is not EpochStream:  # nothing is read again
+        if kind is not EpochStream:  # no sample is read again
             left = 10 - 4 * done
             assert list(num_read) == [left] + [0 if dispatches else left] * 2, name
 

@@ -249,7 +249,12 @@ _WITHIN = "inside an update of another loader"
         ("_zip", (15, 16, 4, 4), "ranks", _PIECES),
         ("_zip", (24, 16, 6, 4), "ranks and accumulation", _PIECES),
         ("_nested", _EVEN, "max_micro_batch_size", _WITHIN),
-        ("_zip", (28, 14, 8, 4), "ranks and accumulation", _PIECES),  # two samples cannot be split into two micro-batches for two ranks
+        (
+            "_zip",
+            (28, 14, 8, 4),
+            "ranks and accumulation",
+            _PIECES,
+        ),  # two samples cannot be split into two micro-batches for two ranks
         ("_zip", (16, 15, 4, 4), "ranks", _PIECES),
         ("_nested", (10, 7, 4, 3), "ranks and accumulation", "Nested loops need updates of one micro-step"),
         ("_nested_after", _EVEN, "max_micro_batch_size", _WITHIN),
@@ -295,7 +300,11 @@ def test_a_cycled_loader_with_mismatched_batches_is_reported() -> None:
     [
         ("_zip_left", (16, 12, 4, 3), "ranks"),
         ("_first_of_another", (16, 12, 4, 3), "ranks"),
-        ("_first_of_another", _EVEN, "max_micro_batch_size"),  # the first micro-batch of the other loader, with the second one
+        (
+            "_first_of_another",
+            _EVEN,
+            "max_micro_batch_size",
+        ),  # the first micro-batch of the other loader, with the second one
     ],
 )
 def test_an_abandoned_batch_of_another_loader_with_other_micro_batches_is_reported(

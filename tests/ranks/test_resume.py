@@ -125,7 +125,7 @@ def _plain(case: _Case) -> Result:
 
 
 def _train(case: _Case, *, resume: Path | None = None, save_to: Path | None = None) -> tuple[Result, list[int], int]:
-    """Return what was trained, which samples this process read, and the optimizer steps of the whole run."""
+    """Return the trained objects, the samples that this process read, and the optimizer steps of the whole run."""
     model, optimizer, schedule, loader = _objects(case)
     accelerator = Accelerator(parity=case.parity, gradient_accumulation_steps=case.accumulation)
     data: Any = loader.dataset
@@ -276,9 +276,7 @@ def _plain_part(num_samples: int) -> PlainTraining:
 
 
 @pytest.mark.parametrize(("parity", "num_samples"), [("exact", 26), ("bitwise", 30)])
-def test_the_number_of_processes_may_change_wherever_the_run_was_stopped(
-    parity: str, num_samples: int, tmp_path: Path
-) -> None:
+def test_the_number_of_processes_may_change_at_any_stop(parity: str, num_samples: int, tmp_path: Path) -> None:
     whole, of_whole, num_evaluated = run_on_ranks(_part, parity, num_samples, tmp_path / "whole", 99, world_size=1)[0]
     updates: _Updates = []
     # In the middle of an epoch, at its end (5 updates are one), after a single update.

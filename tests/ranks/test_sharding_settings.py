@@ -61,7 +61,7 @@ def _rows() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", _SETTINGS)
-def test_the_model_is_where_the_settings_say_and_trains_as_on_one_process(name: str) -> None:
+def test_the_settings_place_the_model_and_training_matches_one_process(name: str) -> None:
     model = tanh_net(8, 4, 1)
     model(_rows()).mean().backward()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Sparse gradients, also if some ranks have none."""
+"""Sparse gradients that only some ranks have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.reference import EmbeddingSum
 
 
 def _of_rank_zero(factor: float) -> list[torch.Tensor]:
-    """Return the parameters after a plain step by ``factor`` of the loss of rank zero's batch."""
+    """Return the parameters after a plain step on ``factor`` times the loss of rank zero's batch."""
     model = EmbeddingSum()
     (model(*model.batch(0)) * factor).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -107,7 +107,7 @@ def _join(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero1"])
-def test_sparse_gradients_cannot_be_joined_and_are_refused_by_the_layer_s_name(engine: str) -> None:
+def test_the_error_for_joining_sparse_gradients_names_the_layer(engine: str) -> None:
     for text in errors_on_ranks(UsageError, _join, engine, timeout=20, num_errors=2):
         assert "embedding is an embedding with sparse=True" in text
         assert "even_batches=True" in text

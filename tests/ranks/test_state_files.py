@@ -45,7 +45,7 @@ def accelerates_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _interrupted(folder: str, case: _Case, stop: tuple[int, int], stateful: bool) -> Result:
-    """Train to step ``stop[1]`` of epoch ``stop[0]``, save; build everything anew, load, train to the end."""
+    """Train to step ``stop[1]`` of epoch ``stop[0]`` and save; rebuild all objects, load, and train to the end."""
     config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
 
     def prepared(seed: int) -> tuple[Accelerator, Any, Any, Any, Any]:

@@ -80,7 +80,7 @@ def _lines() -> list[str]:
 
 @pytest.mark.parametrize(("engine", "form"), FORMS)
 @pytest.mark.parametrize("native", [False, True])
-def test_an_unsynchronised_step_is_synchronised(engine: str, form: str, native: bool) -> None:
+def test_an_unsynchronised_step_reduces_gradients_first(engine: str, form: str, native: bool) -> None:
     right = run_on_ranks(_right, world_size=2)
     results = run_on_ranks(_wrong, engine, form, native, world_size=2)
     for weights, _ in results if engine == "ddp" else ():  # the engine contract compares those of shards

@@ -182,6 +182,6 @@ def test_ranks_with_different_numbers_of_batches_share_one_schedule(tmp_path: An
     assert all(torch.equal(*both) for both in zip(weights, other_weights))  # the same gradients on both
 
 
-def test_a_rank_without_a_batch_is_named_on_all(tmp_path: Any) -> None:
+def test_a_rank_without_a_batch_is_named_on_all_ranks(tmp_path: Any) -> None:
     for text in errors_on_ranks(DesyncError, _uneven, str(tmp_path), 3, timeout=20, num_errors=2):
         assert "rank 1 has no batch to train on, but rank 0 has 1" in text

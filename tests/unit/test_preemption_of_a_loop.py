@@ -148,7 +148,9 @@ def test_a_run_that_cannot_be_saved_ends_with_a_message(caplog: pytest.LogCaptur
     assert "the run ends after step 3 with exit code 143 without saving" in caplog.text
 
 
-def test_without_resume_a_checkpoint_is_saved_in_the_project_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_resume_a_checkpoint_is_saved_in_the_project_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(preemption.Preempted):
         train(accelerator(tmp_path), signal_at(3, "train"), resume=None)
     assert re.search(r"after step 3 .* saved \S*/preempted; resume\('\S*/preempted'\) continues from it", caplog.text)

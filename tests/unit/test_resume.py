@@ -117,9 +117,7 @@ def test_a_stopped_evaluation_does_not_change_the_training_position(tmp_path: Pa
 
 
 @pytest.mark.parametrize("parity", ["off", "exact"])
-def test_an_interrupted_loop_resumes_but_an_abandoned_epoch_does_not(
-    parity: str, tmp_path: Path
-) -> None:
+def test_an_interrupted_loop_resumes_but_an_abandoned_epoch_does_not(parity: str, tmp_path: Path) -> None:
     run = _Run(tmp_path, _numbers(6), parity=parity)
     loader = run.loaders[0]
     for epoch in run.accelerator.epochs(2):
@@ -228,9 +226,7 @@ def test_a_loader_with_passes_across_epochs_keeps_no_epoch_open(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_update_across_two_epochs_is_repeated(
-    num_workers: int, tmp_path: Path
-) -> None:
+def test_an_update_across_two_epochs_is_repeated(num_workers: int, tmp_path: Path) -> None:
     def make(stop: int) -> list[Any]:
         plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
         loader = DataLoader(range(10), batch_size=2, shuffle=True, num_workers=num_workers)  # type: ignore[arg-type]

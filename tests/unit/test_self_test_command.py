@@ -120,9 +120,7 @@ def test_a_failed_check_sets_the_exit_code_and_shows_a_remedy(run: Any, tmp_path
     assert [part for part, *_ in _log(tmp_path)] == ["layout"]  # what was left out is not made alone
 
 
-def test_a_failed_start_is_reported_and_fails_the_current_check(
-    run: Any, tmp_path: Path
-) -> None:
+def test_a_failed_start_is_reported_and_fails_the_current_check(run: Any, tmp_path: Path) -> None:
     report = "\n".join(f"line {i}" for i in range(60)) + "\nechelon: rank 1 failed first"
     result = run(layout={"told": LAYOUT[:2], "code": 1, "says": report})
     assert result.exit_code == 1

@@ -446,9 +446,7 @@ def test_sizes_and_plugin_become_one_layout() -> None:
         ({"dp_replicate_size": 2, "dp_shard_size": 4}, {"sharding_strategy": "NO_SHARD"}, ["means 8 replicas"]),
     ],
 )
-def test_invalid_layouts_raise(
-    sizes: dict[str, int], plugin: dict[str, Any] | None, texts: list[str]
-) -> None:
+def test_invalid_layouts_raise(sizes: dict[str, int], plugin: dict[str, Any] | None, texts: list[str]) -> None:
     given = None if plugin is None else FullyShardedDataParallelPlugin(**plugin)
     with pytest.raises(ConfigError) as raised:
         _opened(ParallelismConfig(**sizes), given)  # type: ignore[arg-type]

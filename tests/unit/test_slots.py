@@ -55,9 +55,7 @@ def test_the_accelerators_named_are_used(name: str, text: str, num_accelerators:
         ({"deepspeed_inclusion_filter": "localhost", "gpu_ids": "0"}, 2, "both select accelerators"),
     ],
 )
-def test_unknown_accelerators_are_an_error(
-    values: dict[str, str], num_accelerators: int, what: str
-) -> None:
+def test_unknown_accelerators_are_an_error(values: dict[str, str], num_accelerators: int, what: str) -> None:
     with pytest.raises(ConfigError) as raised:
         _used(values, num_accelerators)
     assert what in raised.value.what

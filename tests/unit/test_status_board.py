@@ -100,7 +100,9 @@ def test_a_file_that_is_not_a_board_is_rejected(board: Board, tmp_path: Path) ->
         Slot(board.path, 3)
 
 
-def test_the_file_belongs_to_the_user_and_is_removed_after_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_belongs_to_the_user_and_is_removed_after_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(layout, "_SHARED", str(tmp_path / "no such folder"))  # macOS
     board = Board(1, folder=str(tmp_path))
     path = Path(board.path)
@@ -110,9 +112,7 @@ def test_the_file_belongs_to_the_user_and_is_removed_after_the_run(tmp_path: Pat
     assert not path.exists()
 
 
-def test_the_next_launcher_removes_the_board_of_a_killed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_launcher_removes_the_board_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "_SHARED", str(tmp_path))
     running, orphan, young = Board(1, folder="/"), tmp_path / "echelon-board-old", tmp_path / "echelon-board-young"
     for path in (orphan, young):

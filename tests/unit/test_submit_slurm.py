@@ -126,9 +126,7 @@ def test_direct_starts_the_ranks_and_a_module_is_one(site: Path, capsys: pytest.
     assert not (site / "token").exists()  # no launcher that could ask for it
 
 
-def test_the_job_is_requeued_only_after_a_termination_signal(
-    site: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_job_is_requeued_only_after_a_termination_signal(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, again = _written(capsys, "train.py"), site / "scontrol"
     for code in (0, 1, 130):
         assert _execute(text, END=str(code)).returncode == code
@@ -257,8 +255,6 @@ def test_invalid_settings_are_reported_before_submission(
         ("infinite", True),
     ],
 )
-def test_a_time_is_parsed_like_slurm(
-    site: Path, capsys: pytest.CaptureFixture[str], time: str, is_long: bool
-) -> None:
+def test_a_time_is_parsed_like_slurm(site: Path, capsys: pytest.CaptureFixture[str], time: str, is_long: bool) -> None:
     assert _run(["submit", "slurm", "--dry_run", "--time", time, "train.py"]) == (0 if is_long else 2)
     capsys.readouterr()

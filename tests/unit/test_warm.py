@@ -64,9 +64,7 @@ def start_one_that_waits(starter: WarmStarter, folder: Path) -> Process:
     return running
 
 
-def test_ranks_inherit_the_imported_modules(
-    starter: WarmStarter, tmp_path: Path
-) -> None:
+def test_ranks_inherit_the_imported_modules(starter: WarmStarter, tmp_path: Path) -> None:
     assert not starter.is_ready
     starter.prepare(os.environ, ["json.tool"])
     wait_for(lambda: starter.is_ready)
@@ -89,9 +87,7 @@ def test_ranks_inherit_the_imported_modules(
     assert json.loads((tmp_path / "b").read_text()) == [["json.tool", "timeit"], "b", str(tmp_path)]
 
 
-def test_a_failing_import_does_not_affect_running_ranks(
-    starter: WarmStarter, tmp_path: Path
-) -> None:
+def test_a_failing_import_does_not_affect_running_ranks(starter: WarmStarter, tmp_path: Path) -> None:
     running = start_one_that_waits(starter, tmp_path)
     # A file of echelon.launch has this name: what lies beside the server's file is not what it imports.
     starter.prepare(os.environ, ["warm_server"])
