@@ -33,7 +33,7 @@ def _split_odd() -> None:
     )
 
 
-def test_a_batch_that_cannot_be_split() -> None:
+def test_an_indivisible_batch_is_an_error() -> None:
     error = _raised(_split_odd)
     assert isinstance(error, UsageError)
     assert "batch_size=5 is not divisible" in str(error)
@@ -57,7 +57,7 @@ def _forgotten_loader(how: str) -> None:
         accelerator.backward(model(x).mean())  # LINE
 
 
-def test_a_loader_that_was_not_prepared_is_named() -> None:
+def test_an_unprepared_loader_is_reported() -> None:
     error = _raised(_forgotten_loader, "forgotten")
     assert isinstance(error, UsageError)
     assert "'train_loader' is a DataLoader that was not prepared" in str(error)
@@ -68,7 +68,7 @@ def test_a_loader_that_was_not_prepared_is_named() -> None:
 
 
 @pytest.mark.parametrize("how", ["sharded by Level 1", "allowed", "prepared", "distributed sampler"])
-def test_loaders_that_are_right_are_left_alone(how: str) -> None:
+def test_correct_loaders_are_not_reported(how: str) -> None:
     run_on_ranks(_forgotten_loader, how, world_size=2)
 
 
@@ -97,14 +97,14 @@ def test_unequal_shapes_are_listed_for_each_rank() -> None:
         (torch.zeros(()), "a loss without a graph"),
     ],
 )
-def test_what_backward_cannot_use(loss: Any, text: str) -> None:
+def test_backward_rejects_invalid_losses(loss: Any, text: str) -> None:
     with pytest.raises(UsageError) as raised:
         Accelerator().backward(loss)
     assert text in str(raised.value)
     assert raised.value.do
 
 
-def test_a_non_scalar_with_its_gradient_is_fine() -> None:
+def test_backward_accepts_a_non_scalar_with_a_gradient() -> None:
     x = torch.ones(3, requires_grad=True)
     Accelerator().backward(x * 2, gradient=torch.tensor([1.0, 2.0, 3.0]))
     assert x.grad is not None
@@ -115,23 +115,23 @@ def test_a_non_scalar_with_its_gradient_is_fine() -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), (3, "x"), ([], {})])
-def test_prepare_of_nothing_known(arguments: tuple[Any, ...]) -> None:
+def test_prepare_without_known_objects_is_an_error(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(UsageError, match="given no object that it can prepare"):
         Accelerator().prepare(*arguments)
 
 
-def test_device_placement_for_another_number_of_arguments() -> None:
+def test_device_placement_of_the_wrong_length_is_an_error() -> None:
     with pytest.raises(UsageError, match="device_placement has 2 entries for 1 arguments"):
         Accelerator().prepare(nn.Linear(1, 1), device_placement=[True, False])
 
 
 @pytest.mark.parametrize("items", [-1, float("nan"), float("inf")])
-def test_items_that_are_no_count(items: float) -> None:
+def test_invalid_num_items_is_an_error(items: float) -> None:
     with pytest.raises(UsageError, match="is not a valid count"):
         Accelerator().backward(torch.ones((), requires_grad=True) * 2, num_items=items)
 
 
-def test_weights_that_contradict_each_other() -> None:
+def test_contradictory_weights_are_an_error() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     loss = torch.ones((), requires_grad=True)
     with accelerator.accumulate():
@@ -157,14 +157,14 @@ def test_weights_that_contradict_each_other() -> None:
         ),
     ],
 )
-def test_settings_that_cannot_be(arguments: dict[str, Any], texts: list[str]) -> None:
+def test_invalid_settings_are_errors(arguments: dict[str, Any], texts: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         Accelerator(**arguments)
     assert all(text in str(raised.value) for text in texts)
     assert raised.value.do
 
 
-def test_code_wins_over_the_environment_and_says_so() -> None:
+def test_code_overrides_the_environment_with_a_message() -> None:
     with environ.patch({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8", "ACCELERATE_MIXED_PRECISION": "bf16"}):
         accelerator = Accelerator(gradient_accumulation_steps=2)
     assert accelerator.gradient_accumulation_steps == 2
@@ -174,7 +174,7 @@ def test_code_wins_over_the_environment_and_says_so() -> None:
     ]
 
 
-def test_two_accelerators_do_not_touch_each_other() -> None:
+def test_two_accelerators_do_not_affect_each_other() -> None:
     first = Accelerator(gradient_accumulation_steps=4)
     second = Accelerator()
     with second.accumulate():

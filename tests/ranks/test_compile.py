@@ -100,7 +100,7 @@ def _train(kind: str) -> tuple[list[torch.Tensor], list[str], int, list[str]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_train_like_one_that_compiles_nothing(kind: str) -> None:
+def test_two_compiled_ranks_train_like_one_uncompiled_process(kind: str) -> None:
     for parameters, names, graphs, warned in run_on_ranks(_train, kind, world_size=2, timeout=120):
         torch.testing.assert_close(parameters, _plain().weights, rtol=1e-5, atol=1e-6)  # float32, another order of sums
         assert names == NAMES
@@ -128,7 +128,7 @@ def _train_sharded(kind: str) -> tuple[dict[str, torch.Tensor] | None, int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sharded_blocks_train_like_one_process_that_compiles_nothing(kind: str) -> None:
+def test_compiled_sharded_blocks_train_like_one_uncompiled_process(kind: str) -> None:
     (weights, graphs), _ = run_on_ranks(_train_sharded, kind, world_size=2, timeout=120)
     assert weights is not None
     assert list(weights) == NAMES
@@ -159,7 +159,7 @@ def _guarded() -> list[torch.Tensor]:
     return before
 
 
-def test_the_step_guard_holds_for_a_compiled_model() -> None:
+def test_the_step_guard_works_with_a_compiled_model() -> None:
     first, second = run_on_ranks(_guarded, world_size=2, timeout=120)
     assert not torch.equal(first[0], second[0])  # in no_sync the gradients were each rank's own
 
@@ -167,7 +167,7 @@ def test_the_step_guard_holds_for_a_compiled_model() -> None:
 @of_torch
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_user_s_model_comes_out_again(kind: str, precision: str) -> None:
+def test_unwrapping_returns_the_users_model(kind: str, precision: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     accelerator, model, given = _setup(kind, mixed_precision=precision)
@@ -194,7 +194,7 @@ def test_the_user_s_model_comes_out_again(kind: str, precision: str) -> None:
 
 
 @of_torch
-def test_what_is_compiled_is_not_compiled_again() -> None:
+def test_a_compiled_model_is_not_compiled_again() -> None:
     accelerator = Accelerator(cpu=True, dynamo_backend="eager")
     given = torch.compile(_model(), backend="eager")
     assert accelerator.prepare(given) is given
@@ -215,19 +215,19 @@ def _kinds_of_own() -> list[str]:
     return [type(model).__name__ for model in prepared]
 
 
-def test_nor_is_it_on_two_ranks() -> None:
+def test_a_compiled_model_is_not_compiled_again_on_two_ranks() -> None:
     expected = ["DistributedDataParallel", "DistributedDataParallel", "OptimizedModule"]
     assert run_on_ranks(_kinds_of_own, world_size=2) == [expected] * 2
 
 
 @of_torch
-def test_without_repeated_blocks_regional_compilation_is_whole() -> None:
+def test_regional_compilation_without_repeated_blocks_compiles_the_whole_model() -> None:
     accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True))
     assert is_compiled_module(accelerator.prepare(nn.Linear(2, 2)))
     assert not is_compiled_module(accelerator.prepare(_model()))
 
 
-def test_the_backend_comes_from_the_code_or_the_environment() -> None:
+def test_code_or_environment_selects_the_backend() -> None:
     assert Accelerator(cpu=True).state.dynamo_plugin.backend is DynamoBackend.NO
     assert Accelerator(cpu=True, dynamo_backend="INDUCTOR").state.dynamo_plugin.to_kwargs() == {"backend": "inductor"}
     variables = {
@@ -250,7 +250,7 @@ def test_the_backend_comes_from_the_code_or_the_environment() -> None:
     assert Accelerator(cpu=True, dynamo_plugin=given).config.value.dynamo_use_fullgraph
 
 
-def test_a_backend_and_a_plugin_exclude_each_other() -> None:
+def test_a_backend_and_a_plugin_are_mutually_exclusive() -> None:
     with pytest.raises(ConfigError, match="dynamo_backend='eager' and dynamo_plugin are both set") as raised:
         Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
     assert "pass one of the two" in str(raised.value.do)

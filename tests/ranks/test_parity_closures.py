@@ -138,7 +138,7 @@ _CUTS: list[tuple[str, dict[str, Any], int]] = [
 
 @pytest.mark.parametrize(("settings", "world_size"), [cut[1:] for cut in _CUTS], ids=[cut[0] for cut in _CUTS])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lbfgs, one evaluation"])
-def test_an_update_of_any_cut_is_that_of_the_whole_batch(
+def test_an_update_of_any_split_equals_that_of_the_whole_batch(
     optimizer: str, settings: dict[str, Any], world_size: int
 ) -> None:
     found = run_on_ranks(_run, optimizer, None, {"parity": "exact", **settings}, world_size=world_size)
@@ -147,7 +147,7 @@ def test_an_update_of_any_cut_is_that_of_the_whole_batch(
 
 @pytest.mark.parametrize("accumulates", [True, False])
 @pytest.mark.parametrize("clears", ["closure", "before", "after", "both"])
-def test_the_gradients_may_be_cleared_anywhere(clears: str, accumulates: bool) -> None:
+def test_closures_may_clear_the_gradients_anywhere(clears: str, accumulates: bool) -> None:
     settings = {"parity": "exact", "gradient_accumulation_steps": 2}
     _expect(run_on_ranks(_run, "sgd", None, settings, clears, accumulates), "sgd")
 
@@ -160,13 +160,13 @@ def test_sharded_engines_take_closures(engine: str, steps: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("optimizer", ["lbfgs", "lbfgs, line search"])
-def test_an_update_of_one_micro_step_may_be_evaluated_again(optimizer: str, world_size: int) -> None:
+def test_an_update_of_one_micro_step_may_be_evaluated_repeatedly(optimizer: str, world_size: int) -> None:
     """The loss that steers LBFGS is that of all ranks: the same decisions, the same number of evaluations."""
     found = run_on_ranks(_run, optimizer, None, {"parity": "exact"}, world_size=world_size)
     _expect(found, optimizer, tolerance=1e-8)
 
 
-def test_the_bits_do_not_depend_on_the_number_of_ranks() -> None:
+def test_closures_are_bit_identical_on_any_number_of_ranks() -> None:
     settings = {"parity": "bitwise", "canonical_shards": 4, "seed": 1}
     (alone,), two = (run_on_ranks(_run, "sgd", None, settings, world_size=n) for n in (1, 2))
     _expect([alone, *two], "sgd")
@@ -175,7 +175,7 @@ def test_the_bits_do_not_depend_on_the_number_of_ranks() -> None:
         assert all(torch.equal(value, alone["weights"][name]) for name, value in one["weights"].items())
 
 
-def test_without_parity_micro_steps_count_alike() -> None:
+def test_without_parity_micro_steps_have_equal_weights() -> None:
     """Batches of 4 for each of two ranks, in windows of two micro-steps and, at the end of the data, of one."""
     model, (x, y) = _model(), _data().tensors
     # Rank r has every second batch; the last one is filled with the first samples.
@@ -323,7 +323,7 @@ def test_undefined_loops_are_rejected_by_name(
     assert "do:" in said
 
 
-def test_a_closure_that_only_returns_the_loss_is_welcome() -> None:
+def test_a_closure_that_only_returns_the_loss_is_accepted() -> None:
     """As some loops write it: the backward pass comes before."""
 
     def body(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
@@ -383,7 +383,7 @@ def _sam(by_closure: bool, settings: dict[str, Any]) -> Any:
     return accelerator.get_state_dict(model)
 
 
-def test_an_optimizer_of_two_steps_in_one_micro_step_is_that_of_a_plain_loop() -> None:
+def test_a_two_step_optimizer_matches_the_plain_loop() -> None:
     model, data = _model(), _data()
     optimizer = _SAM(model.parameters(), lr=0.1)
     for x, y in DataLoader(data, _BATCH):
@@ -400,7 +400,7 @@ def test_an_optimizer_of_two_steps_in_one_micro_step_is_that_of_a_plain_loop() -
             assert (weights[name] - value).norm() <= 1e-12 * value.norm()
 
 
-def test_steps_that_the_accelerator_does_not_see_are_refused_by_name() -> None:
+def test_steps_hidden_from_the_accelerator_are_rejected_by_name() -> None:
     with pytest.raises(UsageError, match=r"_SAM was stepped directly|gradients of earlier micro-steps were cleared"):
         _sam(False, {"parity": "exact", "max_micro_batch_size": 2})
 
@@ -416,7 +416,7 @@ def _changes(settings: dict[str, Any]) -> None:
                 p.clamp_(-0.5, 0.5)
 
 
-def test_parameters_that_change_between_the_micro_steps_of_an_update_are_told() -> None:
+def test_parameters_that_change_within_an_update_are_reported() -> None:
     with pytest.warns(EchelonWarning, match="changed between two micro-steps of one update"):
         _changes({"parity": "exact", "max_micro_batch_size": 2})
     with warnings.catch_warnings():

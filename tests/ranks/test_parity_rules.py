@@ -258,7 +258,7 @@ _LOOPS = [
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_way_to_write_the_loop_makes_the_update_of_the_whole_batch(world_size: int) -> None:
+def test_every_loop_variant_makes_the_update_of_the_whole_batch(world_size: int) -> None:
     loops = _LOOPS if world_size < 4 else [loop for loop in _LOOPS if loop.batch_size < 4]  # ranks without samples
     _expect_plain(loops, world_size, timeout=120)
 
@@ -383,7 +383,7 @@ def _pairs() -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_two_models_with_two_optimizers_are_updated_as_by_one_process(world_size: int) -> None:
+def test_two_models_with_two_optimizers_are_updated_like_on_one_process(world_size: int) -> None:
     expected = [_plain_adversarial(9, 4), _plain_adversarial(3, 1), _plain_separate(), _plain_separate()]
     for found in run_on_ranks(_pairs, world_size=world_size):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
@@ -417,7 +417,7 @@ def _without_items(form: str) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters()]
 
 
-def test_a_rank_without_items_leaves_the_gradient_to_the_others() -> None:
+def test_a_rank_without_items_does_not_change_the_gradient() -> None:
     torch.manual_seed(1)
     model = nn.Linear(2, 1).double()
     model(torch.arange(16, dtype=torch.float64).reshape(8, 2)[[0, 1, 3]]).square().mean().backward()
@@ -438,7 +438,7 @@ def _small(kind: str) -> tuple[Any, Any, Any, TensorDataset]:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_one_rank_with_one_micro_batch_has_plain_pytorch_s_bits(kind: str) -> None:
+def test_one_rank_with_one_micro_batch_is_bit_identical_to_plain_pytorch(kind: str) -> None:
     model, optimizer, scheduler, data = _small(kind)
     expected = train_plainly(
         model,
@@ -577,7 +577,7 @@ def _half_tagger(num_sequences: int, batch_size: int, accumulation: int, overflo
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_fp16_does_not_overflow_because_thousands_of_items_are_counted(world_size: int) -> None:
+def test_fp16_does_not_overflow_with_thousands_of_items(world_size: int) -> None:
     for num_sequences, batch_size, accumulation in ((8, 4, 1), (8, 4, 2), (9, 4, 2), (2, 1, 1)):
         expected = _plain_tagger(num_sequences, batch_size)
         updates = -(-num_sequences // batch_size)
@@ -588,7 +588,7 @@ def test_fp16_does_not_overflow_because_thousands_of_items_are_counted(world_siz
             torch.testing.assert_close(found["weights"], expected, rtol=2e-3, atol=1e-3)
 
 
-def test_a_step_that_fp16_skips_on_one_rank_is_skipped_by_all_and_by_the_schedule() -> None:
+def test_a_step_skipped_by_fp16_on_one_rank_is_skipped_on_all_ranks() -> None:
     for found in run_on_ranks(_half_tagger, 12, 4, 2, 2):  # the first micro-step of the second update
         assert found["skipped"] == [False, True, False]
         assert found["rates"] == [0.5 / 2, 0.5 / 2, 0.5 / 3]

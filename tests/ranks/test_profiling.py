@@ -50,7 +50,7 @@ def test_a_schedule_calls_back_at_the_end_of_each_active_part(tmp_path: Path) ->
     assert ready == [profiler]
 
 
-def test_what_was_not_recorded_or_is_written_already_is_told(tmp_path: Path) -> None:
+def test_missing_or_already_written_traces_are_reported(tmp_path: Path) -> None:
     idle = ProfileKwargs(
         activities=["cpu"],
         schedule_option={"wait": 9, "warmup": 1, "active": 1},
@@ -68,6 +68,6 @@ def test_what_was_not_recorded_or_is_written_already_is_told(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["own.json"]
 
 
-def test_an_unknown_activity_is_refused() -> None:
+def test_an_unknown_activity_is_rejected() -> None:
     with pytest.raises(ConfigError, match="'gpu' is not an activity of the profiler"):
         ProfileKwargs(activities=["gpu"]).build()  # type: ignore[list-item]

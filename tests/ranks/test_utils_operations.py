@@ -23,7 +23,7 @@ def _rank() -> int:
     return dist.get_rank()
 
 
-def test_one_process_gets_back_what_it_gave() -> None:
+def test_one_process_gets_its_input_back() -> None:
     tensor = torch.tensor(3)
     data = {"a": tensor}
     assert utils.gather(data) is data
@@ -91,7 +91,7 @@ def _disagree(debug: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_ranks_that_disagree_are_all_told_what_each_brought(debug: bool) -> None:
+def test_ranks_that_disagree_get_the_values_of_all_ranks(debug: bool) -> None:
     assert operations.DistributedOperationException is DesyncError
     for texts in run_on_ranks(_disagree, debug, world_size=2):
         for text, name in zip(texts, ("gather", "reduce(mean)", "broadcast(from_process=0)")):
@@ -110,7 +110,7 @@ def _beside_another_backend(debug: bool) -> str:
     return "not checked"
 
 
-def test_beside_other_backends_than_gloo_debug_mode_decides_whether_shapes_are_checked() -> None:
+def test_debug_mode_enables_shape_checks_for_backends_other_than_gloo() -> None:
     assert run_on_ranks(_beside_another_backend, False, world_size=2) == ["not checked"] * 2
     for text in run_on_ranks(_beside_another_backend, True, world_size=2):
         assert text.startswith("op: the ranks do not pass the same structure\n    rank 0: op float32[0]\n")
@@ -132,7 +132,7 @@ def _decorated() -> tuple[str, str]:
     return without, str(caught.value).split("\n", 1)[0]
 
 
-def test_own_operations_are_verified_in_debug_mode_and_errors_are_told_under_the_outer_name() -> None:
+def test_debug_mode_verifies_custom_operations_and_names_the_outer_one() -> None:
     without, text = run_on_ranks(_decorated, world_size=2)[1]
     assert without == "ran"
     assert "outer: " in text
@@ -167,7 +167,7 @@ def _nested() -> tuple[bool, list[int]]:
     return result[0] is nested, list(result[1].shape)
 
 
-def test_a_nested_tensor_stays_and_its_neighbours_are_padded() -> None:
+def test_a_nested_tensor_is_kept_and_other_tensors_are_padded() -> None:
     assert run_on_ranks(_nested, world_size=2) == [(True, [2]), (True, [2])]
 
 
@@ -211,10 +211,10 @@ def _on_main_only() -> tuple[bool, bool]:
     return hidden[0], hidden[1]
 
 
-def test_the_bar_shows_on_local_rank_zero_only() -> None:
+def test_the_progress_bar_shows_on_local_rank_zero_only() -> None:
     assert run_on_ranks(_on_main_only, world_size=2) == [(False, False), (True, False)]
 
 
-def test_a_bar_with_a_bool_first_is_refused() -> None:
+def test_a_progress_bar_with_a_bool_first_is_rejected() -> None:
     with pytest.raises(ValueError, match="the first argument must be an iterable"):
         utils.tqdm(True, range(2))

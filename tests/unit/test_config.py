@@ -29,7 +29,7 @@ def test_text_and_number_are_the_same_value_and_no_conflict() -> None:
     assert resolve(RunConfig, layers, strict=True).value.gradient_accumulation_steps == 8
 
 
-def test_what_nobody_gave_is_a_default() -> None:
+def test_an_unset_setting_has_its_default() -> None:
     resolved = resolve(RunConfig, [])
     assert resolved.value == RunConfig()
     assert {origin.source for origin in resolved.origins.values()} == {SettingSource.DEFAULT}
@@ -49,7 +49,7 @@ def test_what_nobody_gave_is_a_default() -> None:
         ("seed", -1, ["seed=-1 is below 0"]),
     ],
 )
-def test_a_wrong_setting_is_refused(name: str, value: object, texts: list[str]) -> None:
+def test_an_invalid_setting_is_rejected(name: str, value: object, texts: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         resolve(RunConfig, [_layer(name, value, SettingSource.FLAG)])
     assert "flag from-FLAG" in str(raised.value)
@@ -57,12 +57,12 @@ def test_a_wrong_setting_is_refused(name: str, value: object, texts: list[str]) 
     assert raised.value.do
 
 
-def test_the_origin_stands_in_the_error() -> None:
+def test_the_error_names_the_origin() -> None:
     with pytest.raises(ConfigError, match="env ECHELON_SEED"), environ.patch({"ECHELON_SEED": "x"}):
         resolve(RunConfig, [from_environment()])
 
 
-def test_our_variable_wins_over_the_foreign_one() -> None:
+def test_echelons_variable_overrides_accelerates() -> None:
     with environ.patch({"ACCELERATE_MIXED_PRECISION": "fp16", "ECHELON_MIXED_PRECISION": "bf16"}):
         assert current().value.mixed_precision == "bf16"
     with environ.patch({"ACCELERATE_MIXED_PRECISION": "fp16"}):
@@ -70,7 +70,7 @@ def test_our_variable_wins_over_the_foreign_one() -> None:
         assert str(current().origins["mixed_precision"]) == "env ACCELERATE_MIXED_PRECISION"
 
 
-def test_code_wins_over_the_environment() -> None:
+def test_code_overrides_the_environment() -> None:
     with environ.patch({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}):
         resolved = current(from_code("Accelerator", {"gradient_accumulation_steps": 2, "seed": None}))
     assert resolved.value.gradient_accumulation_steps == 2
@@ -78,7 +78,7 @@ def test_code_wins_over_the_environment() -> None:
     assert resolved.origins["seed"].source is SettingSource.DEFAULT
 
 
-def test_the_ranks_know_the_flag_that_the_launcher_read() -> None:
+def test_the_ranks_receive_the_launchers_flags() -> None:
     resolved = resolve(RunConfig, [from_flags({"mixed_precision": ("bf16", "--mixed-precision")})])
     with environ.patch({"ECHELON_CONFIG": encode(resolved), "ACCELERATE_MIXED_PRECISION": "bf16"}):
         again = current()
@@ -87,7 +87,7 @@ def test_the_ranks_know_the_flag_that_the_launcher_read() -> None:
     assert again.shadowed == ()
 
 
-def test_a_value_of_a_file_stays_one_of_the_file_in_the_ranks(tmp_path: Path) -> None:
+def test_a_value_from_a_file_keeps_its_origin_in_the_ranks(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("mixed_precision: bf16\n")
     resolved = resolve(RunConfig, [from_file(path)])
@@ -98,7 +98,7 @@ def test_a_value_of_a_file_stays_one_of_the_file_in_the_ranks(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"seed": 3}', '{"seed": [1, 99, "x"]}'])
-def test_a_spoilt_hand_over_is_refused(text: str) -> None:
+def test_invalid_settings_from_the_launcher_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="ECHELON_CONFIG does not contain"):
         decode(text)
 
@@ -112,19 +112,19 @@ def test_a_file_gives_line_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "a: [", "!!python/object/apply:os.getcwd []"])
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_mapping_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"run\.yaml"):
         from_file(path)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the config file"):
         from_file(tmp_path / "none.yaml")
 
 
-def test_show_prints_value_origin_and_what_lost() -> None:
+def test_show_prints_values_origins_and_overridden_values() -> None:
     layers = [_layer("seed", 1, SettingSource.ENV), _layer("seed", 2, SettingSource.FLAG)]
     lines = show(resolve(RunConfig, layers)).splitlines()
     (line,) = [line for line in lines if line.startswith("seed")]

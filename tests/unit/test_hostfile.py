@@ -47,7 +47,7 @@ def test_a_bad_line_of_a_hostfile_is_named(tmp_path: Path, text: str, what: str,
     assert raised.value.do
 
 
-def test_a_hostfile_that_is_empty_or_missing_is_an_error(tmp_path: Path) -> None:
+def test_an_empty_or_missing_hostfile_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="lists no machines\n  where: flag -H"):
         read_hostfile(_file(tmp_path, "# nobody\n"), where="flag -H")
     with pytest.raises(ConfigError, match=r"cannot read the hostfile .*: No such file"):
@@ -95,7 +95,7 @@ def test_excluding(text: str, expected: object) -> None:
         ("worker-0@worker-1", "excludes all slots", "fewer"),
     ],
 )
-def test_a_filter_that_names_what_is_not_there_is_an_error(text: str, what: str, do: str) -> None:
+def test_a_filter_for_unknown_machines_or_slots_is_an_error(text: str, what: str, do: str) -> None:
     with pytest.raises(ConfigError) as raised:
         excluding(TWO, text, where="flag --exclude")
     assert what in raised.value.what
@@ -125,7 +125,7 @@ def _hosts(tmp_path: Path, source: SettingSource = SettingSource.FLAG, **values:
         {"deepspeed_hostfile": "", "deepspeed_multinode_launcher": "standard"},
     ],
 )
-def test_a_launcher_starts_no_others_when_nothing_names_them_or_they_are_started_already(
+def test_a_launcher_starts_only_named_machines_that_are_not_started_yet(
     tmp_path: Path, values: dict[str, object]
 ) -> None:
     assert _hosts(tmp_path, **values) is None
@@ -167,7 +167,7 @@ def test_settings_that_contradict_the_machines_are_an_error(
     assert raised.value.do
 
 
-def test_what_names_machines_is_taken_out_of_the_command_line_and_nothing_else() -> None:
+def test_only_the_machine_options_are_removed_from_the_command_line() -> None:
     machines = ["--hostfile", "hosts", "-i", "a:0", "-Hhosts", "--exclude=b", "--num_machines", "2", "--node_rank=0"]
     # A value that looks like a flag stays, and so does its flag.
     others = ["--cpu", "--log_dir", "--include", "--tee=3", "-m"]

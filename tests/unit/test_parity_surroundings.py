@@ -54,7 +54,7 @@ def _saved(folder: Path, parity: str = "bitwise") -> None:
         ("processor", {"processor": "an abacus"}, "resume on that type of processor"),
     ],
 )
-def test_a_run_goes_on_only_where_its_bits_are_the_same(
+def test_a_run_resumes_only_if_its_bits_are_the_same(
     name: str, other: dict[str, Any], do: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _saved(tmp_path)
@@ -84,12 +84,12 @@ def test_one_thread_and_two_are_not_mixed(tmp_path: Path) -> None:
         assert "set OMP_NUM_THREADS=1" in str(caught.value)
 
 
-def test_a_checkpoint_of_an_exact_run_may_begin_a_bitwise_one(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_exact_run_may_start_a_bitwise_run(tmp_path: Path) -> None:
     _saved(tmp_path, "exact")
     _prepared()[0].load_state(tmp_path)
 
 
-def test_threads_that_change_in_the_run_are_an_error() -> None:
+def test_a_changed_number_of_threads_is_an_error() -> None:
     with environ.patch({"OMP_NUM_THREADS": "1"}):
         _, _, loader = _prepared()
     torch.set_num_threads(2)
@@ -107,7 +107,7 @@ def test_threads_that_change_in_the_run_are_an_error() -> None:
         (None, None),
     ],
 )
-def test_kernels_that_may_differ_are_refused(
+def test_kernels_that_may_differ_are_rejected(
     change: str | None, text: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cudnn = SimpleNamespace(allow_tf32=change == "convolutions", benchmark=change == "benchmark")
@@ -128,7 +128,7 @@ def test_several_threads_need_deterministic_operations() -> None:
     assert "set OMP_NUM_THREADS=1" in str(caught.value)
 
 
-def test_compiled_kernels_that_depend_on_earlier_shapes_are_refused() -> None:
+def test_compiled_kernels_that_depend_on_earlier_shapes_are_rejected() -> None:
     with pytest.raises(ConfigError, match="different kernels for a shape"):
         _prepared(dynamo_backend="eager")
     _prepared(dynamo_plugin=TorchDynamoPlugin(backend="eager", dynamic=False))
@@ -149,7 +149,7 @@ def test_compiled_kernels_that_depend_on_earlier_shapes_are_refused() -> None:
         (nn.utils.spectral_norm(nn.Linear(3, 3)), r"1 \(Linear\): .*iteration"),
     ],
 )
-def test_modules_that_keep_something_of_their_shards_are_refused_by_name(module: nn.Module, text: str) -> None:
+def test_modules_with_state_from_their_shards_are_rejected_by_name(module: nn.Module, text: str) -> None:
     with pytest.raises(UsageError, match=text) as caught:
         _prepared(model=nn.Sequential(nn.Linear(3, 3), module))
     assert "or use parity='exact'" in str(caught.value)
@@ -183,12 +183,12 @@ class _Own(torch.optim.SGD):
     pass
 
 
-def test_an_engine_that_cannot_sum_shards_is_refused() -> None:
+def test_an_engine_that_cannot_sum_shards_is_rejected() -> None:
     with pytest.raises(UsageError, match="the engine dp cannot sum the gradients of batch shards"):
         _prepared(engine="dp")
 
 
-def test_optimizers_that_see_a_parameter_as_a_whole_are_refused_on_parts() -> None:
+def test_optimizers_that_need_whole_parameters_are_rejected_on_shards() -> None:
     weights = [nn.Parameter(torch.ones(2, 2))]
     for optimizer, text in (
         (torch.optim.AdamW(weights, fused=True), r"AdamW\(fused=True\) rounds differently"),

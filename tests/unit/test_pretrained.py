@@ -85,7 +85,7 @@ def _on_meta(**options: Any) -> Net:
         return Net(**options)
 
 
-def test_a_model_on_meta_gets_all_of_its_values(tmp_path: Path) -> None:
+def test_a_meta_model_gets_all_of_its_values(tmp_path: Path) -> None:
     model = _on_meta()
     assert load_checkpoint_and_dispatch(model, str(_folder(tmp_path))) is model
     assert torch.equal(model.body["embed"].weight, WEIGHTS["body.embed.weight"])
@@ -104,7 +104,7 @@ def test_reset_parameters_computes_buffers_and_leaves_the_parameters_of_the_file
 
 
 @pytest.mark.parametrize(("options", "named"), [({"initialises": False}, "table"), ({"frozen": True}, "frozen")])
-def test_a_buffer_that_nothing_computes_is_an_error_that_names_it(
+def test_the_error_for_a_buffer_without_values_names_it(
     tmp_path: Path, options: dict[str, bool], named: str
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"the buffers body\.rotary\.{named} of the Net") as raised:
@@ -179,13 +179,13 @@ _WRONG = {
 
 
 @pytest.mark.parametrize("kind", _WRONG)
-def test_weights_of_another_model_are_an_error_that_says_which(tmp_path: Path, kind: str) -> None:
+def test_the_error_for_weights_of_another_model_names_them(tmp_path: Path, kind: str) -> None:
     tensors, text = _WRONG[kind]
     with pytest.raises(CheckpointError, match=text):
         load_checkpoint_in_model(_on_meta(), _folder(tmp_path, tensors))
 
 
-def test_a_model_with_values_is_loaded_as_far_as_it_fits_unless_strict(tmp_path: Path) -> None:
+def test_a_model_with_values_is_loaded_partially_unless_strict(tmp_path: Path) -> None:
     source = _folder(tmp_path, {"count": torch.tensor(3), "extra": torch.ones(1)})
     model = Net()
     before = model.head.weight.clone()
@@ -198,7 +198,7 @@ def test_a_model_with_values_is_loaded_as_far_as_it_fits_unless_strict(tmp_path:
     load_checkpoint_in_model(Net(), _folder(tmp_path), strict=True)
 
 
-def test_files_that_are_not_there_or_damaged_are_named(tmp_path: Path) -> None:
+def test_missing_or_damaged_files_are_named(tmp_path: Path) -> None:
     def error(path: Path) -> str:
         with pytest.raises(CheckpointError) as raised:
             load_checkpoint_in_model(Net(), path)
@@ -221,7 +221,7 @@ def test_unsupported_arguments_are_refused(tmp_path: Path, argument: str) -> Non
         load_checkpoint_and_dispatch(Net(), tmp_path, **{argument: "auto"})
 
 
-def test_prepare_refuses_a_model_without_values_and_takes_it_loaded(tmp_path: Path) -> None:
+def test_prepare_rejects_a_model_without_values_but_accepts_it_after_loading(tmp_path: Path) -> None:
     model = _on_meta()
     with pytest.raises(UsageError, match="Net is on the meta device and has no values") as raised:
         Accelerator(cpu=True).prepare(model)
@@ -230,7 +230,7 @@ def test_prepare_refuses_a_model_without_values_and_takes_it_loaded(tmp_path: Pa
     assert Accelerator(cpu=True).prepare(model).count == 3
 
 
-def test_released_pages_keep_what_was_changed_in_memory(tmp_path: Path) -> None:
+def test_released_pages_keep_modified_values(tmp_path: Path) -> None:
     path = tmp_path / "numbers"
     path.write_bytes(bytes(2**18))
     tensor = torch.from_file(str(path), shared=False, size=2**16)
