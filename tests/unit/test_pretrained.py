@@ -104,9 +104,7 @@ def test_reset_parameters_computes_buffers_and_leaves_the_parameters_of_the_file
 
 
 @pytest.mark.parametrize(("options", "named"), [({"initialises": False}, "table"), ({"frozen": True}, "frozen")])
-def test_the_error_for_a_buffer_without_values_names_it(
-    tmp_path: Path, options: dict[str, bool], named: str
-) -> None:
+def test_the_error_for_a_buffer_without_values_names_it(tmp_path: Path, options: dict[str, bool], named: str) -> None:
     with pytest.raises(CheckpointError, match=rf"the buffers body\.rotary\.{named} of the Net") as raised:
         load_checkpoint_in_model(_on_meta(**options), _folder(tmp_path))
     assert "init_empty_weights" in str(raised.value.do)

@@ -19,7 +19,7 @@ __all__ = ["BLOCK", "ExplicitPermutation", "FeistelPermutation", "Permutation"]
 BLOCK = 4096
 """Number of positions per NumPy call; at this size the call overhead is a tenth of the work."""
 
-# After 4 rounds, neighbors in a column are correlated (test_four_rounds_would_be_found_out); after 6, for n up to 97.
+# After 4 rounds, neighbors in a column are correlated (test_the_statistical_test_detects_four_rounds); after 6, for n up to 97.
 _ROUNDS = 8
 _LARGEST = 2**48
 _EXPLICIT_UP_TO = 2**16  # small n have few Feistel networks: at n = 5, 8 rounds favor some of the 120 permutations
