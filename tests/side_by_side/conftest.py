@@ -1,4 +1,4 @@
-"""The processes that run scripts on accelerate and on echelon, for all tests of this folder."""
+"""The processes that run scripts with accelerate and with echelon, for all tests in this folder."""
 
 from __future__ import annotations
 

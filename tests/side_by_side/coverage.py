@@ -1,4 +1,4 @@
-"""What the scripts call between them: read from their source, against the list of what most users need (docs: rows C)."""
+"""The names that the scripts call, read from their source, and the list of names that they must cover (docs: rows C)."""
 
 from __future__ import annotations
 
@@ -115,31 +115,31 @@ NAMES = {
     ],
 }
 
-# What no name stands for: the script, and a value that it prints (any of its ranks, on two processes).
+# Behavior without a name of its own: the script, and a value that it prints (on any rank of two processes).
 BEHAVIOURS = {
     "each rank takes every n-th batch": ("08_loader_shards", "default:batch"),
-    "the end of the loader is known with its last batch": ("08_loader_shards", "default:end#3"),
-    "even_batches=False: a ragged end": ("08_loader_shards", "uneven:batch#3"),
+    "the last batch of a loader is detected": ("08_loader_shards", "default:end#3"),
+    "even_batches=False: uneven last round": ("08_loader_shards", "uneven:batch#3"),
     "isinstance(loader, DataLoader)": ("08_loader_shards", "default:is a DataLoader"),
-    "every sample once in gather_for_metrics": ("07_metrics", "samples"),
-    "one random order on all ranks": ("10_random_order", "own generator"),
-    "step and zero_grad wait for the end of a window": ("04_accumulation", "stepped"),
-    "backward divides, also outside accumulate": ("04_accumulation", "gradient by hand"),
-    "num_processes scheduler steps for one of the optimizer": ("13_schedulers", "linear"),
+    "gather_for_metrics returns each sample once": ("07_metrics", "samples"),
+    "the same random order on all ranks": ("10_random_order", "own generator"),
+    "step and zero_grad take effect at the end of a window": ("04_accumulation", "stepped"),
+    "backward divides the loss, even outside accumulate": ("04_accumulation", "gradient by hand"),
+    "num_processes scheduler steps per optimizer step": ("13_schedulers", "linear"),
     "a skipped step skips the scheduler": ("12_loss_scaling", "lr#2"),
-    "outputs come back in float32": ("11_mixed_precision", "outputs"),
-    "names of a checkpoint's files": ("14_checkpoints", "files"),
-    "tensorboard's file": ("16_trackers", "tensorboard loss"),
-    "wandb's run": ("16_trackers", "wandb history"),
+    "outputs are converted to float32": ("11_mixed_precision", "outputs"),
+    "file names of a checkpoint": ("14_checkpoints", "files"),
+    "tensorboard event file": ("16_trackers", "tensorboard loss"),
+    "wandb run": ("16_trackers", "wandb history"),
     "ACCELERATE_LOG_LEVEL": ("17_logging", "level from the environment"),
 }
 
 
 def uses(script: Path) -> set[str]:
-    """Return what a script uses of accelerate, in the notation of NAMES.
+    """Return the names of accelerate that a script uses, in the notation of NAMES.
 
-    A variable is known by what was assigned to it (``accelerator = Accelerator(...)``, ``state = accelerator.state`` counts
-    for nothing), in the whole file.
+    The class of a variable is known from an assignment such as ``accelerator = Accelerator(...)`` anywhere in the file;
+    ``state = accelerator.state`` is ignored.
     """
     tree = ast.parse(script.read_text())
     imported = {

@@ -1,6 +1,6 @@
-"""Where echelon differs from accelerate on purpose: both values, which the test asserts, and the reason.
+"""Deliberate differences from accelerate: both values, which the test asserts, and the reason.
 
-By (script, world size), then by the name of the value, or "rank name" where the ranks have different ones.
+The keys are (script, world size), then the name of the value, or "rank name" if the ranks differ.
 """
 
 from __future__ import annotations
@@ -25,18 +25,24 @@ def _each(names: str, theirs: Sequence[Any], ours: Sequence[Any], reason: str) -
     return {name: Difference(theirs=one, ours=other, reason=reason) for name, one, other in triples}
 
 
-_DEVICE = "`tensor.device == accelerator.device` is to hold: a tensor is on `cpu`, never on `cpu:0`"
-_WINDOW = "the last window of a loader is divided by its own 1 micro-batch, not by 3"
+_DEVICE = "the device of a tensor is `cpu`, never `cpu:0`, and `tensor.device == accelerator.device` must be true"
+_WINDOW = "the last window of a loader is divided by its actual number of micro-batches (1), not by 3"
 _SCALER = (
-    "accelerate's loss scaler is made for CUDA and switches itself off elsewhere: infinite gradients are stepped with"
+    "accelerate's loss scaler is disabled on devices other than CUDA, so a step with infinite gradients is not skipped"
 )
-_SAMPLER = "every loader's order is stored; accelerate stores it for use_seedable_sampler only"
-_RESUMED = "after load_state a shuffled loader goes on as it would have; accelerate's goes another way on two processes"
-_COMPILED = "asked for keep_torch_compile=False, accelerate looks at the outer DDP only and returns the compiled module"
-_SHUFFLE = "the order is the one that the user's loader gives without the Accelerator, on any number of processes"
-_NONE = "reduction='none' leaves each rank its own value, as accelerate's documentation says; its code sums"
+_SAMPLER = "the order of every loader is saved; accelerate saves it only with use_seedable_sampler"
+_RESUMED = (
+    "after load_state a shuffled loader continues in the same order; accelerate's changes its order on two processes"
+)
+_COMPILED = "with keep_torch_compile=False accelerate only unwraps DDP and returns the compiled module"
+_SHUFFLE = "the order is that of the user's loader without the Accelerator, on any number of processes"
+_NONE = (
+    "with reduction='none' each rank keeps its own value, as accelerate's documentation says; its code computes the sum"
+)
 _SCALE = "scale= is applied; accelerate ignores it except on XLA"
-_TRACKER = "a tracker with main_process_only=False writes on every process; accelerate starts none but on the main one"
+_TRACKER = (
+    "a tracker with main_process_only=False logs on every process; accelerate only starts trackers on the main process"
+)
 
 _RANDOM = ["random_states_0.pkl", "random_states_1.pkl"]
 
@@ -53,13 +59,13 @@ DIFFERENCES: dict[tuple[str, int], dict[str, Difference]] = {
         "partial_window:weight",
         [[[0.10268959403038025, 0.4097720980644226]]],
         [[[0.1931968480348587, 0.356521874666214]]],
-        _WINDOW.replace("1 micro-batch", "2 micro-batches"),
+        _WINDOW.replace("(1)", "(2)"),
     ),
     ("07_metrics", 1): _each(
         "gather of a scalar",
         [1.0],
         [[1.0]],
-        "gather() gives one element for each process, also where there is one process",
+        "gather() returns one element per process, even with one process",
     ),
     ("10_random_order", 2): _each(
         "0 one seed, 0 one seed#2, 0 one seed#3, 0 one seed#4, 1 one seed, 1 one seed#2, 1 one seed#3, 1 one seed#4",

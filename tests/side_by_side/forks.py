@@ -1,7 +1,7 @@
-"""Runs scripts on several ranks, as forks of one process that has imported the package: a start costs no seconds.
+"""Runs scripts on several ranks, as forks of one process that has imported the package, so that a start takes no seconds.
 
-A program of its own, for the peers' Python: ``python forks.py PACKAGE``, then on stdin one job a line, as JSON. The
-answer to each is a line of JSON: the exit codes, by rank.
+A program for the peers' Python: ``python forks.py PACKAGE`` reads one JSON job per line from stdin, and answers each with a JSON
+line that lists the exit codes by rank.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import time
 import traceback
 from typing import Any
 
-GRACE_S = 30.0  # what the other ranks get to end by themselves once one has failed
+GRACE_S = 30.0  # time for the other ranks to exit after one has failed
 
 
 def main(package: str) -> None:
     for name in ("", ".utils", ".tracking", ".logging"):
         importlib.import_module(package + name)
-    # What the first optimizer, the first step and the trackers would import in every fork.
+    # Modules that the first optimizer, the first step and the trackers would import in every fork.
     for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.utils.tensorboard"):
         importlib.import_module(name)
-    assert importlib.import_module(package).Accelerator  # echelon imports it at the first use
-    gc.freeze()  # what the forks share is no garbage of theirs: a collection takes milliseconds
+    assert importlib.import_module(package).Accelerator  # echelon imports it on first use
+    gc.freeze()  # makes garbage collection in the forks take milliseconds
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing but answers there
+    os.dup2(2, 1)  # only answers go to the original stdout
     for line in sys.stdin:
         job = json.loads(line)
         pids = [_fork(job, rank) for rank in range(len(job["environs"]))]
@@ -41,7 +41,7 @@ def _fork(job: dict[str, Any], rank: int) -> int:
     pid = os.fork()
     if pid:
         return pid
-    os.setsid()  # so that its own children can be ended with it
+    os.setsid()  # so that its child processes can be killed with it
     output = os.open(job["outputs"][rank], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -53,7 +53,7 @@ def _fork(job: dict[str, Any], rank: int) -> int:
     try:
         runpy.run_path(job["script"], run_name="__main__")
         atexit._run_exitfuncs()
-    except BaseException:  # noqa: BLE001 - the end of a program: shown, and in the exit code
+    except BaseException:  # noqa: BLE001 - printed, and reported by the exit code
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
@@ -62,7 +62,7 @@ def _fork(job: dict[str, Any], rank: int) -> int:
 
 
 def _wait(pids: list[int], *, timeout_s: float) -> list[int]:
-    """Return the exit codes (-9: stopped, because it took too long, or long after another had failed)."""
+    """Return the exit codes (-9: killed after the time limit, or some time after another rank had failed)."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + timeout_s
     while len(codes) < len(pids):

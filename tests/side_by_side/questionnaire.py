@@ -1,6 +1,7 @@
-"""Run by accelerate's Python: answer its questionnaire at random, and say what its launcher makes of each file.
+"""Answers accelerate's questionnaire at random, and records the variables that its launcher sets for each file.
 
-``python questionnaire.py FOLDER COUNT``: writes ``FOLDER/<i>.yaml``, and prints one JSON: file -> the variables of its ranks.
+``python questionnaire.py FOLDER COUNT``, with the peers' Python, writes ``FOLDER/<i>.yaml`` and ``FOLDER/found.json``, which maps each
+file to the variables of its ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _options(text: str, options: Any = (), convert: Any = None, default: int = 0
 
 
 def _variables(path: str) -> dict[str, str] | None:
-    """Return what the launcher adds for ranks of an ordinary, an FSDP or a DeepSpeed run; None: it starts none of these."""
+    """Return the variables that the launcher adds for ranks of a plain, FSDP or DeepSpeed run; None for other runs."""
     args = launch.launch_command_parser().parse_args(["--config_file", path, "--num_processes", "2", "train.py"])
     args, defaults, _ = launch._validate_launch_command(args)
     if args.tpu or args.use_megatron_lm or args.mixed_precision == "fp8" or args.num_machines > 1:
@@ -64,7 +65,7 @@ def main(folder: str, count: int) -> None:
         try:
             cluster.get_cluster_input().to_yaml_file(path)
         except (RuntimeError, ValueError, NotImplementedError):
-            continue  # accelerate itself refuses these answers
+            continue  # accelerate refuses these answers
         load_config_from_file(path)
         found[path] = _variables(path)
     Path(folder, "found.json").write_text(json.dumps(found))

@@ -1,6 +1,6 @@
-"""Runs each script of `scripts/` on accelerate and, with only the import changed, on echelon, and compares what they print.
+"""Runs each script of `scripts/` with accelerate and, with only the import changed, with echelon, and compares the printed values.
 
-``python tests/side_by_side/run.py [--write] [NAME ...]``; ``--write`` puts the table into docs/side_by_side.md.
+``python tests/side_by_side/run.py [--write] [NAME ...]``; ``--write`` writes docs/side_by_side.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = HERE.parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from echelon import __version__  # noqa: E402 - a program as well
+from echelon import __version__  # noqa: E402 - this module is also a program
 from tests.harness import rendezvous  # noqa: E402
 from tests.side_by_side.coverage import BEHAVIOURS, NAMES, uses  # noqa: E402
 from tests.side_by_side.differences import DIFFERENCES, Difference  # noqa: E402
@@ -41,7 +41,7 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAST
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one script printed: the values by (rank, name), and the rest for whoever looks for an error."""
+    """The printed values of one script by (rank, name), and its whole output for error messages."""
 
     codes: list[int]
     values: dict[str, Any]
@@ -71,13 +71,13 @@ class Forks:
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
                 "HF_HUB_OFFLINE": "1",
-                "ECHELON_CHECKPOINT_FORMAT": "accelerate",  # the names of the files are compared, too
+                "ECHELON_CHECKPOINT_FORMAT": "accelerate",  # the file names are compared as well
                 "PYTHONPATH": str(HERE / "standins"),
             },
         )
 
     def run(self, script: Path, world_size: int, *, timeout_s: float = 120.0) -> Run:
-        """Run ``script`` on ``world_size`` processes; one process is started plainly, without torchrun's variables."""
+        """Run ``script`` on ``world_size`` processes; a single process gets no variables of torchrun."""
         with (
             tempfile.TemporaryDirectory(prefix="side-by-side-") as folder,
             rendezvous(init_group=world_size == 1) as variables,
@@ -123,7 +123,7 @@ def _environ(rank: int, world_size: int, variables: Mapping[str, str]) -> dict[s
 
 
 def _values(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the printed values; a name that comes again gets a number."""
+    """Yield the printed values; a repeated name gets a number."""
     seen: dict[str, int] = {}
     for name, value in re.findall(r"(?m)^> (.*?) = (.*)$", text):
         seen[name] = seen.get(name, 0) + 1
@@ -131,7 +131,7 @@ def _values(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def compare(theirs: Mapping[str, Any], ours: Mapping[str, Any], known: Mapping[str, Difference]) -> list[str]:
-    """Return a line for each value that is neither equal nor exactly the difference that is known.
+    """Return a line for each value that is neither equal nor exactly the known difference.
 
     Args:
         theirs: accelerate's values by "rank name".
@@ -152,7 +152,7 @@ def compare(theirs: Mapping[str, Any], ours: Mapping[str, Any], known: Mapping[s
                 f"{expected.theirs!r}, {expected.ours!r}"
             )
     printed = {*theirs, *map(_name, theirs)}
-    return found + [f"{name}: a known difference that nobody printed" for name in known if name not in printed]
+    return found + [f"{name}: a known difference that was not printed" for name in known if name not in printed]
 
 
 def _name(key: str) -> str:
@@ -173,7 +173,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="scripts; none: all")
+    parser.add_argument("names", nargs="*", help="scripts to run (default: all)")
     parser.add_argument("--write", action="store_true", help="write docs/side_by_side.md")
     options = parser.parse_args()
     scripts = [name for name in SCRIPTS if not options.names or name in options.names]
@@ -218,16 +218,17 @@ def _page(counts: Mapping[tuple[str, int], int]) -> str:
     total = sum(counts.values())
     return "\n".join(
         [
-            "# Side by side with accelerate",
+            "# Comparison with accelerate",
             "",
-            f"{len(rows)} scripts written for accelerate ran on it and, with only the import changed, on echelon: {total} values,",
-            "numbers equal to 1e-6, everything else exactly, except the differences below, which are meant.",
-            "wandb is a stand-in that keeps what it is given.",
+            f"{len(rows)} scripts written for accelerate ran with accelerate and, with only the import changed, with echelon. All {total} "
+            "printed values are equal",
+            "(numbers to 1e-6, everything else exactly), except for the deliberate differences below. A stub that records its calls "
+            "replaces wandb.",
             "",
-            f"Written by `python tests/side_by_side/run.py --write` on {datetime.date.today().isoformat()}: echelon {__version__}, "
+            f"Generated by `python tests/side_by_side/run.py --write` on {datetime.date.today().isoformat()}: echelon {__version__}, "
             f"accelerate {accelerate}, torch {torch}, Python {python}.",
             "",
-            "Values compared (of these: different on purpose):",
+            "Number of values compared (deliberate differences in parentheses):",
             "",
             "| script | 1 process | 2 processes |",
             "|---|---|---|",
@@ -239,7 +240,7 @@ def _page(counts: Mapping[tuple[str, int], int]) -> str:
             "|---|---|---|---|---|---|",
             *reasons,
             "",
-            "## What the scripts call",
+            "## Names and behavior covered by the scripts",
             "",
             "| name | scripts |",
             "|---|---|",

@@ -1,4 +1,4 @@
-"""Checkpoints that go to accelerate and transformers, and come back: the peers' own programs load and write them."""
+"""Checkpoints are exported to accelerate and transformers, loaded and saved by them, and imported again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon import Accelerator
 from echelon.cli.main import _run
 from tests.side_by_side.run import PEERS
 
-# What both sides train; the groups are those of transformers' Trainer, with and without weight decay.
+# The program that both sides train, with the parameter groups of transformers' Trainer (with and without weight decay).
 OBJECTS = """
 import torch
 from torch import nn
@@ -99,7 +99,7 @@ def _objects() -> dict[str, Any]:
     return scope
 
 
-def test_checkpoints_go_to_the_peers_and_back(tmp_path: Path) -> None:
+def test_checkpoints_survive_a_round_trip_through_the_peers(tmp_path: Path) -> None:
     if not PEERS.exists():
         text = f"NOT COMPARED with accelerate and transformers: there is no {PEERS} (make peers)"
         assert os.environ.get("REQUIRE_PEERS") != "1", text

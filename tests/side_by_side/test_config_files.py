@@ -1,4 +1,4 @@
-"""Files that `accelerate config` writes for answers at random: they load, and ranks are told what accelerate tells its own."""
+"""Files that `accelerate config` writes for random answers load, and ranks get the same variables as in accelerate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from echelon.launch.environment import rank_variables
 from tests.side_by_side.run import HERE, PEERS
 
 COUNT = 60
-# What accelerate's launcher says where nobody has said anything; here a default is not told, as it would look like a choice.
+# Defaults that accelerate's launcher passes on; echelon does not pass defaults on, because they would look like choices.
 UNSAID = {
     "ACCELERATE_DYNAMO_BACKEND": "no",
     "ACCELERATE_DYNAMO_MODE": "default",
@@ -40,7 +40,7 @@ UNSAID = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none",
     **{f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_DEVICE": "none" for name in ("OPTIMIZER", "PARAM")},
 }
-# What is told besides: a "false" that the file says, and the paths that accelerate reads and its launcher forgets.
+# Additional variables of echelon: a "false" in the file, and the paths that accelerate reads but its launcher omits.
 MORE = {
     "ACCELERATE_USE_CPU",
     "ACCELERATE_DEBUG_MODE",
@@ -57,7 +57,7 @@ REFUSED = (
 
 
 @pytest.mark.usefixtures("forks")
-def test_what_accelerate_config_writes_loads_and_tells_the_ranks_the_same(
+def test_files_of_accelerate_config_load_and_give_the_ranks_the_same_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
@@ -83,12 +83,12 @@ def test_what_accelerate_config_writes_loads_and_tells_the_ranks_the_same(
         ours = rank_variables(resolved, num_processes=2, num_threads=None, has_accelerator=True)
         ours = {name: value.lower() for name, value in ours.items() if name.startswith(names)}
         theirs = {name: value.lower() for name, value in theirs.items() if name.startswith(names)}
-        if "ACCELERATE_CPU_AFFINITY" in theirs:  # both read either word
+        if "ACCELERATE_CPU_AFFINITY" in theirs:  # both libraries accept either value
             theirs["ACCELERATE_CPU_AFFINITY"] = "true"
-        theirs.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # names of keys, for a check that is made here before the start
+        theirs.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # names of keys for a check that echelon makes before the start
         ours.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         assert {name: ours.get(name, UNSAID.get(name)) for name in theirs} == theirs, path
-        dynamo = {name for name in ours if "DYNAMO" in name}  # accelerate leaves them out of a DeepSpeed run
+        dynamo = {name for name in ours if "DYNAMO" in name}  # accelerate omits them in a DeepSpeed run
         assert ours.keys() - theirs.keys() <= MORE | dynamo, path
     assert compared > COUNT / 3
     assert [error for error in refused if not any(text in error for text in REFUSED)] == []

@@ -1,7 +1,7 @@
-"""What accelerate 1.15.0 gets wrong, shown on it, and right on echelon: `defects/`, with only the import changed.
+"""Defects of accelerate 1.15.0, and the correct behavior of echelon: `defects/`, with only the import changed.
 
-Each value is asserted on both sides, so that a row goes when accelerate is mended. Where there is no accelerate, the tests
-named in TESTS hold echelon's side.
+Each value is asserted for both libraries, so that a row is removed when accelerate is fixed. Without accelerate, the tests listed
+in TESTS check echelon.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.side_by_side.run import HERE, ROOT, Forks, Run
 
 _NO_ATTRIBUTE = "AttributeError: 'DataLoader' object has no attribute 'total_batch_size'"
 
-# (script, processes): the values of accelerate, those of echelon; by name, or "rank name" where the ranks differ.
+# (script, processes): the values of accelerate, and those of echelon, by name, or by "rank name" if the ranks differ.
 EXPECTED: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = {
     ("01_launch_cpu", 1): ({"exit code": 0, "processes": 1}, {"exit code": 0, "processes": 2}),
     ("02_notebook_precision", 1): (
@@ -61,7 +61,7 @@ EXPECTED: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-# The tests of the right behaviour that need no accelerate.
+# The tests of the correct behavior that do not need accelerate.
 TESTS = {
     "01_launch_cpu": "launch/test_launch.py::test_every_process_asked_for_runs",
     "02_notebook_precision": "launch/test_notebook.py::test_it_runs_twice_in_one_kernel_and_mixed_precision_has_effect",
@@ -79,7 +79,7 @@ TESTS = {
 
 
 def _values(run: Run, names: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of ``run`` as they are named in EXPECTED; what the ranks say alike is said once."""
+    """Return the values of ``run`` with the names in EXPECTED; equal values of all ranks are merged."""
     if any(name[0].isdigit() for name in names):
         return run.values
     found: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def _values(run: Run, names: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "world_size"), EXPECTED)
-def test_accelerate_is_wrong_and_echelon_right(forks: dict[str, Forks], name: str, world_size: int) -> None:
+def test_accelerate_has_the_defect_and_echelon_does_not(forks: dict[str, Forks], name: str, world_size: int) -> None:
     for package, expected in zip(("accelerate", "echelon"), EXPECTED[name, world_size]):
         run = forks[package].run(HERE / "defects" / f"{name}.py", world_size)
         assert run.codes == [0] * world_size, run.output
@@ -99,7 +99,7 @@ def test_accelerate_is_wrong_and_echelon_right(forks: dict[str, Forks], name: st
 def test_each_defect_has_a_test_without_accelerate() -> None:
     scripts = sorted(path.stem for path in (HERE / "defects").glob("*.py"))
     assert scripts == sorted(TESTS) == sorted(name for name, _ in EXPECTED)
-    for place in TESTS.values():
-        file, _, function = place.partition("::")
+    for test in TESTS.values():
+        file, _, function = test.partition("::")
         tree = ast.parse((ROOT / "tests" / file).read_text())
-        assert any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body), place
+        assert any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body), test

@@ -45,4 +45,4 @@ def test_a_value_that_differs_or_is_missing_is_found() -> None:
     assert compare(
         {"0 device": "cpu", "0 state.device": "cpu:0"}, {"0 device": "cpu", "0 state.device": "cpu"}, known
     ) == ["0 device: accelerate 'cpu', echelon 'cpu', and not the known difference 'cpu:0', 'cpu'"]
-    assert compare({}, {}, {"device": known["device"]}) == ["device: a known difference that nobody printed"]
+    assert compare({}, {}, {"device": known["device"]}) == ["device: a known difference that was not printed"]

@@ -1,4 +1,4 @@
-"""A training goes from transformers' Trainer to echelon's and back, in the middle of an epoch, as if nobody had changed it."""
+"""Training moves from transformers' Trainer to echelon's and back in the middle of an epoch without any change in its results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.side_by_side.run import PEERS
 
-# 13 batches of an epoch: with accumulation 3 the last of its 5 updates has one; step 7 is in the middle of the second epoch.
+# 13 batches per epoch: with accumulation 3 the last of its 5 updates has one batch; step 7 is in the middle of the second epoch.
 PROGRAM = """
 import json, sys
 import torch
@@ -36,7 +36,7 @@ data = [
 ]
 
 def train(library, folder, resume=None, seed=1, **more):
-    torch.manual_seed(seed)  # the weights of a training that goes on come from the checkpoint
+    torch.manual_seed(seed)  # the weights of a resumed run come from the checkpoint
     model = BertForSequenceClassification(config)
     arguments = library.TrainingArguments(
         output_dir=f"{here}/{folder}", use_cpu=True, report_to=[], disable_tqdm=True, seed=3, num_train_epochs=2,
@@ -59,7 +59,7 @@ result = {
     "ours": train(ours, "ours", checkpoint_format="transformers"),
     "ours from theirs": train(ours, "1", "theirs/checkpoint-7", seed=8, checkpoint_format="transformers"),
     "theirs from ours": train(theirs, "2", "ours/checkpoint-7", seed=8),
-    # On and on: what echelon has saved of their training, in its own format, too.
+    # A second resume, from a checkpoint in echelon's own format.
     "ours from ours": train(ours, "3", "1/checkpoint-10", seed=8, max_steps=10),
 }
 print("RESULT", json.dumps(result))
@@ -67,7 +67,7 @@ print("RESULT", json.dumps(result))
 
 
 def _differs(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[float, float]:
-    """Return the largest differences of a loss and of a weight."""
+    """Return the largest difference between losses, and between weights."""
     assert found["steps"] == wanted["steps"] == list(range(1, 11))
     assert found["rates"] == pytest.approx(wanted["rates"], rel=1e-12)
     losses = max(abs(a - b) for a, b in zip(found["losses"], wanted["losses"]))

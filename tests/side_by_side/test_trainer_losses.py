@@ -1,4 +1,4 @@
-"""Three passes by transformers' Trainer and by echelon's: the same loss at every batch and step, on one process and on two."""
+"""Three epochs with transformers' Trainer and with echelon's have the same loss at every batch and step, on one and two processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Train = Callable[[str, str, int, int], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
-    """(library, model, samples, ranks) -> what each rank found."""
+    """(library, model, samples, ranks) -> the results of each rank."""
     if not PEERS.exists():
         text = f"NOT COMPARED with transformers: there is no {PEERS} (make peers)"
         assert os.environ.get("REQUIRE_PEERS") != "1", text
@@ -58,13 +58,13 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
     try:
         yield run
     finally:
-        process.communicate()  # closes its pipes, which ends it
+        process.communicate()  # closes its pipes, so that it exits
 
 
 @pytest.mark.parametrize("model", ["bert", "gpt2"])
 @pytest.mark.parametrize(("world_size", "n"), [(1, 46), (2, 56), (2, 50)])
 def test_every_loss_is_that_of_transformers(train: Train, model: str, world_size: int, n: int) -> None:
-    # 12 batches of 4 in a pass, or 7 of each of two ranks: the last update of each pass is shorter than the others.
+    # 12 batches of 4 per epoch, or 7 on each of two ranks: the last update of each epoch is shorter than the others.
     theirs, ours = (train(library, model, n, world_size) for library in ("transformers", "echelon"))
     for mine, its in zip(ours, theirs, strict=True):
         assert mine["steps"] == its["steps"] > 8

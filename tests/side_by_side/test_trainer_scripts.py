@@ -28,7 +28,7 @@ _TIMES = ("runtime", "per_second", "preparation_time")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a script found on one rank."""
+    """The results of a script on one rank."""
 
     metrics: dict[str, float]
     answers: Any
@@ -42,14 +42,14 @@ class Found:
 
 
 def _run(name: str, folder: str) -> Found:
-    """Run a script as this rank does, in ``folder``."""
+    """Run a script on this rank, in ``folder``."""
     os.chdir(folder)
     path, argv, modules = sys.path[:], sys.argv, {*sys.modules}
     sys.path[:0] = [str(SCRIPTS), *([str(SCRIPTS / "standins")] if "mnist" in name else [])]
     sys.argv = [f"{name}.py"]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("default")  # as a user has them: some settings have other names today
+            warnings.simplefilter("default")  # as in a user's program: some settings have other names today
             scope = runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
     finally:
         sys.path[:], sys.argv = path, argv
@@ -73,8 +73,8 @@ def _run(name: str, folder: str) -> Found:
 
 def _mnist(found: Found, folder: Path) -> None:
     assert found.steps == 2 * -(-2000 // (32 * found.world_size))
-    assert found.metrics["eval_accuracy"] == found.logged("eval_accuracy")[-1] > 0.75  # one class of ten: 0.1
-    assert len(found.logged("eval_accuracy")) == 3  # after each pass, and at the end
+    assert found.metrics["eval_accuracy"] == found.logged("eval_accuracy")[-1] > 0.75  # chance level: 0.1
+    assert len(found.logged("eval_accuracy")) == 3  # after each epoch, and at the end
     assert any((folder / "logs").rglob("events*"))
 
 
@@ -106,7 +106,7 @@ def _seq2seq(found: Found, folder: Path) -> None:
 
 def _tokens(found: Found, folder: Path) -> None:
     assert found.metrics["eval_recall"] > 0.8  # of the letters of names
-    assert found.metrics["eval_count"] == 215  # each labelled letter once, those with -100 never
+    assert found.metrics["eval_count"] == 215  # each labeled letter once, those with -100 never
     assert found.answers == [23, True]
 
 
@@ -130,7 +130,7 @@ def _lora(found: Found, folder: Path) -> None:
 
 
 def _search(found: Found, folder: Path) -> None:
-    assert found.answers["learning_rate"] == 1e-2  # the other one moves nothing
+    assert found.answers["learning_rate"] == 1e-2  # with the other value the weights do not change
     assert found.metrics["eval_accuracy"] > 0.8
     assert found.metrics["best"] > 0.8
 
@@ -152,7 +152,7 @@ CHECKS: dict[str, Callable[[Found, Path], None]] = {
     "s09_search": _search,
     "s10_resume": _resume,
 }
-# MNIST, the slowest of them, runs in the notebook.
+# MNIST, the slowest script, runs in the notebook test.
 _CHEAP = {(name, 1 + number % 2) for number, name in enumerate(CHECKS, 1) if name != "s01_mnist"}
 CASES = [
     pytest.param(name, size, marks=[] if (name, size) in _CHEAP else [pytest.mark.soak])
@@ -194,7 +194,7 @@ notebook_launcher(train, args=(), num_processes=2)
 """
 
 
-@pytest.mark.soak  # test_notebook.py has the kernel, and two launches in it
+@pytest.mark.soak  # test_notebook.py also covers two launches in one kernel
 def test_mnist_trains_twice_in_one_kernel(tmp_path: Path) -> None:
     source = (SCRIPTS / "s01_mnist.py").read_text().partition('if __name__ == "__main__":')[0]
     smaller = source.replace("range(2000)", "range(640)").replace("range(501)", "range(101)")
@@ -211,7 +211,7 @@ def test_mnist_trains_twice_in_one_kernel(tmp_path: Path) -> None:
     assert [words[:2] for words in first] == [["0", "2"], ["1", "2"]]
     assert first[0][2] == first[1][2]
     assert float(first[0][2]) > 0.5
-    assert second == first  # nothing of the first training is left in the kernel
+    assert second == first  # the first run leaves no state in the kernel
 
 
 def _found(outputs: list[dict[str, Any]]) -> list[list[str]]:

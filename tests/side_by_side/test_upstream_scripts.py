@@ -1,4 +1,4 @@
-"""accelerate 1.15.0's own test scripts pass on echelon, but for upstream_exceptions.yaml: names and reasons."""
+"""accelerate 1.15.0's own test scripts pass on echelon, except for the functions in upstream_exceptions.yaml."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def _exception(call: Call, world_size: int) -> dict[str, Any] | None:
         and world_size in entry["processes"]
         and entry.get("arguments", {}).items() <= call.arguments.items()
     ]
-    assert len(found) <= 1, f"{call} on {world_size} is excepted twice"
+    assert len(found) <= 1, f"{call} on {world_size} has two exceptions"
     return found[0] if found else None
 
 
-def test_accelerate_1_15_is_here() -> None:
+def test_accelerate_1_15_is_installed() -> None:
     if FOLDER is None:
         text = "accelerate's scripts were NOT run: there is no .venv-peers (make peers)"
         if os.environ.get("REQUIRE_PEERS") == "1":
@@ -41,7 +41,7 @@ def test_accelerate_1_15_is_here() -> None:
     assert (FOLDER.parent / "accelerate-1.15.0.dist-info").is_dir()
 
 
-def test_every_exception_is_about_a_function_of_a_script() -> None:
+def test_every_exception_names_a_function_of_a_script() -> None:
     if FOLDER is None:
         pytest.skip("there is no .venv-peers (make peers)")
     for entry in EXCEPTIONS:
@@ -55,21 +55,21 @@ def test_every_exception_is_about_a_function_of_a_script() -> None:
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_a_script_of_accelerate_passes(call: Call, world_size: int, tmp_path: Path) -> None:
     if call.function == "test_split_between_processes_dataset" and find_spec("datasets") is None:
-        pytest.skip("Hugging Face datasets is not installed (the script's own main() leaves this out then, too)")
+        pytest.skip("Hugging Face datasets is not installed (in that case the script's own main() skips this, too)")
     is_main = call.function == "main"
     excepted = {other.function for other in CALLS if other.script == call.script and _exception(other, world_size)}
     options = {
         "inside": tmp_path,
         "without": excepted - {"main"} if is_main else (),
         "world_size": world_size,
-        "init_group": world_size > 1 and not is_main,  # a main() makes its own, and ends it
+        "init_group": world_size > 1 and not is_main,  # a main() creates and destroys its own group
         "timeout": 120,
     }
     entry = _exception(call, world_size)
     if entry is None:
         run_on_ranks(run, FOLDER, call, **options)
         return
-    with pytest.raises(RanksFailed) as caught:  # a function that passes does not belong into the list
+    with pytest.raises(RanksFailed) as caught:  # a function that passes must not be in the list
         run_on_ranks(run, FOLDER, call, **options)
-    assert re.search(entry["error"], str(caught.value)), f"it failed otherwise than excepted:\n{caught.value}"
+    assert re.search(entry["error"], str(caught.value)), f"it failed in an unexpected way:\n{caught.value}"
     pytest.xfail(entry["reason"])

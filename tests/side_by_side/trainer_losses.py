@@ -43,7 +43,7 @@ def samples(model: str, n: int) -> list[dict[str, torch.Tensor]]:
         ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
         length = int(torch.randint(3, LENGTH + 1, (), generator=generator))
         mask = (torch.arange(LENGTH) < length).long()
-        # The next words: as many labels count as there are words, so that batches weigh differently.
+        # Next-word labels: each word counts as a label, so that batches have different weights.
         labels = torch.tensor(i % LABELS) if model == "bert" else ids.masked_fill(mask == 0, -100)
         rows.append({"input_ids": ids * mask, "attention_mask": mask, "labels": labels})
     return rows
@@ -90,9 +90,9 @@ def main() -> None:
     for name in ("transformers", "echelon"):
         assert importlib.import_module(name).Trainer
     for name in ("torch._dynamo", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2"):
-        importlib.import_module(name)  # every fork would
+        importlib.import_module(name)  # otherwise every fork would import it
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing but answers there
+    os.dup2(2, 1)  # only answers go to the original stdout
     for line in sys.stdin:
         job = json.loads(line)
         pids = [_fork(job, rank) for rank in range(len(job["environs"]))]
@@ -116,7 +116,7 @@ def _fork(job: dict[str, Any], rank: int) -> int:
         _file(job, rank).write_text(json.dumps(found))
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    except BaseException:  # noqa: BLE001 - the end of a program: shown, and in the exit code
+    except BaseException:  # noqa: BLE001 - printed, and reported by the exit code
         traceback.print_exc()
         code = 1
     sys.stderr.flush()

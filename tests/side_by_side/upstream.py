@@ -1,4 +1,4 @@
-"""accelerate's own test scripts, as its wheel holds them, run on echelon: what they import as accelerate is echelon."""
+"""Runs accelerate's own test scripts from its wheel on echelon, which they import under the name accelerate."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["SCRIPTS", "Call", "calls", "folder_of_accelerate", "run"]
 SCRIPTS = ("test_script", "test_sync", "test_ops", "test_cli", "test_distributed_data_loop")
 _PEERS = Path(__file__).resolve().parents[2] / ".venv-peers"
 _FROM_THE_WHEEL = "accelerate.test_utils"
-_NO_TESTS = {"create_accelerator"}  # called by a main(), but only to prepare
+_NO_TESTS = {"create_accelerator"}  # called by a main() for preparation only
 
-# Each main() runs these on accelerators only; they hold on CPUs as well.
+# Each main() runs these on accelerators only, but they also pass on CPUs.
 _ACCUMULATIONS = [
     {"split_batches": split, "dispatch_batches": dispatch, "sync_each_batch": sync_each}
     for split, dispatch, sync_each in product((False, True), repeat=3)
@@ -42,7 +42,7 @@ _ARGUMENTS: dict[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A function of a script, and its arguments beside those that every ``main`` makes (see ``run``)."""
+    """A function of a script, and its arguments in addition to those that every ``main`` creates (see ``run``)."""
 
     script: str
     function: str
@@ -54,12 +54,12 @@ class Call:
 
 
 def folder_of_accelerate() -> Path | None:
-    """Return accelerate's package folder in the peers' environment; None when ``make peers`` was not run."""
+    """Return accelerate's package folder in the peers' environment, or None if ``make peers`` was not run."""
     return next(iter(_PEERS.glob("lib/python*/site-packages/accelerate")), None)
 
 
 def calls(folder: Path, script: str) -> list[Call]:
-    """Return what is to be called of ``script``: each test that its ``main`` calls, by itself, and ``main``."""
+    """Return the functions of ``script`` to call: each test that its ``main`` calls, and ``main`` itself."""
     tree = ast.parse((folder / "test_utils" / "scripts" / f"{script}.py").read_text())
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     called = {
@@ -76,13 +76,13 @@ def calls(folder: Path, script: str) -> list[Call]:
 
 
 def run(folder: Path, call: Call, *, inside: Path, without: Collection[str] = ()) -> None:
-    """Make ``call`` on this rank. Arguments called ``accelerator`` and ``state`` are made as the scripts make them.
+    """Run ``call`` on this rank. Arguments named ``accelerator`` and ``state`` are created as in the scripts.
 
     Args:
         folder: accelerate's package.
-        call: what to call.
+        call: the function to call.
         inside: the working directory, shared by the ranks.
-        without: functions of the script that do nothing, for a ``main`` that calls them.
+        without: functions of the script to replace by no-ops, for a ``main`` that calls them.
     """
     import torch
 
@@ -90,21 +90,21 @@ def run(folder: Path, call: Call, *, inside: Path, without: Collection[str] = ()
     os.chdir(inside)
     try:
         with _aliased(folder), warnings.catch_warnings():
-            warnings.resetwarnings()  # as in a program of its own; some functions look at what is warned
+            warnings.resetwarnings()  # as in a separate program; some functions check the warnings
             script = importlib.import_module(f"{_FROM_THE_WHEEL}.scripts.{call.script}")
             for name in without:
                 setattr(script, name, lambda *_args, **_kwargs: None)
             arguments = dict(call.arguments)
             echelon = importlib.import_module("echelon")
             state = echelon.PartialState() if call.function != "main" else None
-            # Held while the function runs, as by a main(): some functions look for the Accelerator built last.
+            # Kept alive while the function runs, as in a main(): some functions use the most recently created Accelerator.
             accelerator = echelon.Accelerator() if state is not None and hasattr(script, "Accelerator") else None
             function = getattr(script, call.function)
             wanted = function.__code__.co_varnames[: function.__code__.co_argcount]
             if state is not None:
                 torch.manual_seed(
                     state.process_index
-                )  # as test_distributed_data_loop has it: the ranks draw differently
+                )  # as in test_distributed_data_loop, where the ranks draw different numbers
             if "accelerator" in wanted:
                 arguments["accelerator"] = accelerator
             if "state" in wanted:
@@ -119,7 +119,7 @@ def run(folder: Path, call: Call, *, inside: Path, without: Collection[str] = ()
 
 
 def _user_loader(script: ModuleType, kind: str) -> Any:
-    """Return one of the four loaders that the ``main`` of test_distributed_data_loop makes."""
+    """Return one of the four loaders that the ``main`` of test_distributed_data_loop creates."""
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_collate
 
     dataset, size, workers = script.DummyDataset(), script.BATCH_SIZE, script.NUM_WORKERS
@@ -133,8 +133,8 @@ def _user_loader(script: ModuleType, kind: str) -> Any:
 
 @contextmanager
 def _aliased(folder: Path) -> Iterator[None]:
-    """Let ``import accelerate`` mean echelon, and ``accelerate.test_utils`` the files of the wheel."""
-    assert not any(name.partition(".")[0] == "accelerate" for name in sys.modules), "the real accelerate is here"
+    """Make ``import accelerate`` import echelon, and ``accelerate.test_utils`` the files of the wheel."""
+    assert not any(name.partition(".")[0] == "accelerate" for name in sys.modules), "the real accelerate is imported"
     finder = _Alias(folder)
     sys.meta_path.insert(0, finder)
     try:

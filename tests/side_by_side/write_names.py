@@ -1,4 +1,4 @@
-"""Writes tests/unit/accelerate_names.json from the accelerate that runs this: ``.venv-peers/bin/python`` it.
+"""Writes tests/unit/accelerate_names.json from the installed accelerate; run it with ``.venv-peers/bin/python``.
 
 ``names``: what each public module defines (its packages: what they re-export). ``signatures``: of each class, method and
 function among them, the parameters without annotations. ``properties``: of each class.
@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = ROOT / "tests" / "unit" / "accelerate_names.json"
 PACKAGE = "accelerate"
 COMMANDS = ("commands", "commands.config", "commands.config.config_args", "commands.config.default")
-# Beside the commands: the test scripts, and what needs another library to be imported.
+# In addition to the commands: the test scripts, and modules that need another library.
 NOT_INSTALLED = ("utils.rich", "utils.torch_xla")
 LEFT_OUT = ("accelerator", "commands", "test_utils")
-CLASSES = {"accelerator": ["Accelerator"]}  # the other names of echelon.accelerator are its own
+CLASSES = {"accelerator": ["Accelerator"]}  # the other names of echelon.accelerator are not accelerate's
 
 
 def modules(folder: Path) -> Iterator[str]:
@@ -34,8 +34,8 @@ def modules(folder: Path) -> Iterator[str]:
 
 
 def defined(path: Path) -> set[str]:
-    """Return the public names of a module: what it defines; of a package, also what it imports."""
-    found: dict[bool, set[str]] = {True: set(), False: set()}  # by: is it defined here?
+    """Return the public names that a module defines, and for a package also those that it imports."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}  # keys: whether the name is defined here
     imports_count = path.name == "__init__.py"
     for node in statements(ast.parse(path.read_text()).body):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -95,7 +95,7 @@ def parameters(value: Callable[..., Any]) -> list[str]:
 
 
 def undecorated(value: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a decorator without functools.wraps holds under the same name (accelerate's on_main_process)."""
+    """Return the function that a decorator without functools.wraps wraps under the same name (accelerate's on_main_process)."""
     for cell in getattr(value, "__closure__", None) or ():
         if isinstance(cell.cell_contents, FunctionType) and cell.cell_contents.__qualname__.count(".") == 1:
             return cell.cell_contents
@@ -117,14 +117,14 @@ def main() -> None:
     for name in modules(folder):
         path = folder.joinpath(*name.split("."))
         names[name] = sorted(defined(path / "__init__.py" if path.is_dir() else path.with_suffix(".py")))
-    names["memory_utils"] = names["utils.memory"]  # its file is a warning that points there
+    names["memory_utils"] = names["utils.memory"]  # its file only warns that the module has moved
     found: dict[str, list[str]] = {}
     found_properties: dict[str, list[str]] = {}
     for module, listed in {**names, **CLASSES}.items():
         if module not in NOT_INSTALLED:
             found.update(signatures(module, listed))
             found_properties.update(properties(module, listed))
-    # One line a name, one line a signature: so that a diff shows what a new version changed.
+    # One line per name and per signature, so that a diff shows the changes of a new version.
     parts = [f'"names": {json.dumps(names, indent=0)}']
     for part, table in {"properties": found_properties, "signatures": found}.items():
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(table[name])}" for name in sorted(table))
