@@ -1,4 +1,4 @@
-# Every target makes .venv itself when it is missing, or older than pyproject.toml or constraints.txt.
+# Every target creates .venv if it is missing or older than pyproject.toml or constraints.txt.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 export OMP_NUM_THREADS ?= 1
-# Each has kept ranks of its own, of up to 8 processes. Three on two cores: tests of time limits and restarts mostly wait.
+# Each test process keeps up to 8 rank processes. Three on two cores, because tests of time limits and restarts mostly wait.
 TEST_PROCESSES ?= 3
 # In the order of tests/order.py.
 BY_FILE := --dist loadfile --no-loadscope-reorder
@@ -25,10 +25,10 @@ help: ## list the targets
 demo: $(VENV)/.stamp ## train a small model on two CPU processes
 	@$(BIN)/echelon launch --cpu --num_processes 2 examples/mnist_accelerator.py
 
-test: $(VENV)/.stamp ## run every test that needs no GPU
+test: $(VENV)/.stamp ## run all tests that do not require a GPU
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE)
 
-check: $(VENV)/.stamp ## format, lint, spelling, prose, types, layers
+check: $(VENV)/.stamp ## check format, lint, spelling, prose, types and layers
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/codespell $(PROSE) src tests examples benchmarks Makefile pyproject.toml
@@ -36,48 +36,48 @@ check: $(VENV)/.stamp ## format, lint, spelling, prose, types, layers
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/python -m pytest tests/test_layering.py tests/test_import_contracts.py
 
-format: $(VENV)/.stamp ## rewrite the files as `make check` wants them
+format: $(VENV)/.stamp ## reformat the files for `make check`
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/ruff check --fix .
 
-# pytest's exit status 5 is "no test was selected". -rs: what was left out, and why.
-soak: $(VENV)/.stamp ## run the slow tests (after make clusters: also those on Slurm and Ray)
+# pytest's exit status 5 means that no test was selected. -rs lists skipped tests with the reasons.
+soak: $(VENV)/.stamp ## run the slow tests (after make clusters, including those on Slurm and Ray)
 	@$(BIN)/python -m pytest -m soak -rs || [ $$? -eq 5 ]
 	@$(MAKE) --no-print-directory repeat
 
-# In pieces, so that a failure says which file it is; BESIDE: so many busy loops run meanwhile. RECORD: a file to go on from after
-# a stop.
+# One run per file, so that a failure names the file. BESIDE: number of busy loops that run meanwhile. RECORD: a file from which to
+# resume after an interruption.
 TIMES ?= 20
 BESIDE ?= 2
-repeat: $(VENV)/.stamp ## run the tests that start processes again and again: make repeat TIMES=20 BESIDE=2
+repeat: $(VENV)/.stamp ## repeat the tests that start processes: make repeat TIMES=20 BESIDE=2
 	@$(BIN)/python -m tests.repeat --times $(TIMES) --beside $(BESIDE) $(if $(RECORD),--record $(RECORD))
 
-clusters: $(RAY)/.stamp ## install what make soak needs to run jobs of Slurm and Ray
+clusters: $(RAY)/.stamp ## install Slurm and Ray for make soak
 	@test -n "$$(PATH="$$PATH:/usr/sbin" command -v slurmctld)" || \
 	{ test "$$(id -u)" = 0 && apt-get install -qq -y --no-install-recommends slurm-wlm munge > /dev/null; } || \
 	{ echo "NOT INSTALLED: Slurm; as root: apt-get update && apt-get install slurm-wlm munge" >&2; exit 1; }
 
-test-gpu: $(VENV)/.stamp ## run the tests that need an accelerator
+test-gpu: $(VENV)/.stamp ## run the tests that require an accelerator
 	@$(BIN)/python -m pytest -m gpu || [ $$? -eq 5 ]
 
-# Installs whatever that torch depends on: gigabytes of CUDA, where the index has no build for CPUs. WITH: what must fit that
-# torch, and pip cannot know (torchao==0.13.0 for 2.8).
+# Installs all dependencies of that torch, including gigabytes of CUDA if the index has no CPU build. WITH: packages whose versions
+# must match that torch but that pip cannot resolve (torchao==0.13.0 for 2.8).
 OTHER := .venv-torch-$(OTHER_TORCH)
-other-torch: ## run the tests on another torch: make other-torch OTHER_TORCH=2.8.0 PYTHON=python3.10 WITH=torchao==0.13.0
-	@test -n "$(OTHER_TORCH)" || { echo "say which: make other-torch OTHER_TORCH=2.8.0" >&2; exit 2; }
+other-torch: ## run the tests with another torch: make other-torch OTHER_TORCH=2.8.0 PYTHON=python3.10 WITH=torchao==0.13.0
+	@test -n "$(OTHER_TORCH)" || { echo "OTHER_TORCH is not set: make other-torch OTHER_TORCH=2.8.0" >&2; exit 2; }
 	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	@$(OTHER)/bin/python $(PIP_INSTALL) torch==$(OTHER_TORCH)
 	@$(OTHER)/bin/python $(PIP_INSTALL) torch==$(OTHER_TORCH) $(WITH) -e '.[dev]'
 	@$(OTHER)/bin/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) tests/unit tests/ranks tests/launch
 
-# Beside the peers when `make peers` was run; without them the benchmarks say what they leave out.
-bench: $(VENV)/.stamp ## run the benchmarks (after make peers: beside accelerate, transformers, lightning)
+# Uses the environment of `make peers` if it exists; otherwise the benchmarks list the libraries that they skip.
+bench: $(VENV)/.stamp ## run the benchmarks (after make peers, compared with accelerate, transformers, lightning)
 	@set -e; python=$(BIN)/python; test ! -e $(PEERS)/.stamp || python=$(PEERS)/bin/python; \
 	for file in benchmarks/*.py; do echo "== $$file"; $$python $$file; done
 
-peers: $(PEERS)/.stamp ## make .venv-peers: what the benchmarks and side-by-side tests compare with
+peers: $(PEERS)/.stamp ## create .venv-peers for the benchmarks and side-by-side tests
 
-# From an empty environment, so that what nothing needs any more falls out.
+# Starts from an empty environment, so that packages that are no longer needed are dropped.
 lock: ## refresh constraints.txt from pyproject.toml
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	$(PYTHON) -m venv "$$folder"; \
@@ -87,13 +87,13 @@ lock: ## refresh constraints.txt from pyproject.toml
 	  "$$folder/bin/python" -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > "$$folder/new"; \
 	cat "$$folder/new" > constraints.txt
 
-side-by-side: $(VENV)/.stamp $(PEERS)/.stamp ## run scripts written for accelerate on it and on echelon, and compare
+side-by-side: $(VENV)/.stamp $(PEERS)/.stamp ## run scripts written for accelerate with accelerate and echelon, and compare
 	@REQUIRE_PEERS=1 $(BIN)/python -m pytest tests/side_by_side
 
 clean: ## remove the environments and the caches
 	@rm -rf $(VENV) $(PEERS) $(RAY) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache dist build outputs
 
-# torch goes alone and first: what depends on it must find the pinned build in place, and pull no other.
+# torch is installed first, so that packages that depend on it find the pinned build and do not install another.
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt torch==$(TORCH)
@@ -106,7 +106,7 @@ $(PEERS)/.stamp: pyproject.toml benchmarks/peers.txt benchmarks/peers-constraint
 	@$(PEERS)/bin/python $(PIP_INSTALL) -c benchmarks/peers-constraints.txt -r benchmarks/peers.txt
 	@touch $@
 
-# Ray brings 300 MB that nothing else needs; torch and the rest are those of .venv.
+# Ray adds 300 MB that nothing else needs; torch and the other packages are those of .venv.
 $(RAY)/.stamp: $(VENV)/.stamp tests/clusters/requirements.txt
 	@test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \

@@ -1,7 +1,7 @@
-"""What `parity="bitwise"` costs: beside "exact" in the same micro-batches, and beside "off", which takes a batch whole.
+"""Measures the cost of `parity="bitwise"`, compared with "exact" in the same micro-batches and with "off" in whole batches.
 
-A small CNN and a small transformer on 2 gloo processes with one thread each; the same samples in every update. The variants
-take turns forth and back (A B C C B A), so that none of them always comes first.
+A small CNN and a small transformer train on 2 gloo processes with one thread each, with the same samples in every update. The
+variants run in the order A B C C B A, so that none of them always comes first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WHOLE, EXACT, BITWISE = "off, whole", "exact, same micro-batches", "bitwise"
 
 
 class Transformer(nn.Module):
-    """0.8 million parameters; 64 tokens a sample."""
+    """A transformer of 0.8 million parameters, with 64 tokens per sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Transformer(nn.Module):
 
 
 def cnn() -> nn.Module:
-    """0.6 million parameters; images of 32 x 32."""
+    """Return a CNN of 0.6 million parameters, for images of 32 x 32."""
     parts: list[nn.Module] = []
     for before, after in ((3, 64), (64, 128), (128, 128), (128, 256)):
         parts += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU(), nn.MaxPool2d(2)]
@@ -62,7 +62,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"CNN": cnn, "transformer": Transfo
 
 
 def turn(model_name: str, variant: str, steps: int) -> tuple[float, float]:
-    """Train for some updates; return milliseconds per update: wall, and CPU of this process."""
+    """Train for some updates; return milliseconds per update: wall time, and CPU time of this process."""
     torch.manual_seed(0)
     parity = variant.partition(",")[0]
     options: dict[str, Any] = {"max_micro_batch_size": BATCH // SHARDS} if variant == EXACT else {}
@@ -92,7 +92,7 @@ def turn(model_name: str, variant: str, steps: int) -> tuple[float, float]:
 
 
 def measure(rank: int, rounds: int, steps: int, result: str) -> None:
-    """Give every variant its turn in each round, forth and back."""
+    """Run every variant twice per round, in order and in reverse order."""
     found: Found = {}
     with process_group():
         for number in range(rounds + 1):
@@ -103,14 +103,14 @@ def measure(rank: int, rounds: int, steps: int, result: str) -> None:
                     wall, cpu = turn(model_name, variant, steps if number else 1)
                     sums = torch.tensor([wall, cpu]) / RANKS
                     dist.all_reduce(sums)
-                    if number:  # the first round only warms up
+                    if number:  # the first round is a warm-up
                         found.setdefault(f"{model_name}: {variant}", []).append(sums.tolist())
     if rank == 0:
         Path(result).write_text(json.dumps(found))
 
 
 def ratios(found: Found, model_name: str, other: str, column: int) -> list[float]:
-    """By turn: bitwise over the ``other`` of the same half of a round."""
+    """Return the ratio of bitwise to ``other`` in the same half of each round."""
     pairs = zip(found[f"{model_name}: {BITWISE}"], found[f"{model_name}: {other}"], strict=True)
     return [one[column] / two[column] for one, two in pairs]
 
@@ -132,16 +132,16 @@ def report(found: Found, rounds: int, steps: int) -> str:
         rows.append(f"| {model_name}, {num_parameters / 1e6:.1f} M | {' | '.join(cells)} |")
     return f"""## Cost of bitwise parity
 
-`parity="bitwise"` with {SHARDS} shards, beside `"exact"` in the same micro-batches of {BATCH // SHARDS} and beside `"off"`, which takes the {BATCH // RANKS}
-samples of a process whole: {RANKS} gloo processes with one thread each, AdamW, clipping, dropout 0.1, updates of {BATCH} samples.
-Milliseconds per update, wall / CPU (the mean of the processes), medians of {2 * rounds} turns of {steps} updates, the variants
-taking turns forth and back. Ratios: bitwise over the other of the same half of a round, the median and the middle half.
+`parity="bitwise"` with {SHARDS} shards, compared with `"exact"` in the same micro-batches of {BATCH // SHARDS} and with `"off"` in whole batches
+of {BATCH // RANKS} samples per process, on {RANKS} gloo processes with one thread each: AdamW, clipping, dropout 0.1, updates of {BATCH}
+samples. The values are milliseconds per update, wall / CPU (mean of the processes), medians of {2 * rounds} alternating turns of {steps}
+updates. The ratios are bitwise over the other variant in the same half of a round, with median and middle half.
 
 | | off, whole | exact | bitwise | over exact, wall | CPU | over off, wall | CPU |
 |---|---:|---:|---:|---|---|---|---|
 {chr(10).join(rows)}
 
-- bitwise costs {worst:.3f} x what exact costs in the same micro-batches, where it costs most (wall; target: {LIMIT}, {"met" if worst <= LIMIT else "missed"})
+- bitwise takes {worst:.3f} times as long as exact in the same micro-batches, in the worst case (wall time; target: {LIMIT}, {"met" if worst <= LIMIT else "missed"})
 
 {date.today()}, {processor()}, Python {platform.python_version()}; torch {version("torch")}, echelon {version("echelon")}.
 Repeat: `.venv/bin/python benchmarks/bitwise.py --write`.

@@ -1,8 +1,8 @@
-"""What saving costs: 1 GB of state, with and without checksums, in the background, and beside what others offer.
+"""Measures the cost of saving 1 GB of state: with and without checksums, in the background, and compared with other libraries.
 
 Run it on a quiet machine: ``python benchmarks/checkpoint.py [--folder DIR] [--megabytes N] [--turns N] [--write]``. The variants
-take turns, each turn in another order, and what is compared is compared turn by turn: the disk has its moods. Peers that are
-not installed are left out.
+run in alternating order and are compared within each turn, because the speed of a disk varies. Libraries that are not installed are
+skipped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Times = dict[str, list[float]]
 
 
 class _NoChecksum:
-    """In the place of xxh3: what the rest costs."""
+    """A replacement of xxh3, to measure the cost of everything else."""
 
     def update(self, data: Any) -> None:
         pass
@@ -75,7 +75,7 @@ def _step() -> None:
 
 
 class _Variants:
-    """Each method is one variant, and notes its seconds; all save the same tensors."""
+    """Each method runs one variant and records its seconds; all save the same tensors."""
 
     def __init__(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         self.times: Times = {}
@@ -106,7 +106,7 @@ class _Variants:
         self._note("load, every file verified", load)
 
     def save_twice(self, turn: int) -> None:
-        """Save with checksums and without, one after the other."""
+        """Save with and without checksums, in alternating order."""
         for variant in (self._save, self._unchecked)[:: 1 if turn % 2 else -1]:
             variant()
 
@@ -121,11 +121,11 @@ class _Variants:
         self._note("step alone", statistics.median(_seconds(_step) for _ in range(15)))
         target = self._folder / "background"
         begin = lambda: self._saver.start(begin_save(target, self._content, world=self._world))  # noqa: E731
-        self._note("blocked by a save in the background", _seconds(begin))
+        self._note("blocked by a background save", _seconds(begin))
         beside = []
         while self._saver.is_busy:
             beside.append(_seconds(_step))
-        self._note("step beside the writing", statistics.median(beside))
+        self._note("step during a save", statistics.median(beside))
         self._saver.wait()
 
     def _dcp(self) -> None:
@@ -148,9 +148,9 @@ class _Variants:
 
 
 def measure(folder: Path, tensors: dict[str, torch.Tensor], turns: int, pairs: int) -> Times:
-    """Return the seconds of each variant by turn; the first turn, in which memory and files are new, is one more.
+    """Return the seconds of each variant for each turn, after an additional first turn in which memory and files are new.
 
-    With and without checksums: ``pairs`` for themselves, as a disk is that much less steady than what is measured.
+    Saves with and without checksums run ``pairs`` times on their own, because the disk varies much more than their difference.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -161,16 +161,16 @@ def measure(folder: Path, tensors: dict[str, torch.Tensor], turns: int, pairs: i
                 variants.save_twice(turn)
             for turn in range(turns + 1):
                 for i in range(len(variants.all)):
-                    # Away and back: a variant comes as often after each neighbour, and early as late.
-                    place = (i + turn) % len(variants.all)
-                    variants.all[place if turn % 2 else -place - 1]()
+                    # Forward and backward, so that no variant has a fixed position or predecessor.
+                    position = (i + turn) % len(variants.all)
+                    variants.all[position if turn % 2 else -position - 1]()
     finally:
         dist.destroy_process_group()
     return variants.times
 
 
 def _ratio(times: Times, name: str, other: str) -> float:
-    """Return the median over the turns of how many times ``other`` the variant ``name`` takes."""
+    """Return the median over the turns of the ratio of variant ``name`` to ``other``."""
     return statistics.median(a / b for a, b in zip(times[name][1:], times[other][1:]))
 
 
@@ -183,29 +183,29 @@ def section(times: Times, tensors: dict[str, torch.Tensor], turns: int) -> str:
     ]
     pairs = [a / b for a, b in zip(times["save"][1:], times["save without checksums"][1:])]
     low, checksums, high = (quartile - 1 for quartile in statistics.quantiles(pairs))
-    blocked = _ratio(times, "blocked by a save in the background", "copy in memory")
-    slower = _ratio(times, "step beside the writing", "step alone")
+    blocked = _ratio(times, "blocked by a background save", "copy in memory")
+    slower = _ratio(times, "step during a save", "step alone")
     names = [name for name in ("torch", "accelerate") if importlib.util.find_spec(name) is not None]
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return "\n".join(
         [
             TITLE,
             "",
-            f"{size / 1e9:.2f} GB in {len(tensors)} tensors, one process; seconds, the median of {turns} turns (saves with "
-            f"and without",
-            f"checksums: {len(pairs)} pairs). In the first turn memory is allocated and files are new; it is not in the median. What is",
-            "compared below is compared turn by turn.",
+            f"{size / 1e9:.2f} GB in {len(tensors)} tensors, one process. The values are seconds, medians of {turns} turns (saves "
+            f"with and without",
+            f"checksums: {len(pairs)} pairs) without the first turn, in which memory is allocated and files are new. The comparisons below are",
+            "made within each turn.",
             "",
-            "| | s | least - most | first |",
+            "| | s | min - max | first |",
             "|---|---:|---:|---:|",
             *rows,
             "",
-            f"- checksums cost {checksums:+.1%} of a save (middle half of the pairs: {low:+.1%} to {high:+.1%}; target: at most 5 %, "
+            f"- checksums add {checksums:+.1%} to a save (middle half of the pairs: {low:+.1%} to {high:+.1%}; target: at most 5 %, "
             f"{'met' if checksums <= 0.05 else 'missed'})",
-            f"- a save in the background blocks for {blocked:.2f} copies in memory (target: 1.2, "
+            f"- a background save blocks for {blocked:.2f} times the duration of a copy in memory (target: 1.2, "
             f"{'met' if blocked <= 1.2 else 'missed'}), the first one for "
-            f"{times['blocked by a save in the background'][0] / statistics.median(times['copy in memory'][1:]):.2f}",
-            f"- a step of training takes {slower:.2f} times as long while it is written",
+            f"{times['blocked by a background save'][0] / statistics.median(times['copy in memory'][1:]):.2f} times",
+            f"- a training step takes {slower:.2f} times as long during the save",
             "",
             f"{date.today()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}; {versions}.",
             "Repeat: `make peers`, then `.venv-peers/bin/python benchmarks/checkpoint.py --write`.",
@@ -215,7 +215,7 @@ def section(times: Times, tensors: dict[str, torch.Tensor], turns: int) -> str:
 
 
 def write(text: str) -> None:
-    """Put the section into RESULTS.md, in the place of the one that is there."""
+    """Replace the section in RESULTS.md."""
     before, title, rest = RESULTS.read_text().partition(TITLE)
     _, heading, after = rest.partition("\n## ")
     following = f"\n{heading.lstrip()}{after}" if title and heading else ""
@@ -224,10 +224,10 @@ def write(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", help="on the disk to measure; it is made, and removed")
+    parser.add_argument("--folder", help="existing folder on the disk to measure")
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--pairs", type=int, default=60, help="of saves with and without checksums")
+    parser.add_argument("--pairs", type=int, default=60, help="number of pairs of saves with and without checksums")
     parser.add_argument("--write", action="store_true", help="replace the section in RESULTS.md")
     arguments = parser.parse_args()
     tensors = _tensors(arguments.megabytes)

@@ -1,6 +1,6 @@
-"""What echelon adds to a training step of sharded models: beside ``fully_shard`` written by hand, on two processes.
+"""Measures the overhead of echelon in a training step of sharded models, compared with direct calls of ``fully_shard``.
 
-Both train the same transformer on the same tokens, with AdamW and clipping, in the same two processes, turn by turn; the
+Both train the same transformer on the same tokens, with AdamW and clipping, alternating in the same two processes. The
 ratio is the median over the turns. Both must end with the same weights.
 """
 
@@ -130,7 +130,7 @@ def measure(turns: int) -> list[str]:
                     times[name].append(took)
         pairs = zip(*(variants[name][0].parameters() for name in variants))
         off = max(float((p.full_tensor() - q.full_tensor()).abs().max()) for p, q in pairs)
-        assert off <= 3e-4, f"the two do not train alike: {off}"  # AdamW makes float32 rounding larger
+        assert off <= 3e-4, f"the variants do not train alike: {off}"  # AdamW amplifies float32 rounding
         ratios = [ours / hand for hand, ours in zip(times["by hand"], times["echelon"])]
         quarter, middle, three_quarters = statistics.quantiles(ratios, n=4)
         least = min(times["echelon"]) / min(times["by hand"])
@@ -147,11 +147,11 @@ def section(rows: list[str], turns: int) -> str:
         [
             HEADING,
             "",
-            f"{DEPTH} transformer blocks of width {WIDTH}, {BATCH} x {LENGTH} tokens, AdamW, clipping, float32, 2 processes; milliseconds of",
-            f"wall time per step, medians of {turns} turns of {STEPS} steps, the variants taking turns in the same processes. Ratio: the median of",
-            "the turns' ratios, its middle half, and the ratio of the least times. Off: the largest difference of a weight at the end.",
+            f"{DEPTH} transformer blocks of width {WIDTH}, {BATCH} x {LENGTH} tokens, AdamW, clipping, float32, 2 processes. The values are",
+            f"milliseconds of wall time per step, medians of {turns} turns of {STEPS} steps that alternate in the same processes. The ratio is the",
+            "median over the turns, with its middle half and the ratio of the minimum times. Off: the largest final difference of a weight.",
             "",
-            "| ZeRO stage | by hand, ms | echelon, ms | ratio | middle half | of the least | target | off |",
+            "| ZeRO stage | `fully_shard`, ms | echelon, ms | ratio | middle half | of minimum times | target | off |",
             "|---:|---:|---:|---:|---:|---:|---|---:|",
             *rows,
             "",

@@ -1,8 +1,8 @@
-"""How long examples/mnist_trainer.py takes to its first step: on echelon and, with the import changed, on transformers.
+"""Measures the time to the first step of examples/mnist_trainer.py with echelon and, with the import changed, with transformers.
 
-From the start of the process to the first call of the model, in training. Both run the same text: the line that prints
-echelon's own `world` is left out, and a collator is given, as transformers' default one takes no pairs. Python's bytecode is
-kept between the rounds, as it is of what is installed: a checkout that may write none would be compiled in every round.
+The time is from the start of the process to the first call of the model in training. Both run the same script, without the line
+that prints echelon's `world`, and with a collator, because transformers' default one does not accept pairs. Python's bytecode is
+cached between the rounds, as for installed packages; otherwise a read-only checkout would be compiled in every round.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ exec(compile(source, "mnist_trainer.py", "exec"), {{"__name__": "__main__"}})
 
 
 def script(library: str) -> str:
-    """Return the text of the example for ``library``."""
+    """Return the source of the example for ``library``."""
     text = (EXAMPLES / "mnist_trainer.py").read_text()
     for old, new in (
         ("from echelon import", f"from {library} import"),
@@ -59,7 +59,7 @@ def script(library: str) -> str:
 
 
 def measure(library: str, *, bytecode: str) -> tuple[float, float]:
-    """Return the seconds to the first step, and those of CPU time; ``bytecode``: the folder of Python's."""
+    """Return the wall and CPU seconds to the first step. ``bytecode`` is the folder of Python's bytecode cache."""
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
     program = [sys.executable, "-c", PROGRAM.format(examples=str(EXAMPLES)), str(time.time()), script(library)]
     done = subprocess.run(
@@ -70,7 +70,7 @@ def measure(library: str, *, bytecode: str) -> tuple[float, float]:
 
 
 def report(found: dict[str, list[tuple[float, float]]], *, rounds: int) -> str:
-    rows = ["| library | seconds | least - most | of CPU time |", "|---|---:|---:|---:|"]
+    rows = ["| library | seconds | min - max | CPU seconds |", "|---|---:|---:|---:|"]
     for library, values in found.items():
         walls, cpus = zip(*values)
         rows.append(
@@ -81,13 +81,13 @@ def report(found: dict[str, list[tuple[float, float]]], *, rounds: int) -> str:
         wall, cpu = (statistics.median(a[i] / b[i] for a, b in zip(*found.values(), strict=True)) for i in (0, 1))
         verdict = "met" if wall <= LIMIT else "missed"
         lines = [
-            f"- echelon takes {wall:.2f} x the time of transformers (target: {LIMIT}, {verdict}); {cpu:.2f} x the CPU time"
+            f"- echelon takes {wall:.2f} times as long as transformers (target: {LIMIT}, {verdict}), and {cpu:.2f} times the CPU time"
         ]
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", *LIBRARIES) if installed(name))
     return f"""{HEADING}
 
-examples/mnist_trainer.py from the start of its process to its first forward pass, on MNIST whole; {rounds} rounds, in each of
-them first the one, then the other; the ratio is the median over the rounds.
+The time from the start of the process of examples/mnist_trainer.py to its first forward pass, with the complete MNIST. The
+libraries alternate for {rounds} rounds, and the ratio is the median over the rounds.
 
 {chr(10).join(rows)}
 
@@ -101,19 +101,19 @@ Repeat: `make peers`, then `.venv-peers/bin/python benchmarks/first_step.py --wr
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="write the table to benchmarks/RESULTS.md")
     options = parser.parse_args()
     libraries = [name for name in LIBRARIES if installed(name)]
     if len(libraries) < len(LIBRARIES):
-        print("!! transformers is not installed here: only echelon is measured. To compare: make peers, make bench.")
+        print("!! transformers is not installed: only echelon is measured. To compare: make peers, make bench.")
         if options.write:
-            sys.exit("--write needs transformers: a table without it says nothing")
+            sys.exit("--write requires transformers, because the table compares it with echelon")
     found: dict[str, list[tuple[float, float]]] = {library: [] for library in libraries}
     with tempfile.TemporaryDirectory() as bytecode:
         for number in range(options.rounds + 1):
-            for library in libraries:  # interleaved: a busy moment of the machine hits both alike
+            for library in libraries:  # interleaved, so that load on the machine affects both alike
                 seconds = measure(library, bytecode=bytecode)
-                if number > 0:  # the first round fills the caches: of the disk, and of bytecode
+                if number > 0:  # the first round fills the disk and bytecode caches
                     found[library].append(seconds)
     section = report(found, rounds=options.rounds)
     print(section)

@@ -1,4 +1,4 @@
-"""What echelon adds to the start of a program: `import echelon` beside `import torch`, `echelon --help` beside `pass`."""
+"""Measures what echelon adds to the start of a program: `import echelon` and `echelon --help`, compared with `import torch` and `pass`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRAMS = {
 def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in PROGRAMS}
     for number in range(ROUNDS + 1):
-        for name, program in PROGRAMS.items():  # interleaved: a busy moment of the machine hits all alike
+        for name, program in PROGRAMS.items():  # interleaved, so that load on the machine affects all alike
             started = time.perf_counter()
             subprocess.run(program, check=True, stdout=subprocess.DEVNULL)
             if number > 0:  # the first round fills the disk cache

@@ -1,9 +1,9 @@
-"""What the launcher costs, and how soon a killed run goes on: `echelon launch` beside torchrun, in turns, with the same scripts.
+"""Measures the overhead of the launcher and the recovery of a killed run: `echelon launch` compared with torchrun, alternating.
 
-- a script that does nothing, on 2 processes: the seconds from the command to its end;
-- steps of 10 ms: what the status board, its reporter and the watching launcher add to them;
-- recovery: from the SIGKILL of a rank to the next step that is saved, with a small model's checkpoint loaded. The script is raw
-  DDP with torch.save. torchrun fails to restart now and then: only its successes count, and the failures are counted.
+- an empty script on 2 processes: seconds from the start of the command to its end;
+- steps of 10 ms: the time added by the status board, its reporter and the monitoring launcher;
+- recovery: from the SIGKILL of a rank to the next saved step, including the load of a small checkpoint. The script uses plain DDP
+  and torch.save. torchrun sometimes fails to restart; only its successes are measured, and the failures are counted.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ dist.init_process_group("gloo")
 weights, sums = torch.randn(256, 256), torch.ones(1000)
 took = []
 for number in range(int(sys.argv[1]) + 20):
-    begun = time.perf_counter()
-    until = begun + 0.01
+    started = time.perf_counter()
+    until = started + 0.01
     while time.perf_counter() < until:
         weights @ weights
     dist.all_reduce(sums)
     sums /= 2
-    took.append(time.perf_counter() - begun)
+    took.append(time.perf_counter() - started)
 if dist.get_rank() == 0:
     took = sorted(took[20:])
     json.dump(took, open(sys.argv[2], "w"))
@@ -83,7 +83,7 @@ for step in range(first, first + 10):
         if attempt and step == first:
             open(os.path.join(folder, f"committed_{attempt}"), "w").write(repr(time.time()))
     if rank == 1 and attempt < int(sys.argv[2]) and step == first + 5:
-        # The other rank waits. A spare is prepared from the first collective call on, once: it has to import torch, too.
+        # The other rank waits. The warm process is started once, after the first collective, and needs time to import torch.
         time.sleep(1.0 if attempt else 12.0)
         open(os.path.join(folder, f"killed_{attempt + 1}"), "w").write(repr(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -92,11 +92,11 @@ dist.destroy_process_group()
 
 
 def run(launcher: str, script: str, *args: str, options: Sequence[str] = ()) -> tuple[float, int]:
-    """Run the text ``script`` under ``launcher``; return the seconds and the exit code."""
+    """Run the source ``script`` under ``launcher``; return the seconds and the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "script.py")
         path.write_text(script)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, *COMMANDS[launcher], *options, str(path), *args],
             cwd=folder,
@@ -108,9 +108,9 @@ def run(launcher: str, script: str, *args: str, options: Sequence[str] = ()) -> 
         try:
             code = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            process.terminate()  # it stops its ranks, too
+            process.terminate()  # the launcher also stops its ranks
             code = process.wait()
-        return time.perf_counter() - begun, code
+        return time.perf_counter() - started, code
 
 
 def no_op(launcher: str) -> float:
@@ -120,7 +120,7 @@ def no_op(launcher: str) -> float:
 
 
 def steps(launcher: str, number: int = 300) -> float:
-    """Return the mean seconds of a step, without the slowest tenth: that is the machine's other users."""
+    """Return the mean seconds of a step, without the slowest tenth, which is due to other load."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result")
         _, code = run(launcher, STEPS, str(number), str(result))
@@ -130,11 +130,11 @@ def steps(launcher: str, number: int = 300) -> float:
 
 
 def recoveries(launcher: str, kills: int) -> list[float]:
-    """Return the seconds of each recovery; fewer than ``kills``: it was given up."""
+    """Return the seconds of each recovery; fewer than ``kills`` if a restart failed."""
     with tempfile.TemporaryDirectory() as folder:
         run(
             launcher, RECOVERY, folder, str(kills), options=[f"--max_restarts={kills}"]
-        )  # stopped or not: its files count
+        )  # its files are evaluated even if it was stopped
         found = []
         for number in range(1, kills + 1):
             killed, committed = Path(folder, f"killed_{number}"), Path(folder, f"committed_{number}")
@@ -144,7 +144,7 @@ def recoveries(launcher: str, kills: int) -> list[float]:
 
 
 def pairs(measure: Callable[[str], float], rounds: int, what: str) -> list[tuple[float, float]]:
-    """Return echelon's and torchrun's value of each pair: A B, B A, A B, ..."""
+    """Return the values of echelon and torchrun for each pair, in the order A B, B A, A B, ..."""
     found = []
     for number in tqdm(range(rounds), desc=what, disable=None):
         order = [ECHELON, TORCHRUN] if number % 2 == 0 else [TORCHRUN, ECHELON]
@@ -154,7 +154,7 @@ def pairs(measure: Callable[[str], float], rounds: int, what: str) -> list[tuple
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """The least of ``values`` that at least ``part`` of them do not exceed."""
+    """Return the smallest of ``values`` that is not exceeded by a fraction of at least ``part``."""
     return sorted(values)[max(0, -(-len(values) * round(100 * part) // 100) - 1)]
 
 
@@ -166,11 +166,11 @@ def in_words(found: list[tuple[float, float]]) -> tuple[float, str]:
 
 
 def recovery_rows(kills: int, rounds: int) -> Iterator[tuple[str, list[float], int]]:
-    """Yield, by launcher, its recoveries, and how many restarts did not come."""
+    """Yield each launcher with its recovery times and its number of failed restarts."""
     found: dict[str, list[float]] = {launcher: [] for launcher in COMMANDS}
     for _ in tqdm(range(rounds), desc="recovery", disable=None):
         for launcher in COMMANDS:
-            # torchrun's first restart fails often, and then no further one comes: one kill for each of its runs.
+            # torchrun's first restart often fails, and no further restart follows: make one kill in each of its runs.
             asked = [1] * kills if launcher == TORCHRUN else [kills]
             for number in asked:
                 found[launcher] += recoveries(launcher, number)
@@ -182,12 +182,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launches", type=int, default=20)
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--kills", type=int, default=4, help="in each round, of each launcher")
-    parser.add_argument("--rounds", type=int, default=5, help="of recoveries")
-    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
+    parser.add_argument("--kills", type=int, default=4, help="kills per round and launcher")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of recoveries")
+    parser.add_argument("--write", action="store_true", help="write the table to benchmarks/RESULTS.md")
     options = parser.parse_args()
     for launcher in COMMANDS:
-        no_op(launcher)  # files into the cache
+        no_op(launcher)  # fills the disk cache
 
     launches = pairs(no_op, options.launches, "no-op")
     start_ratio, start = in_words(launches)
@@ -205,12 +205,12 @@ def main() -> None:
     def verdict(holds: bool) -> str:
         return "met" if holds else "missed"
 
-    section = f"""## Launching, watching, restarting
+    section = f"""## Launching, monitoring, restarting
 
-2 processes on this machine, torchrun and `echelon launch` in turns with the same scripts; ratios: echelon's over torchrun's, the
-median of the pairs and their middle half.
+torchrun and `echelon launch` alternate with the same scripts, on 2 processes of one machine. The ratios are echelon's over torchrun's,
+with the median and the middle half of the pairs.
 
-- a script that does nothing ({options.launches} pairs): {statistics.median(mine):.2f} s under echelon, {statistics.median(its):.2f} s under torchrun; ratio {start} (target: 1, {verdict(start_ratio <= 1)})
+- an empty script ({options.launches} pairs): {statistics.median(mine):.2f} s under echelon, {statistics.median(its):.2f} s under torchrun; ratio {start} (target: 1, {verdict(start_ratio <= 1)})
 - steps of 10 ms with an all_reduce ({options.pairs} pairs of 300 steps): {1e3 * statistics.median(p[0] for p in taken):.3f} and {1e3 * statistics.median(p[1] for p in taken):.3f} ms; ratio {cost} (target: {1 + COST_LIMIT}, {verdict(cost_ratio <= 1 + COST_LIMIT)})
 - recovery, from the SIGKILL of a rank to the next saved step, in seconds:
 
@@ -218,7 +218,7 @@ median of the pairs and their middle half.
 |---|---:|---:|---:|---:|
 {chr(10).join(rows)}
 
-- warm, p95: {warm:.2f} s (target: {WARM_LIMIT_S}, {verdict(warm <= WARM_LIMIT_S)}); cold, p50: {cold:.2f} s beside torchrun's {torchruns:.2f} (target: no more, {verdict(cold <= torchruns)})
+- warm, p95: {warm:.2f} s (target: {WARM_LIMIT_S}, {verdict(warm <= WARM_LIMIT_S)}); cold, p50: {cold:.2f} s, compared with torchrun's {torchruns:.2f} s (target: no more, {verdict(cold <= torchruns)})
 
 {date.today()}, {processor()}, Python {platform.python_version()}; torch {version("torch")}, echelon {version("echelon")}.
 Repeat: `.venv/bin/python benchmarks/launch.py --write`.

@@ -1,6 +1,6 @@
-"""What an order of samples costs: time to the first batch, to one in the middle of the epoch, per index, and memory.
+"""Measures the cost of an order of samples: time to the first batch, to a batch in the middle of the epoch, per index, and memory.
 
-Each contender yields lists of 32 indices, no sample is read, and each measurement has a fresh process.
+Each variant yields lists of 32 indices; no sample is read. Each measurement uses a new process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from echelon.data.exact.permutation import ExplicitPermutation, FeistelPermutation, Permutation
 
 BATCH = 32
-NEXT = 8192  # batches whose cost is the steady one
+NEXT = 8192  # batches over which the steady cost is measured
 REPLICAS = 8
 SIZE, LARGE = 10**7, 10**8
 BEYOND = (2**24 + 1, 10**12, 2**48)
@@ -35,7 +35,7 @@ Batches = Iterator[list[int]]
 
 
 class Numbers:
-    """A dataset of which only the length is asked."""
+    """A dataset of which only the length is used."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -70,7 +70,7 @@ def random_sampler(n: int, start: int) -> Batches:
 
 
 def distributed_sampler(n: int, start: int) -> Batches:
-    """``start`` is that of all ranks together."""
+    """``start`` counts the samples of all ranks."""
     sampler = DistributedSampler(Numbers(n), num_replicas=REPLICAS, rank=0, seed=1)
     return islice(BatchSampler(sampler, BATCH, False), start // REPLICAS // BATCH, None)
 
@@ -84,7 +84,7 @@ def accelerate(n: int, start: int) -> Batches:
 
 
 def torchdata(n: int, start: int) -> Batches:
-    """What ``StatefulDataLoader`` resumes with."""
+    """The samplers with which ``StatefulDataLoader`` resumes."""
     from torchdata.stateful_dataloader.sampler import BatchSampler as StatefulBatches, RandomSampler as StatefulSampler
 
     sampler = StatefulSampler(Numbers(n), generator=torch.Generator().manual_seed(1))
@@ -93,7 +93,7 @@ def torchdata(n: int, start: int) -> Batches:
         state = iter(
             StatefulBatches(StatefulSampler(Numbers(1), generator=sampler.generator), BATCH, False)
         ).state_dict()
-        # As if it had been saved there: going there first would be counted as well.
+        # Construct the state of that position, because iterating to it would be measured as well.
         state["samples_yielded"] = state["sampler_iter_state"]["yielded"] = start
         batches.load_state_dict(state)
     return batches
@@ -110,10 +110,10 @@ CONTENDERS: dict[str, tuple[str | None, Callable[[int, int], Batches]]] = {
 
 
 def measure(name: str, n: int, start: int) -> dict[str, float]:
-    """Return seconds of CPU to the first batch from ``start`` on, nanoseconds per index after it, and bytes."""
+    """Return CPU seconds to the first batch from ``start`` on, nanoseconds per index after it, and bytes."""
     torch.set_num_threads(1)
     contender = CONTENDERS[name][1]
-    next(contender(1000, 500))  # imports, and everything that is done once
+    next(contender(1000, 500))  # imports and other one-time work
     before = memory("VmRSS")
     began = time.process_time()
     batches = contender(n, start)
@@ -126,7 +126,7 @@ def measure(name: str, n: int, start: int) -> dict[str, float]:
 
 
 def memory(key: str) -> int:
-    """Of this process, in bytes: VmRSS now, VmHWM at most so far."""
+    """Return a memory figure of this process in bytes: VmRSS is the current one, VmHWM the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
@@ -138,7 +138,7 @@ def in_fresh_process(name: str, n: int, start: int) -> dict[str, float]:
 
 
 def best(name: str, n: int, rounds: int) -> dict[str, float]:
-    """Return the best of ``rounds`` (noise only adds): seconds from the start and to the middle, and the rest."""
+    """Return the best of ``rounds`` (noise only increases values): seconds to the start and to the middle, and the rest."""
     starts = [in_fresh_process(name, n, 0) for _ in range(rounds)]
     seeks = [in_fresh_process(name, n, n // 2 // BATCH * BATCH) for _ in range(rounds)]
     return {
@@ -167,11 +167,11 @@ def report(names: list[str], *, sizes: tuple[int, ...], rounds: int) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in packages if installed(name))
     return f"""## Order
 
-Index lists of {BATCH}, no sample is read; one thread, milliseconds of CPU time, the best of {rounds} fresh processes
-({LARGE:,} samples: one). "First": from nothing to the first batch of an epoch. "Middle": from nothing to the first batch
-after half of the epoch, with what each library resumes with (the samplers of torch have nothing, so that a loop skips).
-"ns per index": each further index, as a Python integer in a list. Memory: the growth of the process at its peak. Ratio: of
-"middle", to the first row.
+Index lists of {BATCH}; no sample is read. One thread, milliseconds of CPU time, the best of {rounds} new processes ({LARGE:,} samples: one
+process). "First" is the time from the start to the first batch of an epoch. "Middle" is the time from the start to the first batch
+after half of the epoch, with the resume function of each library (torch's samplers have none, so the loop skips batches).
+"ns per index" is the cost of each further index, as a Python integer in a list. Memory is the peak growth of the process. Ratio
+is that of "middle" to the first row.
 
 | samples | order | first, ms | middle, ms | ratio | ns per index | memory, MB |
 |---:|---|---:|---:|---:|---:|---:|
@@ -186,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--large", action="store_true", help=f"also with {LARGE:,} samples: 9 GB of memory, minutes")
-    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="write the table to benchmarks/RESULTS.md")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     options: Any = parser.parse_args()
     if options.measure:
@@ -195,7 +195,7 @@ def main() -> None:
         return
     missing = [package for package, _ in CONTENDERS.values() if package and not installed(package)]
     if missing:
-        print(f"!! {', '.join(missing)} not installed here. To compare with all: make peers, make bench.")
+        print(f"!! {', '.join(missing)} not installed. To compare with all: make peers, make bench.")
     if missing and options.write:
         sys.exit("--write needs all peers: a table without them says nothing")
     names = [name for name, (package, _) in CONTENDERS.items() if package not in missing]

@@ -1,8 +1,8 @@
-"""What each library adds to one training step: microseconds over a plain PyTorch loop, all measured in one run.
+"""Measures the overhead of each library per training step: microseconds over a plain PyTorch loop, all in one run.
 
-One thread, a tiny MLP, so that the work of torch is small and the same for all: AdamW, a scheduler, and a loader whose item
-is a whole batch. Every variant gets the same objects, in a process of its own; the processes take turns of a few steps, on one
-processor, as a shared machine changes its speed from second to second by more than what is measured.
+One thread and a tiny MLP, so that the work of torch is small and the same for all variants: AdamW, a scheduler, and a loader whose
+items are whole batches. Every variant gets the same objects in a separate process. The processes take turns of a few steps on one
+processor, because the speed of a shared machine varies from second to second by more than the overhead.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ RESULTS = Path(__file__).with_name("RESULTS.md")
 HEADING = "## Overhead of a training step"
 PEERS = ("accelerate", "lightning", "transformers")
 BATCH = 8
-SETTLING, STEPS = 4, 12  # of a turn: those after which caches are warm, and those that are measured; whole updates
+SETTLING, STEPS = (
+    4,
+    12,
+)  # steps of a turn: unmeasured ones that warm the caches, and measured ones; multiples of an update
 WARM_UP = 10  # rounds
 ACCUMULATION = 4
-PLAIN, CLIPPING, ACCUMULATING = "plain loop", "plain loop that clips", "plain loop that accumulates"
-TARGETS = (  # what, beside what, over what, at most
+PLAIN, CLIPPING, ACCUMULATING = "plain loop", "plain loop with clipping", "plain loop with accumulation"
+TARGETS = (  # variant, compared with, baseline, maximum ratio
     ("echelon Accelerator", "accelerate", PLAIN, 0.25),
     ("echelon Accelerator, accumulating", "accelerate, accumulating", ACCUMULATING, 0.25),
     ("echelon Trainer", "transformers Trainer", PLAIN, 0.2),
@@ -50,11 +53,11 @@ TARGETS = (  # what, beside what, over what, at most
 
 
 class Batches(Dataset[dict[str, torch.Tensor]]):
-    """Ready batches, which also tell the time: nothing but the library's own code runs between two of them.
+    """Prepared batches that also measure the time, as only the code of the library runs between two of them.
 
     Args:
-        rounds: how often this process gets a turn.
-        turn: where it waits for it, and tells how long a step took.
+        rounds: number of turns of this process.
+        turn: connection on which it waits for its turn and reports the duration of a step.
     """
 
     def __init__(self, rounds: int, turn: Connection) -> None:
@@ -66,17 +69,17 @@ class Batches(Dataset[dict[str, torch.Tensor]]):
         self._num = rounds * (SETTLING + STEPS) + 1
         self._turn = turn
         self._taken = 0
-        self._times: list[float] = []  # at the beginning of each update that is measured, and at the end
+        self._times: list[float] = []  # at the start of each measured update, and at the end
 
     def __len__(self) -> int:
         return self._num
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        place = self._taken % (SETTLING + STEPS)
+        position = self._taken % (SETTLING + STEPS)
         self._taken += 1
-        if place % ACCUMULATION == 0 and (place >= SETTLING or place == 0):
+        if position % ACCUMULATION == 0 and (position >= SETTLING or position == 0):
             self._times.append(time.process_time())
-        if place == 0:
+        if position == 0:
             if self._taken > 1:
                 self._turn.send([1e6 * (end - begin) / ACCUMULATION for begin, end in pairwise(self._times)])
             if self._taken < self._num:
@@ -96,7 +99,7 @@ class Net(nn.Module):
 
 
 def first(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Collate the one item of a loader's batch: it is a whole batch already."""
+    """Return the only item of a loader's batch, which is a whole batch already."""
     return items[0]
 
 
@@ -122,7 +125,7 @@ def plain(batches: Batches, max_norm: float | None = None) -> None:
 
 
 def plain_with_clipping(batches: Batches) -> None:
-    plain(batches, max_norm=1.0)  # as both Trainers do by default
+    plain(batches, max_norm=1.0)  # the default of both Trainers
 
 
 def plain_with_accumulation(batches: Batches) -> None:
@@ -137,7 +140,7 @@ def plain_with_accumulation(batches: Batches) -> None:
 
 
 def own_loop(accelerator: Any, batches: Batches) -> None:
-    """The same script for both: only the import of the Accelerator differs."""
+    """The script for both libraries; only the import of the Accelerator differs."""
     model, optimizer, scheduler, loader = accelerator.prepare(*parts(batches))
     for batch in loader:
         with accelerator.accumulate(model):
@@ -176,7 +179,7 @@ def fabric(batches: Batches) -> None:
 
 
 def train(library: Any, batches: Batches, max_norm: float) -> None:
-    """The same call for both Trainers: no log, no evaluation, no checkpoint, no bar."""
+    """The call for both Trainers, without logs, evaluation, checkpoints and progress bar."""
     model, optimizer, scheduler, _ = parts(batches)
     with tempfile.TemporaryDirectory() as folder:
         arguments = library.TrainingArguments(
@@ -232,7 +235,7 @@ VARIANTS: dict[str, tuple[str | None, Callable[[Batches], None]]] = {
 
 
 def serve(name: str, rounds: int, turn: Connection) -> None:
-    """Be the process of one variant."""
+    """Run the process of one variant."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
@@ -244,7 +247,7 @@ def serve(name: str, rounds: int, turn: Connection) -> None:
 
 
 def measure(names: list[str], *, rounds: int) -> dict[str, list[float]]:
-    """Return microseconds per step: the mean of every measured update's, by variant."""
+    """Return microseconds per step for each variant: the mean of every measured update."""
     context = multiprocessing.get_context("spawn")
     found: dict[str, list[float]] = {name: [] for name in names}
     turns: dict[str, Connection] = {}
@@ -273,14 +276,14 @@ def table(found: dict[str, list[float]]) -> str:
 
 
 def base_store(name: str) -> str | None:
-    """The plain loop that does the same work."""
+    """Return the plain loop that does the same work."""
     if name in (PLAIN, CLIPPING, ACCUMULATING):
         return None
     return CLIPPING if name.endswith("clipping") else ACCUMULATING if name.endswith("accumulating") else PLAIN
 
 
 def undisturbed(values: list[float]) -> float:
-    """The lower quartile: what comes from outside only ever adds."""
+    """Return the lower quartile, because disturbances only increase the time."""
     return statistics.quantiles(values)[0]
 
 
@@ -297,7 +300,7 @@ def ratios(found: dict[str, list[float]]) -> str:
         )
         verdict = "met" if ratio <= limit else "missed"
         lines.append(
-            f"- {ours} adds {ratio:.2f} x what {theirs} adds to the {base} (target: {limit}, {verdict}; 95 % of "
+            f"- {ours} adds {ratio:.2f} times as much as {theirs} to the {base} (target: {limit}, {verdict}; 95 % of "
             f"resampled measurements: {again[5]:.2f} - {again[-6]:.2f})"
         )
     return "\n".join(lines)
@@ -312,11 +315,11 @@ def report(found: dict[str, list[float]], *, rounds: int) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in packages if installed(name))
     return f"""{HEADING}
 
-A 16-32-4 MLP, batches of {BATCH}, AdamW, a scheduler; a process for each variant, one thread, all on one processor.
-Microseconds of CPU time per step (waiting for a busy machine does not count), the median of {rounds} rounds, in each of which
-every variant makes {SETTLING} steps that are not measured and {STEPS} that are. "Adds" is the difference of the lower quartiles, as
-what disturbs only ever adds. The Trainers clip gradients by default, so they appear with and without; transformers computes the norm in both cases.
-Accumulating loops update once in {ACCUMULATION} steps.
+A 16-32-4 MLP, batches of {BATCH}, AdamW, a scheduler; one process per variant, one thread, all on one processor.
+The values are microseconds of CPU time per step (without waiting for a busy machine), the median of {rounds} rounds. In each round
+every variant makes {SETTLING} unmeasured and {STEPS} measured steps. "Adds" is the difference of the lower quartiles, because
+disturbances only increase the time. The Trainers clip gradients by default, so they are listed with and without clipping;
+transformers computes the norm in both cases. Accumulating loops update once every {ACCUMULATION} steps.
 
 {table(found)}
 
@@ -337,8 +340,8 @@ def processor() -> str:
 
 
 def write(section: str) -> None:
-    """Put ``section`` into RESULTS.md in the place of the one with the same heading."""
-    text = RESULTS.read_text() if RESULTS.exists() else "# Results of the benchmarks\n"
+    """Replace the section of RESULTS.md that has the same heading by ``section``."""
+    text = RESULTS.read_text() if RESULTS.exists() else "# Benchmark results\n"
     before, _, rest = text.partition(section.partition("\n")[0] + "\n")
     end = rest.find("\n## ")
     after = rest[end + 1 :] if end >= 0 else ""
@@ -356,16 +359,14 @@ def installed(package: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--only", action="append", help="a part of a variant's name; may be repeated")
-    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
+    parser.add_argument("--only", action="append", help="part of the name of a variant; may be repeated")
+    parser.add_argument("--write", action="store_true", help="write the table to benchmarks/RESULTS.md")
     options = parser.parse_args()
     missing = [name for name in PEERS if not installed(name)]
     if missing:
-        print(
-            f"!! {', '.join(missing)} not installed here: only echelon is measured. To compare: make peers, make bench."
-        )
+        print(f"!! {', '.join(missing)} not installed: only echelon is measured. To compare: make peers, make bench.")
     if missing and options.write:
-        sys.exit("--write needs all peers: a table without them says nothing")
+        sys.exit("--write requires all peers, because the table compares them")
     chosen = [
         name
         for name, (package, _) in VARIANTS.items()

@@ -1,6 +1,6 @@
-"""What `parity="exact"` costs beside "off": the same model, data and global batch on 2 gloo processes, in one run.
+"""Measures the cost of `parity="exact"` compared with "off": the same model, data and global batch on 2 gloo processes, in one run.
 
-With "off", the loader's batch is that of one process and one micro-step; with "exact", that of the whole update.
+With "off", the batch size of the loader is that of one process and micro-step; with "exact", that of the whole update.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from echelon import Accelerator
 from echelon.distributed import process_group, spawn
 
 RANKS = 2
-BATCH = 64  # samples of an update, of all processes and micro-steps
+BATCH = 64  # samples of an update, over all processes and micro-steps
 WIDTH, HIDDEN, CLASSES = 256, 1520, 10  # 5.0 million parameters
 WARM_UP = 3
 LIMIT = 1.05
 WALL, CPU = 0, 1
 
 Found = dict[str, list[list[float]]]
-"""By variant: for each turn the wall time and the CPU time, in milliseconds per update."""
+"""For each variant and turn, the wall time and the CPU time in milliseconds per update."""
 Work = Callable[[int, int, int, str], None]
-"""Takes the rank, the rounds, the updates of a turn, and the file for what rank 0 has found."""
+"""Function of the rank, the number of rounds, the updates per turn, and the file for the results of rank 0."""
 Report = Callable[[Found, int, int], str]
 
 
@@ -64,7 +64,7 @@ KINDS = [(accumulation, counts) for accumulation in (1, 4) for counts in (False,
 
 
 class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """One sample at a time, as a user's data set gives them: "exact" keys the random draws of each."""
+    """A map-style dataset, for which "exact" seeds the random draws of each sample."""
 
     def __init__(self, num_samples: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -86,7 +86,7 @@ def net() -> nn.Module:
 
 
 def turn(variant: Variant, steps: int) -> tuple[float, float]:
-    """Train for some updates; return milliseconds per update: wall, and CPU of this process."""
+    """Train for some updates; return milliseconds per update: wall time, and CPU time of this process."""
     accelerator = Accelerator(
         cpu=True,
         parity=variant.parity,
@@ -118,7 +118,7 @@ def turn(variant: Variant, steps: int) -> tuple[float, float]:
 
 
 def measure(rank: int, rounds: int, steps: int, result: str) -> None:
-    """Give every variant its turn in each round, forth and back, so that neither side of a pair is always first."""
+    """Run every variant once per round, in alternating order, so that neither side of a pair is always first."""
     torch.set_num_threads(1)
     found: Found = {}
     with process_group():
@@ -130,14 +130,14 @@ def measure(rank: int, rounds: int, steps: int, result: str) -> None:
                     wall, cpu = turn(variant, steps if number else 1)
                     sums = torch.tensor([wall, cpu]) / RANKS
                     dist.all_reduce(sums)
-                    if number:  # the first round only warms up
+                    if number:  # the first round is a warm-up
                         found.setdefault(f"{variant.parity}, {variant.kind}", []).append(sums.tolist())
     if rank == 0:
         Path(result).write_text(json.dumps(found))
 
 
 def ratios(found: Found, kind: str, column: int) -> list[float]:
-    """By round: "exact" over the "off" beside it."""
+    """Return the ratio of "exact" to "off" for each round."""
     pairs = zip(found[f"exact, {kind}"], found[f"off, {kind}"], strict=True)
     return [exact[column] / off[column] for exact, off in pairs]
 
@@ -161,16 +161,16 @@ def report(found: Found, rounds: int, steps: int) -> str:
     num_parameters = sum(p.numel() for p in net().parameters())
     return f"""## Cost of exact parity
 
-`parity="exact"` beside `"off"`: {RANKS} gloo processes with one thread each, a perceptron of {num_parameters / 1e6:.1f} million parameters, AdamW,
-global batches of {BATCH}, a data set that is read sample by sample. Milliseconds per update (CPU: the mean of the processes),
-medians of {rounds} rounds of {steps} updates; in each round the two take turns. Ratios: exact over the off beside it, the median of
-the rounds and their range.
+`parity="exact"` compared with `"off"` on {RANKS} gloo processes with one thread each: a perceptron of {num_parameters / 1e6:.1f} million parameters,
+AdamW, global batches of {BATCH}, a map-style dataset. The values are milliseconds per update (CPU: mean of the processes), medians of
+{rounds} rounds of {steps} updates, in each of which both run. The ratios are exact over off in the same round, with the median and the
+range over the rounds.
 
 | | wall, off | exact | CPU, off | exact | wall ratio | range | CPU ratio | range |
 |---|---:|---:|---:|---:|---:|---|---:|---|
 {chr(10).join(rows)}
 
-- exact costs {costs[worst]:.3f} x what off costs, where it costs most ({worst}; target: {LIMIT}, {verdict})
+- exact takes {costs[worst]:.3f} times as long as off in the worst case ({worst}; target: {LIMIT}, {verdict})
 
 {date.today()}, {processor()}, Python {platform.python_version()}; torch {version("torch")}, echelon {version("echelon")}.
 Repeat: `.venv/bin/python benchmarks/parity.py --write`.
@@ -178,11 +178,11 @@ Repeat: `.venv/bin/python benchmarks/parity.py --write`.
 
 
 def main(description: str | None, work: Work, report: Report, *, rounds: int, steps: int) -> None:
-    """Let ``work`` measure on its ranks, and print or write what ``report`` makes of it."""
+    """Run ``work`` on its ranks, and print or write the section that ``report`` returns."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="write the table to benchmarks/RESULTS.md")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:

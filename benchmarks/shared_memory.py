@@ -1,6 +1,6 @@
-"""What a data set costs in memory on one machine: with one copy for all ranks (`share_dataset`), and with one in each.
+"""Measures the memory of a dataset on one machine, with one copy for all ranks (`share_dataset`) and with one copy per rank.
 
-The sum over the ranks of PSS (/proc/self/smaps_rollup): a page that k processes map counts 1/k in each of them.
+The measure is the sum of PSS over the ranks (/proc/self/smaps_rollup): a page mapped by k processes counts 1/k in each of them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from echelon import share_dataset
 from echelon.distributed import process_group, spawn
 
 RANKS = 4
-SHARED, OWN = "one copy, `share_dataset`", "one in each rank"
+SHARED, OWN = "one copy, `share_dataset`", "one copy per rank"
 LIMIT = 1.2
 ROLLUP = Path("/proc/self/smaps_rollup")
 
 
 def total_pss() -> int:
-    """Return the bytes of all ranks together."""
+    """Return the total bytes of all ranks."""
     dist.barrier()
     (line,) = (line for line in ROLLUP.read_text().splitlines() if line.startswith("Pss:"))
     total = torch.tensor(int(line.split()[1]) * 1024)
@@ -59,23 +59,23 @@ def run(function: Callable[..., None], *args: object) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=200)
-    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="write the table to benchmarks/RESULTS.md")
     options = parser.parse_args()
     if not ROLLUP.exists():
-        print("!! no /proc/self/smaps_rollup here: PSS is Linux's, nothing is measured.")
+        print("!! no /proc/self/smaps_rollup: PSS requires Linux, nothing is measured.")
         return
     grown = {name: run(measure, name == SHARED, options.megabytes) for name in (SHARED, OWN)}
     rows = [f"| {name} | {size:.0f} | {size / options.megabytes:.2f} |" for name, size in grown.items()]
     ratio = grown[SHARED] / options.megabytes
-    section = f"""## Memory of a data set
+    section = f"""## Memory of a dataset
 
-A tensor of {options.megabytes} MB on {RANKS} ranks of one machine, read by each of them: by how much the sum of their PSS grows.
+The growth of the sum of PSS over {RANKS} ranks of one machine that all read a tensor of {options.megabytes} MB.
 
-| | MB | times the data |
+| | MB | multiple of the data |
 |---|---:|---:|
 {chr(10).join(rows)}
 
-- one copy costs {ratio:.2f} x the data (target: {LIMIT}, {"met" if ratio < LIMIT else "missed"})
+- one copy takes {ratio:.2f} x the size of the data (target: {LIMIT}, {"met" if ratio < LIMIT else "missed"})
 
 {date.today()}, {processor()}, Python {platform.python_version()}; torch {version("torch")}, echelon {version("echelon")}.
 Repeat: `.venv/bin/python benchmarks/shared_memory.py --write`.

@@ -1,4 +1,4 @@
-"""Ranks of a checkpoint as threads of one process, and a guard against code and files that a checkpoint must not touch."""
+"""Simulates the ranks of a checkpoint by threads, and checks that loading runs no code and opens no other files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def world_of_threads(rank: int, world_size: int) -> World:
 
 
 def gathers(world_size: int) -> list[Gather]:
-    """Return how ranks talk that are threads."""
+    """Return a ``gather`` function for each rank, for ranks that are threads."""
     barrier = threading.Barrier(world_size, timeout=120)
     told: list[bytes] = [b""] * world_size
 
@@ -50,14 +50,14 @@ def gathers(world_size: int) -> list[Gather]:
 
 
 def on_threads(run: Callable[[World, Gather], Any], world_size: int) -> list[Any]:
-    """Call ``run`` on each rank, and return the results; the first error is raised."""
+    """Call ``run`` on each rank and return the results. Raises the first error."""
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}
 
     def one(rank: int, gather: Gather) -> None:
         try:
             results[rank] = run(world_of_threads(rank, world_size), gather)
-        except BaseException as error:  # noqa: BLE001 - raised below, in the test's own thread
+        except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the test
             errors[rank] = error
 
     threads = [threading.Thread(target=one, args=(rank, gather)) for rank, gather in enumerate(gathers(world_size))]
@@ -71,7 +71,7 @@ def on_threads(run: Callable[[World, Gather], Any], world_size: int) -> list[Any
 
 
 def content_of(step: int, rank: int) -> Content:
-    """Return a small state that tells the step and the rank that it is of."""
+    """Return a small state that identifies its step and rank."""
     return Content(
         tensors={"w": torch.full((3,), float(step)), f"of_rank_{rank}": torch.full((2,), float(step))},
         objects={"step": step},
@@ -89,7 +89,7 @@ def save_on_threads(target: Path, step: int, *, world_size: int = 2, storage: St
 
 @contextmanager
 def no_code_and_no_other_files(folder: Path) -> Iterator[None]:
-    """Fail the block when it unpickles a name, starts something, or opens a file that is not in ``folder``."""
+    """Fail if the block unpickles a name, starts a process, or opens a file outside ``folder``."""
     touched: list[str] = []
     allowed = (str(folder), sys.prefix, sys.base_prefix, "/proc/self/", str(Path(__file__).parent.parent / "src"))
 
@@ -102,7 +102,7 @@ def no_code_and_no_other_files(folder: Path) -> Iterator[None]:
             if not path.startswith(allowed):
                 touched.append(f"open {path}")
 
-    if not _INSTALLED:  # an audit hook stays for the life of the process
+    if not _INSTALLED:  # an audit hook cannot be removed
         sys.addaudithook(lambda event, arguments: [each(event, arguments) for each in list(_WATCHED)] and None)
         _INSTALLED.append(True)
     _WATCHED.append(watch)

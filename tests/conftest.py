@@ -1,4 +1,4 @@
-"""Checks around every test: nothing is left behind; and the end of the rank workers."""
+"""Leak checks around every test, and the shutdown of the rank workers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from tests import harness, order
 from tests.leaks import ENVIRON_OF_OTHERS, Snapshot, settled_leaks
 
-# A shell's background job (`make test &`) ignores SIGINT, and every program that a test starts and interrupts would, too.
+# A background job of a shell (`make test &`) ignores SIGINT, and programs started by tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# With it each part of a `print` is a write of its own, and the lines of ranks that share a pipe mix.
+# With this variable each part of a `print` is a separate write, so the lines of ranks that share a pipe are mixed.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 
@@ -27,23 +27,23 @@ def nothing_left_behind() -> Iterator[None]:
     found = settled_leaks(before)
     if not found:
         return
-    _restore(before)  # the next test is not to fail for this one
-    pytest.fail("this test left something behind:\n  " + "\n  ".join(found), pytrace=False)
+    _restore(before)  # the next test must not fail because of this one
+    pytest.fail("this test leaks:\n  " + "\n  ".join(found), pytrace=False)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("deepspeed") is not None:
-        # DeepSpeed compiles a function when it is imported: a second and more of each new rank.
+        # DeepSpeed compiles a function at import, which takes more than a second on each new rank.
         harness.import_ahead("torch._inductor.compile_fx")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In several processes (``make test``), bring the files into an order in which none is left for the end that takes long.
+    """Order the test files for several processes (``make test``), so that no long file starts at the end.
 
-    xdist gives whole files away, in this order (--no-loadscope-reorder): by itself it would begin with those of many tests, and those
-    of one long test come last, while the other process has nothing to do. Files whose tests wait for the start of programs are
-    mixed with those that compute.
+    xdist distributes whole files in this order (--no-loadscope-reorder). By default it would start with files of many tests, and a file
+    with one long test would run last, while the other processes are idle. Files whose tests wait for programs are mixed with files
+    that compute.
     """
     if not hasattr(config, "workerinput"):
         return

@@ -1,4 +1,4 @@
-"""An engine as a third party may write it: ddp, and a count of what it did."""
+"""A third-party engine for tests: ddp with counters of its calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CountingEngine(DelegatingEngine):
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Let the block find the engine as that of an installed package: by the metadata that an installer writes."""
+    """Make the engine available in the block as that of an installed package, through the metadata that an installer writes."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         metadata = Path(folder, "counting-1.0.dist-info")
         metadata.mkdir()

@@ -1,4 +1,4 @@
-"""torch.nn.DataParallel over several "devices" of a machine that has none: its own code, with the CPU in their place."""
+"""Runs the code of torch.nn.DataParallel on several simulated devices, all of which are the CPU."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["cpu_devices"]
 
 @contextmanager
 def cpu_devices(count: int) -> Iterator[None]:
-    """Let DataParallel, and the engine dp, see ``count`` devices; what they copy to a device is cloned instead."""
+    """Make DataParallel and the engine dp see ``count`` devices; copies to a device are clones."""
     plain_init = nn.DataParallel.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         plain_init(self, *args, **kwargs)
         self.src_device_obj = torch.device("cpu")
 
-    # Functions of the same names hide these modules.
+    # Functions of the same names shadow these modules.
     wrapper, copying = (sys.modules[f"torch.nn.parallel.{name}"] for name in ("data_parallel", "replicate"))
     with pytest.MonkeyPatch.context() as patch:
         for module in (dp, plain_process):
@@ -54,10 +54,10 @@ def _in_threads(replicas: Any, inputs: Any, kwargs: Any, devices: Any) -> list[A
     grad_enabled, results = torch.is_grad_enabled(), [None] * len(replicas)
 
     def run(i: int) -> None:
-        torch.set_grad_enabled(grad_enabled)  # of this thread
+        torch.set_grad_enabled(grad_enabled)  # thread-local
         try:
             results[i] = replicas[i](*inputs[i], **kwargs[i])
-        except Exception as error:  # noqa: BLE001 - as torch does: it is raised in the main thread
+        except Exception as error:  # noqa: BLE001 - raised in the main thread, as in torch
             results[i] = error
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(len(replicas))]
@@ -72,7 +72,7 @@ def _in_threads(replicas: Any, inputs: Any, kwargs: Any, devices: Any) -> list[A
 
 
 class _Chunks:
-    """torch splits a batch like this, into fewer parts where there are fewer samples."""
+    """Split a batch like torch does, into fewer parts if there are fewer samples."""
 
     @staticmethod
     def apply(devices: Any, _sizes: Any, dim: int, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,8 +1,8 @@
-"""Do processes of a bitwise run end well? Run it as ``python -m tests.exit_aborts``; it is no test of the suite.
+"""Checks that processes of a bitwise run exit cleanly: ``python -m tests.exit_aborts``. It is not part of the test suite.
 
-A prototype died at exit, after all work and destroy_process_group(), with "terminate called without an active exception".
-Each run here is three processes that train with canonical shards, leave the group and end as an interpreter ends. Most are
-forked from one that has imported everything, so that there can be many runs; every 25th run starts new interpreters.
+A prototype aborted at exit, after destroy_process_group(), with "terminate called without an active exception". Each run starts
+three processes that train with canonical shards, destroy the group and exit like an interpreter. Most processes are forked from one
+that has imported all modules, which allows many runs; every 25th run starts new interpreters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMIT_S = 600.0
 
 
 def train(engine: str) -> None:
-    """Make some updates, and leave the group."""
+    """Make some updates, and destroy the group."""
     accelerator = Accelerator(cpu=True, parity="bitwise", engine=engine, seed=1)
     model: Any = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 4))
     optimizer: Any = torch.optim.AdamW(model.parameters())
@@ -49,7 +49,7 @@ def train(engine: str) -> None:
 
 
 def forked(variables: dict[str, str], engine: str, output: Path) -> list[int]:
-    """Return the exit codes of forked processes, each with a teardown of its interpreter."""
+    """Return the exit codes of forked processes, each of which finalizes its interpreter."""
     children = []
     for rank in range(WORLD_SIZE):
         child = os.fork()
@@ -94,12 +94,12 @@ def fresh(variables: dict[str, str], engine: str, output: Path) -> list[int]:
         while any(child.poll() is None for child in children) and time.monotonic() < deadline:
             time.sleep(0.02)
         for child in children:
-            child.kill()  # one that has ended keeps its exit code
+            child.kill()  # a process that has exited keeps its exit code
         return [child.wait() for child in children]
 
 
 def _meeting_place() -> dict[str, str]:
-    """Return a port that is free now: rank zero opens it. A store in this process would be a thread that is forked."""
+    """Return a free port for rank zero. (A store in this process would be a thread, which must not be forked.)"""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(one.getsockname()[1])}
@@ -113,7 +113,7 @@ def _place(variables: dict[str, str], rank: int) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=500)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after that time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after this time")
     parser.add_argument("--train", choices=ENGINES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
@@ -122,7 +122,7 @@ def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for name in ENGINES:
         load_engine(name)
-    import_module("torch._dynamo")  # the first optimizer imports it
+    import_module("torch._dynamo")  # otherwise imported by the first optimizer
     began, done, bad = time.monotonic(), {"forked": 0, "fresh": 0}, 0
     for number in range(options.runs):
         if time.monotonic() - began > options.seconds:
@@ -139,10 +139,8 @@ def main() -> None:
                     flush=True,
                 )
         if number % 10 == 9:
-            print(f"{number + 1} runs, {bad} ended badly", flush=True)
-    print(
-        f"{sum(done.values())} runs ({done['forked']} forked, {done['fresh']} of new interpreters), {bad} ended badly"
-    )
+            print(f"{number + 1} runs, {bad} failed", flush=True)
+    print(f"{sum(done.values())} runs ({done['forked']} forked, {done['fresh']} of new interpreters), {bad} failed")
     sys.exit(bad > 0)
 
 

@@ -1,8 +1,8 @@
-"""Run a test's function on several gloo ranks, in worker processes that live as long as the pytest run.
+"""Runs a test's function on several gloo ranks, in worker processes that live as long as the pytest session.
 
-A call looks like this::
+Example::
 
-    def _sum(x: float) -> float:  # module level: it travels by reference
+    def _sum(x: float) -> float:  # at module level, because it is pickled by reference
         total = torch.tensor(x + dist.get_rank())
         dist.all_reduce(total)
         return total.item()
@@ -47,14 +47,14 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-START_LIMIT_S = 180.0  # a cold `import torch` on a busy machine; not part of any test's timeout
-# Once one rank has failed, or the time is up, the others get so long in which nothing moves in any of them (tests/quiet.py): a
-# busy machine makes a rank late, not silent.
+START_LIMIT_S = 180.0  # for a cold `import torch` on a busy machine; not part of a test's timeout
+# After a failure or a timeout, the remaining ranks are waited for until they have been quiet for this long (tests/quiet.py): on a
+# busy machine a rank is late, but not quiet.
 GRACE_S = 1.0
-BUSY_S = 30.0  # ranks that go on polling or computing for so long are silent, too
+BUSY_S = 30.0  # ranks that keep polling or computing for this long count as silent, too
 TEARDOWN_S = 60.0
 STACK_S = 30.0
-# Groups that a library keeps (DeepSpeed does): each has three threads that poll, and a hundred of them make every test slow.
+# Groups that a library keeps, such as DeepSpeed's: each has three polling threads, and a hundred groups slow down every test.
 MAX_THREADS = 40
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OF_A_WORKER = {
@@ -68,7 +68,7 @@ _OF_A_WORKER = {
 
 
 class RanksFailed(AssertionError):
-    """Some ranks raised or died; ``errors`` maps each of them to its exception (RankDied, or what it raised)."""
+    """Some ranks raised or died; ``errors`` maps each of them to its exception (RankDied for a dead process)."""
 
     def __init__(self, text: str, errors: dict[int, BaseException]) -> None:
         super().__init__(text)
@@ -84,7 +84,7 @@ class RanksHung(AssertionError):
 
 
 class RankDied(RuntimeError):
-    """The process of a rank ended without an answer."""
+    """The process of a rank exited without an answer."""
 
 
 def run_on_ranks(
@@ -98,13 +98,13 @@ def run_on_ranks(
     """Call ``fn(*args, **kwargs)`` on each of ``world_size`` ranks and return their results in rank order.
 
     Args:
-        fn: a function at the top of a test module; arguments and results are pickled.
-        timeout: seconds for the call; starting the workers is not counted.
-        init_group: True makes a fresh default gloo group around the call. False leaves that to ``fn``: the environment
-            (which is the caller's, plus the variables that torchrun sets) serves ``init_process_group("env://")``.
+        fn: a module-level function of a test module; arguments and results are pickled.
+        timeout: seconds for the call, not including the start of workers.
+        init_group: True creates a new default gloo group for the call. False leaves that to ``fn``: the environment
+            (the caller's, plus the variables that torchrun sets) works with ``init_process_group("env://")``.
     Raises:
-        RanksFailed: a rank raised or died. The first failure ends the call for all.
-        RanksHung: a rank did not answer in time; the text shows its stack.
+        RanksFailed: a rank raised or died. The first failure ends the call on all ranks.
+        RanksHung: a rank did not answer in time. The message contains its stack.
     """
     work = pickle.dumps((fn, args, kwargs))
     workers = _POOL.workers(world_size)
@@ -122,7 +122,7 @@ def run_on_ranks(
             )
         try:
             answers, silent_too_long = _collect(workers, timeout=timeout)
-        except BaseException:  # Ctrl-C, or a plugin's own time limit: the workers are in the middle of something
+        except BaseException:  # Ctrl-C, or a time limit of a plugin: the workers are still running
             shut_down()
             raise
         failed = sorted(r for r, answer in answers.items() if not isinstance(answer, rank_worker.Returned))
@@ -163,7 +163,7 @@ def shut_down(*, for_good: bool = False) -> None:
     """Kill every worker; the next call starts new ones.
 
     Args:
-        for_good: the session ends: kill the process that starts them, too.
+        for_good: also kill the process that forks the workers, at the end of the session.
     """
     _POOL.close()
     if for_good and _POOL.nursery is not None:
@@ -172,9 +172,9 @@ def shut_down(*, for_good: bool = False) -> None:
 
 
 def import_ahead(*modules: str) -> None:
-    """Let ranks be forked from a process that has imported ``modules``: for those that the tests of a file import on every rank.
+    """Import ``modules`` in the process that forks the ranks, for modules that a test file imports on every rank.
 
-    Workers that were started without them are ended.
+    Workers that were started without them are killed.
     """
     if not _POOL.modules.issuperset(modules):
         _POOL.modules.update(modules)
@@ -182,7 +182,7 @@ def import_ahead(*modules: str) -> None:
 
 
 def open_files() -> set[int]:
-    """Return the descriptors that stay open in this process for the ranks, and are no test's leak."""
+    """Return the descriptors that stay open in this process for the ranks, and do not count as leaks."""
     _open_store_pipe()
     kept = set() if _POOL.nursery is None else {_POOL.nursery.fileno()}
     return (
@@ -193,7 +193,7 @@ def open_files() -> set[int]:
 
 
 def _collect(workers: list[_Worker], *, timeout: float) -> tuple[dict[int, Any], bool]:
-    """Return the answers by rank (RankDied for a dead process), and whether the time was up with ranks still silent."""
+    """Return the answers by rank (RankDied for a dead process), and whether ranks were still silent at the timeout."""
     answers: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     ending = False
@@ -204,11 +204,11 @@ def _collect(workers: list[_Worker], *, timeout: float) -> tuple[dict[int, Any],
         if ending or left <= 0:
             quiet = quiet or QuietTime()
             is_quiet = quiet.look(workers[rank].process.pid for rank in pending.values()) > GRACE_S
-            # What came since the last look counts: the ranks may be quiet because they have answered.
+            # Check for answers since the last poll, as the ranks may be quiet because they have answered.
             if (is_quiet or left < -BUSY_S) and not wait(list(pending), timeout=0):
                 return answers, not ending
         readable = wait(list(pending), timeout=0.05 if quiet is not None else min(left, 0.5))
-        # A dead rank's socket stays open while a child that it forked lives: ask for its exit code as well.
+        # The socket of a dead rank stays open while a forked child lives, so check its exit code as well.
         dead = [c for c, rank in pending.items() if c not in readable and workers[rank].process.poll() is not None]
         for connection in [*readable, *dead]:
             assert isinstance(connection, Connection)
@@ -233,12 +233,12 @@ def _raise_failed(answers: dict[int, Any], failed: list[int], silent: list[int])
             errors[rank] = pickle.loads(answer.error)
         parts.append(f"----- rank {rank} raised\n{answer.text}")
     if silent:
-        parts.append(f"----- still running when the others were told to stop: {_ranks(silent)}\n")
+        parts.append(f"----- still running when the others were stopped: {_ranks(silent)}\n")
     raise RanksFailed(f"{_ranks(failed)} of {len(answers) + len(silent)} failed\n" + "".join(parts), errors)
 
 
 def _raise_hung(stacks: dict[int, str], silent: list[int], *, world_size: int, timeout: float) -> NoReturn:
-    shown = "".join(f"----- rank {rank} is here\n{stack}" for rank, stack in stacks.items())
+    shown = "".join(f"----- stack of rank {rank}\n{stack}" for rank, stack in stacks.items())
     raise RanksHung(f"{_ranks(silent)} of {world_size} did not answer within {timeout:g} s\n{shown}", silent)
 
 
@@ -253,7 +253,7 @@ def _environment(variables: dict[str, str], *, rank: int, world_size: int) -> di
 
 
 def _open_store_pipe() -> None:
-    """Let libuv, on which torch's TCPStore runs, open the pipe that it keeps for the whole process."""
+    """Make libuv, which torch's TCPStore uses, open the pipe that it keeps for the whole process."""
     if _POOL.store_pipe or "torch.distributed" not in sys.modules or not Path("/proc/self/fd").exists():
         return
     from torch.distributed import TCPStore
@@ -261,14 +261,14 @@ def _open_store_pipe() -> None:
     before = set(os.listdir("/proc/self/fd"))
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     del store
-    # Both ends of a pipe are in one process, and the server's own sockets are gone with it.
+    # Both ends of the pipe are in this process; the sockets of the server were closed with it.
     new = {int(fd) for fd in set(os.listdir("/proc/self/fd")) - before}
     _POOL.store_pipe |= {fd for fd in new if os.path.exists(f"/proc/self/fd/{fd}")}
 
 
 @contextmanager
 def rendezvous(init_group: bool) -> Iterator[dict[str, str]]:
-    """Give the variables of ``env://``, and keep its store in this process: no port is guessed, none can be stolen."""
+    """Yield the variables for ``env://``, with a store in this process, so that no other process can take its port."""
     if init_group:
         yield {}
         return
@@ -287,7 +287,7 @@ def rendezvous(init_group: bool) -> Iterator[dict[str, str]]:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return whether the process has a handler of the signal: a forked one has its parent's, a program of its own none."""
+    """Return whether the process handles the signal: a forked process has its parent's handlers, a new program has none."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -296,7 +296,7 @@ def _catches(pid: int, number: int) -> bool:
 
 
 class _Worker:
-    """One process, its connection, and the files that its output and its stack dumps go to."""
+    """A process, its connection, and the files for its output and stack dumps."""
 
     def __init__(self, folder: Path, number: int, nursery: Nursery, modules: Collection[str]) -> None:
         self._output = folder / f"{number}.out"
@@ -314,7 +314,7 @@ class _Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Can it be called?"""
+        """Whether it can be called."""
         return not self.connection.closed and self.process.poll() is None
 
     def wait_ready(self, deadline: float) -> None:
@@ -331,11 +331,11 @@ class _Worker:
 
     def send(self, call: rank_worker.Call) -> None:
         self._answered = False
-        with suppress(BrokenPipeError):  # it died since its last call: receive() says how
+        with suppress(BrokenPipeError):  # it died after its last call; receive() reports how
             self.connection.send_bytes(pickle.dumps(call))
 
     def receive(self) -> Any:
-        """Return the next message; RankDied when there can be none."""
+        """Return the next message, or RankDied if the process is dead."""
         try:
             if self.process.poll() is not None and not self.connection.poll():
                 raise EOFError
@@ -346,7 +346,7 @@ class _Worker:
         return message
 
     def finish(self) -> None:
-        """Let the worker clean up after its answer; one that cannot is killed, and the next call starts another."""
+        """Let the worker clean up after its answer. If it cannot, it is killed, and the next call starts a new one."""
         if not self._answered or self.process.poll() is not None:
             self.kill()
             return
@@ -360,7 +360,7 @@ class _Worker:
             self.kill()
 
     def stack(self) -> str:
-        """Return the Python stacks of the process, which is not answering, and of its loader workers."""
+        """Return the Python stacks of the unresponsive process and of its loader workers."""
         own, *children = with_children([self.process.pid])
         text = self._dump(own)
         for pid in children:
@@ -375,8 +375,8 @@ class _Worker:
             os.kill(pid, signal.SIGUSR2)
         except ProcessLookupError:
             return ""
-        # faulthandler marks no end, but writes the main thread last, and of that the line of `python -c`, or dots after
-        # its hundredth frame.
+        # faulthandler does not mark the end. It writes the main thread last, which ends with the line of `python -c`, or with
+        # dots after the hundredth frame.
         while not (text := self._stacks.read_text()[already:]).endswith((" in <module>\n", "  ...\n")):
             if time.monotonic() > deadline or self.process.poll() is not None:
                 break
@@ -384,7 +384,7 @@ class _Worker:
         return text
 
     def new_output(self, prefix: str) -> str:
-        """Return what the worker has printed since the last time, each line with ``prefix``."""
+        """Return the output of the worker since the last call, with ``prefix`` before each line."""
         with self._output.open("rb") as file:
             file.seek(self._read)
             data = file.read()
@@ -400,7 +400,7 @@ class _Worker:
         try:
             code = self.process.wait(timeout=TEARDOWN_S)
         except subprocess.TimeoutExpired:
-            return RankDied("closed its connection but lives")
+            return RankDied("closed its connection but is alive")
         if code < 0:
             return RankDied(f"died of signal {signal.Signals(-code).name}")
         return RankDied(f"died with exit code {code}")
@@ -414,17 +414,17 @@ class _Pool:
     nursery: Nursery | None = None
     store_pipe: set[int] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
-    """Which every worker has imported from its start on."""
+    """Modules that every worker has imported at its start."""
 
     def workers(self, count: int) -> list[_Worker]:
-        """Return ``count`` workers that wait for a call; start those that are missing, all at once.
+        """Return ``count`` workers that wait for a call; start missing ones at the same time.
 
-        A process keeps its rank: torch keeps device meshes in caches that do not know of another one.
+        A process keeps its rank, because torch caches device meshes without regard to the rank.
         """
         if self.folder is None:
             self.folder = Path(tempfile.mkdtemp(prefix="rank-workers-"))
         if self.nursery is None:
-            # Each call brings its own environment; what a test has set right now must not stay in the workers.
+            # Each call passes its own environment; the variables of the current test must not stay in the workers.
             environ = {n: v for n, v in _AT_IMPORT.items() if n not in _OF_A_RANK}
             self.nursery = Nursery({**environ, **_OF_A_WORKER})
         for rank in range(count):

@@ -1,7 +1,7 @@
-"""A program for tests/unit/test_checkpoint_killed.py: saves of several ranks, of which one is killed at one file operation.
+"""A program for tests/unit/test_checkpoint_killed.py: saves on several ranks, one of which is killed at a file operation.
 
-The ranks are forked from this process, which has imported torch and done nothing with it, and talk through pipes. Like a
-launcher, this process kills the others when one has died.
+The ranks are forked from this process, which has imported but not used torch, and communicate through pipes. Like a launcher, this
+process kills the remaining ranks when one has died.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _counted(name: str) -> Any:
     def method(self: Any, *arguments: Any) -> Any:
         self.left -= name in CHANGES
         if name in CHANGES and self.left == 0:
-            if name == "write":  # in the middle of it
+            if name == "write":  # in the middle of the write
                 self.inner.write(arguments[0], memoryview(arguments[1])[: len(arguments[1]) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         return getattr(self.inner, name)(*arguments)
@@ -43,7 +43,7 @@ def _counted(name: str) -> Any:
 
 
 class Killing(Storage):
-    """Kills its process at the ``at``-th operation that changes something; 0: never."""
+    """Storage that kills its process at the ``at``-th modifying operation; 0: never."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -79,7 +79,7 @@ def _run(scenario: str, folder: Path, victim: int, at: int) -> bool:
             try:
                 _rank(rank, theirs, scenario, folder, at if rank == victim else 0)
                 code = 0
-            except BaseException:  # noqa: BLE001 - the process ends here
+            except BaseException:  # noqa: BLE001 - the process exits here
                 traceback.print_exc()
             finally:
                 os._exit(code)
@@ -116,7 +116,7 @@ def _found(folder: Path) -> int | None:
 
 
 def main(scratch: Path, every: int) -> None:
-    """Kill each of two ranks at each ``every``-th operation; print how often, and fail when nothing can be loaded."""
+    """Kill each of two ranks at each ``every``-th operation; print the number of kills, and fail if no checkpoint can be loaded."""
     template = scratch / "template"
     template.mkdir()
     _run("first", template, 0, 0)

@@ -1,4 +1,4 @@
-"""What a test must not leave behind: environment variables, threads, open files, a default process group."""
+"""Detects leaks of a test: environment variables, threads, open files, a default process group."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests import harness
 
 __all__ = ["ENVIRON_OF_OTHERS", "Snapshot", "leaks", "settled_leaks"]
 
-# Written by the test runner or by a library on first use, and no business of the test that came first.
+# Set by the test runner, or by a library on first use, and therefore not a leak of the first test.
 ENVIRON_OF_OTHERS = frozenset({"PYTEST_CURRENT_TEST", "PYTEST_VERSION", "TORCHINDUCTOR_CACHE_DIR"})
-_THREADS_OF_OTHERS = frozenset({"TMonitor"})  # tqdm keeps one for the whole process
+_THREADS_OF_OTHERS = frozenset({"TMonitor"})  # tqdm keeps one thread for the whole process
 _FILES_OF_OTHERS = frozenset({"/dev/urandom", "/dev/null"})
 
 
@@ -41,7 +41,7 @@ class Snapshot:
 
 
 def leaks(before: Snapshot, after: Snapshot) -> list[str]:
-    """Return one line for each thing that ``after`` has and ``before`` had not."""
+    """Return one line for each item in ``after`` that is not in ``before``."""
     found = []
     for name in sorted(before.environ.keys() | after.environ.keys()):
         old, new = before.environ.get(name), after.environ.get(name)
@@ -52,14 +52,14 @@ def leaks(before: Snapshot, after: Snapshot) -> list[str]:
     found += sorted(f"thread {thread.name!r} is still running" for thread in after.threads - before.threads)
     found += sorted(f"file descriptor {fd} is still open: {target}" for fd, target in after.files - before.files)
     if after.has_group and not before.has_group:
-        found.append("the default process group is still there")
+        found.append("the default process group still exists")
     return found
 
 
 def settled_leaks(
     before: Snapshot, *, take: Callable[[], Snapshot] = Snapshot.take, patience_s: float = 30.0
 ) -> list[str]:
-    """Return the leaks that remain: a thread that is just ending, or a file in a reference cycle, is none."""
+    """Return the leaks that remain after waiting for ending threads and collecting reference cycles."""
     deadline = time.monotonic() + patience_s
     found = leaks(before, take())
     while found and time.monotonic() < deadline:
@@ -71,7 +71,7 @@ def settled_leaks(
 
 def _open_files() -> frozenset[tuple[int, str]]:
     folder = Path("/proc/self/fd")
-    if not folder.exists():  # macOS: the Linux run of the same tests sees the leak
+    if not folder.exists():  # macOS: the same tests detect the leak on Linux
         return frozenset()
     ours = harness.open_files() | _resource_tracker_file()
     found = set()
@@ -80,19 +80,19 @@ def _open_files() -> frozenset[tuple[int, str]]:
         try:
             target = os.readlink(entry)
         except OSError:
-            continue  # the descriptor of this very listing
+            continue  # the descriptor of this listing
         if fd not in ours and target not in _FILES_OF_OTHERS and not target.startswith(f"/proc/{os.getpid()}/fd"):
             found.add((fd, target))
     return frozenset(found)
 
 
 def _resource_tracker_file() -> set[int]:
-    """Return the pipe to the helper process that multiprocessing starts once and keeps until the interpreter ends."""
+    """Return the pipe to the resource tracker, which multiprocessing starts once and keeps until the interpreter exits."""
     module = sys.modules.get("multiprocessing.resource_tracker")
     fd = module._resource_tracker._fd if module is not None else None
     return {fd} if fd is not None else set()
 
 
 def _has_default_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")  # not imported: no group
+    distributed = sys.modules.get("torch.distributed")  # if it is not imported, there is no group
     return distributed is not None and distributed.is_available() and distributed.is_initialized()

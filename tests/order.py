@@ -1,4 +1,4 @@
-"""The order in which the test files are given to several processes."""
+"""The order in which the test files are distributed to several processes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Collection
 
 __all__ = ["mixed"]
 
-# Half a minute each and more.
+# Each takes half a minute or more.
 _LONGEST = ("tests/programs/", "tests/launch/test_restarts.py", "tests/launch/test_preemption.py")
-# Their tests start programs, and wait for them.
+# The tests in these folders start programs and wait for them.
 _WAITING = ("tests/launch/", "tests/machines/", "tests/side_by_side/")
 _COMPUTING = "tests/ranks/"
 
 
 def mixed(files: Collection[str]) -> list[str]:
-    """Return the files: the longest, then those that wait and those that compute evenly mixed, and the shortest."""
+    """Return the longest files, then waiting and computing files evenly mixed, then the shortest."""
     longest = [name for name in files if name.startswith(_LONGEST)]
     waiting = [name for name in files if name.startswith(_WAITING) and name not in longest]
     computing = [name for name in files if name.startswith(_COMPUTING)]

@@ -1,4 +1,4 @@
-"""Tell a process that waits for others from one that is at work, or that a busy machine has not let run."""
+"""Distinguishes a process that waits for others from one that works, or that is not scheduled on a busy machine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PROC = Path("/proc")
 
 
 class QuietTime:
-    """For how long processes, and their children, have done nothing but wait.
+    """Measures for how long processes and their children have only been waiting.
 
-    A fixed time that the others get "to answer" is spent in the run queue where the machine is busy. This one runs only while
-    all of them sleep, and their main threads are not even woken: whoever computes, polls, reads a disk or stands in the queue
-    is at work. Where there is no /proc (macOS) it is the time since the first look.
+    On a busy machine processes may spend a fixed time limit in the run queue. This time only passes while all processes sleep
+    and their main threads are not woken. A process that computes, polls, reads from a disk or is in the run queue counts as
+    working. Without /proc (macOS) it is the time since the first call.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class QuietTime:
         self._at_work: set[int] = set()
 
     def look(self, pids: Iterable[int]) -> float:
-        """Look at ``pids``, and return the seconds since something last moved there."""
+        """Return the seconds since the last activity of ``pids``."""
         now, moved = time.monotonic(), False
         if _PROC.exists():
             seen = {pid: _switches(pid) for pid in with_children(pids)}
             at_work = {thread for pid in seen for thread in _at_work(pid)}
-            # Other threads than the main one, gloo's, look around a hundred times a second, and may be seen at it.
+            # gloo's threads poll a hundred times a second, and may be active at this moment.
             stays = at_work & (self._at_work | seen.keys())
             moved = seen != self._seen or bool(stays)
             self._seen, self._at_work = seen, at_work
@@ -41,15 +41,15 @@ class QuietTime:
 
 
 def wait_until_quiet(pid: int, *, for_s: float = 0.03, within_s: float = 60.0) -> None:
-    """Wait until the process ``pid`` waits for something: has done nothing else for ``for_s``."""
+    """Wait until the process ``pid`` has only been waiting for ``for_s`` seconds."""
     quiet, deadline = QuietTime(), time.monotonic() + within_s
     while quiet.look([pid]) < for_s:
-        assert time.monotonic() < deadline, f"process {pid} is still at work"
+        assert time.monotonic() < deadline, f"process {pid} is still working"
         time.sleep(for_s / 3)
 
 
 def with_children(pids: Iterable[int]) -> Iterator[int]:
-    """Yield ``pids``, each followed by its children and theirs; without /proc only ``pids``."""
+    """Yield ``pids``, each followed by its descendants; without /proc only ``pids``."""
     for pid in pids:
         yield pid
         for task in (_PROC / str(pid) / "task").glob("*"):
@@ -58,7 +58,7 @@ def with_children(pids: Iterable[int]) -> Iterator[int]:
 
 
 def _switches(pid: int) -> list[str]:
-    """Return how often the main thread has gone to sleep, and was pushed aside."""
+    """Return the numbers of voluntary and involuntary context switches of the main thread."""
     with suppress(OSError):
         text = (_PROC / str(pid) / "status").read_text()
         return [line for line in text.splitlines() if "ctxt_switches" in line]
@@ -66,7 +66,7 @@ def _switches(pid: int) -> list[str]:
 
 
 def _at_work(pid: int) -> Iterator[int]:
-    """Give the threads that run, wait for a processor, or wait for a disk."""
+    """Yield the threads that run, or wait for a processor or a disk."""
     for task in (_PROC / str(pid) / "task").glob("*"):
         with suppress(OSError):
             if (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD":

@@ -1,4 +1,4 @@
-"""The process from which the rank workers of ``run_on_ranks`` are forked: torch is imported once, not by each of them."""
+"""The process from which the rank workers of ``run_on_ranks`` are forked, so that torch is imported only once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _POLL_S = 0.002
 
 @final
 class Forked:
-    """A process that a ``Nursery`` has forked: what ``subprocess.Popen`` would be for it."""
+    """A process forked by a ``Nursery``, with the interface of ``subprocess.Popen``."""
 
     def __init__(self, pid: int, end: Path) -> None:
         self.pid = pid
@@ -35,35 +35,35 @@ class Forked:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, a signal's negated; None: it runs."""
+        """Return the exit code (negative for a signal), or None if it is running."""
         if self._code is None:
             with suppress(FileNotFoundError):
                 self._code = int(self._end.read_text())
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, and return the exit code. Raises: subprocess.TimeoutExpired."""
+        """Wait for the exit, and return the exit code. Raises: subprocess.TimeoutExpired."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired("a rank worker", timeout or 0.0)
-            time.sleep(_POLL_S)  # the end of somebody else's child cannot be waited for
+            time.sleep(_POLL_S)  # only its parent can wait for it
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send the signal ``number``, if it runs."""
+        """Send the signal ``number``, if the process is running."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it, if it runs."""
+        """Kill the process, if it is running."""
         self.send_signal(signal.SIGKILL)
 
 
 @final
 class Nursery:
-    """Forks workers from a process that has imported what they need."""
+    """Forks workers from a process that has imported the modules they need."""
 
     def __init__(self, environ: dict[str, str]) -> None:
         self._control, theirs = socket.socketpair()
@@ -80,18 +80,18 @@ class Nursery:
             )
 
     def fileno(self) -> int:
-        """Return the descriptor that stays open here."""
+        """Return the descriptor that stays open in this process."""
         return self._control.fileno()
 
     def start(self, *, connection: int, output: int, stacks: Path, end: Path, modules: Iterable[str] = ()) -> Forked:
         """Fork a worker.
 
         Args:
-            connection: where it takes its calls from.
-            output: what it prints goes there.
-            stacks: for its stacks.
-            end: for its exit code.
-            modules: imported before, for this one and all later ones.
+            connection: the connection on which it receives calls.
+            output: file for its output.
+            stacks: file for its stack dumps.
+            end: file for its exit code.
+            modules: modules to import first, for this worker and all later ones.
         """
         request = json.dumps({"stacks": str(stacks), "end": str(end), "modules": sorted(modules)}).encode()
         socket.send_fds(self._control, [request], [connection, output])
@@ -101,14 +101,14 @@ class Nursery:
         return Forked(json.loads(answer)["pid"], end)
 
     def close(self) -> None:
-        """End it, and with it every worker."""
+        """Terminate the process and all its workers."""
         self._process.kill()
         self._process.wait()
         self._control.close()
 
 
 def main(control_fd: int) -> None:
-    """Fork a worker for each request, and note how it ends, until the parent closes the socket."""
+    """Fork a worker for each request and record its exit code, until the parent closes the socket."""
     rank_worker.die_with_parent()
     rank_worker.import_heavy()
     _check_one_thread()
@@ -163,7 +163,7 @@ def _note_ends(ends: dict[int, str]) -> None:
         if pid == 0:
             return
         end = Path(ends.pop(pid))
-        if end.parent.exists():  # else nobody asks any more
+        if end.parent.exists():  # otherwise the result is no longer needed
             new = end.with_suffix(".new")
             new.write_text(str(os.waitstatus_to_exitcode(status)))
             new.rename(end)
@@ -175,6 +175,6 @@ def _be_worker(connection: int, output: int, stacks: str) -> NoReturn:
     os.close(output)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()  # as in a new process; `random` does it by itself after a fork
+        numpy.random.seed()  # as in a new process; `random` reseeds itself after a fork
     rank_worker.main(connection, stacks)
     sys.exit(0)

@@ -1,4 +1,4 @@
-"""One worker process of ``run_on_ranks``: waits for calls, runs each one as a rank, answers with its result."""
+"""A worker process of ``run_on_ranks``: waits for calls, runs each one as a rank, and answers with the result."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ENOUGH_THREADS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What the parent sends: a function (pickled by reference) and the place of this rank in the call."""
+    """A message of the parent: a function (pickled by reference), and the rank of this process in the call."""
 
     work: bytes  # pickle of (fn, args, kwargs)
     rank: int
     world_size: int
     timeout: timedelta
-    store_path: str | None  # None: no ready-made process group
+    store_path: str | None  # None: create no process group
     environ: dict[str, str]
 
 
@@ -50,14 +50,14 @@ class Ready:
 
 
 class Finish:
-    """Every rank has answered: take the process group down."""
+    """Message that every rank has answered: destroy the process group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
-    """The call is over and cleaned up."""
+    """Message that the call is finished and cleaned up."""
 
-    num_threads: int  # of the system, with those that torch's libraries have begun
+    num_threads: int  # of the system, including those started by torch's libraries
 
 
 def main(connection_fd: int, stacks_path: str) -> None:
@@ -88,13 +88,13 @@ def _serve(connection: Connection, call: Call) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         _send(connection, answer)
-        # Not before the others are done: closing the sockets could break a collective that they are still in.
+        # Only after all ranks are done, because closing the sockets could break a collective that is still running.
         assert isinstance(pickle.loads(connection.recv_bytes()), Finish)
         close_group()
-        # torch counts a group that could not be made, and looks for the next one's ranks under another number than they do.
+        # torch also counts a group that could not be created, and would look for the ranks of the next one under another number.
         dist.distributed_c10d._world.group_count = 0
         if _num_threads() > ENOUGH_THREADS:
-            gc.collect()  # those of a group that something in a circle holds poll a hundred times a second
+            gc.collect()  # threads of a group in a reference cycle poll a hundred times a second
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -122,7 +122,7 @@ def _answer(call: Call) -> Returned | Raised:
                     store=dist.FileStore(call.store_path, call.world_size),
                     rank=call.rank,
                     world_size=call.world_size,
-                    # The parent's own limit comes first: it can name every silent rank.
+                    # The parent's time limit must expire first, because the parent can name every silent rank.
                     timeout=call.timeout + timedelta(seconds=30),
                 )
             fn, args, kwargs = pickle.loads(call.work)
@@ -130,7 +130,7 @@ def _answer(call: Call) -> Returned | Raised:
             if call.store_path is None and dist.is_initialized():
                 raise AssertionError(f"{fn.__qualname__} left its process group behind")
             return Returned(value=pickle.dumps(result))
-    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt of a rank are its result, too
+    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are results of a rank, too
         return Raised(error=_pickled(error), text="".join(traceback.format_exception(_without_our_frames(error))))
 
 
@@ -145,7 +145,7 @@ def _pickled(error: BaseException) -> bytes | None:
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
-    except Exception:  # noqa: BLE001 - whatever the exception's own __reduce__ raises; the traceback's text remains
+    except Exception:  # noqa: BLE001 - __reduce__ of the exception may raise anything; the text of the traceback is still sent
         return None
     return data
 
@@ -156,13 +156,13 @@ def _send(connection: Connection, message: object) -> None:
 
 
 def import_heavy() -> None:
-    """Import, and freeze, what every call needs."""
+    """Import and freeze the modules that every call needs."""
     import torch
-    import torch._dynamo  # imported by the first optimizer otherwise, seconds into a timed call
+    import torch._dynamo  # otherwise imported by the first optimizer, which takes seconds of a timed call
     import torch.distributed
 
     import echelon.accelerator.accelerator
-    import echelon.trainer.trainer  # noqa: F401 - four tenths of a second, with the Accelerator
+    import echelon.trainer.trainer  # noqa: F401 - takes 0.4 s, including the Accelerator
 
     torch.set_num_threads(1)
     call: Callable[..., Any] = torch.optim.AdamW
@@ -171,13 +171,13 @@ def import_heavy() -> None:
 
 
 def freeze() -> None:
-    """Let no collection look at what is there now."""
-    gc.freeze()  # a collection after each call need not look at all of this again
+    """Exclude the current objects from garbage collection."""
+    gc.freeze()  # so that the collection after each call is fast
 
 
 def die_with_parent() -> None:
-    """Die with the process that started this one."""
-    # Else a worker that hangs in a collective outlives a pytest that was killed with -9.
+    """Make this process die with its parent."""
+    # Otherwise a worker that hangs in a collective outlives a pytest killed with -9.
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

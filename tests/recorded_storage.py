@@ -1,4 +1,4 @@
-"""What real saves do to the disk, recorded as operations of a ToyStorage, and its crash states made into folders again."""
+"""Records the disk operations of real saves in a ToyStorage, and writes its crash states to folders."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.toy_storage import ToyStorage, crash_states, fingerprint
 
 @contextmanager
 def recorded(root: Path, *, exchanges: bool = True) -> Iterator[ToyStorage]:
-    """Record what the block does below ``root`` through LocalStorage; files that others write there count when they are seen.
+    """Record the operations of the block below ``root`` through LocalStorage, and files written there in other ways when they are found.
 
     Args:
-        root: it must be empty.
+        root: an empty folder.
         exchanges: whether the file system can exchange two names.
     """
     toy = ToyStorage()
@@ -29,7 +29,7 @@ def recorded(root: Path, *, exchanges: bool = True) -> Iterator[ToyStorage]:
         return Path("/toy") / path.relative_to(root)
 
     def see() -> None:
-        """Take note of what was written without a LocalStorage since: it is not synced."""
+        """Record files that were written without LocalStorage since the last call, as unsynced writes."""
         for folder, folders, files in os.walk(root):
             for name in folders:
                 if toy.kind(at(Path(folder, name))) is None:
@@ -57,7 +57,9 @@ def recorded(root: Path, *, exchanges: bool = True) -> Iterator[ToyStorage]:
                 see()
             if name in ("write", "sync", "close"):
                 mine[0] = handles[given[0]]
-            result = None if name in ("sync", "sync_folder") else real(self, *given)  # the toy alone is to survive
+            result = (
+                None if name in ("sync", "sync_folder") else real(self, *given)
+            )  # only the toy storage has to survive a crash
             ours = model(*mine)
             if name in ("create", "open"):
                 handles[result] = ours
@@ -75,14 +77,14 @@ def recorded(root: Path, *, exchanges: bool = True) -> Iterator[ToyStorage]:
 def crash_folders(
     toy: ToyStorage, scratch: Path, *, start: int, max_pending: int, whole: bool
 ) -> Iterator[tuple[int, Path]]:
-    """Yield (operations done, a folder) for the crash states of what was recorded, each different one once.
+    """Yield (number of completed operations, folder) for each distinct crash state of the record.
 
     Args:
         toy: the record.
-        scratch: where the folders are made.
-        start: the first operations that surely were done.
-        max_pending: as of ``crash_states``.
-        whole: also states that differ only in what lies in ``.tmp-`` folders.
+        scratch: parent of the created folders.
+        start: number of first operations that are always completed.
+        max_pending: as in ``crash_states``.
+        whole: also yield states that differ only in ``.tmp-`` folders.
     """
     known: dict[object, set[bool]] = {}
     for done, state in crash_states(toy, start=start, max_pending=max_pending):

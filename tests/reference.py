@@ -1,7 +1,7 @@
-"""What tests compare with: the samples of each update by formula, one process of plain PyTorch, shared models and datasets.
+"""The reference of the tests: the samples of each update by formula, plain PyTorch in one process, shared models and datasets.
 
-Nothing here imports echelon. A *round* is what all ranks do in one iteration of the loop: a list of indices for each rank
-(Accelerate's meaning), or one list, the whole batch, where the update does not depend on the ranks (exact parity).
+This module does not import echelon. A *round* is one iteration of the loop on all ranks: a list of indices for each rank
+(as in Accelerate), or one list with the whole batch if the update does not depend on the ranks (exact parity).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ __all__ = [
 
 Round = list[list[int]]
 Losses = Callable[[list[int]], Iterator[tuple[torch.Tensor, "float | None"]]]
-"""Of the samples of one rank in one micro-step: mean losses, with the items that each is a mean over (None: samples)."""
+"""Maps the samples of one rank in one micro-step to mean losses, each with its number of items (None: samples)."""
 
 
 def permutation(num_samples: int, *, seed: int, epoch: int) -> list[int]:
-    """Return the order of a shuffled epoch that depends on (seed, epoch) only."""
+    """Return the order of a shuffled epoch, which depends only on (seed, epoch)."""
     generator = torch.Generator().manual_seed(seed + epoch)
     return torch.randperm(num_samples, generator=generator).tolist()
 
@@ -59,9 +59,9 @@ def batches_of(order: Sequence[int], batch_size: int, *, drop_last: bool = False
 def dealt_batches(
     batches: list[list[int]], *, world_size: int, batch_size: int | None, even: bool, drop_last: bool
 ) -> list[Round]:
-    """Deal whole batches in turn, as Accelerate does: rank r gets the batches r, r + W, ...
+    """Distribute whole batches as Accelerate does: rank r gets the batches r, r + W, ...
 
-    A last round that is not whole is completed with samples from the beginning (``even``), else some ranks have none.
+    With ``even`` an incomplete last round is filled with samples from the beginning; otherwise some ranks get none.
     """
     rounds = [batches[i : i + world_size] for i in range(0, len(batches), world_size)]
     if not rounds:
@@ -84,7 +84,7 @@ def dealt_batches(
 
 
 def cut_batches(batches: list[list[int]], *, world_size: int, batch_size: int, even: bool) -> list[Round]:
-    """Cut each batch for the ranks (``split_batches``): a short one is completed from the first (``even``)."""
+    """Split each batch over the ranks (``split_batches``); with ``even`` a short batch is filled from the first one."""
     rounds: list[Round] = []
     for batch in batches:
         if len(batch) < batch_size and even:
@@ -94,7 +94,7 @@ def cut_batches(batches: list[list[int]], *, world_size: int, batch_size: int, e
 
 
 def evenly(samples: list[int], num_parts: int) -> Round:
-    """Cut ``samples`` into contiguous parts whose sizes differ by one at most; the first ones are larger."""
+    """Split ``samples`` into contiguous parts whose sizes differ by at most one; the first parts are larger."""
     share, extra = divmod(len(samples), num_parts)
     parts, start = [], 0
     for part in range(num_parts):
@@ -107,7 +107,7 @@ def evenly(samples: list[int], num_parts: int) -> Round:
 def dispatched_batches(
     batches: list[list[int]], *, world_size: int, even: bool, split: bool, drop_last: bool
 ) -> list[Round]:
-    """Rank zero joins a batch for each rank and cuts the whole evenly; what is missing comes from the beginning."""
+    """Join one batch per rank on rank zero and split the result evenly, filled with samples from the beginning."""
     num_read = 1 if split else world_size
     groups = [batches[i : i + num_read] for i in range(0, len(batches), num_read)]
     if drop_last and groups and len(groups[-1]) < num_read:
@@ -125,7 +125,7 @@ def dispatched_batches(
 def streamed_batches(
     samples: list[int], *, world_size: int, batch_size: int, even: bool, split: bool, drop_last: bool
 ) -> list[Round]:
-    """Every rank reads the stream and keeps its piece of as many samples as all of them need."""
+    """Read the stream on every rank; of each group of samples for all ranks, each rank keeps its part."""
     whole = batch_size if split else batch_size * world_size
     groups = batches_of(samples, whole, drop_last=drop_last)
     if groups and len(groups[-1]) < whole and even:
@@ -134,7 +134,7 @@ def streamed_batches(
 
 
 def sharded_order(order: list[int], *, world_size: int, batch_size: int, even: bool, drop_last: bool) -> list[Round]:
-    """Cut an order into global batches and these evenly, as ``shard()`` says: each sample once, all ranks equally often."""
+    """Split an order into global batches, and these evenly as ``shard()`` does: each sample once, equal numbers of batches."""
     whole = world_size * batch_size
     groups = batches_of(order, whole, drop_last=drop_last)
     if len(groups) > 1 and len(groups[-1]) < world_size <= whole - world_size:
@@ -149,10 +149,10 @@ def sharded_order(order: list[int], *, world_size: int, batch_size: int, even: b
 
 @dataclass
 class PlainLoop:
-    """One process of plain PyTorch that makes the updates of any number of ranks.
+    """Plain PyTorch in one process that makes the updates of any number of ranks.
 
-    An update is made of the rounds of its window: a mean over micro-steps and ranks of mean losses; where the losses say
-    their items, the mean over all items of the window.
+    The loss of an update is the mean of the mean losses over micro-steps and ranks; if the losses have items, it is the mean
+    over all items of the window.
     """
 
     model: nn.Module
@@ -160,15 +160,15 @@ class PlainLoop:
     optimizers: list[torch.optim.Optimizer]
     schedules: list[Any] = field(default_factory=list)
     schedule_steps: int = 1
-    """How often a schedule advances with each update."""
+    """Number of scheduler steps per update."""
     clip: Callable[[list[nn.Parameter]], Any] | None = None
-    """Clips the gradients; returns their norm."""
+    """Function that clips the gradients and returns their norm."""
     calls_closure: bool = False
     found_losses: list[float] = field(default_factory=list)
     found_norms: list[float] = field(default_factory=list)
     found_rates: list[float] = field(default_factory=list)
     updates: list[list[int]] = field(default_factory=list)
-    """The samples of each update."""
+    """Samples of each update."""
 
     def update(self, window: list[Round]) -> None:
         """Make one update."""
@@ -206,20 +206,20 @@ class PlainLoop:
         total = total / items if items else total
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]
-        else:  # nothing to learn from: gradients of zero, and the step is taken
+        else:  # no items: the gradients are zero, and the optimizer steps
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         return total.detach()
 
 
 def warmup_then_linear(peak: float, *, warmup: int, total: int) -> Callable[[int], float]:
-    """Return the learning rate of each step: up to ``peak`` in ``warmup`` steps, and down to zero at step ``total``."""
+    """Return the learning rate of each step: linear to ``peak`` in ``warmup`` steps, then linear to zero at step ``total``."""
     return lambda step: peak * (step / warmup if step < warmup else max(0.0, (total - step) / (total - warmup)))
 
 
 @dataclass
 class PlainTraining:
-    """What a plain loop found in each update, and the model that it trained."""
+    """Results of a plain loop for each update, and the trained model."""
 
     model: nn.Module
     losses: list[float] = field(default_factory=list)
@@ -309,16 +309,16 @@ def train_plainly(
     """Train in one process over batches of the samples ``0 ... num_samples - 1``.
 
     Args:
-        model: trained in place.
-        loss_of: the mean loss of the samples of a batch; None: they have no items, and the gradient is zero.
-        num_samples: of an epoch.
-        batch_size: of all ranks together.
-        optimizer: of the parameters of ``model``.
-        epochs: passes over the samples.
-        seed: each epoch has the order ``permutation(seed, epoch)``; None: in sequence.
-        accumulation: batches of an update, whose loss is the mean over them.
-        drop_last: leave out a short last batch.
-        **options: of ``train_updates``.
+        model: model to train in place.
+        loss_of: returns the mean loss of a batch, or None if its samples have no items (zero gradient).
+        num_samples: number of samples per epoch.
+        batch_size: batch size over all ranks.
+        optimizer: optimizer of the parameters of ``model``.
+        epochs: number of passes over the samples.
+        seed: each epoch has the order ``permutation(seed, epoch)``; None: sequential order.
+        accumulation: batches per update; the loss is the mean over them.
+        drop_last: skip a short last batch.
+        **options: options of ``train_updates``.
     """
     made: list[list[int]] = []
 

@@ -1,7 +1,8 @@
-"""Run every test file that starts processes again and again, in pieces, beside other work: what fails once in twenty is a race.
+"""Repeats every test file that starts processes, next to busy loops, to find races that fail once in twenty runs.
 
-``python -m tests.repeat --times 20 --beside 2 [--record FILE] [FILES]``, as ``make repeat`` does. It goes on after a failure and
-ends with a list. With ``--record`` it notes each run in FILE, one line of JSON, and a second start goes on after the last one:
+``python -m tests.repeat --times 20 --beside 2 [--record FILE] [FILES]``, as ``make repeat`` does. It continues after a
+failure and prints a list at the end. With ``--record`` it appends each run to FILE as a line of JSON, and a second start resumes
+after the last one:
 ``{"round": 1, "file": "tests/ranks/test_setup.py", "code": 0, "failed": [], "seconds": 12.3}``.
 """
 
@@ -21,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("ranks", "launch", "machines")
 STARTS_PROCESSES = re.compile(r"run_on_ranks|subprocess\.|Popen|os\.fork|num_workers=[1-9]|multiprocessing|WarmStarter")
-# It ends with this process, however that ends.
+# Exits with this process, however that exits.
 BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
 _NO_TESTS_RAN = 5
 
@@ -33,9 +34,9 @@ class Run:
     round: int
     file: str
     code: int
-    """The exit code of its pytest."""
+    """Exit code of pytest."""
     failed: list[str]
-    """The tests, or the file where none is named."""
+    """Failed tests, or the file if no test is named."""
     seconds: float
 
 
@@ -47,7 +48,7 @@ def files() -> list[Path]:
 
 
 def recorded(record: Path | None) -> list[Run]:
-    """Return the runs of earlier starts; a line that a stop has cut off counts as no run, and is taken away."""
+    """Return the runs of earlier starts; an incomplete last line is removed."""
     if record is None or not record.exists():
         return []
     text = record.read_text(encoding="utf-8")
@@ -58,7 +59,7 @@ def recorded(record: Path | None) -> list[Run]:
 
 
 def run_file(path: Path, *, number: int, file: str) -> Run:
-    """Run the tests of ``path`` in a pytest of its own; show its output when one fails."""
+    """Run the tests of ``path`` in a separate pytest; print its output if a test fails."""
     began = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-m", "not soak and not gpu", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
@@ -72,7 +73,7 @@ def run_file(path: Path, *, number: int, file: str) -> Run:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, and return the exit code."""
+    """Run all files, and return the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--beside", type=int, default=0, help="busy loops that run meanwhile")
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     known = {(run.round, run.file) for run in runs}
     if known:
         print(f"{options.record}: goes on after {len(known)} runs", flush=True)
-    # Those have nothing but soak tests: not to be collected in each round.
+    # Files with soak tests only are not collected in each round.
     empty = {run.file for run in runs if run.code == _NO_TESTS_RAN}
     busy = [subprocess.Popen([sys.executable, "-c", BUSY, str(os.getpid())]) for _ in range(options.beside)]
     try:
@@ -121,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _name(path: Path) -> str:
-    """Return the path from the root of the repository, which another checkout can read, too."""
+    """Return the path relative to the root of the repository, so that another checkout can use it."""
     path = path.resolve()
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
 

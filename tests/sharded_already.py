@@ -1,6 +1,6 @@
-"""Loaders that were cut for the ranks before echelon sees them: of torch, and stand-ins that look like those of libraries.
+"""Loaders that are already sharded: torch's, and stubs that look like those of other libraries.
 
-A stand-in has the module and the names of the original, because that is what it is recognised by.
+A stub has the module and attribute names of the original, by which echelon detects it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 class StridedSampler(Sampler[int]):
-    """Knows its rank; pads nothing, so ranks may have other numbers of samples."""
+    """A sampler that knows its rank and adds no padding, so ranks may have different numbers of samples."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -47,7 +47,7 @@ class StridedSampler(Sampler[int]):
 
 
 class HiddenSampler(Sampler[int]):
-    """Gives this rank its part, and nothing shows it."""
+    """A dataset of this rank's shard, without any sign of it."""
 
     def __init__(self, n: int) -> None:
         rank, size = rank_and_size()
@@ -61,7 +61,7 @@ class HiddenSampler(Sampler[int]):
 
 
 class StridedBatches(BatchSampler):
-    """A batch sampler that knows its rank under other names, and has batches of its own sizes."""
+    """A batch sampler with other attribute names for its rank, and varying batch sizes."""
 
     def __init__(self, n: int, batch_size: int) -> None:
         self._rank, self._world_size = rank_and_size()
@@ -84,7 +84,7 @@ def _of_worker(samples: Any) -> Iterator[torch.Tensor]:
 
 
 class AsksStream(IterableDataset[Any]):
-    """Asks for its rank while it is read, as most tutorials do."""
+    """An iterable dataset that gets its rank while it is read, as in most tutorials."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -95,7 +95,7 @@ class AsksStream(IterableDataset[Any]):
 
 
 class KnowsStream(IterableDataset[Any]):
-    """Was told its rank when it was made."""
+    """An iterable dataset that gets its rank when it is created."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -111,7 +111,7 @@ def split_by_node(source: Any, group: Any = None) -> Iterator[Any]:
 
 
 class Pipeline(IterableDataset[Any]):
-    """As webdataset: the stages of a pipeline are in a list."""
+    """A stub of webdataset, with the stages of a pipeline in a list."""
 
     def __init__(self, n: int) -> None:
         self.pipeline: list[Any] = [range(n), split_by_node, _of_worker]
@@ -130,7 +130,7 @@ class DistributedConfig:
 
 
 def _iterable_of_datasets(n: int) -> Any:
-    """As ``datasets.IterableDataset`` after ``split_dataset_by_node``."""
+    """A stub of ``datasets.IterableDataset`` after ``split_dataset_by_node``."""
 
     def read(self: Any) -> Iterator[Any]:
         config = self._distributed

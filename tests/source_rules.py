@@ -1,7 +1,7 @@
-"""Rules of the source of echelon that no tool covers, as functions from source text to the list of violations.
+"""Rules for the source of echelon that no tool covers, as functions from source text to a list of violations.
 
 Import directions are contracts of import-linter, `os.environ` and `torch.cuda` are banned names of ruff: pyproject.toml.
-``path`` is relative to ``src/echelon``, with slashes. ``test_layering.py`` runs the rules over the tree and over planted violations.
+``path`` is relative to ``src/echelon``, with slashes. ``test_layering.py`` runs the rules over the source and over deliberate violations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "violations",
 ]
 
-# Module paths of accelerate that are kept so that its scripts run, and echelon.ray: re-exports only, outside the layers.
+# Module paths of accelerate, kept so that its scripts run, and echelon.ray. They only contain re-exports, outside the layers.
 COMPATIBILITY_MODULES = frozenset(
     [
         "big_modeling",
@@ -49,7 +49,7 @@ COMPATIBILITY_MODULES = frozenset(
     ]
 )
 ENGINE_NAMES = frozenset({"single", "dp", "ddp", "zero1", "fsdp2", "deepspeed"})
-# Words of the field with other meanings, too (a mesh axis, one of something): an engine only beside an engine's variable.
+# Terms that also have other meanings (a mesh axis, for example): an engine only if compared with a variable of an engine.
 _AMBIGUOUS_ENGINES = frozenset({"single", "dp"})
 _MUTABLE_TYPES = frozenset(
     {
@@ -84,7 +84,7 @@ _MUTATORS = frozenset(
 )
 
 
-# Names with an underscore that the standard library, torch and transformers give to others.
+# Names with an underscore that the standard library, torch and transformers provide for others.
 _FOREIGN_PRIVATE = frozenset(
     ("_asdict", "_buffers", "_fields", "_get_device_type", "_make", "_metadata", "_modules", "_n_gpu", "_num_samples")
     + ("_parameters", "_replace", "_shutdown", "_world")
@@ -92,13 +92,13 @@ _FOREIGN_PRIVATE = frozenset(
 
 
 def violations(path: str, source: str) -> list[str]:
-    """Return what every rule for one file finds."""
+    """Return the violations of all rules for one file."""
     rules = (engine_branches, module_state, more_than_reexports)
     return [found for rule in rules for found in rule(path, source)]
 
 
 def engine_branches(path: str, source: str) -> list[str]:
-    """Find decisions on which engine runs, outside ``engines/``: what callers may know is data (Capabilities)."""
+    """Find branches on the engine outside ``engines/``; callers must use its Capabilities."""
     if _folder(path) == "engines":
         return []
     lines = []
@@ -123,7 +123,7 @@ def engine_branches(path: str, source: str) -> list[str]:
 
 
 def module_state(path: str, source: str) -> list[str]:
-    """Find mutable values of a module or class: a container that is no CONSTANT, a CONSTANT that is changed, a ``global``."""
+    """Find mutable values of a module or class: a container not named as a CONSTANT, a modified CONSTANT, a ``global``."""
     tree = _parse(source)
     found = []
     constants = set()
@@ -143,7 +143,7 @@ def module_state(path: str, source: str) -> list[str]:
         if isinstance(node, ast.Global):
             found.append(f"{path}:{node.lineno}: global {', '.join(node.names)}")
         elif (changed := _changed_name(node)) in constants:
-            found.append(f"{path}:{node.lineno}: {changed} is a constant and is changed")
+            found.append(f"{path}:{node.lineno}: {changed} is a constant but is modified")
     return found
 
 
@@ -153,14 +153,14 @@ def more_than_reexports(path: str, source: str) -> list[str]:
     if not may_call and not path.endswith("/__init__.py"):
         return []
     return [
-        f"{path}:{node.lineno}: re-exports only: no code here"
+        f"{path}:{node.lineno}: code in a module that may only re-export"
         for node in _parse(source).body
         if not _is_reexport(node, may_call=may_call)
     ]
 
 
 def _is_reexport(node: ast.stmt, *, may_call: bool) -> bool:
-    """Is it an import, a docstring, ``__all__``; in compatibility modules also an alias or a call of ``compat/``?"""
+    """Return whether it is an import, a docstring or ``__all__``; in compatibility modules also an alias or a call of ``compat/``."""
     if isinstance(node, ast.If):
         return _is_type_checking(node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test) and all(
             _is_reexport(child, may_call=may_call) for child in node.body + node.orelse
@@ -211,13 +211,13 @@ def long_functions(path: str, source: str, *, limit: int = 80) -> list[str]:
 
 
 def full_folders(paths: Iterable[str], *, limit: int = 20) -> list[str]:
-    """Find folders that hold more than ``limit`` files themselves."""
+    """Find folders that directly contain more than ``limit`` files."""
     counts = Counter(PurePosixPath(path).parent.as_posix() for path in paths)
-    return [f"{folder}/ holds {count} files, over {limit}" for folder, count in counts.items() if count > limit]
+    return [f"{folder}/ contains {count} files, over {limit}" for folder, count in counts.items() if count > limit]
 
 
 def missing_paths(document: str, text: str, roots: Iterable[Path]) -> list[str]:
-    """Find folders (`` `base/` ``) and Python files that a document names and that exist under none of ``roots``."""
+    """Find folders (`` `base/` ``) and Python files that a document names but that do not exist under any of ``roots``."""
     named = sorted(set(re.findall(r"`([a-z][\w/]*/(?:\w+\.py)?)`", text)))
     return [f"{document}: there is no {path}" for path in named if not any((root / path).exists() for root in roots)]
 
@@ -292,7 +292,7 @@ def _is_mutable(value: ast.expr) -> bool:
 
 
 def _changed_name(node: ast.AST) -> str | None:
-    """Return the plain name whose container ``node`` changes: ``NAME[key] = ..``, ``del NAME[key]``, ``NAME.append(..)``."""
+    """Return the name of the container that ``node`` modifies: ``NAME[key] = ..``, ``del NAME[key]``, ``NAME.append(..)``."""
     if (
         isinstance(node, ast.Subscript)
         and isinstance(node.ctx, ast.Store | ast.Del)

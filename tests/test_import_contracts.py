@@ -1,4 +1,4 @@
-"""The contracts and banned names in pyproject.toml see planted violations, and no modules import each other in a circle."""
+"""The contracts and banned names in pyproject.toml detect deliberate violations, and there are no import cycles."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = ROOT / "pyproject.toml"
 CONTRACTS = {entry["id"]: entry for entry in tomllib.loads(PROJECT.read_text())["tool"]["importlinter"]["contracts"]}
-# From the top: the folders of each layer.
+# The folders of each layer, from the top.
 LAYERS = [layer.split(" | ") for layer in CONTRACTS["layers"]["layers"]]
 
-# What "The house redrawn" has not reached yet: at most so many modules in cycles. Lower a number when yours is lower.
+# Upper bounds for the modules in import cycles that remain. Lower a number with your change.
 CYCLES_LEFT = {"data": 2}
 
 PLANTED = {
@@ -73,7 +73,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("path", PLANTED)
-def test_a_planted_import_is_seen(path: str, report: str) -> None:
+def test_a_forbidden_import_is_reported(path: str, report: str) -> None:
     module = "echelon." + path.removesuffix(".py").replace("/", ".")
     assert module.removesuffix(".module") in report
 
@@ -99,14 +99,14 @@ def test_the_architecture_page_shows_these_layers() -> None:
     assert table == dict(enumerate(reversed(LAYERS)))
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     graph = grimp.build_graph("echelon", cache_dir=None)
     found = [module.split(".")[1] for module in graph.modules if _is_in_cycle(graph, module)]
     counts = {folder: found.count(folder) for folder in found}
     assert {folder: count for folder, count in counts.items() if count > CYCLES_LEFT.get(folder, 0)} == {}
 
 
-def test_a_circle_is_seen() -> None:
+def test_an_import_cycle_is_reported() -> None:
     graph = grimp.ImportGraph()
     for importer, imported in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
         graph.add_import(importer=importer, imported=imported)
@@ -131,12 +131,12 @@ def test_a_circle_is_seen() -> None:
         "\nfrom torch.cuda.amp import GradScaler",
     ],
 )
-def test_a_banned_name_is_seen(source: str) -> None:
+def test_a_banned_name_is_reported(source: str) -> None:
     assert "TID251" in _lint(source, "src/echelon/world/environment.py")
     assert "TID251" not in _lint(source, "src/echelon/base/" + ("device.py" if "cuda" in source else "environ.py"))
 
 
-def test_what_is_not_banned_passes() -> None:
+def test_other_names_pass() -> None:
     source = "import os\nimport torch\nfrom echelon.base import environ\nos.getpid()\nenviron.get('A')\ntorch.accelerator.synchronize()\nx.cuda()"
     assert "TID251" not in _lint(source, "src/echelon/world/environment.py")
 

@@ -1,4 +1,4 @@
-"""The rules of the source (CONTRIBUTING.md) that are ours, and that each rule sees a planted violation."""
+"""The source follows echelon's own rules (CONTRIBUTING.md), and each rule detects a deliberate violation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOURCE = ROOT / "src" / "echelon"
 SOURCES = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
-# What starts in milliseconds: these import without torch. Folders, or single modules.
+# Folders and modules that import without torch, so that they start in milliseconds.
 TORCH_FREE = (
     "base/",
     "config/",
@@ -39,11 +39,11 @@ TORCH_FREE = (
     f"compat/{name}.py"
     for name in ("__init__", "constants", "machine", "probes", "reexports", "unsupported", "variables")
 )
-# Torch's elastic agent is what these are made of; the rest of launch/ imports them when it starts processes.
+# These use torch's elastic agent; the rest of launch/ imports them when it starts processes.
 TORCH_AT_IMPORT = ("launch/agent.py", "launch/multinode/rendezvous.py")
 
-# What "The house redrawn" has not reached yet: at most so many. Lower a number when yours is lower; 0: delete the entry.
-PRIVATE_READS_LEFT = {"accelerator/": 1}  # torch's DeviceMesh._flatten, which has the name of a function of ours
+# Upper bounds for violations that remain. Lower a number with your change; delete the entry at 0.
+PRIVATE_READS_LEFT = {"accelerator/": 1}  # torch's DeviceMesh._flatten has the same name as a function of echelon
 LONG_FUNCTIONS_LEFT = {
     "cli": ("_launch", "_own_options"),
     "data": ("prepare_loader", "dispatch"),
@@ -51,7 +51,7 @@ LONG_FUNCTIONS_LEFT = {
     "launch": ("notebook_launcher",),
     "trainer": ("make_plan",),
 }
-LONG_FILES = {"accelerator/accelerator.py": 600, "trainer/trainer.py": 600}  # the aim: 600 lines each
+LONG_FILES = {"accelerator/accelerator.py": 600, "trainer/trainer.py": 600}  # target: 600 lines each
 
 
 @pytest.mark.parametrize("path", SOURCES)
@@ -72,7 +72,7 @@ def test_no_file_reads_the_private_names_of_another() -> None:
     assert {folder: texts for folder, texts in left.items() if len(texts) > PRIVATE_READS_LEFT[folder]} == {}
 
 
-def test_a_read_of_a_private_name_is_seen() -> None:
+def test_a_read_of_a_private_name_is_reported() -> None:
     sources = {
         "a.py": "class A:\n    def __init__(self):\n        self._x = 1\n    def f(self, other):\n        return other._x"
     }
@@ -95,7 +95,7 @@ def test_no_function_is_longer_than_80_lines() -> None:
     assert [text for text in found if not any(text.startswith(start) and part in text for start, part in left)] == []
 
 
-def test_a_long_function_is_seen() -> None:
+def test_a_long_function_is_reported() -> None:
     assert long_functions("a.py", "def f():\n" + "    g()\n" * 79) == []
     assert long_functions("a.py", "\ndef f():\n" + "    g()\n" * 80) == ["a.py:2: f has 81 lines, over 80"]
 
@@ -105,13 +105,13 @@ def test_the_public_classes_stay_short(path: str) -> None:
     assert SOURCES[path].count("\n") <= LONG_FILES[path]
 
 
-def test_no_folder_holds_more_than_20_files() -> None:
+def test_no_folder_contains_more_than_20_files() -> None:
     assert (
         full_folders(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py*") if path.suffix != ".pyc")
         == []
     )
     assert full_folders([f"a/{number}.py" for number in range(20)]) == []
-    assert full_folders([f"a/{number}.py" for number in range(21)] + ["a/b/c.py"]) == ["a/ holds 21 files, over 20"]
+    assert full_folders([f"a/{number}.py" for number in range(21)] + ["a/b/c.py"]) == ["a/ contains 21 files, over 20"]
 
 
 @pytest.mark.parametrize("document", [pytest.param(path, id=path.name) for path in DOCUMENTS])
@@ -119,7 +119,7 @@ def test_the_documents_name_paths_that_exist(document: Path) -> None:
     assert missing_paths(document.name, document.read_text(), [ROOT, SOURCE, ROOT / "tests"]) == []
 
 
-def test_a_missing_path_is_seen() -> None:
+def test_a_missing_path_is_reported() -> None:
     text = "`base/` `launch/local/` `base/environ.py` but `floors/` and `base/nothing.py`; `OUT/model.py`"
     assert missing_paths("a.md", text, [SOURCE]) == ["a.md: there is no base/nothing.py", "a.md: there is no floors/"]
 
@@ -141,7 +141,7 @@ def test_a_missing_path_is_seen() -> None:
         "match state.distributed_type:\n    case other: ...",
     ],
 )
-def test_a_branch_on_the_engine_is_seen(source: str) -> None:
+def test_a_branch_on_the_engine_is_reported(source: str) -> None:
     assert engine_branches("accelerator/accelerator.py", source) == [
         "accelerator/accelerator.py:1: a branch on the engine outside engines/"
     ]
@@ -160,7 +160,7 @@ def test_a_branch_on_the_engine_is_seen(source: str) -> None:
         "distributed_type = engine.distributed_type",
     ],
 )
-def test_what_is_no_branch_on_the_engine_passes(source: str) -> None:
+def test_other_uses_of_engine_names_pass(source: str) -> None:
     assert engine_branches("accelerator/accelerator.py", source) == []
 
 
@@ -183,17 +183,17 @@ def test_a_module_that_loads_torch_through_another_one_is_named(
         ("class A:\n    _shared_state = {}", "_shared_state is mutable"),
         ("names = [n for n in range(3)]", "names is mutable"),
         ("def f():\n    global count", "global count"),
-        ("_TABLE = {}\ndef f():\n    _TABLE['a'] = 1", "_TABLE is a constant and is changed"),
-        ("_TABLE = {}\ndef f():\n    del _TABLE['a']", "_TABLE is a constant and is changed"),
-        ("SEEN = []\ndef f():\n    SEEN.append(1)", "SEEN is a constant and is changed"),
+        ("_TABLE = {}\ndef f():\n    _TABLE['a'] = 1", "_TABLE is a constant but is modified"),
+        ("_TABLE = {}\ndef f():\n    del _TABLE['a']", "_TABLE is a constant but is modified"),
+        ("SEEN = []\ndef f():\n    SEEN.append(1)", "SEEN is a constant but is modified"),
     ],
 )
-def test_module_level_state_is_seen(source: str, text: str) -> None:
+def test_module_level_state_is_reported(source: str, text: str) -> None:
     assert len(found := module_state("data/sharding/sample_order.py", source)) == 1
     assert text in found[0]
 
 
-def test_constants_and_what_lives_in_functions_and_classes_pass() -> None:
+def test_constants_and_values_in_functions_and_classes_pass() -> None:
     source = "__all__ = ['f']\nTABLE = {'a': 1}\npair = (1, 2)\ndef f():\n    seen = []\n    seen.append(1)\nclass A:\n    __slots__ = []"
     assert module_state("data/sharding/sample_order.py", source) == []
 
@@ -208,7 +208,7 @@ def test_constants_and_what_lives_in_functions_and_classes_pass() -> None:
         "for a in (): ...",
     ],
 )
-def test_code_in_a_compatibility_module_is_seen(source: str) -> None:
+def test_code_in_a_compatibility_module_is_reported(source: str) -> None:
     assert len(more_than_reexports("state.py", source)) == 1
     assert len(more_than_reexports("utils/__init__.py", source)) == 1
     assert len(more_than_reexports("engines/__init__.py", source)) == 1
@@ -224,7 +224,7 @@ def test_code_in_a_compatibility_module_is_seen(source: str) -> None:
         "if not TYPE_CHECKING:\n    __all__ = list(f())",
     ],
 )
-def test_aliases_and_calls_of_compat_stand_in_compatibility_modules_only(source: str) -> None:
+def test_only_compatibility_modules_may_contain_aliases_and_calls_of_compat(source: str) -> None:
     assert more_than_reexports("utils/__init__.py", source) == []
     assert more_than_reexports("__init__.py", source) == []
     assert len(more_than_reexports("engines/__init__.py", "import os\nos.getpid()")) == 1

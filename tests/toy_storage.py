@@ -1,7 +1,7 @@
-"""A file system in memory that records what is done to it, and every state that a power cut may leave of it.
+"""A file system in memory that records its operations, and computes every state that a power cut may leave.
 
-A file or folder is an inode. What is written to it is on the disk when that inode is synced, and may be there before: a
-crash keeps any subset of what was not synced, each operation whole or not at all. A name belongs to its folder's inode.
+A file or folder is an inode. Writes to it are on the disk after that inode is synced, and may be there earlier: a crash keeps
+any subset of the unsynced operations, each of them completely or not at all. A name belongs to the inode of its folder.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 
 from echelon.checkpoint.storage import Kind, Storage
 
-# (inode, offset, data): bytes of a file; (inode, names): names of a folder, None takes one away; (inode,): a sync
+# (inode, offset, data): bytes of a file; (inode, names): names of a folder, None removes a name; (inode,): a sync
 Operation = tuple[int, int, bytes] | tuple[int, dict[str, int | None]] | tuple[int]
 
 
 class ToyStorage(Storage):
-    """Everything is under ``/toy``, which is there."""
+    """A file system whose root is the existing folder ``/toy``."""
 
     def __init__(self, muted: Callable[[str, str], bool] = lambda operation, name: False) -> None:
         self.files: dict[int, bytearray] = {}
         self.folders: dict[int, dict[str, int]] = {0: {}}
         self.operations: list[Operation] = []
         self.calls: list[tuple[str, str]] = []
-        """(operation, last name of the path), of what changes or syncs something."""
+        """(operation, last part of the path) of each modification and sync."""
         self._muted = muted
         self._handles: dict[int, tuple[int, str]] = {}
         self._lock = threading.RLock()
@@ -157,7 +157,7 @@ class ToyStorage(Storage):
         return None if inode is None else "folder" if inode in self.folders else "file"
 
     def real_path(self, path: Path) -> Path:
-        return path  # it has no links
+        return path  # there are no links
 
     def link_target(self, path: Path) -> Path | None:
         return None
@@ -190,7 +190,7 @@ class ToyStorage(Storage):
 
 
 class WithoutExchange(ToyStorage):
-    """A file system that cannot exchange two names."""
+    """A file system that cannot exchange two names atomically."""
 
     def exchange(self, one: Path, other: Path) -> bool:
         return False
@@ -199,23 +199,23 @@ class WithoutExchange(ToyStorage):
 def crash_states(
     storage: ToyStorage, *, start: int = 0, max_pending: int = 12, seed: int = 0
 ) -> Iterator[tuple[int, ToyStorage]]:
-    """Yield (how many operations had been done, what is on the disk) for every different state that a crash may leave.
+    """Yield (number of completed operations, contents of the disk) for every distinct state that a crash may leave.
 
     Args:
-        storage: what was done to it is what may be interrupted.
-        start: the first operations that surely were done, and are on the disk.
-        max_pending: up to so many operations that were not synced, all subsets are tried; above, some.
-        seed: of the subsets that are drawn where there are too many.
+        storage: the recorded operations.
+        start: number of first operations that are always completed and on the disk.
+        max_pending: maximum number of unsynced operations for which all subsets are tried; above it, a selection.
+        seed: seed of the selection.
     """
     draw = random.Random(seed)
     operations = storage.operations
     for done in range(start, len(operations) + 1):
         durable, pending = _split(operations[:done], start)
         if done > start and done < len(operations) and len(operations[done - 1]) == 1:
-            continue  # a sync leaves no state that was not there before it
+            continue  # a sync adds no new state
         newest = done - 1
         for kept in _subsets([i for i in pending if i != newest], max_pending, draw):
-            # Without the newest operation these are the states of before.
+            # Without the newest operation these are the previous states.
             chosen = {*durable, *kept, *([newest] if newest in pending else [])}
             yield done, _replayed(storage, [op for i, op in enumerate(operations[:done]) if i in chosen])
         if done == len(operations) or done == start:
@@ -253,13 +253,13 @@ def _replayed(storage: ToyStorage, operations: list[Operation]) -> ToyStorage:
         elif len(operation) == 3:
             inode, offset, data = operation
             content = state.files[inode]
-            content.extend(bytes(max(0, offset - len(content))))  # what was not written before it is zeros
+            content.extend(bytes(max(0, offset - len(content))))  # unwritten bytes before the offset are zeros
             content[offset : offset + len(data)] = data
     return state
 
 
 def fingerprint(state: ToyStorage, inode: int = 0) -> object:
-    """Return what can be seen of a state, to know it again."""
+    """Return the visible contents of a state, to compare states."""
     if inode in state.files:
         return bytes(state.files[inode])
     return tuple((name, fingerprint(state, child)) for name, child in sorted(state.folders[inode].items()))

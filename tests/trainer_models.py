@@ -1,4 +1,4 @@
-"""What the tests of the Trainer train: models, their data, quiet arguments, and the plain loop over the same rows."""
+"""Models, data and arguments for tests of the Trainer, and a plain loop over the same rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONSTANT_SGD: dict[str, Any] = {
 
 
 class Line(nn.Module):
-    """y = w x + b, from zero; it computes its own loss, as the models of transformers do."""
+    """y = w x + b, initialized to zero; computes its loss like the models of transformers."""
 
     def __init__(self, start: float = 0.0) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ DATA = [{"x": torch.tensor([float(i)]), "labels": torch.tensor(2.0 * i)} for i i
 
 
 class Net(nn.Module):
-    """Two layers in float64, always the same weights, so that ranks can be compared with a plain loop to 1e-12."""
+    """Two layers in float64 with fixed initial weights, so that ranks can be compared with a plain loop to 1e-12."""
 
     main_input_name = "x"
 
@@ -73,7 +73,7 @@ class Net(nn.Module):
 
 
 class DividingNet(Net):
-    """Divides the sum of its losses by ``num_items_in_batch``, as the language models of transformers do."""
+    """Model that divides the sum of its losses by ``num_items_in_batch``, like the language models of transformers."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
         outputs = super().forward(x, labels)
@@ -84,14 +84,14 @@ class DividingNet(Net):
 
 
 class IgnoringNet(Net):
-    """Takes every keyword argument, and returns the mean."""
+    """Model that accepts any keyword argument and returns the mean."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
         return super().forward(x, labels)
 
 
 class RecordingModel(nn.Module):
-    """Records the samples of its forward passes; its loss is their mean by one weight."""
+    """Model that records the samples of its forward passes; its loss is their mean times a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,12 +104,12 @@ class RecordingModel(nn.Module):
 
 
 def divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """Return the sum over the labels by their number; without a number, an error."""
+    """Return the sum over the labels divided by their number; without a number, raise an error."""
     return F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
 
 
 def net_data(n: int, *, unlabelled: Any = ()) -> Rows:
-    """Return ``n`` samples for ``Net``; the labels of the samples ``unlabelled`` do not count."""
+    """Return ``n`` samples for ``Net``; samples in ``unlabelled`` have the label -100."""
     generator = torch.Generator().manual_seed(1)
     return [
         {
@@ -128,7 +128,7 @@ def stacked(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
 def train_rows_plainly(
     model: nn.Module, rows: Rows, *, optimizer: torch.optim.Optimizer | None = None, **options: Any
 ) -> PlainTraining:
-    """Train ``model``, which computes its own loss, on ``rows`` by a plain loop; by default as ``CONSTANT_SGD``."""
+    """Train ``model``, which computes its loss, on ``rows`` in a plain loop, by default like ``CONSTANT_SGD``."""
     return train_plainly(
         model,
         lambda batch: model(*stacked([rows[i] for i in batch]))["loss"],
@@ -139,7 +139,7 @@ def train_rows_plainly(
 
 
 def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
-    """Return arguments that neither log, save nor show anything, with ``options``."""
+    """Return arguments without logging, saving and progress bars, updated by ``options``."""
     defaults: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
@@ -160,7 +160,7 @@ def logged(trainer: Trainer, name: str = "loss") -> list[float]:
 
 
 class EndsAfter(TrainerCallback):
-    """Ends a training after a step, and saves there; None: never."""
+    """Callback that saves and stops training after a step; None: never."""
 
     def __init__(self, step: int | None) -> None:
         self.step = step
