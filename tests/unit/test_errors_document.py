@@ -54,7 +54,7 @@ def _section(kind: type[EchelonError]) -> str:
     codes = f"{kind.exit_code} of a script" if kind.exit_code != 1 else ""
     lines += [f"- **Exit code**: {codes}"] if codes else []
     caught = [name for name in also if name not in ("`Exception`", "`OSError`")]
-    lines += [f"- `except` of {' or '.join(caught)} catches it, too."]
+    lines += [f"- **Subclass of**: {', '.join(caught)}"]
     return "\n".join([*lines, ""])
 
 

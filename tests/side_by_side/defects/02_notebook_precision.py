@@ -1,4 +1,4 @@
-"""`notebook_launcher(mixed_precision=...)` reaches the Accelerator, and a wrong value is named."""
+"""`notebook_launcher(mixed_precision=...)` is passed to the Accelerator, and an error names a wrong value."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`join_uneven_inputs` lets a process that has run out of batches wait for the others, also on the CPU."""
+"""`join_uneven_inputs` makes a process without further batches wait for the others, also on the CPU."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""A second Accelerator leaves the first one's accumulation alone."""
+"""A second Accelerator does not change the accumulation of the first one."""
 
 from accelerate import Accelerator
 from show import show

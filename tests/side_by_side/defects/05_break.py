@@ -1,4 +1,4 @@
-"""A loop over a prepared loader that is left by `break` is left."""
+"""A `break` ends the loop over a prepared loader, also in GradientState."""
 
 from accelerate import Accelerator
 from show import show

@@ -1,4 +1,4 @@
-"""A dispatching loader knows its total batch size, and an empty stream has no batches."""
+"""A dispatching loader has a total batch size, and an empty stream has no batches."""
 
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration

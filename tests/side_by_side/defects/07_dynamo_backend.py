@@ -1,4 +1,4 @@
-"""`launch --dynamo_backend` accepts each name that the library knows (upstream's flag has it misspelt)."""
+"""`launch --dynamo_backend` accepts every name that the library knows (upstream's flag misspells one)."""
 
 import subprocess
 import sys

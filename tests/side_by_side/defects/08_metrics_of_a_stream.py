@@ -1,4 +1,4 @@
-"""`gather_for_metrics` over a stream of 10 samples gives 10."""
+"""`gather_for_metrics` over a stream of 10 samples returns 10."""
 
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration

@@ -1,4 +1,4 @@
-"""`gather_for_metrics` gives every sample once where the length is the sampler's: an error over the dataset's is no excuse."""
+"""`gather_for_metrics` returns every sample of a sampler once, even if the length of the dataset raises an error."""
 
 from accelerate import Accelerator
 from show import show
@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 
 class Squares:
-    """Has no length: its own would be infinite."""
+    """A dataset without a length, because it would be infinite."""
 
     def __getitem__(self, index):
         return index * index
@@ -17,7 +17,7 @@ loader = accelerator.prepare(DataLoader(Squares(), batch_size=2, sampler=range(5
 seen = [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
 show("samples", seen)
 
-# Five of eight: the length of the dataset divides evenly, that of the sampler does not.
+# Five of eight: the length of the dataset is a multiple of the batch, that of the sampler is not.
 loader = accelerator.prepare(DataLoader(list(range(8)), batch_size=2, sampler=range(5)))
 seen = [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
 show("samples of a part", seen)

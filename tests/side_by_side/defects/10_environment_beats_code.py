@@ -1,4 +1,4 @@
-"""What the code says holds, whatever the environment says."""
+"""Settings in the code take precedence over the environment."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The last window of a loader weighs its samples as the others do."""
+"""The samples of the last window of a loader have the same weight as in other windows."""
 
 import torch
 from accelerate import Accelerator

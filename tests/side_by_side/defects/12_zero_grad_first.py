@@ -1,4 +1,4 @@
-"""A loop that clears the gradients before its backward pass, as torch's tutorials do, accumulates like any other."""
+"""A loop that clears the gradients before its backward pass, as in torch's tutorials, accumulates correctly."""
 
 import torch
 from accelerate import Accelerator

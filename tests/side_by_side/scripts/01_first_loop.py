@@ -1,4 +1,4 @@
-"""The quick tour: a regression, four changed lines."""
+"""A regression from the quick tour, with four changed lines."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""Who am I: everything that an Accelerator says about its process."""
+"""The attributes of an Accelerator that describe its process."""
 
 from accelerate import Accelerator
 from show import line, show

@@ -34,7 +34,7 @@ for epoch in range(2):
     accelerator.gradient_accumulation_steps = 2
     show("weight", accelerator.unwrap_model(model).weight)
 
-# By hand, without accumulate(): backward still divides.
+# A manual loop without accumulate(): backward still divides.
 accelerator.sync_gradients = False
 show("sync_gradients by hand", accelerator.sync_gradients)
 inputs, targets = x[:4], y[:4]

@@ -1,4 +1,4 @@
-"""GradientAccumulationPlugin: what happens at the end of a loader whose length the window does not divide."""
+"""GradientAccumulationPlugin at the end of a loader whose length is not a multiple of the window."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""Clipping: the norm before, and what it does to the weights."""
+"""Clipping: the norm before it, and its effect on the weights."""
 
 import math
 
@@ -15,7 +15,7 @@ y = torch.randn(48, 2)
 model = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(x, y), batch_size=6)
-# device_placement: one entry for each argument.
+# device_placement has one entry per argument.
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader, device_placement=[True, True, False])
 
 for step, (inputs, targets) in enumerate(loader):

@@ -1,4 +1,4 @@
-"""An evaluation over 21 samples, which no number of processes divides evenly."""
+"""An evaluation of 21 samples, which the processes cannot share evenly."""
 
 import torch
 from accelerate import Accelerator

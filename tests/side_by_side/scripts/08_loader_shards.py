@@ -1,4 +1,4 @@
-"""Which process gets which batch: DataLoaderConfiguration."""
+"""DataLoaderConfiguration: which process gets which batch."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""Ranks with different random states read one order of samples, each its part."""
+"""Ranks with different random states read shards of the same order of samples."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""bf16: autocast in the forward, full precision outside."""
+"""bf16: autocast in the forward pass, full precision outside."""
 
 import torch
 from accelerate import Accelerator

@@ -28,7 +28,7 @@ for step in range(3):
         loss = loss * float("inf")
     accelerator.backward(loss)
     if step == 1 and accelerator.mixed_precision == "no":
-        optimizer.zero_grad()  # nobody else leaves this update out
+        optimizer.zero_grad()  # nothing else skips this update
     optimizer.step()
     scheduler.step()
     show("skipped", [accelerator.optimizer_step_was_skipped, optimizer.step_was_skipped])

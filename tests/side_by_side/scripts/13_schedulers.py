@@ -1,4 +1,4 @@
-"""Learning rates, step by step."""
+"""Learning rates at each step."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""save_state and load_state: the files, and training on as if nothing had happened."""
+"""save_state and load_state: the files, and uninterrupted training after loading."""
 
 import os
 from pathlib import Path

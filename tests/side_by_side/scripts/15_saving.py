@@ -1,4 +1,4 @@
-"""Saving a trained model, and what comes out of the wrappers."""
+"""Saving a trained model, and unwrapping it."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Trackers: tensorboard, wandb, and one's own."""
+"""Trackers: tensorboard, wandb, and a custom one."""
 
 import os
 

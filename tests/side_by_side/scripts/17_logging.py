@@ -1,4 +1,4 @@
-"""get_logger: who speaks, and in which order."""
+"""get_logger: which ranks log, and in which order."""
 
 import logging
 import os

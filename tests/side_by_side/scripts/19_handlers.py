@@ -1,4 +1,4 @@
-"""Options for DDP and the process group; a batch size that fits."""
+"""Options of DDP and the process group; find_executable_batch_size."""
 
 import os
 from datetime import timedelta
@@ -23,7 +23,7 @@ ddp = DistributedDataParallelKwargs(
     comm_state_option={},
 )
 show("ddp options", ddp.to_kwargs())
-# One process that no launcher started has no group; accelerate trips over options for it.
+# A process without a launcher has no group, and accelerate fails if options for the group are given.
 accelerator = Accelerator(kwargs_handlers=[ddp, group] if "RANK" in os.environ else [ddp])
 
 

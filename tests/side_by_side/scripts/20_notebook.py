@@ -1,4 +1,4 @@
-"""notebook_launcher: a function of a cell, on two processes and on one."""
+"""notebook_launcher: a function of a cell on one and two processes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Prints a result so that the runner finds it: a name, and a value as JSON."""
+"""Prints a result for the runner: a name, and the value as JSON."""
 
 import json
 

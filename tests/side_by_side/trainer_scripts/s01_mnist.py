@@ -1,4 +1,4 @@
-"""MNIST as the tutorials of 2021 and 2022 train it: a plain module, a collator on pairs, a loss of the Trainer's own."""
+"""MNIST as in tutorials of 2021 and 2022: a plain module, a collator for pairs, and a Trainer subclass with its own loss."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Chinese reviews, good or bad: tokenizer=, f1 for the best model, early stopping, and a pipeline of what was saved."""
+"""Good and bad Chinese reviews: tokenizer=, f1 for the best model, early stopping, and a pipeline with the saved model."""
 
 import numpy as np
 import torch

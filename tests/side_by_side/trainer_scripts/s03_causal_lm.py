@@ -1,4 +1,4 @@
-"""A language model from the beginning, as the course of transformers has it: blocks of text, perplexity, a generation."""
+"""A language model from scratch, as in the course of transformers: blocks of text, perplexity, text generation."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Translation by Seq2SeqTrainer: predict_with_generate, labels padded with -100 and decoded again."""
+"""Translation with Seq2SeqTrainer: predict_with_generate, labels padded with -100 and decoded for metrics."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Names of people and places: labels of tokens, -100 where there is no label, and metrics without these."""
+"""Token classification of names: labels of -100 are excluded from the metrics."""
 
 import numpy as np
 import torch

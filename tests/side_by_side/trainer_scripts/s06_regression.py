@@ -1,4 +1,4 @@
-"""How good a review is, as a number: num_labels=1, float labels, batches of about one length."""
+"""Regression of review scores: num_labels=1, float labels, batches grouped by length."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""What a review talks about, several answers at once: a loss in a subclass, a threshold in the metrics."""
+"""Multi-label classification of reviews: a loss in a subclass, a threshold in the metrics."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""LoRA by peft: few weights are trained, the adapter is saved, and comes back onto the base model."""
+"""LoRA with peft: the adapter is trained, saved, and loaded onto the base model."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""A search of hyperparameters by optuna, and a training with the best of them."""
+"""A hyperparameter search with optuna, and training with the best values."""
 
 import numpy as np
 import optuna

@@ -1,4 +1,4 @@
-"""A training that is ended, and goes on from its last checkpoint as if it had not been."""
+"""Training that is stopped and resumed from its last checkpoint gives the same results."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What the scripts would load by `from_pretrained`, made here: a tokenizer of single characters and a small BERT."""
+"""Replacements for `from_pretrained`: a tokenizer of single characters and a small BERT."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from transformers import BertConfig, BertTokenizer
 
 
 def tokenizer_of(texts: list[str]) -> BertTokenizer:
-    """Return a tokenizer that knows every character of ``texts``."""
+    """Return a tokenizer for all characters of ``texts``."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(set("".join(texts)))]
     return BertTokenizer(vocab={word: number for number, word in enumerate(words)})
 
 
 def bert_config(tokenizer: BertTokenizer, **more: Any) -> BertConfig:
-    """Return the config of a BERT that learns in a second."""
+    """Return the config of a BERT that trains in a second."""
     sizes = {
         "hidden_size": 32,
         "num_hidden_layers": 1,

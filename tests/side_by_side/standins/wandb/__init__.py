@@ -1,4 +1,4 @@
-"""Stands in for wandb, whose import alone takes longer than all scripts: a run that keeps what it was given."""
+"""A stub of wandb, whose import takes longer than all scripts: a run that records its calls."""
 
 
 class Run:

@@ -1,4 +1,4 @@
-"""As much of torchvision as the MNIST tutorials use, on the repository's own data."""
+"""A stub of torchvision with the parts that the MNIST tutorials use, on the data of the repository."""
 
 from torchvision import datasets, transforms
 

@@ -1,4 +1,4 @@
-"""MNIST, from the files of the examples."""
+"""MNIST from the files of the examples."""
 
 import gzip
 from collections.abc import Callable
@@ -12,7 +12,7 @@ FILES = HERE / "examples" / "data" / "mnist"
 
 
 class MNIST:
-    """Pairs (image, label); ``root`` and ``download`` have no effect."""
+    """A dataset of pairs (image, label); ``root`` and ``download`` have no effect."""
 
     def __init__(
         self, root: str, train: bool = True, transform: Callable[[Any], Any] | None = None, download: bool = False
