@@ -58,6 +58,10 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         self._micro_step_items: float | None = None  # items of this micro-step
         self._is_reevaluating = False  # a closure is being re-evaluated at other parameters
         self._num_postponed = 0  # when this micro-step had its first loss
+        self._steps_before: list[
+            tuple[int, int]
+        ] = []  # postponed and taken steps of each optimizer at the start of this update
+        self._warned_of_missing_step = False
         self._warned_of_postponed_step = False
         self._warned_of_batch_norm = False
         self._batch_norms: list[_BatchNorm] = []
@@ -134,6 +138,10 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         if before is not None and before is not loader:
             self._interrupted[id(before)] = (self._losses, self._num_items, self._is_counted, self._micro_step_items)
         self._interrupted.pop(id(loader), None)
+        if contribution.micro_step == 0 and (
+            before is None or before is loader
+        ):  # another loader may be read before the step
+            self._check_steps()
         self._open_micro_step(contribution)
 
     def _open_micro_step(self, contribution: Contribution) -> None:
@@ -149,7 +157,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         self.state.sync_gradients = contribution.ends_update
         if contribution.micro_step == 0:
             self._count_tokens()
-            if self._is_mid_update:
+            if self._is_mid_update or self._misses_last_loss():
                 if self._losses:
                     self._warn_of_dropped_update()
                 self._drop_partial_update()
@@ -157,6 +165,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             self._losses, self._num_items = [], 0.0
             self._random_states = current_random_states() if contribution.num_micro_steps > 1 else None
             self._has_several_micro_steps, self._parameter_versions = contribution.num_micro_steps > 1, []
+            self._steps_before = self._num_steps() if self._has_several_micro_steps else []
             self._kept.clear()
         self._is_mid_update = not contribution.ends_update
         self._is_counted, self._micro_step_items = False, None
@@ -170,8 +179,11 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
     def end_pass(self, loader: PreparedLoader, *, is_over: bool) -> None:
         """See ``PassDriver``. An enclosing loop continues with its current batch."""
         self._interrupted.pop(id(loader), None)
+        is_lead = self._update_loaders.lead is loader
         outer = self._update_loaders.end(loader, is_over=is_over)
         if outer is None:
+            if is_lead:
+                self.window.is_open = False  # what follows outside of the loop is another update
             return
         if self._is_mid_update and self._losses:
             self._drop_partial_update()
@@ -196,6 +208,30 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
                 "Leave the loop when accelerator.sync_gradients is true, and count updates (accelerator.progress.step) instead "
                 "of loop iterations"
             )
+
+    def _num_steps(self) -> list[tuple[int, int]]:
+        return [(optimizer.num_postponed, optimizer.num_steps) for optimizer in self.objects.optimizers]
+
+    def _misses_last_loss(self) -> bool:
+        """Return whether the loop ended at the last micro-step, before its backward pass: no step used the gradients."""
+        if self._is_counted or not self._has_several_micro_steps or not self._losses:
+            return False
+        return all(now[1] == before[1] for now, before in zip(self._num_steps(), self._steps_before))
+
+    def _check_steps(self) -> None:
+        """Warn if an optimizer's step was postponed to the end of the last update and never came."""
+        if self._warned_of_missing_step or not self._is_counted or self._is_mid_update:
+            return
+        for optimizer, (postponed, taken) in zip(self.objects.optimizers, self._steps_before):
+            is_missing = optimizer.num_postponed > postponed and optimizer.num_steps == taken
+            if is_missing and not optimizer.step_was_skipped:
+                self._warned_of_missing_step = True
+                warn(
+                    f"step() of {type(optimizer.optimizer).__name__} was called in an earlier micro-step of an update, where it "
+                    "does nothing, and not in the last one, so the parameters did not change. Call step() in every iteration "
+                    "of the loop, or when accelerator.sync_gradients is true; an iteration is not an update here"
+                )
+                return
 
     def _drop_partial_update(self) -> None:
         """Drop the gradients of an update whose loop ended early: its samples are read again."""
@@ -259,6 +295,14 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         if state.sync_gradients:
             self.require_every_rank("backward()")
         contribution, scale, factor = self.contribution(), None, 1.0
+        if contribution is None and self._is_mid_update:
+            raise UsageError(
+                "backward() after the iterator of a loader was closed inside an update of several micro-steps (a loop that was "
+                "left, or next(iter(loader))): the batch is only a part of a batch, and its update cannot be completed",
+                where=f"parity={self.config.value.parity!r}, micro-step {self.progress.micro_step}",
+                do="keep the iterator (batches = iter(loader)), leave loops when accelerator.sync_gradients is true, or use "
+                "updates of one micro-step: remove gradient_accumulation_steps and max_micro_batch_size",
+            )
         if contribution is not None:
             num_items, is_counted = (0.0 if contribution.is_padding else num_items), num_items is not None
             items = contribution.num_items if num_items is None else num_items
