@@ -38,6 +38,8 @@ class GradientState:
     """Number of the current ``accumulate()`` in its window, from 1; 0 after the one that ends a window."""
     has_loss: bool
     """Whether a loss of this micro-step was backpropagated outside optimizer closures."""
+    num_losses: int
+    """Number of losses that ``accelerator.backward`` has backpropagated so far."""
     in_closure: bool
     """Whether an optimizer closure is running."""
     has_loss_in_closure: bool
@@ -53,6 +55,7 @@ class GradientState:
         self.reading = ActiveLoaders(self)
         self.sync_gradients = True
         self.micro_step = 0
+        self.num_losses = 0
         self.has_loss = self.in_closure = self.has_loss_in_closure = False
         self.closures_waiting = None
 

@@ -15,6 +15,8 @@ from echelon.accelerator.preemption import PreemptionHandler
 from echelon.accelerator.prepare.prepared_objects import PreparedObjects
 from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.setup.build_deepspeed import DeepSpeedSettings
+from echelon.accelerator.update.direct_backward import DirectBackwardCheck
+from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.base.capabilities import Capabilities
@@ -67,6 +69,7 @@ class Session:
     """Scheduler classes whose rate of advance was logged."""
     epochs: Epochs = field(init=False)
     guard: UnpreparedOptimizerGuard = field(init=False)
+    direct: DirectBackwardCheck = field(init=False)
     _steps_before: int = 0  # optimizer steps that the current optimizers have not counted
 
     def __post_init__(self) -> None:
@@ -85,10 +88,17 @@ class Session:
             parity=self.parity,
             scaler=self.update.scaler,
             num_processes=self.world.world_size,
+            unprepared=self.unprepared,
+        )
+        self.direct = DirectBackwardCheck(
+            state=self.gradient_state,
+            parity=self.parity,
+            num_processes=self.world.world_size,
+            contribution=self.update.contribution if isinstance(self.update, ExactUpdate) else None,
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "watcher": None, "epochs": None, "guard": None}
+        return {**vars(self), "watcher": None, "epochs": None, "guard": None, "direct": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

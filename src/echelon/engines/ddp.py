@@ -56,6 +56,7 @@ class DDPEngine(Engine):
         self._strays: WeakKeyDictionary[Optimizer, tuple[list[int], list[torch.Tensor]]] = WeakKeyDictionary()
         self._shared: dict[int, torch.Tensor] = {}  # strays that were broadcast to all ranks, by id
         self._warned = False
+        self._warned_of_assigned = False
         self._reduces = True  # False after build_sharded_update, which reduces gradients itself
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -140,7 +141,11 @@ class DDPEngine(Engine):
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
         if not unsynced:
             self._guard_optimizer(optimizer)
-        return self._stepper.step(optimizer, closure)
+        try:
+            return self._stepper.step(optimizer, closure)
+        finally:
+            for replica in self._replicas.values():
+                replica.end_step()
 
     def update_loss_scale(self) -> None:
         self._stepper.update_loss_scale()
@@ -268,10 +273,27 @@ class DDPEngine(Engine):
         is_reduced = False
         for replica in self._replicas.values():
             if replica.is_dirty() and any(id(p) in ids for p in replica.parameters):
+                if replica.is_assigned():
+                    self._average_assigned(replica)
+                    continue
                 average_gradients(replica.parameters)
                 replica.mark_reduced()
                 is_reduced = True
         return is_reduced
+
+    def _average_assigned(self, replica: Replica) -> None:
+        """Average gradients that no backward pass made; say so where the ranks had different ones. Collective."""
+        copies = replica.copy_assigned()
+        average_gradients(replica.parameters)
+        replica.mark_reduced()
+        if self._warned_of_assigned or not replica.have_changed(copies):
+            return
+        self._warned_of_assigned = True
+        warn(
+            "the gradients of this step() were assigned, and not made by a backward pass (torch.autograd.grad?), so nobody had "
+            "averaged them over the ranks: echelon averages them now, before the step. Call accelerator.backward(loss), which "
+            "overlaps this with the backward pass, or accelerator.reduce(gradient, 'mean') before they are clipped or changed."
+        )
 
     def _share_strays(self, strays: list[torch.Tensor]) -> None:
         former = {id(p) for replica in self._replicas.values() for p in replica.former}

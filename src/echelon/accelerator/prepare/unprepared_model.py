@@ -54,7 +54,12 @@ class UnpreparedModelCheck:
         if not self._state.in_dataloader:
             _refuse_unprepared_loader(num_processes=self._num_processes, unsharded=self._unsharded)
         if not models:
-            _warn_of_unprepared_model(num_processes=self._num_processes)
+            _warn_of_unprepared_model("backward()", num_processes=self._num_processes)
+
+    def run_before_step(self) -> None:
+        """Check before a step of an optimizer in a prepared loader's loop, where no model and no optimizer was prepared."""
+        self.is_pending = False
+        _warn_of_unprepared_model("step()", num_processes=self._num_processes)
 
 
 def _refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> None:
@@ -71,10 +76,10 @@ def _refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> No
             raise _error(name, place, num_processes)
 
 
-def _warn_of_unprepared_model(*, num_processes: int) -> None:
+def _warn_of_unprepared_model(call: str, *, num_processes: int) -> None:
     """Warn if the user's frames hold a trainable model and none whose gradients are averaged.
 
-    Called at the first backward pass of an Accelerator without prepared models.
+    Called at the first ``call`` of an Accelerator without prepared models.
     """
     place = user_line()
     models = [(name, value) for name, value in _variables_of_script(place) if isinstance(value, nn.Module)]
@@ -83,7 +88,7 @@ def _warn_of_unprepared_model(*, num_processes: int) -> None:
     trained = [name for name, model in models if any(p.requires_grad for p in model.parameters())]
     if trained:
         warn(
-            f"backward() runs on {num_processes} processes, but this Accelerator has prepared no model: each process trains "
+            f"{call} runs on {num_processes} processes, but this Accelerator has prepared no model: each process trains "
             f"its own model, because nothing averages the gradients. Write {trained[0]} = accelerator.prepare({trained[0]})"
         )
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.update.closures import Closures
+from echelon.accelerator.update.direct_backward import DirectBackwardCheck
 from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.base.errors import UsageError
 from echelon.distributed.monitored_barrier import monitored_barrier
@@ -47,6 +48,7 @@ class AcceleratedOptimizer(Optimizer):
         clipping: Clipping | None = None,
         guard: UnpreparedOptimizerGuard | None = None,
         world: World | None = None,
+        direct: DirectBackwardCheck | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups, state and hooks belong to the wrapped optimizer.
         self.optimizer = optimizer
@@ -55,6 +57,7 @@ class AcceleratedOptimizer(Optimizer):
         self.scaler = scaler
         self.clipping = clipping
         self.guard = guard
+        self.direct = direct
         self.is_clipped = False
         """Whether the training loop has clipped the gradients of this update."""
         self.unsynced = False
@@ -122,10 +125,14 @@ class AcceleratedOptimizer(Optimizer):
             if notes is not None:
                 notes.phase(Phase.OPTIMIZER)
             if closure is None:
+                if self.direct is not None:
+                    self.direct.before_step(self.optimizer)
                 self._finish_gradients()
                 self._skipped = not self._step_by_engine(None)
             else:
                 value = self._step_by(closure)
+            if self.direct is not None:
+                self.direct.after_step(self.optimizer)
             self.num_steps += not self._skipped
             self._is_used = True
             if notes is not None:
@@ -149,6 +156,8 @@ class AcceleratedOptimizer(Optimizer):
 
     def _finish_evaluation(self) -> None:
         """After a closure, unscale and clip its gradients as before a step."""
+        if self.direct is not None:
+            self.direct.before_step(self.optimizer)
         self.engine.unscale(self.optimizer, unsynced=self.unsynced)
         self._finish_gradients()
 
@@ -260,7 +269,8 @@ class AcceleratedOptimizer(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "guard": None}  # it identifies optimizers by id, which a copy does not share
+        # Both identify optimizers by id, which a copy does not share.
+        return {**self.__dict__, "guard": None, "direct": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
 from echelon.base.errors import UsageError
 from echelon.base.warnings import user_line, warn
 from echelon.distributed.ddp.replica import average_loss
@@ -30,6 +31,7 @@ class UnpreparedOptimizerGuard:
         parity: parity mode of the run.
         scaler: gradient scaler of an fp16 run.
         num_processes: number of processes in the run.
+        unprepared: warns about an unprepared model.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class UnpreparedOptimizerGuard:
         parity: str,
         scaler: torch.amp.GradScaler | None,
         num_processes: int,
+        unprepared: UnpreparedModelCheck,
     ) -> None:
         self._engine = engine
         self._models = models
@@ -48,6 +51,7 @@ class UnpreparedOptimizerGuard:
         self._parity = parity
         self._scaler = scaler
         self._num_processes = num_processes
+        self._unprepared = unprepared
         self.is_stepping = False
         """Whether a prepared optimizer is stepping."""
         self.unsynced = False
@@ -70,6 +74,8 @@ class UnpreparedOptimizerGuard:
 
     def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         if not self._models:
+            if self._unprepared.is_pending and not self.is_stepping and self._state.in_dataloader:
+                self._unprepared.run_before_step()
             return None
         if self.is_stepping:
             if self._num_processes > 1 and is_in_backward():

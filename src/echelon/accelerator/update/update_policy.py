@@ -135,6 +135,7 @@ class UpdatePolicy(ABC):
 
     def _backpropagate(self, loss: torch.Tensor, scale: float, kwargs: Mapping[str, Any]) -> None:
         state = self.state
+        state.num_losses += 1
         if state.in_closure:
             state.has_loss_in_closure = True
         else:

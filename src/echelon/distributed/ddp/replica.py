@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -151,6 +151,9 @@ class Replica:
         self._is_compiled = False
         self._dirty = False
         self._is_compared = False  # a forward pass has checked the parameters since the last step
+        self._has_passes = False  # a backward pass has run since the last step
+        self._is_assigned = False  # the gradients were assigned, not made by a backward pass
+        self._stepped: list[ref[torch.Tensor] | None] = []  # gradients of ``_sample()`` at the last step
         self._must_prepare = False  # the next backward pass reduces gradients of forward passes in no_sync
         self._hooks = [wrapper.register_forward_pre_hook(self._on_forward), *hooks]
         self._grad_hooks: dict[torch.Tensor, Any] = {}
@@ -302,6 +305,7 @@ class Replica:
         """Update whether gradients are unreduced, from the backward passes since the last call."""
         if not self._passes.is_any:
             return
+        self._has_passes, self._is_assigned = True, False
         # DDP reduces only the first of several backward passes after one forward pass. (In compiled models they cannot be
         # counted.)
         is_second = self._passes.num > 1 and not self._is_compiled
@@ -312,7 +316,48 @@ class Replica:
     def is_dirty(self) -> bool:
         """Return whether a gradient holds values that were not reduced."""
         self.update_reduced()  # after a backward pass that did not go through the engine
-        return self._dirty
+        return self._dirty or (self._reduces and not self._has_passes and self.is_assigned())
+
+    def is_assigned(self) -> bool:
+        """Return whether the gradients were assigned, for example from ``torch.autograd.grad``, without a backward pass.
+
+        Gradients of the last step are not reported again, unless they had been assigned.
+        """
+        if self._has_passes:
+            return False
+        if not self._is_assigned:
+            sample = self._sample()
+            before = self._stepped or [None] * len(sample)
+            self._is_assigned = any(
+                p.grad is not None and (stepped is None or p.grad is not stepped())
+                for p, stepped in zip(sample, before)
+            )
+        return self._is_assigned
+
+    def copy_assigned(self) -> list[torch.Tensor]:
+        """Replace assigned gradients by detached copies, which can be reduced in place; return more copies of a sample."""
+        for p in self.parameters:
+            if p.grad is not None:
+                p.grad = p.grad.detach().clone()
+        return [p.grad.clone() for p in self._sample() if p.grad is not None]
+
+    def have_changed(self, copies: list[torch.Tensor]) -> bool:
+        """Return whether the sampled gradients differ from ``copies``, which ``copy_assigned`` returned."""
+        now = [p.grad for p in self._sample() if p.grad is not None]
+        return len(now) != len(copies) or any(
+            a.is_sparse or not torch.allclose(a, b, rtol=1e-5, atol=0, equal_nan=True) for a, b in zip(now, copies)
+        )
+
+    def end_step(self) -> None:
+        """Record that a step has used the current gradients."""
+        self.update_reduced()
+        self._has_passes = False
+        self._stepped = [None if p.grad is None else ref(p.grad) for p in self._sample()]
+
+    def _sample(self) -> list[torch.Tensor]:
+        """Return a few parameters: checking all of them in each step would be slow."""
+        own = self.parameters
+        return [own[0], own[len(own) // 2], own[-1]] if own else []
 
     def mark_reduced(self) -> None:
         """Record that all gradients were reduced or cleared."""
