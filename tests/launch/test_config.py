@@ -149,7 +149,7 @@ def test_no_answers_are_an_error_and_a_file_is_not_overwritten_unasked(
     assert _echelon("config") == 0
     assert Path("echelon.toml").read_text() == "seed = 1\n"
     assert _echelon("config", "convert", str(CONFIGS / "fsdp2.yaml"), "echelon.toml") == 2
-    assert "echelon.toml exists" in capsys.readouterr().err
+    assert "echelon.toml already exists" in capsys.readouterr().err
 
 
 def test_default_update_convert_and_diff(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -352,6 +352,6 @@ def test_no_process_is_an_error() -> None:
 
 def test_a_port_of_the_users_own_has_no_effect_and_that_is_said() -> None:
     called: list[int] = []
-    with pytest.warns(EchelonWarning, match="use_port ignored"):
+    with pytest.warns(EchelonWarning, match="ignores use_port"):
         notebook_launcher(called.append, (7,), num_processes=1, use_port="29501")
     assert called == [7]

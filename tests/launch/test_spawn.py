@@ -89,7 +89,7 @@ def test_context_is_joined_later(tmp_path: Path) -> None:
 
 
 def test_no_process_is_an_error() -> None:
-    with pytest.raises(UsageError, match="at least one process"):
+    with pytest.raises(UsageError, match="starts no process"):
         spawn(note, nprocs=0)
 
 

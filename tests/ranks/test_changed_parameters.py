@@ -219,7 +219,7 @@ def _only_one_rank_unfreezes() -> None:
 
 def test_ranks_that_change_different_parameters_are_named() -> None:
     for text in errors_on_ranks(DesyncError, _only_one_rank_unfreezes, world_size=2):
-        assert "rank 1 has 0.weight [5, 6] torch.float64, which trains" in text
+        assert "rank 1 has 0.weight [5, 6] torch.float64 (trainable)" in text
 
 
 # ---- passes -------------------------------------------------------------------------------------------------------------

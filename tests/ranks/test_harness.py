@@ -157,7 +157,7 @@ def test_the_error_shows_the_failing_rank_and_its_traceback() -> None:
     assert "in _fail_on" in text
     assert "ValueError: planted on 1" in text
     assert "rank_worker" not in text  # without frames of the harness
-    assert "still running when the others were told to stop: rank 0" in text
+    assert "still running when the others were stopped: rank 0" in text
     assert isinstance(caught.value.errors[1], ValueError)
     assert str(caught.value.errors[1]) == "planted on 1"
 

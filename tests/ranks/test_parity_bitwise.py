@@ -483,13 +483,13 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (_fractions, UsageError, "num_items=2.5 is not an integer"),
     (_other_threads, ConfigError, "threads is 1 on rank 0 but 2 on rank 1"),
     (_fused, UsageError, "AdamW(fused=True) rounds differently"),
-    (_groups_of_ranks, UsageError, "not within 2 groups"),
+    (_groups_of_ranks, UsageError, "does not support 2 replicas"),
     (
         partial(_prepared, nn.Sequential(nn.Linear(64, 4), nn.BatchNorm1d(4))),
         UsageError,
         "1 (BatchNorm1d): a BatchNorm in training",
     ),
-    (partial(_prepared, _mlp(), canonical_shards=1), ConfigError, "canonical_shards=1 for 2 processes"),
+    (partial(_prepared, _mlp(), canonical_shards=1), ConfigError, "canonical_shards=1 is less than the 2 processes"),
     (partial(_prepared, _mlp(), max_micro_batch_size=2), ConfigError, "set canonical_shards=12"),
     (
         partial(_prepared, _mlp(), kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")]),

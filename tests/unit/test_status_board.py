@@ -176,5 +176,5 @@ def test_the_reporter_records_the_threads_position_and_answers_requests(board: B
     assert third.answered == 1
     answer = json.loads((tmp_path / reporter.ANSWER_FILE.format(1)).read_text())
     assert answer["call_site"]["file"] == __file__
-    assert any("test_the_reporter_says_where" in line for line in answer["stack"])
-    assert reporter.DUMP_SIGNAL is None or "test_the_reporter_says" in (tmp_path / "stack.txt").read_text()
+    assert any("test_the_reporter_records_the_threads_position" in line for line in answer["stack"])
+    assert reporter.DUMP_SIGNAL is None or "test_the_reporter_records" in (tmp_path / "stack.txt").read_text()
