@@ -18,7 +18,7 @@ from echelon.data.exact.permutation import (
     ExplicitPermutation,
     FeistelPermutation,
     Permutation,
-    _walk,
+    _permute,
 )
 
 MASK = 2**64 - 1
@@ -108,7 +108,7 @@ def test_feistel_has_each_index_once_for_every_n_up_to_2000() -> None:
     keys = [np.uint64(key) for key in round_keys(2000, 7, 0)]
     for n in range(1, 2001):
         stored = FeistelPermutation(n, seed=n).indices(range(n)).numpy()
-        computed = _walk(np.arange(n, dtype=np.uint64), n, keys)  # as for larger n
+        computed = _permute(np.arange(n, dtype=np.uint64), n, keys)  # as for larger n
         for found in (stored, computed):
             assert (np.bincount(found.astype(np.int64), minlength=n) == 1).all(), n
 
@@ -202,7 +202,7 @@ def test_feistel_seeks_within_a_millisecond_and_a_few_kilobytes(n: int) -> None:
 def network(n: int, seed: int, rounds: int = 8) -> np.ndarray:
     """The order of the Feistel network itself, also where n is small."""
     keys = [np.uint64(key) for key in round_keys(n, seed, 0)]
-    return _walk(np.arange(n, dtype=np.uint64), n, keys[:rounds]).astype(np.int64)
+    return _permute(np.arange(n, dtype=np.uint64), n, keys[:rounds]).astype(np.int64)
 
 
 def ours(n: int, seed: int) -> np.ndarray:
