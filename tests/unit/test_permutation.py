@@ -132,7 +132,7 @@ def test_feistel_repeats_no_index_where_n_is_large(n: int, start: int) -> None:
 
 
 def test_feistel_rejects_more_samples_than_it_supports() -> None:
-    with pytest.raises(UsageError, match=r"281474976710657 samples.* 281474976710656 at most"):
+    with pytest.raises(UsageError, match=r"281474976710657 samples.* at most 281474976710656"):
         FeistelPermutation(2**48 + 1, seed=0)
 
 
