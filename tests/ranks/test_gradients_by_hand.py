@@ -1,4 +1,4 @@
-"""Gradients that ``accelerator.backward`` did not make: averaged, told, or refused, but never silently another update."""
+"""Gradients that ``accelerator.backward`` did not compute are averaged, warned of, or an error; never silently another update."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def fail():
 
 os.register_at_fork(after_in_child=fail)
 from echelon.base import fork_repair
-fork_repair._PATIENCE_S = (0.2, 0.2, 5)
+fork_repair._TIMEOUTS_S = (0.2, 0.2, 5)
 fork_repair._REPAIRED = {{sys.version_info[:2]: (99,)}}
 fork_repair.repair_fork()
 fork_repair.repair_fork()

@@ -69,7 +69,7 @@ class Session:
     """Scheduler classes whose rate of advance was logged."""
     epochs: Epochs = field(init=False)
     guard: UnpreparedOptimizerGuard = field(init=False)
-    direct: DirectBackwardCheck = field(init=False)
+    direct_backward: DirectBackwardCheck = field(init=False)
     _steps_before: int = 0  # optimizer steps that the current optimizers have not counted
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Session:
             num_processes=self.world.world_size,
             unprepared=self.unprepared,
         )
-        self.direct = DirectBackwardCheck(
+        self.direct_backward = DirectBackwardCheck(
             state=self.gradient_state,
             parity=self.parity,
             num_processes=self.world.world_size,
@@ -98,7 +98,7 @@ class Session:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "watcher": None, "epochs": None, "guard": None, "direct": None}
+        return {**vars(self), "watcher": None, "epochs": None, "guard": None, "direct_backward": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

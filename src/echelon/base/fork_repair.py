@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 _REPAIRED = {(3, 10): (3, 10, 15), (3, 11): (3, 11, 8)}
 # A fork takes milliseconds. Repeating one that is only slow on a busy machine is harmless, because nothing has run in it.
-_PATIENCE_S = (1, 2, 4, 8, 16, 32)
+_TIMEOUTS_S = (1, 2, 4, 8, 16, 32)
 
 
 def repair_fork() -> None:
@@ -31,9 +31,9 @@ def repair_fork() -> None:
     https://github.com/python/cpython/issues/112275, in Python 3.10 before 3.10.15 and 3.11 before 3.11.8.
     """
     is_affected = hasattr(os, "fork") and sys.version_info[:3] < _REPAIRED.get(sys.version_info[:2], (0,))
-    if is_affected and context.ForkProcess._Popen is not _fork:
+    if is_affected and context.ForkProcess._Popen is not _Popen:
         os.register_at_fork(after_in_child=_Started.report)
-        context.ForkProcess._Popen = staticmethod(_fork)  # type: ignore[method-assign]
+        context.ForkProcess._Popen = staticmethod(_Popen)  # type: ignore[method-assign]
 
 
 class _Started:
@@ -59,17 +59,17 @@ class _Popen(popen_fork.Popen):
     """
 
     def _launch(self, process_obj: process.BaseProcess) -> None:
-        for patience in _PATIENCE_S:
-            if self._has_started(process_obj, patience):
+        for timeout in _TIMEOUTS_S:
+            if self._has_started(process_obj, timeout):
                 return
             logger.warning("process %d hung in its fork (python/cpython#112275); retrying", self.pid, all_ranks=True)
         raise SetupError(
-            f"cannot start the process {process_obj.name}: {len(_PATIENCE_S)} forks hung or died",
+            f"cannot start the process {process_obj.name}: {len(_TIMEOUTS_S)} forks hung or died",
             where=f"Python {sys.version.split()[0]}, python/cpython#112275",
             do="update Python to 3.10.15, 3.11.8 or later",
         )
 
-    def _has_started(self, process_obj: process.BaseProcess, patience: float) -> bool:
+    def _has_started(self, process_obj: process.BaseProcess, timeout: float) -> bool:
         read, write = _Started.forking.pipe = os.pipe()
         try:
             super()._launch(process_obj)  # type: ignore[misc]
@@ -78,7 +78,7 @@ class _Popen(popen_fork.Popen):
             os.close(write)
         try:
             # An empty read is the end of the pipe: the child has died in its fork.
-            if multiprocessing.connection.wait([read], patience) and os.read(read, 1):
+            if multiprocessing.connection.wait([read], timeout) and os.read(read, 1):
                 return True
         finally:
             os.close(read)
@@ -88,7 +88,3 @@ class _Popen(popen_fork.Popen):
             os.waitpid(self.pid, 0)
         self.close()
         return False
-
-
-def _fork(process_obj: process.BaseProcess) -> popen_fork.Popen:
-    return _Popen(process_obj)

@@ -194,10 +194,7 @@ class PreparedLoader(DataLoader[Any]):
             return len(contribution.samples) * self._world.world_size if is_short else 0
         try:
             return -1 if size is None or self.original.drop_last else self.total_dataset_length % size
-        except (
-            TypeError,
-            NotImplementedError,
-        ):  # the dataset has no length (as in length_of), so the answer is "unknown"
+        except (TypeError, NotImplementedError):  # as in length_of: the dataset has no length
             return -1
 
     # ---- the current step ----------------------------------------------------------------------------------------------

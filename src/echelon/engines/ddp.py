@@ -282,7 +282,7 @@ class DDPEngine(Engine):
         return is_reduced
 
     def _average_assigned(self, replica: Replica) -> None:
-        """Average gradients that no backward pass made; say so where the ranks had different ones. Collective."""
+        """Average gradients that no backward pass computed; warn if they differed between the ranks. Collective."""
         copies = replica.copy_assigned()
         average_gradients(replica.parameters)
         replica.mark_reduced()
@@ -290,9 +290,9 @@ class DDPEngine(Engine):
             return
         self._warned_of_assigned = True
         warn(
-            "the gradients of this step() were assigned, and not made by a backward pass (torch.autograd.grad?), so nobody had "
-            "averaged them over the ranks: echelon averages them now, before the step. Call accelerator.backward(loss), which "
-            "overlaps this with the backward pass, or accelerator.reduce(gradient, 'mean') before they are clipped or changed."
+            "the gradients of this step() were assigned instead of computed by a backward pass (torch.autograd.grad?), so DDP "
+            "did not average them over the ranks. echelon averages them now, before the step. Call accelerator.backward(loss), "
+            "which averages them during the backward pass, or accelerator.reduce(gradient, 'mean') before you clip or change them."
         )
 
     def _share_strays(self, strays: list[torch.Tensor]) -> None:

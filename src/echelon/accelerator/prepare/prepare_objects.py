@@ -164,7 +164,7 @@ def _add_optimizer(session: Session, optimizer: Any, inner: Optimizer) -> None:
         clipping=session.deepspeed.clipping,
         guard=session.guard,
         world=session.world,
-        direct=session.direct,
+        direct_backward=session.direct_backward,
     )
     session.objects.optimizers.append(prepared)
     session.guard.add_prepared(inner)

@@ -1,4 +1,4 @@
-"""``loss.backward()`` in the place of ``accelerator.backward(loss)``: the loss was not weighed. Told, or refused."""
+"""Detects ``loss.backward()`` where ``accelerator.backward(loss)`` was needed to weigh the loss: a warning or an error."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from echelon.data.exact.global_batch_slices import Contribution
 
 __all__ = ["DirectBackwardCheck"]
 
-_DO = "call accelerator.backward(loss) in the place of loss.backward()"
+_DO = "call accelerator.backward(loss) instead of loss.backward()"
 
 
 class DirectBackwardCheck:
-    """Before a step of a prepared optimizer: do its gradients come from ``accelerator.backward``?
+    """Checks before each step of a prepared optimizer whether ``accelerator.backward`` computed its gradients.
 
     Args:
         state: counts the losses that ``accelerator.backward`` has backpropagated.
-        parity: of the run.
-        num_processes: of the run.
-        contribution: of the batch in hand to its update; None outside the exact modes.
+        parity: the run's parity mode.
+        num_processes: the run's number of processes.
+        contribution: returns the share of the current batch in its update; None outside the exact modes.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class DirectBackwardCheck:
         self._parity = parity
         self._num_processes = num_processes
         self._contribution = contribution
-        # By optimizer: the losses at its last step, and one of the gradients that it used.
+        # For each optimizer: the number of losses at its last step, and one of the gradients that it used.
         self._steps: WeakKeyDictionary[Optimizer, tuple[int, ref[torch.Tensor] | None]] = WeakKeyDictionary()
         self._is_warned = False
 
@@ -58,19 +58,19 @@ class DirectBackwardCheck:
             return  # nothing to step with, or a second step with the same gradients
         if (reason := self._missing_weight()) is not None:
             raise UsageError(
-                f"{type(optimizer).__name__} steps with gradients that accelerator.backward() did not make, and {reason}",
+                f"{type(optimizer).__name__} steps with gradients that accelerator.backward() did not compute, and {reason}",
                 where=f"step() at {user_line()}, parity={self._parity!r}",
                 do=_DO,
             )
         if self._contribution is None and self._state.num_steps > 1 and not self._is_warned:
             self._is_warned = True
             warn(
-                f"{type(optimizer).__name__} steps with gradients that accelerator.backward() did not make: echelon has not divided "
+                f"{type(optimizer).__name__} steps with gradients that accelerator.backward() did not compute: echelon has not divided "
                 f"their losses by the {self._state.num_steps} micro-steps of gradient_accumulation_steps. {_DO.capitalize()}."
             )
 
     def _missing_weight(self) -> str | None:
-        """Return why losses of this update count for something else than one on each rank; None: they do not."""
+        """Return why the losses of this update needed weights; None if they needed none."""
         contribution = None if self._contribution is None else self._contribution()
         if contribution is None:
             return None

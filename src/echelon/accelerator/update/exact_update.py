@@ -58,9 +58,8 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         self._micro_step_items: float | None = None  # items of this micro-step
         self._is_reevaluating = False  # a closure is being re-evaluated at other parameters
         self._num_postponed = 0  # when this micro-step had its first loss
-        self._steps_before: list[
-            tuple[int, int]
-        ] = []  # postponed and taken steps of each optimizer at the start of this update
+        # Numbers of postponed and taken steps of each optimizer at the start of this update.
+        self._step_counts_before: list[tuple[int, int]] = []
         self._warned_of_missing_step = False
         self._warned_of_postponed_step = False
         self._warned_of_batch_norm = False
@@ -138,9 +137,9 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         if before is not None and before is not loader:
             self._interrupted[id(before)] = (self._losses, self._num_items, self._is_counted, self._micro_step_items)
         self._interrupted.pop(id(loader), None)
-        if contribution.micro_step == 0 and (
-            before is None or before is loader
-        ):  # another loader may be read before the step
+        # A step that is due may still come after a batch of another loader.
+        is_same_loop = before is None or before is loader
+        if contribution.micro_step == 0 and is_same_loop:
             self._check_steps()
         self._open_micro_step(contribution)
 
@@ -165,7 +164,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             self._losses, self._num_items = [], 0.0
             self._random_states = current_random_states() if contribution.num_micro_steps > 1 else None
             self._has_several_micro_steps, self._parameter_versions = contribution.num_micro_steps > 1, []
-            self._steps_before = self._num_steps() if self._has_several_micro_steps else []
+            self._step_counts_before = self._step_counts() if self._has_several_micro_steps else []
             self._kept.clear()
         self._is_mid_update = not contribution.ends_update
         self._is_counted, self._micro_step_items = False, None
@@ -209,20 +208,20 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
                 "of loop iterations"
             )
 
-    def _num_steps(self) -> list[tuple[int, int]]:
+    def _step_counts(self) -> list[tuple[int, int]]:
         return [(optimizer.num_postponed, optimizer.num_steps) for optimizer in self.objects.optimizers]
 
     def _misses_last_loss(self) -> bool:
         """Return whether the loop ended at the last micro-step, before its backward pass: no step used the gradients."""
         if self._is_counted or not self._has_several_micro_steps or not self._losses:
             return False
-        return all(now[1] == before[1] for now, before in zip(self._num_steps(), self._steps_before))
+        return all(now[1] == before[1] for now, before in zip(self._step_counts(), self._step_counts_before))
 
     def _check_steps(self) -> None:
         """Warn if an optimizer's step was postponed to the end of the last update and never came."""
         if self._warned_of_missing_step or not self._is_counted or self._is_mid_update:
             return
-        for optimizer, (postponed, taken) in zip(self.objects.optimizers, self._steps_before):
+        for optimizer, (postponed, taken) in zip(self.objects.optimizers, self._step_counts_before):
             is_missing = optimizer.num_postponed > postponed and optimizer.num_steps == taken
             if is_missing and not optimizer.step_was_skipped:
                 self._warned_of_missing_step = True

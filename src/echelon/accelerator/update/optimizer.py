@@ -48,7 +48,7 @@ class AcceleratedOptimizer(Optimizer):
         clipping: Clipping | None = None,
         guard: UnpreparedOptimizerGuard | None = None,
         world: World | None = None,
-        direct: DirectBackwardCheck | None = None,
+        direct_backward: DirectBackwardCheck | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups, state and hooks belong to the wrapped optimizer.
         self.optimizer = optimizer
@@ -57,7 +57,7 @@ class AcceleratedOptimizer(Optimizer):
         self.scaler = scaler
         self.clipping = clipping
         self.guard = guard
-        self.direct = direct
+        self.direct_backward = direct_backward
         self.is_clipped = False
         """Whether the training loop has clipped the gradients of this update."""
         self.unsynced = False
@@ -125,14 +125,14 @@ class AcceleratedOptimizer(Optimizer):
             if notes is not None:
                 notes.phase(Phase.OPTIMIZER)
             if closure is None:
-                if self.direct is not None:
-                    self.direct.before_step(self.optimizer)
+                if self.direct_backward is not None:
+                    self.direct_backward.before_step(self.optimizer)
                 self._finish_gradients()
                 self._skipped = not self._step_by_engine(None)
             else:
                 value = self._step_by(closure)
-            if self.direct is not None:
-                self.direct.after_step(self.optimizer)
+            if self.direct_backward is not None:
+                self.direct_backward.after_step(self.optimizer)
             self.num_steps += not self._skipped
             self._is_used = True
             if notes is not None:
@@ -156,8 +156,8 @@ class AcceleratedOptimizer(Optimizer):
 
     def _finish_evaluation(self) -> None:
         """After a closure, unscale and clip its gradients as before a step."""
-        if self.direct is not None:
-            self.direct.before_step(self.optimizer)
+        if self.direct_backward is not None:
+            self.direct_backward.before_step(self.optimizer)
         self.engine.unscale(self.optimizer, unsynced=self.unsynced)
         self._finish_gradients()
 
@@ -270,7 +270,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Both identify optimizers by id, which a copy does not share.
-        return {**self.__dict__, "guard": None, "direct": None}
+        return {**self.__dict__, "guard": None, "direct_backward": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

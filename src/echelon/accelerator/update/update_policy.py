@@ -19,7 +19,7 @@ from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
 from echelon.accelerator.prepare.prepared_objects import PreparedObjects
 from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
-from echelon.accelerator.update.accumulation_window import AccumulationWindow
+from echelon.accelerator.update.gradient_normalization import AccumulationWindow
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.step_timing import NOT_TIMED, timed_backward
 from echelon.base.errors import UsageError

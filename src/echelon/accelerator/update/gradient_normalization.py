@@ -1,4 +1,4 @@
-"""Weights of the losses of an update, and the single division by their sum."""
+"""Normalization of an update: the weights of its losses, and the single division of its gradients by their sum."""
 
 from __future__ import annotations
 
