@@ -144,11 +144,22 @@ def test_ranks_with_unlike_shapes_are_both_shown_with_their_lines(command: Comma
 def test_uneven_data_is_told_from_a_wrong_call(command: Command) -> None:
     result = stall(command, DDP, "", "--on_stall=stop", args=("0",))
     text = report(result)
-    assert "uneven data: rank 0 has left the training loop, but rank 1 is still training" in text.replace(
-        "stall (uneven data)", "uneven data"
+    assert re.search(
+        r"uneven data\)?: rank 0 has left the training loop \(\S*train\.py:9\), but rank 1 is still training", text
     )
     assert re.search(r"rank 0: in barrier number \d+; " + at(command, "dist.barrier()"), text)
     assert re.search(r"rank 1: in all_reduce number \d+ of float\[72\]; " + at(command, "backward()"), text)
+
+
+@pytest.mark.soak
+def test_a_gather_on_the_main_process_is_not_uneven_data(command: Command) -> None:
+    fault = "accelerator.gather(x.mean())"
+    result = stall(command, ACCELERATOR, fault, "--on_stall=stop", args=("0", "0"))
+    text = report(result)
+    assert re.search(r"different collectives\)?: rank 0 calls gather of float32\[\] in the training loop ", text)
+    assert "but rank 1 does not: it is in a forward or backward pass" in text
+    assert re.search(r"rank 0: in gather of float32\[\]; [^;]*; " + at(command, fault), text)
+    assert "`if accelerator.is_main_process:`" in text
 
 
 @pytest.mark.soak

@@ -32,9 +32,9 @@ def history(*kinds: str, size: int = 4, pending: bool = True, ranks: tuple[int, 
     return {"0": History(ranks=ranks, started=started)}
 
 
-def answer(*kinds: str, line: int = 12, trains: bool = False, **more: object) -> Answer:
+def answer(*kinds: str, line: int = 12, trains: bool = False, loops: tuple[str, ...] = (), **more: object) -> Answer:
     place = CallSite(file="train.py", line=line, source="dist.all_reduce(x)")
-    return Answer(call_site=place, trains=trains, histories=history(*kinds, **more))  # type: ignore[arg-type]
+    return Answer(call_site=place, trains=trains, loops=loops, histories=history(*kinds, **more))  # type: ignore[arg-type]
 
 
 def verdict(views: list[RankView], answers: Mapping[int, Answer], *, stands_s: float = 61.0) -> Stall | None:
@@ -148,12 +148,45 @@ def test_a_rank_that_ends_while_others_wait_has_uneven_data() -> None:
     assert (found.kind, found.culprits) == (Class.UNEVEN, (0,))
 
 
-def test_a_rank_behind_the_training_loop_is_uneven_data() -> None:
-    answers = {rank: answer("all_reduce", trains=True) for rank in (1, 2, 3)}
-    found = verdict([seen_now(rank) for rank in ALL], {0: answer("barrier", line=14), **answers})
+BATCHES, EPOCHS = "train.py:10", "train.py:8"
+
+
+def _beside_training(loops: tuple[str, ...], loops_of_training: tuple[str, ...]) -> Stall:
+    answers = {rank: answer("all_reduce", trains=True, loops=loops_of_training) for rank in (1, 2, 3)}
+    views = [seen_now(rank) for rank in ALL]
+    found = verdict(views, {0: answer("barrier", line=14, loops=loops), **answers})
     assert found is not None
-    assert (found.kind, found.culprits) == (Class.UNEVEN, (0,))
-    assert found.what == "rank 0 has left the training loop, but ranks 1-3 are still training"
+    assert found.culprits == (0,)
+    return found
+
+
+@pytest.mark.parametrize("loops", [(), (EPOCHS,)])
+def test_a_rank_behind_the_training_loop_is_uneven_data(loops: tuple[str, ...]) -> None:
+    found = _beside_training(loops, (BATCHES, EPOCHS))
+    assert found.kind is Class.UNEVEN
+    assert found.what == "rank 0 has left the training loop (train.py:10), but ranks 1-3 are still training"
+
+
+def test_a_collective_of_one_rank_inside_the_training_loop_is_not_uneven_data() -> None:
+    found = _beside_training((BATCHES, EPOCHS), (BATCHES, EPOCHS))
+    assert found.kind is Class.OTHER_OPERATION
+    assert found.what == (
+        "rank 0 calls barrier number 1 of float[4] in the training loop (train.py:10), but ranks 1-3 do not: "
+        "they are in a forward or backward pass"
+    )
+    assert "`if accelerator.is_main_process:`" in found.do
+    assert "drop_last" not in found.do
+
+
+@pytest.mark.parametrize("loops_of_training", [(), ("/env/lib/python3.11/site-packages/lib/loop.py:9", EPOCHS)])
+def test_both_causes_are_named_where_the_training_loop_is_unknown(loops_of_training: tuple[str, ...]) -> None:
+    found = _beside_training((EPOCHS,), loops_of_training)
+    assert found.kind is Class.OTHER_OPERATION
+    assert found.what == (
+        "rank 0 calls barrier number 1 of float[4], but ranks 1-3 do not: they are in a forward or backward pass"
+    )
+    assert "`if accelerator.is_main_process:`" in found.do
+    assert "drop_last" in found.do
 
 
 def test_another_collective_and_another_shape_are_distinguished() -> None:

@@ -9,7 +9,7 @@ from typing import TypeAlias, final
 
 from echelon.diagnose.collectives import Divergence, History, first_divergence
 from echelon.status.board import Doing, Phase, StatusNote, Watch
-from echelon.status.call_site import CallSite
+from echelon.status.call_site import CallSite, is_user_file
 
 __all__ = [
     "LONG_FACTOR",
@@ -116,6 +116,8 @@ class Answer:
     call_site: CallSite | None = None
     trains: bool = False
     """Whether it is in a backward pass, or in the forward pass of a wrapped model."""
+    loops: tuple[str, ...] = ()
+    """``file:line`` of the loops that it is in, innermost first, without those of torch and the standard library."""
     histories: Mapping[str, History] = field(default_factory=dict)
     no_histories: str = ""
     """Reason for empty ``histories``."""
@@ -378,7 +380,9 @@ def diagnose(
         return stall(Class.SLOW, computing, what, "wait, because the rank is computing")
     found = first_divergence({rank: answer.histories for rank, answer in answers.items()})
     if found is not None:
-        kind, what, do = _of_divergence(found, trains={rank for rank, answer in answers.items() if answer.trains})
+        kind, what, do = _of_divergence(
+            found, answers, {view.rank: _operation_of(view, answers.get(view.rank)) for view in running}
+        )
         return stall(kind, found.diverging, what, do)
     return _without_histories(running, answers, stall)
 
@@ -409,7 +413,7 @@ def disagreement(answers: Mapping[int, Answer]) -> Stall | None:
     found = first_divergence({rank: answer.histories for rank, answer in answers.items()})
     if found is None:
         return None
-    kind, what, do = _of_divergence(found, trains={rank for rank, answer in answers.items() if answer.trains})
+    kind, what, do = _of_divergence(found, answers, {})
     texts = {}
     for rank, answer in answers.items():
         collective = found.at.get(rank)
@@ -418,7 +422,9 @@ def disagreement(answers: Mapping[int, Answer]) -> Stall | None:
     return Stall(kind=kind, culprits=found.diverging, what=what, ranks=texts, do=do, waited_s=0.0)
 
 
-def _of_divergence(found: Divergence, *, trains: set[int]) -> tuple[Class, str, str]:
+def _of_divergence(
+    found: Divergence, answers: Mapping[int, Answer], operations: Mapping[int, str]
+) -> tuple[Class, str, str]:
     ranks = found.diverging
     if found.kind == "behind":
         others = next(str(collective) for collective in found.at.values() if collective is not None)
@@ -427,19 +433,39 @@ def _of_divergence(found: Divergence, *, trains: set[int]) -> tuple[Class, str, 
             f"{name_ranks(ranks)} {_has(ranks)} not reached {others}, which the other ranks have started",
             "find out what this rank waits for; every rank must call the same collectives in the same order",
         )
-    elsewhere = {rank for rank in found.at if rank not in trains}
-    if found.kind == "other operation" and trains and elsewhere and trains & set(found.at):
-        who = sorted(elsewhere)
-        return (
-            Class.UNEVEN,
-            f"{name_ranks(who)} {_has(who)} left the training loop, but {name_ranks(sorted(trains))} {_is(sorted(trains))} still training",
-            _UNEVEN,
-        )
+    training = [rank for rank in sorted(found.at) if rank in answers and answers[rank].trains]
+    elsewhere = [rank for rank in sorted(found.at) if rank not in training]
+    if found.kind == "other operation" and training and elsewhere:
+        calls = " and ".join(dict.fromkeys(operations.get(rank) or str(found.at[rank]) for rank in elsewhere))
+        return _beside_training(calls, answers, elsewhere, training)
     kind = Class.OTHER_OPERATION if found.kind == "other operation" else Class.OTHER_SHAPE
     calls = ", ".join(f"{name_ranks(group)} in {text}" for text, group in _ranks_by_call(found).items())
     if not ranks:
         return kind, f"the ranks use {kind.value}: {calls}", _SAME
     return kind, f"{name_ranks(ranks)} {_does(ranks)} not make the same call as the other ranks: {calls}", _SAME
+
+
+def _beside_training(
+    calls: str, answers: Mapping[int, Answer], elsewhere: Sequence[int], training: Sequence[int]
+) -> tuple[Class, str, str]:
+    """Return whether ranks that call another collective than the training ranks do so in the training loop or after it."""
+    loop = next(iter(answers[training[0]].loops), "")
+    is_inside = loop != "" and any(rank in answers and loop in answers[rank].loops for rank in elsewhere)
+    # Of a loop in a library, such as the Trainer's, it is not known which lines of the program belong to it.
+    is_known = loop != "" and is_user_file(loop)
+    if is_known and not is_inside:
+        what = f"{name_ranks(elsewhere)} {_has(elsewhere)} left the training loop ({loop}), but {name_ranks(training)} {_is(training)} still training"
+        return Class.UNEVEN, what, _UNEVEN
+    verb = "calls" if len(elsewhere) == 1 else "call"
+    inside = f" in the training loop ({loop})" if is_inside else ""
+    what = (
+        f"{name_ranks(elsewhere)} {verb} {calls}{inside}, but {name_ranks(training)} {_does(training)} not: "
+        f"{'it is' if len(training) == 1 else 'they are'} in a forward or backward pass"
+    )
+    do = "call it on every rank: move it out of `if accelerator.is_main_process:`, `if rank == 0:` and similar conditions"
+    if not is_inside:
+        do = f"{do}. If the loop of {name_ranks(elsewhere)} ended earlier, {_UNEVEN}"
+    return Class.OTHER_OPERATION, what, do
 
 
 def _ranks_by_call(found: Divergence) -> dict[str, list[int]]:
@@ -467,6 +493,14 @@ def _without_histories(
         f"the ranks wait at different lines: {', '.join(f'{name_ranks(r)} at {line}' for line, r in by_line.items())}"
     )
     return stall(Class.OTHER_OPERATION, culprits, what, _SAME)
+
+
+def _operation_of(view: RankView, answer: Answer | None) -> str:
+    """Return the operation of echelon that the rank is in, as the user called it; empty if it is in none."""
+    note = view.note
+    if note is None or not note.operation or not (note.waits or _is_at(answer, note)):
+        return ""
+    return note.operation + (f" of {note.detail}" if note.detail else "")
 
 
 def _is_at(answer: Answer | None, note: StatusNote) -> bool:
@@ -499,8 +533,8 @@ def _describe_rank(view: RankView, answer: Answer | None, clock: StallClock, now
     elif (doing := clock.declared(view, now)) and (view.note is None or doing != str(view.note.phase)):
         parts.append(doing)
     note = view.note
-    if note is not None and note.operation and (note.waits or _is_at(answer, note)):
-        parts.append(f"in {note.operation}" + (f" of {note.detail}" if note.detail else ""))
+    if operation := _operation_of(view, answer):
+        parts.append(f"in {operation}")
     elif view.waits and answer is not None:
         pending = [c for h in answer.histories.values() for c in h.started if not c.is_over]
         parts += [f"in {pending[0]}"] if pending else []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,11 @@ from echelon.status.stack_reporter import ABORT_FILE
 __all__ = ["read_answer", "read_last_words", "read_record", "read_stack"]
 
 _TRAINING = ("/torch/nn/parallel/", "/torch/autograd/")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def read_record(path: Path) -> ErrorRecord | None:
@@ -52,6 +59,7 @@ def read_answer(path: Path) -> Answer | None:
         return Answer(
             call_site=call_site,
             trains=bool(data["trains"]),
+            loops=tuple(_loops_around(_places(data["stack"]))),
             histories=read_history(collectives),
             no_histories=str(collectives.get("missing", "")),
         )
@@ -70,7 +78,12 @@ def read_last_words(directory: Path) -> Answer | None:
         users = [frame for frame in frames if frame.user]
         call_site = CallSite(file=users[-1].file, line=users[-1].line, source=users[-1].source) if users else None
         trains = any(part in frame.file for frame in frames for part in _TRAINING)
-        return Answer(call_site=call_site, trains=trains, histories=read_history(data["collectives"]))
+        return Answer(
+            call_site=call_site,
+            trains=trains,
+            loops=tuple(_loops_around((frame.file, frame.line) for frame in reversed(frames))),
+            histories=read_history(data["collectives"]),
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StopIteration):
         return None
 
@@ -79,6 +92,53 @@ def _load(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def _places(stack: Iterable[str]) -> list[tuple[str, int]]:
+    """Return (file, line) of the frames that ``traceback.format_stack`` wrote, innermost first."""
+    matches = [_FORMATTED_LINE.match(text) for text in stack]
+    return [(match[1], int(match[2])) for match in reversed(matches) if match]
+
+
+def _loops_around(places: Iterable[tuple[str, int]]) -> Iterator[str]:
+    """Yield ``file:line`` of each loop whose body contains one of ``places`` (file, line), in their order."""
+    for file, line in places:
+        if not _has_training_loops(file):
+            continue
+        try:
+            tree = ast.parse(Path(file).read_bytes())
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            continue  # for example code of a notebook; a missing loop only makes the diagnosis less precise
+        for number in reversed(_loops_in(tree, line)):
+            yield f"{file}:{number}"
+
+
+def _has_training_loops(file: str) -> bool:
+    """Return whether a loop in ``file`` may be a training loop: in user code, or in a library with a Trainer."""
+    if file.startswith(_PACKAGE):
+        return file.startswith(_PACKAGE + "trainer/")
+    return is_user_file(file) or (any(part in file for part in _INSTALLED) and "/torch/" not in file)
+
+
+def _loops_in(tree: ast.AST, line: int) -> list[int]:
+    """Return the lines of the loops whose body contains ``line``, outermost first, within its innermost function."""
+    found: list[int] = []
+    for node in ast.walk(tree):  # breadth first: outer nodes before those inside
+        if isinstance(node, _FUNCTIONS):
+            body = node.body if isinstance(node.body, list) else [node.body]
+            if _contains(body, line) and body[0].lineno > node.lineno:
+                found.clear()
+        elif (isinstance(node, _LOOPS) and _contains(node.body, line)) or (
+            isinstance(node, _COMPREHENSIONS) and _contains([node], line)
+        ):
+            found.append(node.lineno)
+    return found
+
+
+def _contains(nodes: Sequence[ast.stmt | ast.expr], line: int) -> bool:
+    last = nodes[-1].end_lineno
+    return nodes[0].lineno <= line <= (nodes[-1].lineno if last is None else last)
+
+
+_FORMATTED_LINE = re.compile(r'  File "(.+)", line (\d+), in ')
 _LINE = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
