@@ -279,3 +279,11 @@ def on_four(asked: str | None) -> tuple[Resolved[RunConfig], dict[str, object], 
         {"num_processes": asked, "multi_gpu": False},
         {"num_processes": "-n"},
     )
+
+
+def test_a_usage_error_of_the_script_notes_the_flags_of_the_launcher_among_its_arguments(command: Command) -> None:
+    command.write("train.py", "import argparse\nargparse.ArgumentParser().parse_args()\n")
+    result = command.launch("--cpu", "train.py", "--parity", "exact")
+    assert result.code == 2, result.err
+    assert result.err.count("--parity after the script was passed to train.py, not to the launcher") == 1
+    assert result.err.count("echelon launch --parity ... train.py") == 1

@@ -23,6 +23,7 @@ from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
 from echelon.base.printable import printable
 from echelon.cli.launch_options import NUMBERS, LaunchCommand, flag_layer, options, typed_flags
+from echelon.cli.misplaced_flags import note_about_flags
 from echelon.config.derive import check as check_settings, check_installed, derive
 from echelon.config.files import find_accelerator_request, from_file
 from echelon.config.origin import SettingSource
@@ -58,6 +59,7 @@ __all__ = ["command", "per_machine"]
 
 # Names of --num_processes that count accelerators.
 _OF_ACCELERATORS = re.compile("gpus|accelerators")
+_USAGE_ERROR = 2  # exit code of argparse and click
 
 
 @click.command("launch", cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
@@ -133,6 +135,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     typed = typed_flags(ctx)
     layer = flag_layer(flags, typed)
     check(script)
+    is_noted = not flags["quiet"] and _note_misplaced_flags(ctx, script, typed, failed=False)
     file, resolved = _resolve(layer, flags)
     if any(
         getattr(resolved.value, f"deepspeed_{name}") for name in ("hostfile", "inclusion_filter", "exclusion_filter")
@@ -196,7 +199,17 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     if flags["summary"] or (goodput.is_notable and not flags["quiet"]):
         for line in goodput.lines():
             print(f"echelon: {line}", file=sys.stderr)
-    return node.report_end()
+    code = node.report_end()
+    if code == _USAGE_ERROR and not is_noted:
+        _note_misplaced_flags(ctx, script, typed, failed=True)
+    return code
+
+
+def _note_misplaced_flags(ctx: click.Context, script: Script, typed: Mapping[str, str], *, failed: bool) -> bool:
+    note = note_about_flags(ctx, script, typed=typed, failed=failed)
+    if note is not None:
+        print(f"echelon: note: {note}", file=sys.stderr)
+    return note is not None
 
 
 def _resolve(layer: Layer, flags: Mapping[str, Any]) -> tuple[Path | None, Resolved[RunConfig]]:

@@ -17,7 +17,7 @@ from echelon.config.resolve import Layer
 from echelon.config.schema import RunConfig, field_docs, field_types
 from echelon.config.sources import from_flags
 
-__all__ = ["NUMBERS", "LaunchCommand", "flag_layer", "options", "typed_flags"]
+__all__ = ["NUMBERS", "PROCESS_FLAGS", "LaunchCommand", "flag_layer", "options", "typed_flags"]
 
 NUMBERS = ("auto", "gpu", "cpu")
 """Values of ``--num_processes`` besides a number, as in torchrun."""
@@ -56,6 +56,8 @@ _FIELDS = MappingProxyType(
         "other": "config_file strict module no_python local_rank_arg no_local_rank help",
     }
 )
+PROCESS_FLAGS = frozenset(f"{_FIELDS['processes']} {_FIELDS['machines']} {_FIELDS['faults']}".split()) - {"cpu"}
+"""Parameters that only a launcher has."""
 
 
 class LaunchCommand(click.Command):
