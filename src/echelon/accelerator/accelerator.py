@@ -592,7 +592,7 @@ class Accelerator:
 
     def end_training(self) -> None:
         """Finish the trackers and end the process group. Collective."""
-        self.gradient_state.reading.metrics.check()
+        self.session.run_final_checks()
         self.checkpoints.store.close()
         self._tracking.finish()
         if self.session.watcher is not None:

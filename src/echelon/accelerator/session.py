@@ -151,6 +151,11 @@ class Session:
             self.update.step -= self.update.step % self.gradient_state.num_steps
         return epoch
 
+    def run_final_checks(self) -> None:
+        """Check what may be wrong at the end of a run: ungathered metrics, and weights that differ between the ranks."""
+        self.gradient_state.reading.metrics.check()
+        self.guard.compare_models("at end_training()", is_last=True)
+
     def forget_objects(self) -> None:
         """Release all prepared objects; optimizer steps remain counted."""
         self._steps_before += self.objects.num_steps()

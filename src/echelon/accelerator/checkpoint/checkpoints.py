@@ -120,6 +120,7 @@ class Checkpoints:
             "save_state()", advice="Each rank writes its part, and rank zero also writes the shared state."
         )
         session.gradient_state.reading.metrics.check()
+        session.guard.compare_models("at save_state()")
         with saving(session.progress.step):
             target = self.store.next_folder(_one_folder(output_dir, session.world, "save_state"))
             session.engine.update_loss_scale()
@@ -496,6 +497,7 @@ class Checkpoints:
         Collective: every rank.
         """
         monitored_barrier("save_model()", advice="Rank zero writes.")
+        self._session.guard.compare_models("at save_model()")
         folder = Path(save_directory).expanduser()
         with within(Phase.SAVE):
             self._write_model(self._get_state_dict()(model), folder, max_shard_size, safe_serialization)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -14,11 +14,18 @@ from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
 from echelon.base.errors import UsageError
 from echelon.base.warnings import user_line, warn
+from echelon.distributed.checks.raw_ddp_guard import RawDDPGuard
+from echelon.distributed.checks.replica_drift import ReplicaDriftCheck
 from echelon.distributed.ddp.replica import average_loss
 from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optimizer_steps
 from echelon.engines.base import Engine
 
 __all__ = ["UnpreparedOptimizerGuard"]
+
+_DO_KEEP_EQUAL = (
+    "on every rank, make the gradients with accelerator.backward(), call step() equally often and with the same learning rate, "
+    "and change weights in the same way (load them before prepare())"
+)
 
 
 class UnpreparedOptimizerGuard:
@@ -33,6 +40,9 @@ class UnpreparedOptimizerGuard:
         num_processes: number of processes in the run.
         unprepared: warns about an unprepared model.
     """
+
+    _guards: ClassVar[WeakSet[UnpreparedOptimizerGuard]] = WeakSet()
+    """The guards of all Accelerators."""
 
     def __init__(
         self,
@@ -56,10 +66,13 @@ class UnpreparedOptimizerGuard:
         """Whether a prepared optimizer is stepping."""
         self.unsynced = False
         """Whether steps use the gradients of one rank on purpose."""
+        self.drift = ReplicaDriftCheck(is_error=parity != "off")
+        RawDDPGuard.leave_to_accelerator()
         self._inner: WeakSet[Optimizer] = WeakSet()  # optimizers wrapped by prepared ones
         # Parameter ids that were looked up, and whether a prepared model holds one of them.
         self._known: WeakKeyDictionary[Optimizer, tuple[list[int], bool]] = WeakKeyDictionary()
         self._warned: set[int] = set()  # ids of the parameters that a warning has covered
+        self._guards.add(self)
         watch_optimizer_steps(self, UnpreparedOptimizerGuard._before_step)
 
     def add_prepared(self, inner: Optimizer) -> None:
@@ -80,8 +93,12 @@ class UnpreparedOptimizerGuard:
         if self.is_stepping:
             if self._num_processes > 1 and is_in_backward():
                 self._refuse_inside_backward(optimizer)
+            self._compare_weights(optimizer)
             return None
-        if self.unsynced or self._engine.is_shadow_step or not self._holds_parameters(optimizer):
+        if self.unsynced or self._engine.is_shadow_step:
+            return None
+        self._compare_weights(optimizer)
+        if not self._holds_parameters(optimizer):
             return None
         self._require_steppable(optimizer)
         self._average_unreduced_gradients(optimizer)
@@ -94,6 +111,30 @@ class UnpreparedOptimizerGuard:
             return loss if self._num_processes == 1 else average_loss(loss)
 
         return evaluate
+
+    def _compare_weights(self, optimizer: Optimizer) -> None:
+        """Compare the parameters of ``optimizer`` with those of the other ranks, if they should be equal."""
+        if self.unsynced or self._num_processes == 1:
+            return
+        if self._state.reading.joined:  # the ranks step different numbers of times
+            self.drift.stop()
+        elif optimizer in self._inner:
+            if self._engine.capabilities.replicates:
+                self.drift.before_step(optimizer, _DO_KEEP_EQUAL, models=self._bare_models())
+        elif not any(guard.is_stepping for guard in self._guards):
+            do = (
+                "pass the optimizer and the module that holds its parameters to accelerator.prepare(), which averages their "
+                "gradients (if each rank trains them on purpose, ignore this warning)"
+            )
+            self.drift.before_step(optimizer, do, must_be_equal=False)
+
+    def compare_models(self, when: str, *, is_last: bool = False) -> None:
+        """Compare the weights of the prepared models between the ranks, at a point that every rank reaches."""
+        if self._engine.capabilities.replicates and not self._state.reading.joined and not self.unsynced:
+            self.drift.compare_models(self._bare_models(), when, _DO_KEEP_EQUAL, is_last=is_last)
+
+    def _bare_models(self) -> list[nn.Module]:
+        return [self._engine.unwrap(model) for model in self._models]
 
     def _holds_parameters(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer`` holds a parameter of a prepared model."""

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from echelon.base.warnings import warn
+from echelon.distributed.checks.replica_drift import ReplicaDriftCheck
 from echelon.distributed.checks.unsharded_loader import UnshardedLoaderCheck
 from echelon.distributed.collective_count import num_collectives, num_collectives_of_all_groups
 from echelon.distributed.ddp.replica import BackwardPasses, Replica, Structure
@@ -24,6 +25,11 @@ from echelon.distributed.shard import METRICS
 from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optimizer_steps
 
 __all__ = ["RawDDPGuard"]
+
+_DO_WRAP = (
+    "put every parameter into a module that DistributedDataParallel wraps and call that module, and make all gradients with "
+    "loss.backward() (if each rank trains its own parameters on purpose, ignore this warning)"
+)
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -49,6 +55,7 @@ class RawDDPGuard:
             Optimizer, tuple[tuple[int, int], list[weakref.ref[_WatchedModel]]]
         ] = WeakKeyDictionary()
         self._loaders = UnshardedLoaderCheck()
+        self._drift = ReplicaDriftCheck()
         self._end_steps = watch_optimizer_steps(self, RawDDPGuard._before_step)
         self._end_models = _watch_models(self)
 
@@ -57,6 +64,12 @@ class RawDDPGuard:
         """Start watching."""
         cls.end()
         cls.current = cls()
+
+    @classmethod
+    def leave_to_accelerator(cls) -> None:
+        """Compare no weights: an Accelerator does so from now on."""
+        if cls.current is not None:
+            cls.current._drift.stop()
 
     @classmethod
     def end(cls) -> None:
@@ -83,8 +96,9 @@ class RawDDPGuard:
                 self._buffer_syncs.add(_BufferSyncCounter(wrapper))
 
     def _before_step(self, optimizer: Optimizer, _closure: Closure | None) -> None:
-        if not self._models or not self._is_open() or is_in_backward():  # DDP has reduced before its hook steps
+        if not self._is_open() or is_in_backward():  # DDP has reduced before its hook steps
             return
+        self._drift.before_step(optimizer, _DO_WRAP, must_be_equal=False)
         for reference in self._models_of(optimizer):
             model = reference()
             if model is not None and model.check_step():

@@ -153,7 +153,7 @@ class Replica:
         self._is_compared = False  # a forward pass has checked the parameters since the last step
         self._has_passes = False  # a backward pass has run since the last step
         self._is_assigned = False  # the gradients were assigned, not made by a backward pass
-        self._stepped: list[ref[torch.Tensor] | None] = []  # gradients of ``_sample()`` at the last step
+        self._stepped: list[_Gradient | None] = []  # gradients of ``_sample()`` at the last step
         self._must_prepare = False  # the next backward pass reduces gradients of forward passes in no_sync
         self._hooks = [wrapper.register_forward_pre_hook(self._on_forward), *hooks]
         self._grad_hooks: dict[torch.Tensor, Any] = {}
@@ -321,7 +321,7 @@ class Replica:
     def is_assigned(self) -> bool:
         """Return whether the gradients were assigned, for example from ``torch.autograd.grad``, without a backward pass.
 
-        Gradients of the last step are not reported again, unless they had been assigned.
+        Unchanged gradients of the last step are not reported again, unless they had been assigned.
         """
         if self._has_passes:
             return False
@@ -329,7 +329,7 @@ class Replica:
             sample = self._sample()
             before = self._stepped or [None] * len(sample)
             self._is_assigned = any(
-                p.grad is not None and (stepped is None or p.grad is not stepped())
+                p.grad is not None and (stepped is None or not stepped.is_unchanged(p.grad))
                 for p, stepped in zip(sample, before)
             )
         return self._is_assigned
@@ -352,7 +352,7 @@ class Replica:
         """Record that a step has used the current gradients."""
         self.update_reduced()
         self._has_passes = False
-        self._stepped = [None if p.grad is None else ref(p.grad) for p in self._sample()]
+        self._stepped = [None if p.grad is None else _Gradient(p.grad) for p in self._sample()]
 
     def _sample(self) -> list[torch.Tensor]:
         """Return a few parameters: checking all of them in each step would be slow."""
@@ -362,6 +362,20 @@ class Replica:
     def mark_reduced(self) -> None:
         """Record that all gradients were reduced or cleared."""
         self._dirty = False
+
+
+class _Gradient:
+    """Identifies a gradient tensor and its contents."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = ref(tensor)
+        self._version = tensor._version
+
+    def is_unchanged(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is the same tensor and was not written to since."""
+        return self._tensor() is tensor and tensor._version == self._version
 
 
 class BackwardPasses:

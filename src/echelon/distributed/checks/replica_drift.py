@@ -1,0 +1,235 @@
+"""Detects parameters that should be equal on all ranks but drift apart.
+
+It uses no collective, because ranks may step different numbers of times. Before some steps of an optimizer, each rank writes
+fingerprints of its parameters to the store of the process group, and the last rank to do so compares them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.base.errors import DesyncError
+from echelon.base.warnings import user_line, warn_here
+from echelon.distributed.stores import store_of
+
+__all__ = ["ReplicaDriftCheck"]
+
+_Named = list[tuple[str, torch.Tensor]]
+_Fingerprints = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+_MAX_OPTIMIZERS = 16  # a program may create one for each batch
+_NUM_SHOWN = 3
+_LAST_S = 5.0
+_IS_READ = "is_read"
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicaDriftCheck:
+    """Compares the parameters of each optimizer before steps 1, 2, 3, 5, 9, 17, ..., and where the caller asks for it.
+
+    Sharded parameters (DTensor and other subclasses) are not compared.
+
+    Args:
+        is_error: raise instead of warning.
+    """
+
+    _num_checks: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]] = WeakKeyDictionary()
+    """Identifies the checks of a group: they are created in the same order on all ranks."""
+
+    def __init__(self, *, is_error: bool = False) -> None:
+        self._is_error = is_error
+        group = dist.group.WORLD
+        self._prefix = ""
+        self._group: weakref.ref[dist.ProcessGroup] | None = None
+        if group is not None and dist.get_world_size() > 1:
+            number = next(self._num_checks.setdefault(group, itertools.count()))
+            self._prefix = f"echelon/replica_drift/{number}"
+            self._group = weakref.ref(group)
+        self._histories: WeakKeyDictionary[Optimizer, _History] = WeakKeyDictionary()
+        self._num_optimizers = 0
+        self._num_comparisons = 0
+
+    def before_step(
+        self, optimizer: Optimizer, do: str, *, models: Sequence[nn.Module] | None = None, must_be_equal: bool = True
+    ) -> None:
+        """Compare parameters and the settings of ``optimizer``, if it has taken enough steps.
+
+        Args:
+            optimizer: it is about to step.
+            do: what the user can do about a difference.
+            models: modules whose parameters are compared; None: those of ``optimizer``.
+            must_be_equal: False: parameters that differ before the first step are meant to be different.
+
+        Raises:
+            DesyncError: they differ (``is_error``).
+        """
+        if not self._is_open():
+            return
+        history = self._histories.get(optimizer)
+        if history is None:
+            history = self._histories[optimizer] = _History(self._num_optimizers)
+            self._num_optimizers += 1
+        num = history.num_steps
+        history.num_steps += 1
+        if history.index >= _MAX_OPTIMIZERS or num & (num - 1):
+            return
+        when = f"after {num} step{'s' * (num > 1)} of {type(optimizer).__name__}" if num else "before the first step"
+        values = _parameters_of(optimizer) if models is None else _named(models)
+        found = self._find_drift(f"optimizer_{history.index}/{num}", [*values, *_settings_of(optimizer)])
+        if found and self._is_first_report(f"optimizer_{history.index}") and (num or must_be_equal):
+            self._report(f"{found} {when}", do)
+
+    def compare_models(self, models: Sequence[nn.Module], when: str, do: str, *, is_last: bool = False) -> None:
+        """Compare the parameters of ``models``, at a point that every rank reaches.
+
+        Args:
+            models: the modules.
+            when: names the point in the message.
+            do: what the user can do about a difference.
+            is_last: the process group is closed next: rank 0, which serves the store, waits a few seconds for the other ranks.
+
+        Raises:
+            DesyncError: they differ (``is_error``).
+        """
+        if not self._is_open() or not models:
+            return
+        self._num_comparisons += 1
+        what = f"models/{self._num_comparisons}"
+        found = self._find_drift(what, _named(models))
+        if is_last and dist.get_rank() == 0:
+            self._wait_for_comparison(what)
+        if found and self._is_first_report(f"models/{when}"):
+            self._report(f"{found} {when}", do)
+
+    def stop(self) -> None:
+        """Compare nothing from now on."""
+        self._group = None
+
+    def _is_open(self) -> bool:
+        """Return whether the group that was open when this object was created still is."""
+        return self._group is not None and self._group() is not None and self._group() is dist.group.WORLD
+
+    def _find_drift(self, what: str, named: _Named) -> str | None:
+        """Write fingerprints to the store; on the last rank to do so, return what differs between the ranks, or None."""
+        named = [(name, p) for name, p in named if _is_replicated(p)]
+        if not named:
+            return None
+        parameters = [p for _, p in named]
+        mine = np.concatenate((_layout(parameters), _fingerprints(parameters)))
+        store = self._store(what)
+        world_size = dist.get_world_size()
+        try:
+            store.set(str(dist.get_rank()), mine.tobytes().hex())
+            if store.add("num", 1) != world_size:
+                return None
+            theirs = [bytes.fromhex(store.get(str(rank)).decode()) for rank in range(world_size)]
+            store.set(_IS_READ, "1")
+        except (dist.DistError, RuntimeError):  # rank 0, which serves the store, has exited: the run is ending
+            self.stop()
+            return None
+        found = _find_difference([np.frombuffer(text, dtype=np.int64) for text in theirs])
+        if found is None:
+            return None
+        rank, differing = found
+        names = [named[i][0] for i in differing]
+        more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+        return f"rank 0 and rank {rank} have different values of {', '.join(names[:_NUM_SHOWN])}{more}"
+
+    def _wait_for_comparison(self, what: str) -> None:
+        with suppress(dist.DistError, RuntimeError):  # another rank may never come, and this one does not report that
+            self._store(what).wait([_IS_READ], timedelta(seconds=_LAST_S))
+
+    def _is_first_report(self, subject: str) -> bool:
+        """Return whether no rank has reported ``subject`` before."""
+        return self._store(subject).add("num_reports", 1) == 1
+
+    def _store(self, prefix: str) -> dist.Store:
+        group = dist.group.WORLD
+        assert group is not None
+        return dist.PrefixStore(f"{self._prefix}/{prefix}", store_of(group))
+
+    def _report(self, message: str, do: str) -> None:
+        line = user_line()
+        if self._is_error:
+            raise DesyncError(message, where=str(line), do=do)
+        # Only the last rank has compared the weights, so it warns whatever its number.
+        warn_here(f"{message}, so they train different models. To fix it: {do}", at=line)
+
+
+@dataclass(slots=True)
+class _History:
+    """What is known of an optimizer."""
+
+    index: int
+    """Number of optimizers that stepped before this one."""
+    num_steps: int = field(default=0)
+
+
+def _named(models: Sequence[nn.Module]) -> _Named:
+    return [item for model in models for item in model.named_parameters()]
+
+
+def _parameters_of(optimizer: Optimizer) -> _Named:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [(f"parameter {i} of shape {list(p.shape)}", p) for i, p in enumerate(parameters)]
+
+
+def _settings_of(optimizer: Optimizer) -> _Named:
+    """Return the numbers in the parameter groups of ``optimizer``, such as learning rates."""
+    return [
+        (f"{name} of parameter group {i}", torch.tensor(float(value), dtype=torch.float64))
+        for i, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    ]
+
+
+def _is_replicated(parameter: torch.Tensor) -> bool:
+    is_plain = type(parameter) in (torch.Tensor, nn.Parameter) and parameter.layout is torch.strided
+    return is_plain and not parameter.is_meta and not parameter.is_quantized
+
+
+def _layout(parameters: Sequence[torch.Tensor]) -> _Fingerprints:
+    text = " ".join(f"{p.dtype} {list(p.shape)}" for p in parameters)
+    return np.array([xxhash.xxh3_64_intdigest(text.encode()) >> 1], dtype=np.int64)
+
+
+def _fingerprints(parameters: Sequence[torch.Tensor]) -> _Fingerprints:
+    """Return the sum of the bit patterns of each parameter, as 64-bit integers: exact, in any order of summation."""
+    sums: list[torch.Tensor] = []
+    for parameter in parameters:
+        plain = parameter.detach()
+        plain = torch.view_as_real(plain) if plain.is_complex() else plain
+        sums.append(plain.view(_INTEGERS[plain.element_size()]).sum(dtype=torch.int64))
+    devices = {value.device for value in sums}
+    found = np.zeros(len(sums), dtype=np.int64)
+    for device in devices:  # one transfer for each device
+        indices = [i for i, value in enumerate(sums) if value.device == device]
+        found[indices] = torch.stack([sums[i] for i in indices]).cpu().numpy()
+    return found
+
+
+def _find_difference(ranks: Sequence[_Fingerprints]) -> tuple[int, list[int]] | None:
+    """Return a rank that differs from rank 0, and the indices of the parameters; None if all are equal or not comparable."""
+    first = ranks[0]
+    if any(len(theirs) != len(first) or theirs[0] != first[0] for theirs in ranks):
+        return None
+    for rank, theirs in enumerate(ranks):
+        differing = np.flatnonzero(theirs[1:] != first[1:])
+        if len(differing):
+            return rank, differing.tolist()
+    return None
