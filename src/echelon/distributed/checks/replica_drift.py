@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ _Named = list[tuple[str, torch.Tensor]]
 _Fingerprints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 _MAX_OPTIMIZERS = 16  # a program may create one for each batch
+_MANY_STEPS = 16
 _NUM_SHOWN = 3
 _LAST_S = 5.0
 _IS_READ = "is_read"
@@ -60,7 +62,7 @@ class ReplicaDriftCheck:
             self._prefix = f"echelon/replica_drift/{number}"
             self._group = weakref.ref(group)
         self._histories: WeakKeyDictionary[Optimizer, _History] = WeakKeyDictionary()
-        self._num_optimizers = 0
+        self._num_optimizers: Counter[str] = Counter()
         self._num_comparisons = 0
 
     def before_step(
@@ -72,26 +74,30 @@ class ReplicaDriftCheck:
             optimizer: it is about to step.
             do: what the user can do about a difference.
             models: modules whose parameters are compared; None: those of ``optimizer``.
-            must_be_equal: False: parameters that differ before the first step are meant to be different.
+            must_be_equal: False: parameters that differ before the first step are meant to be different, and they are not
+                compared again before step 17.
 
         Raises:
-            DesyncError: they differ (``is_error``).
+            DesyncError: they differ but must be equal (``is_error``).
         """
         if not self._is_open():
             return
+        kind = "model" if must_be_equal else "own"
         history = self._histories.get(optimizer)
         if history is None:
-            history = self._histories[optimizer] = _History(self._num_optimizers)
-            self._num_optimizers += 1
+            history = self._histories[optimizer] = _History(self._num_optimizers[kind])
+            self._num_optimizers[kind] += 1
         num = history.num_steps
         history.num_steps += 1
-        if history.index >= _MAX_OPTIMIZERS or num & (num - 1):
+        is_brief = not must_be_equal and 0 < num < _MANY_STEPS  # perhaps an inner loop over data of this rank
+        if history.index >= _MAX_OPTIMIZERS or num & (num - 1) or is_brief:
             return
         when = f"after {num} step{'s' * (num > 1)} of {type(optimizer).__name__}" if num else "before the first step"
         values = _parameters_of(optimizer) if models is None else _named(models)
-        found = self._find_drift(f"optimizer_{history.index}/{num}", [*values, *_settings_of(optimizer)])
-        if found and self._is_first_report(f"optimizer_{history.index}") and (num or must_be_equal):
-            self._report(f"{found} {when}", do)
+        subject = f"{kind}_{history.index}"
+        found = self._find_drift(f"{subject}/{num}", [*values, *_settings_of(optimizer)])
+        if found and self._is_first_report(subject) and (num or must_be_equal):
+            self._report(f"{found} {when}", do, is_error=self._is_error and must_be_equal)
 
     def compare_models(self, models: Sequence[nn.Module], when: str, do: str, *, is_last: bool = False) -> None:
         """Compare the parameters of ``models``, at a point that every rank reaches.
@@ -113,7 +119,7 @@ class ReplicaDriftCheck:
         if is_last and dist.get_rank() == 0:
             self._wait_for_comparison(what)
         if found and self._is_first_report(f"models/{when}"):
-            self._report(f"{found} {when}", do)
+            self._report(f"{found} {when}", do, is_error=self._is_error)
 
     def stop(self) -> None:
         """Compare nothing from now on."""
@@ -162,9 +168,9 @@ class ReplicaDriftCheck:
         assert group is not None
         return dist.PrefixStore(f"{self._prefix}/{prefix}", store_of(group))
 
-    def _report(self, message: str, do: str) -> None:
+    def _report(self, message: str, do: str, *, is_error: bool) -> None:
         line = user_line()
-        if self._is_error:
+        if is_error:
             raise DesyncError(message, where=str(line), do=do)
         # Only the last rank has compared the weights, so it warns whatever its number.
         warn_here(f"{message}, so they train different models. To fix it: {do}", at=line)
@@ -175,7 +181,7 @@ class _History:
     """What is known of an optimizer."""
 
     index: int
-    """Number of optimizers that stepped before this one."""
+    """Number of optimizers of the same kind that stepped before this one."""
     num_steps: int = field(default=0)
 
 
