@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer, optimizer as torch_optimizer
 
-__all__ = ["Closure", "is_in_backward", "watch_module_changes", "watch_optimizer_steps"]
+__all__ = ["Closure", "is_in_backward", "owners_of_step_hooks", "watch_module_changes", "watch_optimizer_steps"]
 
 Closure = Callable[[], Any]
 Owner = TypeVar("Owner")
@@ -39,6 +39,13 @@ def watch_optimizer_steps(
     _remove_dead_hooks(torch_optimizer._global_optimizer_pre_hooks)
     handle = torch_optimizer.register_optimizer_step_pre_hook(_StepHook(owner, before_step))
     return _remove_with(owner, torch_optimizer, handle)
+
+
+def owners_of_step_hooks(kind: type[Owner]) -> list[Owner]:
+    """Return the living owners of ``kind`` that watch optimizer steps."""
+    hooks: Iterable[object] = torch_optimizer._global_optimizer_pre_hooks.values()
+    owners = [hook.owner for hook in hooks if isinstance(hook, _Hook)]
+    return [owner for owner in owners if isinstance(owner, kind)]
 
 
 def watch_module_changes(owner: Owner, on_change: Callable[[Owner, nn.Module], None]) -> None:
@@ -75,9 +82,9 @@ class _Hook(Generic[Owner]):
         self._function = function
 
     @property
-    def is_dead(self) -> bool:
-        """Whether the owner was freed."""
-        return self._owner() is None
+    def owner(self) -> Owner | None:
+        """The owner, or None if it was freed."""
+        return self._owner()
 
 
 class _StepHook(_Hook[Owner]):
@@ -137,6 +144,6 @@ def _remove(caller: str, handle: Any) -> None:
 
 
 def _remove_dead_hooks(hooks: Any) -> None:
-    dead = [key for key, hook in hooks.items() if isinstance(hook, _Hook) and hook.is_dead]
+    dead = [key for key, hook in hooks.items() if isinstance(hook, _Hook) and hook.owner is None]
     for key in dead:
         del hooks[key]

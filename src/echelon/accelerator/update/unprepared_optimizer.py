@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -17,7 +17,7 @@ from echelon.base.warnings import user_line, warn
 from echelon.distributed.checks.raw_ddp_guard import RawDDPGuard
 from echelon.distributed.checks.replica_drift import ReplicaDriftCheck
 from echelon.distributed.ddp.replica import average_loss
-from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optimizer_steps
+from echelon.distributed.torch_hooks import Closure, is_in_backward, owners_of_step_hooks, watch_optimizer_steps
 from echelon.engines.base import Engine
 
 __all__ = ["UnpreparedOptimizerGuard"]
@@ -40,9 +40,6 @@ class UnpreparedOptimizerGuard:
         num_processes: number of processes in the run.
         unprepared: warns about an unprepared model.
     """
-
-    _guards: ClassVar[WeakSet[UnpreparedOptimizerGuard]] = WeakSet()
-    """The guards of all Accelerators."""
 
     def __init__(
         self,
@@ -72,7 +69,6 @@ class UnpreparedOptimizerGuard:
         # Parameter ids that were looked up, and whether a prepared model holds one of them.
         self._known: WeakKeyDictionary[Optimizer, tuple[list[int], bool]] = WeakKeyDictionary()
         self._warned: set[int] = set()  # ids of the parameters that a warning has covered
-        self._guards.add(self)
         watch_optimizer_steps(self, UnpreparedOptimizerGuard._before_step)
 
     def add_prepared(self, inner: Optimizer) -> None:
@@ -121,7 +117,7 @@ class UnpreparedOptimizerGuard:
         elif optimizer in self._inner:
             if self._engine.capabilities.replicates:
                 self.drift.before_step(optimizer, _DO_KEEP_EQUAL, models=self._bare_models())
-        elif not any(guard.is_stepping for guard in self._guards):
+        elif not any(guard.is_stepping for guard in owners_of_step_hooks(UnpreparedOptimizerGuard)):
             do = (
                 "pass the optimizer and the module that holds its parameters to accelerator.prepare(), which averages their "
                 "gradients (if each rank trains them on purpose, ignore this warning)"

@@ -6,14 +6,12 @@ fingerprints of its parameters to the store of the process group, and the last r
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -49,17 +47,14 @@ class ReplicaDriftCheck:
         is_error: raise instead of warning.
     """
 
-    _num_checks: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]] = WeakKeyDictionary()
-    """Identifies the checks of a group: they are created in the same order on all ranks."""
-
     def __init__(self, *, is_error: bool = False) -> None:
         self._is_error = is_error
         group = dist.group.WORLD
         self._prefix = ""
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         if group is not None and dist.get_world_size() > 1:
-            number = next(self._num_checks.setdefault(group, itertools.count()))
-            self._prefix = f"echelon/replica_drift/{number}"
+            number = store_of(group).add(f"echelon/replica_drift/num_checks/{dist.get_rank()}", 1)
+            self._prefix = f"echelon/replica_drift/{number}"  # the ranks create their checks in the same order
             self._group = weakref.ref(group)
         self._histories: WeakKeyDictionary[Optimizer, _History] = WeakKeyDictionary()
         self._num_optimizers: Counter[str] = Counter()

@@ -367,15 +367,15 @@ class Replica:
 class _Gradient:
     """Identifies a gradient tensor and its contents."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_num_writes", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = ref(tensor)
-        self._version = tensor._version
+        self._num_writes = tensor._version
 
     def is_unchanged(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is the same tensor and was not written to since."""
-        return self._tensor() is tensor and tensor._version == self._version
+        return self._tensor() is tensor and tensor._version == self._num_writes
 
 
 class BackwardPasses:
