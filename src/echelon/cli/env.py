@@ -12,6 +12,7 @@ from echelon.cli.environment_facts import (
     devices,
     interfaces,
     settings,
+    stands_in_for,
     starters,
     system,
     variables,
@@ -44,6 +45,7 @@ def command(config_file: str | None, addresses: bool, as_json: bool) -> None:
         "devices": devices(),
         "network": interfaces(with_addresses=addresses),
         "started by": ", ".join(starters()) or "no known launcher",
+        "stands in for": stands_in_for(),
         "settings": _settings(config_file, with_addresses=addresses),
         "variables": variables(),
     }

@@ -25,14 +25,24 @@ from echelon.base import environ
 from echelon.base.control_groups import group_folders
 from echelon.base.cores import usable_cores
 from echelon.base.device import accelerators, nccl_version
-from echelon.base.errors import ConfigError
+from echelon.base.errors import ConfigError, UsageError
 from echelon.compat.machine import convert_bytes, get_driver_version
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig, field_names, field_types
 from echelon.world.environment import detect
 
-__all__ = ["devices", "interfaces", "settings", "starters", "system", "variables", "versions", "without_home"]
+__all__ = [
+    "devices",
+    "interfaces",
+    "settings",
+    "stands_in_for",
+    "starters",
+    "system",
+    "variables",
+    "versions",
+    "without_home",
+]
 
 Facts = dict[str, str]
 
@@ -101,6 +111,20 @@ def _packages() -> Sequence[str]:
         if not re.search(r"extra == .dev", text) and (match := re.match(r"[\w.-]+", text))
     ]
     return list(dict.fromkeys([*names, *_PACKAGES]))
+
+
+def stands_in_for() -> str:
+    """Return the libraries that echelon stands in for in runs that are started here, and in the process that started this one."""
+    text = environ.get("ECHELON_AS")
+    if text is None:
+        return "nothing (echelon launch --as, echelon.compat.install)"
+    from echelon.compat import swap  # noqa: PLC0415 - not loaded without the swap
+
+    try:
+        libraries = swap.parse_libraries(text.split(","), where=f"env {swap.VARIABLE}")
+    except UsageError:
+        return f"invalid (env {swap.VARIABLE})"  # the value may be a secret
+    return f"{swap.describe(libraries).removeprefix('stands in for ')} (env {swap.VARIABLE})"
 
 
 def system(root: Path = Path("/")) -> Facts:

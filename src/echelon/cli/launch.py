@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from echelon.base import environ
 from echelon.base.cores import usable_cores
 from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
@@ -102,6 +103,8 @@ class _Request:
     resolved: Resolved[RunConfig]
     file: Path | None
     """Config file that was found on the search path, not named with ``--config_file``."""
+    libraries: Mapping[str, str]
+    """The variable that tells the ranks what echelon stands in for; empty for nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +139,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     layer = flag_layer(flags, typed)
     check(script)
     is_noted = not flags["quiet"] and _note_misplaced_flags(ctx, script, typed, failed=False)
+    libraries = _libraries(script, flags)
     file, resolved = _resolve(layer, flags)
     if any(
         getattr(resolved.value, f"deepspeed_{name}") for name in ("hostfile", "inclusion_filter", "exclusion_filter")
@@ -145,7 +149,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
         code = run_on_other_machines(ctx, resolved, interrupts)
         if code is not None:
             return code
-    request = _Request(script=script, flags=flags, typed=typed, resolved=resolved, file=file)
+    request = _Request(script=script, flags=flags, typed=typed, resolved=resolved, file=file, libraries=libraries)
     machines = _count_machines(request)
     processes = _count_processes(request, machines)
     outputs = _outputs(flags, processes.number)
@@ -210,6 +214,22 @@ def _note_misplaced_flags(ctx: click.Context, script: Script, typed: Mapping[str
     if note is not None:
         print(f"echelon: note: {note}", file=sys.stderr)
     return note is not None
+
+
+def _libraries(script: Script, flags: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variable that tells the ranks what echelon stands in for, and print what it is."""
+    requested = flags["libraries"] or environ.get("ECHELON_AS")
+    if requested is None:
+        return {}
+    from echelon.compat import swap  # noqa: PLC0415 - runs without it load nothing of it
+
+    where = "flag --as" if flags["libraries"] else f"env {swap.VARIABLE}"
+    libraries = swap.parse_libraries(requested.split(","), where=where)
+    if script.kind == "program":
+        raise ConfigError(f"{where} requires a Python script", where="flag --no_python", do="remove one of the two")
+    if not flags["quiet"]:
+        print(f"echelon: {swap.describe(libraries)} ({where})", file=sys.stderr)
+    return {swap.VARIABLE: ",".join(libraries)}
 
 
 def _resolve(layer: Layer, flags: Mapping[str, Any]) -> tuple[Path | None, Resolved[RunConfig]]:
@@ -416,6 +436,7 @@ def _variables(request: _Request, processes: _Processes, plan: MultinodePlan | N
     )
     if processes.slots is not None and processes.num_accelerators:
         variables.update(limit_devices(processes.slots.of(processes.num_accelerators, on_cpu=False)))
+    variables.update(request.libraries)
     if (message := without_effect()) is not None:  # the ranks do not repeat this warning
         print(f"echelon: warning: {printable(message)}", file=sys.stderr)
     if not request.flags["quiet"]:

@@ -53,7 +53,7 @@ _FIELDS = MappingProxyType(
         "deepspeed_inclusion_filter deepspeed_exclusion_filter",
         "faults": "stall_timeout slow_timeout on_stall max_restarts no_warm preemption_grace monitor_interval",
         "output": "debug log_dir tee redirects debugger summary quiet",
-        "other": "config_file strict module no_python local_rank_arg no_local_rank help",
+        "other": "config_file strict libraries module no_python local_rank_arg no_local_rank help",
     }
 )
 PROCESS_FLAGS = frozenset(f"{_FIELDS['processes']} {_FIELDS['machines']} {_FIELDS['faults']}".split()) - {"cpu"}
@@ -192,6 +192,14 @@ _OWN_VALUES: tuple[tuple[tuple[str, ...], str, Any, Any, str], ...] = (
         None,
         "YAML, JSON or TOML file with echelon's or accelerate's names, or a DeepSpeed JSON file. Flags and environment variables "
         "override it (default: ./echelon.toml, else the file that echelon config or accelerate config wrote).",
+    ),
+    (
+        ("--as", "libraries"),
+        "LIBRARIES",
+        None,
+        None,
+        "Let echelon stand in for accelerate, or for accelerate,transformers: SCRIPT and the libraries that it imports use echelon's "
+        "Accelerator and Trainer without a change (default: ECHELON_AS).",
     ),
     (("--log-dir",), "DIR", None, None, "Write the output of each rank to a new folder below DIR."),
     (

@@ -203,6 +203,7 @@ OTHER_VARIABLES = frozenset(
         "ACCELERATE_USE_SAGEMAKER",
         "ACCELERATE_USE_XPU",
         # Set by echelon for its own processes.
+        "ECHELON_AS",
         "ECHELON_BOARD",
         "ECHELON_CHOSEN_THREADS",
         "ECHELON_CONFIG",

@@ -159,6 +159,8 @@ def main(argv: list[str]) -> None:
         # Registered first, so that it is called last, right before the interpreter exits.
         atexit.register(lambda: reporter.close(finished=not recorder.has_failed))
     try:
+        if os.environ.get("ECHELON_AS"):  # noqa: TID251 - this file imports only the standard library
+            _stand_in()
         if kind == "module":
             _run_module(target, args)
         else:
@@ -180,6 +182,13 @@ def main(argv: list[str]) -> None:
             _debug_post_mortem(error)
         # Errors of echelon have an exit code, such as 74 for a checkpoint that cannot be written.
         sys.exit(error.exit_code if type(error).__module__.startswith("echelon.") else 1)  # type: ignore[attr-defined]
+
+
+def _stand_in() -> None:
+    """Let echelon stand in for the libraries that ``echelon launch --as`` names, before the program can import them."""
+    from echelon.compat.swap import install_from_environment  # noqa: PLC0415 - other programs do not need echelon
+
+    install_from_environment()
 
 
 def _debug_post_mortem(error: BaseException) -> None:
