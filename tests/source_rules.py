@@ -149,7 +149,8 @@ def module_state(path: str, source: str) -> list[str]:
 
 def more_than_reexports(path: str, source: str) -> list[str]:
     """Find functions, classes and computed values in a compatibility module or an ``__init__.py``."""
-    may_call = path == "__init__.py" or _folder(path) in COMPATIBILITY_MODULES
+    # `echelon` and `echelon.compat` load their names on first use.
+    may_call = path in ("__init__.py", "compat/__init__.py") or _folder(path) in COMPATIBILITY_MODULES
     if not may_call and not path.endswith("/__init__.py"):
         return []
     return [
