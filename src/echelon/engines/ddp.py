@@ -227,6 +227,7 @@ class DDPEngine(Engine):
     def reduce_gradients(self, optimizer: Optimizer) -> bool:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for replica in self._replicas.values():
+            replica.require_finished_reduction()
             replica.sync_parameters_before_step()
         is_reduced = any(replica.is_dirty() for replica in self._replicas.values()) and self._reduce(parameters)
         self._average_strays(optimizer, parameters)
@@ -256,6 +257,8 @@ class DDPEngine(Engine):
                 average_gradients(strays)
 
     def _guard(self, parameters: Iterable[torch.Tensor]) -> None:
+        for replica in self._replicas.values():
+            replica.require_finished_reduction()
         for optimizer in (living for reference in self._optimizers if (living := reference()) is not None):
             self._average_strays(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
         if any(replica.is_dirty() for replica in self._replicas.values()) and self._reduce(parameters):

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.base.errors import DesyncError, UsageError
+from echelon.distributed.ddp.finished_reduction import require_finished_reduction
 from echelon.distributed.ddp.sparse_gradients import sparse_parameters, sparse_zeros_like
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.small_messages import gather_bytes, gather_counts
@@ -175,6 +176,7 @@ class Replica:
         if not torch.is_grad_enabled():
             return
         if not torch.compiler.is_compiling():
+            self.require_finished_reduction()
             self.sync_parameters()
             self.update_reduced()
             self._is_compared = True
@@ -269,6 +271,14 @@ class Replica:
         )
 
     # ---- its gradients -------------------------------------------------------------------------------------------------
+
+    def require_finished_reduction(self) -> None:
+        """Check that the last backward pass used every parameter for which DDP waits.
+
+        Raises:
+            UsageError: it did not; the message has the names.
+        """
+        require_finished_reduction(self.wrapper, self.parameters)
 
     @contextmanager
     def sync_next_backward(self) -> Iterator[None]:

@@ -1,0 +1,47 @@
+"""Checks that DistributedDataParallel has averaged all gradients: it waits for parameters that a loss does not use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon.base.errors import UsageError
+from echelon.base.warnings import user_line
+from echelon.distributed.torch_hooks import is_in_backward
+
+__all__ = ["require_finished_reduction"]
+
+_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+_MAX_NAMES = 4
+
+
+def require_finished_reduction(wrapper: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> None:
+    """Check that the last backward pass reduced the gradients of all ``parameters``, those that ``wrapper`` was built for.
+
+    DDP itself checks this only in the next forward pass, after an optimizer step has used gradients of a single rank.
+
+    Raises:
+        UsageError: some parameters received no gradient.
+    """
+    if is_in_backward():
+        return
+    try:
+        wrapper._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        name_of = {id(p): name for name, p in wrapper.module.named_parameters()}
+        reduced = [p for p in parameters if name_of.get(id(p)) not in wrapper.parameters_to_ignore]
+        found = _INDICES.search(str(error))
+        unused = [reduced[int(i)] for i in found[1].split() if int(i) < len(reduced)] if found else []
+        names = [name_of.get(id(p), "a removed parameter") for p in unused]
+        shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if names[_MAX_NAMES:] else "")
+        raise UsageError(
+            f"the last backward pass gave no gradient to {len(names) or 'some'} of the {len(reduced)} trainable parameters"
+            f"{': ' if shown else ''}{shown}. DDP waits for them and has not averaged all gradients over the ranks",
+            where=f"{type(wrapper.module).__name__} under DistributedDataParallel, {user_line()}",
+            do="if the loss does not always depend on them: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+            "find_unused_parameters=True)]), or TrainingArguments(ddp_find_unused_parameters=True). If it never does: "
+            "parameter.requires_grad_(False) before prepare()",
+        ) from error
