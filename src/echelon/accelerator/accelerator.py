@@ -41,8 +41,7 @@ from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.accelerator.preemption import PreemptionHandler
 from echelon.accelerator.prepare.data_loaders import skip_first_batches
-from echelon.accelerator.prepare.prepare_arguments import known_objects, replace_prepared
-from echelon.accelerator.prepare.prepare_objects import prepare_for_evaluation, prepare_one_loader, prepare_unprepared
+from echelon.accelerator.prepare.prepare_objects import prepare_arguments, prepare_for_evaluation, prepare_one_loader
 from echelon.accelerator.profiling import ProfileKwargs, profile
 from echelon.accelerator.setup.build import dynamo_settings, resolve_settings
 from echelon.accelerator.setup.build_session import build_session
@@ -56,6 +55,7 @@ from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerG
 from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.accelerator.views import axis_rank, delegate, given_handler, view
 from echelon.base.capabilities import Capabilities
+from echelon.base.keywords import suggest_keywords
 from echelon.base.progress import Progress
 from echelon.compat.enums import DistributedType, FP8BackendType
 from echelon.config.resolve import Resolved
@@ -76,6 +76,7 @@ __all__ = ["Accelerator"]
 T = TypeVar("T")
 
 
+@suggest_keywords
 class Accelerator:
     """Prepares models, optimizers, schedulers and loaders for the ranks, and runs the rank-dependent parts of a training loop.
 
@@ -413,10 +414,7 @@ class Accelerator:
             UsageError: no argument can be prepared.
             DesyncError: the ranks passed different models or data.
         """
-        found = known_objects(args, device_placement, default=self.device_placement)
-        prepare_unprepared(self.session, found, is_on_several_devices=self.verify_device_map)
-        results = tuple(replace_prepared(argument, self.session.objects.originals) for argument in args)
-        return results[0] if len(results) == 1 else results
+        return prepare_arguments(self.session, args, device_placement, is_on_several_devices=self.verify_device_map)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
 from echelon.accelerator import Accelerator
 from echelon.accelerator.checkpoint.folders import require_folder
+from echelon.base.keywords import suggest_keywords
 from echelon.base.lengths import length_of
 from echelon.trainer.argument_conflicts import check_arguments, choose_processing_class
 from echelon.trainer.arguments.devices import has_fixed_devices
@@ -58,6 +59,7 @@ from echelon.trainer.verbosity import set_log_level
 __all__ = ["Trainer"]
 
 
+@suggest_keywords
 class Trainer:
     """Trains, evaluates and predicts, on one process or many.
 
@@ -157,8 +159,7 @@ class Trainer:
         )
         self.control = TrainerControl()
         own = [*built_in_callbacks(self.args, lambda: self.accelerator), *(callbacks or [])]
-        optimizer, scheduler = self.optimizer, self.lr_scheduler
-        self.callback_handler = CallbackHandler(own, self.model, self.processing_class, optimizer, scheduler)
+        self.callback_handler = CallbackHandler(own, self.model, self.processing_class, *optimizers)
         self.add_callback(progress_callback(self.args))
         output_dir = self._session.output_dir(self.args)
         self._session.hub = HubUpload(self.args, output_dir)

@@ -7,6 +7,7 @@ from typing import Any
 
 from echelon.accelerator.plugins.kwargs_handlers import KwargsHandler
 from echelon.base.errors import ConfigError
+from echelon.base.keywords import suggest_keywords
 from echelon.compat.enums import DynamoBackend
 from echelon.config.sources import current
 from echelon.data.exact.exact_batches import OrderKind
@@ -14,6 +15,7 @@ from echelon.data.exact.exact_batches import OrderKind
 __all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "TorchDynamoPlugin"]
 
 
+@suggest_keywords
 @dataclass
 class DataLoaderConfiguration:
     """How loaders are sharded over the processes; see ``LoaderOptions`` for fields without a description."""
@@ -34,6 +36,7 @@ class DataLoaderConfiguration:
     """Exact modes: resume stateless iterable data by reading everything before the position again."""
 
 
+@suggest_keywords
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
     """How gradients are accumulated over micro-batches."""
@@ -50,6 +53,7 @@ class GradientAccumulationPlugin(KwargsHandler):
             raise ConfigError(f"num_steps={self.num_steps} is below 1", do="set num_steps to 1 or more")
 
 
+@suggest_keywords
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Arguments of ``torch.compile`` for prepared models. None: from the environment or the launcher."""

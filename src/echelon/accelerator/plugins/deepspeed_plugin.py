@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.keywords import suggest_keywords
 from echelon.base.logging import get_logger
 from echelon.compat.variables import parse_flag_from_env
 from echelon.config.origin import Origin, Setting, SettingSource
@@ -68,6 +69,7 @@ _KEYS: Mapping[str, tuple[str, Any]] = MappingProxyType(
 _DEVICES = ("none", "cpu", "nvme")
 
 
+@suggest_keywords
 @dataclass
 class DeepSpeedPlugin:
     """DeepSpeed's settings. None: from the environment (``ACCELERATE_DEEPSPEED_*``), else the default.

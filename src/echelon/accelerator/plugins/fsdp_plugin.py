@@ -25,6 +25,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from echelon.accelerator.setup.transformers_environment import is_echelons_own
 from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.keywords import suggest_keywords
 from echelon.base.logging import get_logger
 from echelon.compat.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY, FSDP_STATE_DICT_TYPE
 from echelon.compat.variables import parse_flag_from_env, refuse_misspelled, str_to_bool
@@ -72,6 +73,7 @@ _RESHARDING = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SH
 _HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
 
 
+@suggest_keywords
 @dataclass
 class FullyShardedDataParallelPlugin:
     """How the model is sharded over the ranks. None: from the environment (``FSDP_*``), else the documented default.

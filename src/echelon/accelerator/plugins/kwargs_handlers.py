@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from echelon.base.errors import ConfigError
+from echelon.base.keywords import suggest_keywords
 from echelon.base.optional import require
 from echelon.compat.enums import DDPCommunicationHookType
 from echelon.compat.variables import clear_environment, parse_choice_from_env, parse_flag_from_env
@@ -47,6 +48,7 @@ class KwargsHandler:
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
 
+@suggest_keywords
 @dataclass
 class AutocastKwargs(KwargsHandler):
     """Options of ``torch.autocast``."""
@@ -55,6 +57,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
 
+@suggest_keywords
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of ``torch.nn.parallel.DistributedDataParallel``."""
@@ -93,6 +96,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         )
 
 
+@suggest_keywords
 @dataclass
 class GradScalerKwargs(KwargsHandler):
     """Options of ``torch.amp.GradScaler``."""
@@ -104,6 +108,7 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
 
+@suggest_keywords
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """Options of the process group."""
@@ -119,6 +124,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
 
 
+@suggest_keywords
 @dataclass
 class AORecipeKwargs(KwargsHandler):
     """How torchao trains in fp8; requires the extra ``fp8``."""
@@ -173,6 +179,7 @@ def fp8_recipe(given: AORecipeKwargs | None, *, precision: str, device: torch.de
     return recipe
 
 
+@suggest_keywords
 @dataclass
 class ProfileKwargs(KwargsHandler):
     """Options of ``torch.profiler.profile``."""

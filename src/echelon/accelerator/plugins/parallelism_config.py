@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.keywords import suggest_keywords
 from echelon.compat.variables import refuse_misspelled
 
 __all__ = ["ParallelismConfig"]
@@ -28,6 +29,7 @@ _VARIABLES = (
 )
 
 
+@suggest_keywords
 @dataclass
 class ParallelismConfig:
     """The number of ranks on each axis of the device mesh; None: from the environment (``PARALLELISM_CONFIG_*``), else 1.

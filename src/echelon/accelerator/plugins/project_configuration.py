@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from echelon.base.errors import UsageError
+from echelon.base.keywords import suggest_keywords
 
 __all__ = ["ProjectConfiguration"]
 
 
+@suggest_keywords
 @dataclass
 class ProjectConfiguration:
     """The folders of a project, and the naming and retention of its checkpoints.

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.prepare.compile import compile_regions, compile_whole, compiles, is_compiled, uncompiled
 from echelon.accelerator.prepare.data_loaders import rng_type_names
+from echelon.accelerator.prepare.prepare_arguments import known_objects, replace_prepared
 from echelon.accelerator.session import Session
 from echelon.accelerator.setup.build_deepspeed import reject_placeholders
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
@@ -30,12 +31,35 @@ from echelon.engines.deepspeed.options import DrivenScheduler, DummyOptim, Dummy
 from echelon.precision.float8 import convert_model_to_fp8_ao
 from echelon.world.world import World
 
-__all__ = ["prepare_for_evaluation", "prepare_one_loader", "prepare_unprepared"]
+__all__ = ["prepare_arguments", "prepare_for_evaluation", "prepare_one_loader"]
 
 _logger = get_logger(__name__)
 
 
-def prepare_unprepared(
+def prepare_arguments(
+    session: Session,
+    arguments: Sequence[Any],
+    placement: Sequence[bool | None] | None,
+    *,
+    is_on_several_devices: Callable[[nn.Module], bool],
+) -> Any:
+    """Return ``arguments`` prepared, as ``Accelerator.prepare`` does.
+
+    Args:
+        session: session of the run, whose ``objects`` record the results.
+        arguments: objects of any kind, possibly nested.
+        placement: per argument, whether to move it to the device; None: as the session says.
+        is_on_several_devices: returns whether a model was loaded over several devices.
+
+    Collective: every rank, with the same objects in the same order.
+    """
+    found = known_objects(arguments, placement, default=session.device_placement)
+    _prepare_unprepared(session, found, is_on_several_devices=is_on_several_devices)
+    results = tuple(replace_prepared(argument, session.objects.originals) for argument in arguments)
+    return results[0] if len(results) == 1 else results
+
+
+def _prepare_unprepared(
     session: Session, found: Sequence[tuple[Any, bool]], *, is_on_several_devices: Callable[[nn.Module], bool]
 ) -> None:
     """Prepare the objects that have not been prepared before.

@@ -23,6 +23,7 @@ from echelon.accelerator.update.gradient_normalization import AccumulationWindow
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.step_timing import NOT_TIMED, timed_backward
 from echelon.base.errors import UsageError
+from echelon.base.keywords import unexpected_keyword
 from echelon.base.progress import Progress
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
@@ -34,6 +35,8 @@ from echelon.status.notes import notes_of_process
 from echelon.world.world import World
 
 __all__ = ["UpdateParts", "UpdatePolicy", "checked_loss"]
+
+_BACKWARD_OPTIONS = ("num_items", "gradient", "retain_graph", "create_graph", "inputs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +137,9 @@ class UpdatePolicy(ABC):
         """See ``Accelerator.backward``."""
 
     def _backpropagate(self, loss: torch.Tensor, scale: float, kwargs: Mapping[str, Any]) -> None:
+        for name in kwargs:
+            if name not in _BACKWARD_OPTIONS:
+                raise unexpected_keyword("backward", name, _BACKWARD_OPTIONS)
         state = self.state
         state.num_losses += 1
         if state.in_closure:
@@ -200,16 +206,20 @@ class UpdatePolicy(ABC):
         """See ``Accelerator.clip_grad_norm_``; the gradients are already unscaled."""
         for optimizer in self.objects.optimizers:
             optimizer.is_clipped = True
-        return self.engine.clip_grad_norm(_as_iterable(parameters), max_norm, norm_type, unsynced=self.is_local())
+        return self.engine.clip_grad_norm(
+            _as_iterable(parameters, "clip_grad_norm_"), max_norm, norm_type, unsynced=self.is_local()
+        )
 
     def unfinished_grad_norm(self, parameters: Any, norm_type: float) -> torch.Tensor:
         """Return the norm of the gradients accumulated so far on this rank."""
-        norm = self.engine.clip_grad_norm(_as_iterable(parameters), math.inf, norm_type, unsynced=True)
+        norm = self.engine.clip_grad_norm(
+            _as_iterable(parameters, "clip_grad_norm_"), math.inf, norm_type, unsynced=True
+        )
         return norm if self.scaler is None else norm / self.scaler.get_scale()
 
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
         """See ``Accelerator.clip_grad_value_``; the gradients are already unscaled."""
-        self.engine.clip_grad_value(_as_iterable(parameters), clip_value, unsynced=self.is_local())
+        self.engine.clip_grad_value(_as_iterable(parameters, "clip_grad_value_"), clip_value, unsynced=self.is_local())
 
     # ---- ranks without further batches -------------------------------------------------------------------------------
 
@@ -274,7 +284,16 @@ def _sums_over_ranks(world: World, numbers: list[float]) -> list[float]:
     return sums.tolist()  # the host needs them: losses are scaled by them
 
 
-def _as_iterable(parameters: Any) -> Iterable[torch.Tensor]:
+def _as_iterable(parameters: Any, operation: str) -> Iterable[torch.Tensor]:
+    """Return the parameters that ``operation`` was given: a tensor or several, as in torch.
+
+    Raises:
+        TypeError: it was given a module.
+    """
+    if isinstance(parameters, nn.Module):
+        raise TypeError(
+            f"{operation}() was given {type(parameters).__name__}, a module, but takes its parameters: pass model.parameters()"
+        )
     return [parameters] if isinstance(parameters, torch.Tensor) else parameters
 
 

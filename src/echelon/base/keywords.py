@@ -1,0 +1,36 @@
+"""Suggests the nearest name for an unknown keyword argument, as Python does from 3.13 on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+__all__ = ["suggest_keywords", "unexpected_keyword"]
+
+Class = TypeVar("Class", bound=type)
+
+
+def unexpected_keyword(function: str, name: str, known: Iterable[str]) -> TypeError:
+    """Return the error for an unknown keyword argument ``name`` of ``function``, in the words of Python."""
+    near = get_close_matches(name, list(known), n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else f"See help({function})."
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}. {hint}")
+
+
+def suggest_keywords(cls: Class) -> Class:
+    """Decorate a class whose constructor has no ``**kwargs``: its TypeError for an unknown one suggests the nearest name."""
+    init: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    known = inspect.signature(init).parameters.keys() - {"self"}
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                raise unexpected_keyword(cls.__name__, name, sorted(known))
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[misc]
+    return cls
