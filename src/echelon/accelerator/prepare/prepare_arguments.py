@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
 from echelon.base.errors import UsageError
+from echelon.base.warnings import user_line, warn
 from echelon.distributed.tree import contents, is_record, leaves, map_tensors, rebuild_like
 from echelon.engines.deepspeed.options import DummyOptim, DummyScheduler
 
 __all__ = [
+    "check_unprepared_data",
     "contents",
     "is_record",
     "known_objects",
@@ -34,7 +37,8 @@ def known_objects(
     """Return the objects of known kinds in ``arguments``, each once, with whether to move it to the device.
 
     Raises:
-        UsageError: there is none, or ``placement`` does not have one entry per argument.
+        UsageError: there is none, although an argument is not None (a script's scheduler may be None), or ``placement`` does
+            not have one entry per argument.
     """
     if placement and len(placement) != len(arguments):
         raise UsageError(
@@ -44,7 +48,7 @@ def known_objects(
     found: list[tuple[Any, bool]] = []
     for argument, place in zip(arguments, placement or [None] * len(arguments)):
         _collect(argument, default if place is None else place, found)
-    if not found:
+    if not found and not (arguments and all(argument is None for argument in arguments)):
         kinds = ", ".join(type(argument).__name__ for argument in arguments) or "no argument"
         raise UsageError(
             f"prepare() was given no object that it can prepare: {kinds}",
@@ -63,6 +67,38 @@ def _collect(argument: Any, place: bool, found: list[tuple[Any, bool]]) -> None:
     elif isinstance(argument, Mapping):
         for item in argument.values():
             _collect(item, place, found)
+
+
+def check_unprepared_data(arguments: Sequence[Any], *, num_processes: int, is_exact: bool) -> None:
+    """Warn of data among the arguments that ``prepare`` returns unchanged: every process reads all of it.
+
+    Other objects stay silent: no text or config changes what is trained.
+
+    Raises:
+        UsageError: there is data, in an exact mode.
+    """
+    if num_processes == 1:
+        return
+    found: list[tuple[Any, bool]] = []
+    for argument in arguments:
+        _collect(argument, False, found)
+    has_loader = any(isinstance(known, DataLoader) for known, _ in found)
+    for number, argument in enumerate(arguments, 1):
+        if isinstance(argument, Iterator) or (not has_loader and _holds_data(argument)):
+            kind = type(argument).__name__
+            what = f"argument {number} of prepare(), a {kind}, unchanged: each of the {num_processes} processes reads all of it"
+            do = "pass a DataLoader; if it yields other data on each process already, leave it out of prepare()"
+            if is_exact:
+                raise UsageError(f"prepare() would return {what}", where=str(user_line()), do=do)
+            warn(f"prepare() returns {what}. Instead, {do}")
+
+
+def _holds_data(argument: Any) -> bool:
+    """Return whether ``argument`` is a dataset or holds plain tensors, such as a list of batches."""
+    while isinstance(argument, (tuple, list, Mapping)) and len(argument):
+        argument = next(iter(argument.values() if isinstance(argument, Mapping) else argument))
+    is_dataset = isinstance(argument, Dataset) and not isinstance(argument, _KNOWN)
+    return is_dataset or (isinstance(argument, torch.Tensor) and not isinstance(argument, nn.Parameter))
 
 
 def replace_prepared(argument: Any, originals: Mapping[int, tuple[object, Any]]) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.prepare.compile import compile_regions, compile_whole, compiles, is_compiled, uncompiled
 from echelon.accelerator.prepare.data_loaders import rng_type_names
-from echelon.accelerator.prepare.prepare_arguments import known_objects, replace_prepared
+from echelon.accelerator.prepare.prepare_arguments import check_unprepared_data, known_objects, replace_prepared
 from echelon.accelerator.session import Session
 from echelon.accelerator.setup.build_deepspeed import reject_placeholders
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
@@ -54,7 +54,9 @@ def prepare_arguments(
     Collective: every rank, with the same objects in the same order.
     """
     found = known_objects(arguments, placement, default=session.device_placement)
-    _prepare_unprepared(session, found, is_on_several_devices=is_on_several_devices)
+    check_unprepared_data(arguments, num_processes=session.world.world_size, is_exact=session.parity != "off")
+    if found:
+        _prepare_unprepared(session, found, is_on_several_devices=is_on_several_devices)
     results = tuple(replace_prepared(argument, session.objects.originals) for argument in arguments)
     return results[0] if len(results) == 1 else results
 
