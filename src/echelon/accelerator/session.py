@@ -155,6 +155,7 @@ class Session:
         """Check what may be wrong at the end of a run: ungathered metrics, and weights that differ between the ranks."""
         self.gradient_state.reading.metrics.check()
         self.guard.compare_models("at end_training()", is_last=True)
+        self.guard.drift.stop()
 
     def forget_objects(self) -> None:
         """Release all prepared objects; optimizer steps remain counted."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from echelon.accelerator.checkpoint.rng_states import current_random_states
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
 from echelon.accelerator.setup.agreement import agree_on_models
+from echelon.accelerator.update.batch_split_check import BatchSplitCheck
 from echelon.accelerator.update.kept_gradients import KeptGradients
 from echelon.accelerator.update.multiple_loaders import UpdateLoaders
 from echelon.accelerator.update.update_policy import UpdateParts, UpdatePolicy, checked_loss
@@ -60,6 +61,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         self._num_postponed = 0  # when this micro-step had its first loss
         # Numbers of postponed and taken steps of each optimizer at the start of this update.
         self._step_counts_before: list[tuple[int, int]] = []
+        self._split_check = BatchSplitCheck()
         self._warned_of_missing_step = False
         self._warned_of_postponed_step = False
         self._warned_of_batch_norm = False
@@ -307,6 +309,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             items = contribution.num_items if num_items is None else num_items
             postponed = sum(optimizer.num_postponed for optimizer in objects.optimizers)
             self.note_loss(loss, items, num_postponed=postponed, num_taken=objects.num_steps())
+            self._split_check.check(loss, objects.models, contribution, is_counted=is_counted)
             if not is_counted:
                 scale = self.weigh(contribution)
         if scale is None:

@@ -76,6 +76,7 @@ class RawDDPGuard:
         """Stop watching; harmless when nothing is watched."""
         guard, cls.current = cls.current, None
         if guard is not None:
+            guard._drift.stop()
             guard._end_steps()
             guard._end_models()
             guard._loaders.stop()

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.base.errors import DesyncError
-from echelon.base.warnings import user_line, warn_here
+from echelon.base.warnings import UserLine, user_line, warn_here
 from echelon.distributed.stores import store_of
 
 __all__ = ["ReplicaDriftCheck"]
@@ -30,6 +30,7 @@ __all__ = ["ReplicaDriftCheck"]
 _Named = list[tuple[str, torch.Tensor]]
 _Fingerprints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
+_FEW_OPTIMIZERS = 3
 _MAX_OPTIMIZERS = 16  # a program may create one for each batch
 _MANY_STEPS = 16
 _NUM_SHOWN = 3
@@ -59,6 +60,8 @@ class ReplicaDriftCheck:
         self._histories: WeakKeyDictionary[Optimizer, _History] = WeakKeyDictionary()
         self._num_optimizers: Counter[str] = Counter()
         self._num_comparisons = 0
+        self._postponed: dict[str, _Report] = {}
+        weakref.finalize(self, _warn_of_few, self._postponed, self._num_optimizers)  # also at exit
 
     def before_step(
         self, optimizer: Optimizer, do: str, *, models: Sequence[nn.Module] | None = None, must_be_equal: bool = True
@@ -69,8 +72,8 @@ class ReplicaDriftCheck:
             optimizer: it is about to step.
             do: what the user can do about a difference.
             models: modules whose parameters are compared; None: those of ``optimizer``.
-            must_be_equal: False: parameters that differ before the first step are meant to be different, and they are not
-                compared again before step 17.
+            must_be_equal: False: parameters that differ before the first step are meant to be different. Other differences are
+                reported at step 17, or at the end unless there are many optimizers, as in inner loops over data of one rank.
 
         Raises:
             DesyncError: they differ but must be equal (``is_error``).
@@ -84,15 +87,19 @@ class ReplicaDriftCheck:
             self._num_optimizers[kind] += 1
         num = history.num_steps
         history.num_steps += 1
-        is_brief = not must_be_equal and 0 < num < _MANY_STEPS  # perhaps an inner loop over data of this rank
-        if history.index >= _MAX_OPTIMIZERS or num & (num - 1) or is_brief:
+        if history.index >= _MAX_OPTIMIZERS or num & (num - 1):
             return
         when = f"after {num} step{'s' * (num > 1)} of {type(optimizer).__name__}" if num else "before the first step"
         values = _parameters_of(optimizer) if models is None else _named(models)
         subject = f"{kind}_{history.index}"
         found = self._find_drift(f"{subject}/{num}", [*values, *_settings_of(optimizer)])
-        if found and self._is_first_report(subject) and (num or must_be_equal):
-            self._report(f"{found} {when}", do, is_error=self._is_error and must_be_equal)
+        if found and self._is_first_report(subject):
+            if must_be_equal:
+                self._report(f"{found} {when}", do, is_error=self._is_error)
+            elif num:
+                self._postponed[subject] = _Report(f"{found} {when}", do, user_line())
+        if num >= _MANY_STEPS and subject in self._postponed:
+            self._postponed.pop(subject).warn()
 
     def compare_models(self, models: Sequence[nn.Module], when: str, do: str, *, is_last: bool = False) -> None:
         """Compare the parameters of ``models``, at a point that every rank reaches.
@@ -119,6 +126,7 @@ class ReplicaDriftCheck:
     def stop(self) -> None:
         """Compare nothing from now on."""
         self._group = None
+        _warn_of_few(self._postponed, self._num_optimizers)
 
     def _is_open(self) -> bool:
         """Return whether the group that was open when this object was created still is."""
@@ -167,8 +175,28 @@ class ReplicaDriftCheck:
         line = user_line()
         if is_error:
             raise DesyncError(message, where=str(line), do=do)
-        # Only the last rank has compared the weights, so it warns whatever its number.
-        warn_here(f"{message}, so they train different models. To fix it: {do}", at=line)
+        _Report(message, do, line).warn()
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """A difference between the ranks."""
+
+    message: str
+    do: str
+    line: UserLine
+
+    def warn(self) -> None:
+        # Only the last rank has compared the values, so it warns whatever its number.
+        warn_here(f"{self.message}, so they train different models. To fix it: {self.do}", at=self.line)
+
+
+def _warn_of_few(postponed: dict[str, _Report], num_optimizers: Counter[str]) -> None:
+    """Warn of the ``postponed`` differences, unless the program has created many optimizers."""
+    if num_optimizers["own"] <= _FEW_OPTIMIZERS:
+        for report in postponed.values():
+            report.warn()
+    postponed.clear()
 
 
 @dataclass(slots=True)

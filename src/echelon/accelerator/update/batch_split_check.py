@@ -1,0 +1,70 @@
+"""Warns about losses and gradient hooks whose effect depends on how an exact update splits its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from echelon.base.warnings import warn
+from echelon.data.exact.global_batch_slices import Contribution
+
+__all__ = ["BatchSplitCheck"]
+
+_SUM = 2  # torch.nn._reduction.get_enum("sum")
+
+
+class BatchSplitCheck:
+    """Examines losses and parameters in the first backward passes of an exact run, then less and less often."""
+
+    def __init__(self) -> None:
+        self._num_passes = 0
+        self._warned: set[str] = set()
+
+    def check(
+        self, loss: torch.Tensor, models: Sequence[nn.Module], contribution: Contribution, *, is_counted: bool
+    ) -> None:
+        """Warn about a loss that is a sum over the batch, and about hooks on gradients of parts of the batch.
+
+        Args:
+            loss: the loss of the micro-batch.
+            models: the prepared models.
+            contribution: this micro-batch.
+            is_counted: whether the loss came with ``num_items=``.
+        """
+        num, self._num_passes = self._num_passes, self._num_passes + 1
+        is_whole = len(contribution.samples) == len(contribution.update)
+        if num & (num - 1) or is_whole or contribution.is_padding:
+            return
+        if not is_counted and _is_sum_over_batch(loss, len(contribution.samples)):
+            self._warn_once(
+                "this loss is a sum over the samples of a batch, but the exact modes average the losses of the parts of a batch, so "
+                "gradients are smaller than those of the whole batch. Use a mean (reduction='mean'), or pass the number of items "
+                "that the loss sums over: accelerator.backward(loss, num_items=n) divides by the number of all items of the update"
+            )
+        hooked = next((name for model in models for name, p in model.named_parameters() if p._backward_hooks), None)
+        if hooked is not None:
+            self._warn_once(
+                f"a hook on {hooked.removeprefix('module.')} (register_hook) receives the gradient of a part of the batch on each rank, so the update "
+                "differs from that of the whole batch if the hook changes it in a nonlinear way (clamping, noise, normalization). "
+                "Change p.grad between accelerator.backward() and optimizer.step() instead, if accelerator.sync_gradients is true"
+            )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warn(message)
+
+
+def _is_sum_over_batch(loss: torch.Tensor, num_samples: int) -> bool:
+    """Return whether the last operation of ``loss`` sums over ``num_samples`` samples."""
+    node = loss.grad_fn
+    if getattr(node, "_saved_reduction", None) == _SUM:
+        return True
+    if type(node).__name__ != "SumBackward0" or num_samples < 2:
+        return False
+    sizes = getattr(node, "_saved_self_sym_sizes", None) or (0,)
+    (source, _), *_ = node.next_functions  # type: ignore[union-attr]
+    is_stack = type(source).__name__ in ("StackBackward0", "CatBackward0")  # of several losses
+    return sizes[0] == num_samples and not is_stack
