@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -126,21 +127,31 @@ class DuplicateSamplesCheck:
             self._report(f"ranks {one} and {other} read the same samples: {reason}")
 
     def _exchange(self, what: str, mine: bytes) -> list[bytes] | None:
-        """Write ``mine`` to the store; return the messages of all ranks on the last rank to do so, None on the others."""
+        """Write ``mine`` to the store; return the messages of all ranks on the last rank to do so, None on the others.
+
+        None if the store has gone.
+        """
         group = dist.group.WORLD
         if group is None:
             return None
         store = dist.PrefixStore(f"echelon/first_pass/{self._token}/{what}", store_of(group))
-        store.set(str(self._rank), mine.hex())
-        if store.add("num", 1) != self._world_size:
+        try:
+            store.set(str(self._rank), mine.hex())
+            if store.add("num", 1) != self._world_size:
+                return None
+            return [bytes.fromhex(store.get(str(rank)).decode()) for rank in range(self._world_size)]
+        except dist.DistNetworkError:
+            # Without a launcher rank zero holds the store, and it may have finished its work. If it has failed instead, the
+            # next collective raises.
             return None
-        return [bytes.fromhex(store.get(str(rank)).decode()) for rank in range(self._world_size)]
 
     def _report(self, message: str) -> None:
         group = dist.group.WORLD
         assert group is not None
-        if dist.PrefixStore(f"echelon/first_pass/{self._token}", store_of(group)).add("num_reports", 1) > 1:
-            return
+        store = dist.PrefixStore(f"echelon/first_pass/{self._token}", store_of(group))
+        with suppress(dist.DistNetworkError):  # rank zero has ended with the store: report
+            if store.add("num_reports", 1) > 1:
+                return
         if self._is_error:
             raise DesyncError(message, where=f"the loader of {self._line}", do=self._do)
         # Only the last rank has compared the data, so it warns whatever its number.
