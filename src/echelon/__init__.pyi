@@ -35,8 +35,6 @@ from echelon.accelerator import (
 )
 from echelon.accelerator.memory import find_executable_batch_size as find_executable_batch_size
 from echelon.accelerator.models.load_pretrained import (
-    init_empty_weights as init_empty_weights,
-    init_on_device as init_on_device,
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
     load_checkpoint_in_model as load_checkpoint_in_model,
 )
@@ -47,15 +45,16 @@ from echelon.accelerator.plugins.parallelism_config import ParallelismConfig as 
 from echelon.accelerator.prepare.data_loaders import skip_first_batches as skip_first_batches
 from echelon.accelerator.update.local_sgd import LocalSGD as LocalSGD
 from echelon.base.errors import EchelonError as EchelonError
-from echelon.compat.enums import DDPCommunicationHookType as DDPCommunicationHookType
-from echelon.compat.unsupported import (
+from echelon.big_models.cpu_offload import cpu_offload_with_hook as cpu_offload_with_hook
+from echelon.big_models.device_map import infer_auto_device_map as infer_auto_device_map
+from echelon.big_models.dispatch import (
     cpu_offload as cpu_offload,
-    cpu_offload_with_hook as cpu_offload_with_hook,
     disk_offload as disk_offload,
     dispatch_model as dispatch_model,
-    infer_auto_device_map as infer_auto_device_map,
-    prepare_pippy as prepare_pippy,
 )
+from echelon.big_models.empty_weights import init_empty_weights as init_empty_weights, init_on_device as init_on_device
+from echelon.compat.enums import DDPCommunicationHookType as DDPCommunicationHookType
+from echelon.compat.unsupported import prepare_pippy as prepare_pippy
 from echelon.data.rng.host_rng import synchronize_rng_states as synchronize_rng_states
 from echelon.data.shared_memory import share_dataset as share_dataset
 from echelon.launch.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher

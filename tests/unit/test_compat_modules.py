@@ -46,7 +46,6 @@ OMITTED: dict[str, tuple[set[str], str]] = {
         {"SharedDict", "ThreadLocalSharedDict", "do_nothing"},
         "the process-wide dictionaries behind accelerate's states; there are none here",
     ),
-    "utils.constants": ({"SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING"}, "of layerwise casting, which is not offered"),
     "utils.dataclasses": (
         {"AmaxComputeAlgorithm", "Backend", "FP8Format", "MODEL_CONFIGS_TO_MEGATRON_PARSERS", "OptLevel"},
         "annotations of Transformer Engine's and MS-AMP's recipes, a table of Megatron's; not offered",
@@ -86,17 +85,16 @@ def test_using_an_unsupported_name_raises_with_the_alternative(name: str) -> Non
 
 
 def test_an_unsupported_class_can_be_subclassed_but_not_instantiated() -> None:
-    from echelon.hooks import ModelHook
-    from echelon.utils import MegatronLMPlugin
+    from echelon.utils import MegatronLMPlugin, TorchTensorParallelPlugin
 
-    class MyHook(ModelHook):  # type: ignore[misc,valid-type]
+    class MyPlugin(TorchTensorParallelPlugin):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
-            raise AssertionError("the hook was made")
+            raise AssertionError("the plugin was made")
 
     assert not isinstance(object(), MegatronLMPlugin)
     assert issubclass(MegatronLMPlugin, unsupported.UnsupportedClass)
-    with pytest.raises(UsageError, match="MyHook is not supported"):
-        MyHook()
+    with pytest.raises(UsageError, match="MyPlugin is not supported"):
+        MyPlugin()
 
 
 def test_one_object_has_one_identity_under_all_its_paths() -> None:

@@ -213,7 +213,7 @@ def test_missing_or_damaged_files_are_named(tmp_path: Path) -> None:
     assert re.search(r"lost.safetensors cannot be read", error(tmp_path))
 
 
-@pytest.mark.parametrize("argument", ["device_map", "offload_folder", "offload_buffers", "broadcast_from_rank0"])
+@pytest.mark.parametrize("argument", ["max_memory", "offload_folder", "offload_buffers", "broadcast_from_rank0"])
 def test_unsupported_arguments_are_refused(tmp_path: Path, argument: str) -> None:
     with pytest.raises(UsageError, match=f"does not support {argument}"):
         load_checkpoint_and_dispatch(Net(), tmp_path, **{argument: "auto"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "DeviceMemory",
     "accelerators",
     "backend_of",
     "choose_device",
@@ -22,6 +24,7 @@ __all__ = [
     "nccl_version",
     "numa_node_of",
     "devices_from",
+    "free_memory",
     "num_devices",
     "use_device",
 ]
@@ -182,3 +185,30 @@ def nccl_version() -> str | None:
         return None
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return ".".join(map(str, version))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Free memory of an accelerator."""
+
+    num_bytes: int
+    is_of_host: bool
+    """Whether it is memory of the machine, which the CPU also uses."""
+
+
+def free_memory(index: int) -> DeviceMemory | None:
+    """Return the free memory of an accelerator; None if it cannot be used, or does not report its memory."""
+    import torch  # noqa: PLC0415 - torch-free layer
+
+    accelerator = torch.accelerator.current_accelerator()
+    module: Any = None if accelerator is None else torch.get_device_module(accelerator)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    assert accelerator is not None
+    try:
+        torch.zeros(1, device=torch.device(accelerator.type, index))  # a device in use by others may refuse
+        free = int(module.mem_get_info(index)[0])
+    except RuntimeError:  # also torch.OutOfMemoryError
+        return None
+    shared = bool(getattr(module.get_device_properties(index), "is_integrated", False))
+    return DeviceMemory(num_bytes=free, is_of_host=shared)

@@ -33,7 +33,9 @@ __all__ = [
     "itemsize",
     "read_header",
     "require_dtype",
+    "stored_form",
     "sync_file",
+    "torch_dtype",
     "write_file",
     "write_tensors",
 ]
@@ -98,6 +100,11 @@ def require_dtype(name: str) -> torch.dtype:
     if dtype is None:
         raise CheckpointError(f"this version of torch has no dtype {name!r}", do="use a newer torch")
     return dtype
+
+
+def torch_dtype(kind: str) -> torch.dtype:
+    """Return the torch dtype with the name ``kind`` in a safetensors header."""
+    return _DTYPES[kind]
 
 
 def stored_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
@@ -285,4 +292,7 @@ def _malformed(source: str, why: str) -> CheckpointError:
     return damaged(f"{source} is not a safetensors file: {why}")
 
 
+_DTYPES: Mapping[str, torch.dtype] = {
+    name: getattr(torch, dtype) for dtype, name in _NAMES.items() if hasattr(torch, dtype)
+}
 _WIDTHS: Mapping[str, int] = {name: itemsize(dtype) for dtype, name in _NAMES.items() if hasattr(torch, dtype)}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from echelon.base.byte_sizes import convert_file_size_to_int
 from echelon.base.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -96,7 +97,6 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
     If PATH contains several checkpoints, the newest is used. One process and a few megabytes of memory suffice, whatever
     number of ranks saved the checkpoint.
     """
-    from echelon.accelerator.models.model_sizes import convert_file_size_to_int  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats import merged_weights  # noqa: PLC0415 - torch
 
     limit = convert_file_size_to_int(max_shard_size)

@@ -21,26 +21,6 @@ TPU_ALTERNATIVE = (
 
 # Alternative -> module path -> names. In `a=b`, `b` is the name in the module and `a` the name in `echelon.utils`.
 _NAMES: dict[str, dict[str, str]] = {
-    "load the whole model on one device, or build it on torch.device('meta') and load its state dict with assign=True": {
-        "big_modeling": """
-            attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook disk_offload dispatch_model
-        """,
-        "hooks": """
-            AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook add_hook_to_module
-            attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook remove_hook_from_module
-            remove_hook_from_submodules
-        """,
-        "utils.modeling": """
-            align_module_device calculate_maximum_sizes check_device_map check_tied_parameters_on_same_device
-            clean_device_map fallback_allocate get_balanced_memory get_max_layer_size get_max_memory
-            get_module_size_with_ties get_state_dict_from_offload get_state_dict_offloaded_model has_offloaded_params
-            infer_auto_device_map load_offloaded_weights set_module_tensor_to_device
-        """,
-        "utils.offload": """
-            OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight offload_state_dict
-            offload_weight save_offload_index
-        """,
-    },
     "split the batch instead: accelerator.split_between_processes": {
         "inference": "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
     },

@@ -15,12 +15,13 @@ from echelon.utils.fsdp_utils import *
 from echelon.utils.imports import *
 from echelon.utils.memory import *
 from echelon.utils.modeling import *
+from echelon.utils.offload import *
 from echelon.utils.operations import *
 from echelon.utils.other import *
 from echelon.utils.random import *
 from echelon.utils.tqdm import *
 from echelon.utils.versions import *
 
-_unsupported.add_modules(globals(), "bnb", "launch", "megatron_lm", "offload", "torch_xla", "transformer_engine")
+_unsupported.add_modules(globals(), "bnb", "launch", "megatron_lm", "torch_xla", "transformer_engine")
 if not TYPE_CHECKING:
     __all__ = list(_reexports.public_names(globals()))

@@ -1,6 +1,6 @@
 """Re-exports the names of ``accelerate.utils.other``."""
 
-from echelon.accelerator.models.model_sizes import (
+from echelon.accelerator.models.model_facts import (
     get_model_tp_size as get_model_tp_size,
     get_module_children_bottom_up as get_module_children_bottom_up,
     model_has_dtensor as model_has_dtensor,

@@ -24,8 +24,8 @@ from echelon.accelerator.checkpoint.folders import has_checkpoint, newest_whole
 from echelon.accelerator.checkpoint.registry import CheckpointRegistry
 from echelon.accelerator.checkpoint.state_names import Allowed
 from echelon.accelerator.checkpoint.training_state import content_of, load_content
-from echelon.accelerator.models.model_sizes import convert_file_size_to_int
 from echelon.accelerator.session import Session
+from echelon.base.byte_sizes import convert_file_size_to_int
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.warnings import warn

@@ -1,0 +1,318 @@
+"""Device maps: which device, or the CPU or the disk, holds each part of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.base.byte_sizes import convert_file_size_to_int
+from echelon.base.errors import UsageError
+from echelon.base.logging import get_logger
+from echelon.base.warnings import warn
+from echelon.big_models.device_memory import get_max_memory
+from echelon.big_models.module_sizes import (
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    get_max_layer_size,
+    parts_of,
+)
+from echelon.big_models.tied_parameters import check_tied_parameters_in_config, find_tied_parameters
+
+__all__ = [
+    "check_device_map",
+    "clean_device_map",
+    "fallback_allocate",
+    "get_module_size_with_ties",
+    "infer_auto_device_map",
+]
+
+_logger = get_logger(__name__)
+Part = tuple[str, Any]
+"""Full name, and a submodule, parameter or buffer."""
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: dict[int | str, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> dict[str, Any]:
+    """Place the parts of ``model`` on the devices of ``max_memory`` in their order, then on the CPU, then on disk.
+
+    The first device and the CPU keep room for the largest layer, which is moved there when an offloaded layer runs. Tied
+    parameters are placed together. Only sizes are used, so the model may be on the meta device.
+
+    Args:
+        model: the model.
+        max_memory: memory per device in bytes or as text (``{0: "10GiB", "cpu": "30GiB"}``); None: what is available.
+        no_split_module_classes: names of classes whose modules stay on one device, such as blocks with a residual connection.
+        dtype: dtype in which the weights will be loaded.
+        special_dtypes: dtypes of single tensors, by name.
+        verbose: print each decision.
+        clean_result: combine the parts of a module that are on one device.
+        offload_buffers: buffers of offloaded layers are offloaded, too; False: warn if no device has room for them.
+        fallback_allocation: if nothing fits on a device in order, look for any part that fits.
+
+    Source: accelerate's function of this name (the same maps).
+    """
+    memory: dict[Any, Any] = get_max_memory(max_memory)
+    if isinstance(no_split_module_classes, str):
+        no_split_module_classes = [no_split_module_classes]
+    planner = _Planner(model, memory, list(no_split_module_classes or []), dtype, special_dtypes, verbose=verbose)
+    if check_tied_parameters_in_config(model) and not planner.tied:
+        _logger.warning(
+            "the configuration of %s ties weights that are not tied; call model.tie_weights() before infer_auto_device_map()",
+            type(model).__name__,
+        )
+    while planner.pending:
+        planner.place_next(try_others=fallback_allocation)
+    if not offload_buffers:
+        planner.check_room_for_buffers()
+    if planner.needed:
+        _logger.info("no part of the model fits on these devices (bytes that the first part needs): %s", planner.needed)
+    return clean_device_map(planner.placed) if clean_result else planner.placed
+
+
+class _Planner:
+    """Fills one device after the other with the parts of a model, in the model's order."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        memory: dict[Any, Any],
+        unsplit: list[str],
+        dtype: str | torch.dtype | None,
+        special_dtypes: Mapping[str, str | torch.dtype] | None,
+        *,
+        verbose: bool,
+    ) -> None:
+        self.memory = memory
+        self.devices = [*memory, *(["disk"] if "disk" not in memory else [])]
+        accelerators = [device for device in self.devices if device not in ("cpu", "disk")]
+        # Offloaded layers are moved to these devices, which keep room for the largest one.
+        self.running = {"mps"} if "mps" in accelerators else {*accelerators[:1], "cpu"}
+        self.sizes = compute_module_sizes(model, dtype, special_dtypes)
+        self.tied = find_tied_parameters(model)
+        self.pending: list[Part] = parts_of(model, buffers=True)
+        self.placed: dict[str, Any] = {}
+        self.needed: dict[Any, float] = {}
+        """Bytes that the first part needs, for devices on which nothing fits."""
+        self._unsplit = unsplit
+        self._dtypes = dtype, special_dtypes
+        self._used: dict[Any, float] = dict.fromkeys(self.devices, 0)
+        self._buffers: dict[Any, float] = dict.fromkeys(self.devices, 0)
+        self._rank = 0  # position of the current device in `devices`
+        self._verbose = verbose
+        self._largest, self._largest_names = get_max_layer_size(self.pending, self.sizes, unsplit)
+
+    def place_next(self, *, try_others: bool) -> None:
+        """Place the first pending part, or replace it by its parts, or go on to the next device."""
+        name, part = self.pending.pop(0)
+        self._leave_out_of_largest(name)
+        device = self.devices[self._rank]
+        reserved = self._largest if device in self.running else 0
+        limit = None if device == "disk" else self.memory[device] - reserved
+        own = self.sizes.get(name, 0)
+        ties = _ties_outside(name, self.tied)
+        size, tied_names, tied_parts = get_module_size_with_ties(ties, own, self.sizes, self.pending)
+        used = self._used[device]
+        if limit is None or used + size <= limit:
+            self._place(name, part, device, size, tied_names)
+            return
+        self._tell(
+            f"{name} ({size} bytes, with {tied_names}) does not fit on {device}, which has {limit - used} bytes left"
+        )
+        if ties and used + own <= limit and self._split_tied(name, part, tied_names, tied_parts):
+            return
+        if used + own >= limit and self._can_split(part):
+            self._tell(f"{name} is split")
+            self.pending = parts_of(part, name) + self.pending
+            self._find_largest()
+            return
+        if used == 0 and try_others and device != "disk":
+            room = self.memory[device] - max(self._largest, size)
+            other, found, rest = fallback_allocate(self.pending, self.sizes, room, self._unsplit, self.tied)
+            if other is not None:
+                self._tell(f"{other} is tried first")
+                self.pending = [(other, found), (name, part), *rest]
+                return
+        if used == 0:
+            self.needed[device] = size + reserved
+        self._used[device] += reserved
+        self._rank += 1
+        self.pending.insert(0, (name, part))
+
+    def check_room_for_buffers(self) -> None:
+        """Warn if the buffers of offloaded layers, which are not offloaded, do not fit on any device."""
+        needed = self._buffers.get("cpu", 0) + self._buffers["disk"]
+        places = [device for device in self.devices if device not in ("cpu", "disk")]
+        if needed and places and not any(self.memory[at] >= needed + self._used[at] for at in places):
+            warn(
+                f"the offloaded layers have {needed} bytes of buffers, which stay on the device but do not fit into the memory left "
+                "on any; if the device runs out of memory, pass offload_buffers=True"
+            )
+
+    def _place(self, name: str, part: Any, device: Any, size: float, tied_names: list[str]) -> None:
+        self._tell(f"{name} ({size} bytes, with {tied_names}) is placed on {device}")
+        self._used[device] += size
+        self.placed[name] = device
+        for other in tied_names:
+            self.placed[other] = device
+        self.pending = [(at, one) for at, one in self.pending if at not in tied_names]
+        if isinstance(part, nn.Module):
+            self._buffers[device] += compute_module_total_buffer_size(part, *self._dtypes)
+
+    def _split_tied(self, name: str, part: Any, tied_names: list[str], tied_parts: list[Any]) -> bool:
+        """Replace the first tied part that can be split by its parts, and try ``part`` again with them."""
+        for other, found in zip(tied_names, tied_parts):
+            if self._can_split(found):
+                self._tell(f"{other}, which is tied to {name}, is split")
+                at = [one for one, _ in self.pending].index(other)
+                self.pending = [(name, part), *self.pending[:at], *parts_of(found, other), *self.pending[at + 1 :]]
+                self._find_largest()
+                return True
+        return False
+
+    def _can_split(self, part: Any) -> bool:
+        return _has_children(part) and type(part).__name__ not in self._unsplit
+
+    def _leave_out_of_largest(self, name: str) -> None:
+        left = [one for one in self._largest_names if one != name and not one.startswith(f"{name}.")]
+        self._largest_names = left
+        if not left:
+            self._find_largest()
+
+    def _find_largest(self) -> None:
+        modules = [(name, part) for name, part in self.pending if isinstance(part, nn.Module)]
+        self._largest, self._largest_names = get_max_layer_size(modules, self.sizes, self._unsplit)
+
+    def _tell(self, text: str) -> None:
+        if self._verbose:
+            print(text)
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str], module_size: float, module_sizes: Mapping[str, float], modules_to_treat: Sequence[Part]
+) -> tuple[float, list[str], list[Any]]:
+    """Return the size of a module with the parts that are tied to it, and the names and values of these parts.
+
+    Args:
+        tied_params: parameters outside the module that are tied to one inside.
+        module_size: size of the module.
+        module_sizes: sizes by name, from ``compute_module_sizes``.
+        modules_to_treat: the parts that are not placed yet.
+    """
+    found = []
+    for name in tied_params:
+        holder = next((part for part in modules_to_treat if _is_in(name, part[0])), None)
+        if holder is not None:  # None: it is placed already
+            found.append(holder)
+            # The tied parameter itself is counted once.
+            module_size += module_sizes.get(holder[0], 0) - module_sizes.get(name, 0)
+    return module_size, [name for name, _ in found], [part for _, part in found]
+
+
+def fallback_allocate(
+    modules: Sequence[Part],
+    module_sizes: Mapping[str, float],
+    size_limit: float | str,
+    no_split_module_classes: Sequence[str] | None = None,
+    tied_parameters: Sequence[Sequence[str]] | None = None,
+) -> tuple[str | None, Any, list[Part]]:
+    """Return the first part, of the modules or inside them, that fits into ``size_limit``, and the parts that remain.
+
+    Args:
+        modules: the parts to search.
+        module_sizes: sizes by name, from ``compute_module_sizes``.
+        size_limit: largest size, with the parts that are tied to it.
+        no_split_module_classes: names of classes whose modules are not split.
+        tied_parameters: groups of tied parameters.
+
+    Returns:
+        Name, part and remaining parts; (None, None, ``modules``) if nothing fits.
+    """
+    try:
+        limit = convert_file_size_to_int(int(size_limit) if isinstance(size_limit, float) else size_limit)
+    except UsageError:  # also a negative size
+        return None, None, list(modules)
+    queue = list(modules)
+    while queue:
+        name, part = queue.pop(0)
+        ties = _ties_outside(name, tied_parameters or [])
+        size, _, _ = get_module_size_with_ties(ties, module_sizes.get(name, 0), module_sizes, queue)
+        if size <= limit:
+            return name, part, _without(name, list(modules))
+        if _has_children(part) and type(part).__name__ not in (no_split_module_classes or ()):
+            queue = parts_of(part, name) + queue
+    return None, None, list(modules)
+
+
+def _without(name: str, parts: list[Part]) -> list[Part]:
+    """Return ``parts`` without ``name``; the modules that contain it are replaced by their parts."""
+    while all(one != name for one, _ in parts):
+        at = next(i for i, (one, _) in enumerate(parts) if _is_in(name, one))
+        parts = [*parts[:at], *parts_of(parts[at][1], parts[at][0]), *parts[at + 1 :]]
+    return [one for one in parts if one[0] != name]
+
+
+def _ties_outside(name: str, tied: Sequence[Sequence[str]]) -> list[str]:
+    """Return the parameters that are tied to one of the part ``name`` but not in it."""
+    return [
+        other for group in tied if any(_is_in(one, name) for one in group) for other in group if not _is_in(other, name)
+    ]
+
+
+def _is_in(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
+
+
+def _has_children(part: Any) -> bool:
+    return isinstance(part, nn.Module) and next(part.children(), None) is not None
+
+
+def clean_device_map(device_map: MutableMapping[str, Any], module_name: str = "") -> Any:
+    """Combine, in place, the parts of a module that are on one device, for ``module_name`` and its submodules; return the map."""
+    prefix = f"{module_name}." if module_name else ""
+    inside = [name for name in device_map if name.startswith(prefix)]
+    if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
+        device = device_map[inside[0]]
+        for name in inside:
+            del device_map[name]
+        device_map[module_name] = device
+        return device_map
+    depth = prefix.count(".") + 1
+    children = {".".join(name.split(".")[:depth]): None for name in inside if len(name) > len(module_name)}
+    for child in children:
+        clean_device_map(device_map, child)
+    return device_map
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Check that ``device_map`` has a device for each tensor of ``model``; warn about entries without a module or tensor.
+
+    Raises:
+        UsageError: tensors have no device.
+    """
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    tensors = [
+        *dict(model.named_parameters(remove_duplicate=False)),
+        *dict(model.named_buffers(remove_duplicate=False)),
+    ]
+    if unknown := [name for name in device_map if name not in modules and name not in tensors]:
+        warn(f"these entries of the device map name no part of the {type(model).__name__}: {', '.join(unknown)}")
+    if "" in device_map:
+        return
+    left = [name for name in model.state_dict() if not any(_is_in(name, part) for part in device_map)]
+    if left:
+        raise UsageError(
+            f"the device map has no device for {', '.join(left)}",
+            do='add entries, or one for the rest of the model: {"": device}',
+        )

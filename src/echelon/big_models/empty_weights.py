@@ -1,0 +1,56 @@
+"""Builds models whose parameters are created on the meta device, without values, or on another device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from echelon.compat.variables import parse_flag_from_env
+
+__all__ = ["init_empty_weights", "init_on_device"]
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Create the parameters of models built in the block on the meta device: with shapes, but without values.
+
+    Args:
+        include_buffers: also the buffers. False (the default, or ``ACCELERATE_INIT_INCLUDE_BUFFERS``) keeps buffers that no
+            weight file stores, such as the frequencies of rotary embeddings.
+    """
+    with init_on_device(torch.device("meta"), include_buffers=include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
+    """Create the parameters of models built in the block on ``device``.
+
+    Args:
+        device: target device.
+        include_buffers: also the buffers; None: ``ACCELERATE_INIT_INCLUDE_BUFFERS``, else False.
+    """
+    device = torch.device(device)
+    if include_buffers is None:
+        include_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS")
+
+    def place(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.device == device:  # a tied parameter must not be copied again
+            return None
+        placed = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+        placed.__dict__.update(parameter.__dict__)
+        return placed
+
+    if include_buffers:
+        with device:
+            yield
+        return
+    handle = register_module_parameter_registration_hook(place)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()

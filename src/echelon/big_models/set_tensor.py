@@ -1,0 +1,181 @@
+"""Puts a single parameter or buffer of a module on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.base.errors import UsageError
+from echelon.big_models.module_sizes import as_dtype
+
+__all__ = ["TiedTensors", "as_device", "check_device_same", "set_module_tensor_to_device", "tensor_at"]
+
+TiedTensors = MutableMapping[int, MutableMapping[Any, torch.Tensor]]
+"""For the address of each tied parameter, its copies by device, so that each device has only one."""
+
+# Parameters of bitsandbytes are constructed with their own attributes as arguments.
+_CONSTRUCTED_WITH_ATTRIBUTES = ("FP4Params", "Int8Params", "Params4bit")
+_PACKED = "Params4bit"  # its shape is that of the packed bytes
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: int | str | torch.device,
+    value: torch.Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: TiedTensors | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Replace a parameter or buffer of ``module`` by one on ``device``; the attributes of a parameter are kept.
+
+    Args:
+        module: the module, or one that contains it.
+        tensor_name: full name from ``module`` on.
+        device: target; ``"meta"`` frees the values.
+        value: new values; None: the present ones. Without values, a tensor on the meta device can only stay there.
+        dtype: dtype for floating-point values; None: the dtype of the present tensor.
+        fp16_statistics: scales of an 8-bit weight, stored as its attribute ``SCB``.
+        tied_params_map: copies of tied parameters; one that is on ``device`` already is used instead of a new copy.
+        non_blocking: copy asynchronously.
+        clear_cache: accepted; freed memory is reused by the next tensor, so there is no need to return it to the device.
+
+    Raises:
+        UsageError: the module has no such tensor, the shape of ``value`` differs, or there are no values.
+    """
+    *path, name = tensor_name.split(".")
+    owner = module.get_submodule(".".join(path)) if _has_path(module, path) else None
+    if owner is None or (name not in owner._parameters and name not in owner._buffers):
+        raise UsageError(f"{type(module).__name__} has no parameter or buffer {tensor_name}", do="use one of its names")
+    is_buffer = name in owner._buffers
+    old: Any = owner._buffers[name] if is_buffer else owner._parameters[name]
+    shared = _copies_of(tied_params_map, value, old)
+    if shared is not None and device in shared:
+        _set(owner, name, shared[device], is_buffer=is_buffer)
+        return
+    target = as_device(device)
+    new: Any = _with_values(old, target, tensor_name, value=value, dtype=dtype, non_blocking=non_blocking)
+    if not is_buffer:
+        moves = value is not None or not check_device_same(target, old.device) or new.dtype != old.dtype
+        new = _parameter_like(old, new, target, non_blocking=non_blocking) if moves else old
+    _set(owner, name, new, is_buffer=is_buffer)
+    if fp16_statistics is not None and not is_buffer:
+        new.SCB = fp16_statistics.to(target)
+    if shared is not None:
+        shared[device] = new
+
+
+def tensor_at(module: nn.Module, name: str) -> torch.Tensor:
+    """Return the parameter or buffer ``name`` of ``module`` or of its submodules."""
+    path, _, attribute = name.rpartition(".")
+    found: torch.Tensor = getattr(module.get_submodule(path), attribute)
+    return found
+
+
+def as_device(device: int | str | torch.device) -> torch.device:
+    """Return ``device`` as a torch device; an integer is the index of an accelerator."""
+    if isinstance(device, int):
+        current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return torch.device("cuda" if current is None else current.type, device)
+    return torch.device(device)
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Return whether both are the same device; one without an index means the current device of its type."""
+    if first_device.type != second_device.type:
+        return False
+    if first_device.type == "cpu":
+        return True
+    indices = (
+        {
+            torch.accelerator.current_device_index() if device.index is None else device.index
+            for device in (first_device, second_device)
+        }
+        if first_device.type != "meta"
+        else {0}
+    )
+    return len(indices) == 1
+
+
+def _has_path(module: nn.Module, path: list[str]) -> bool:
+    for name in path:
+        inner = module._modules.get(name)
+        if inner is None:
+            return False
+        module = inner
+    return True
+
+
+def _copies_of(
+    tied: TiedTensors | None, value: torch.Tensor | None, old: torch.Tensor
+) -> MutableMapping[Any, torch.Tensor] | None:
+    """Return the copies of the tied parameter to which ``value`` or ``old`` belongs; None if it is not tied."""
+    if tied is None:
+        return None
+    for tensor in (value, old):
+        # The address of meta and empty tensors is 0.
+        if isinstance(tensor, torch.Tensor) and tensor.data_ptr() and tensor.data_ptr() in tied:
+            return tied[tensor.data_ptr()]
+    return None
+
+
+def _with_values(
+    old: torch.Tensor,
+    target: torch.device,
+    name: str,
+    *,
+    value: Any,
+    dtype: str | torch.dtype | None,
+    non_blocking: bool,
+) -> torch.Tensor:
+    new: torch.Tensor
+    if value is None:
+        if old.is_meta and target.type != "meta":
+            raise UsageError(
+                f"{name} is on the meta device, so it has no values to put on {target}", do="pass them as value="
+            )
+        new = old.detach().to(target, non_blocking=non_blocking)
+        if dtype is None or target.type != "meta" or not _converts(old):
+            return new
+        return new.to(as_dtype(dtype))  # as in accelerate, only a tensor without values takes the new dtype
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor(value, device=target)
+    if value.shape != old.shape and type(old).__name__ != _PACKED:
+        raise UsageError(
+            f"{name} has the shape {list(old.shape)}, and its new values have the shape {list(value.shape)}",
+            do="load the weights into the model that they belong to",
+        )
+    if dtype is None:
+        value = value.to(old.dtype, non_blocking=non_blocking)
+    elif _converts(value):
+        value = value.to(as_dtype(dtype), non_blocking=non_blocking)
+    new = value.detach().to(target, non_blocking=non_blocking)
+    return new
+
+
+def _converts(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _parameter_like(old: Any, new: torch.Tensor, target: torch.device, *, non_blocking: bool) -> Any:
+    kind: Any = type(old)
+    if kind is nn.Parameter or not issubclass(kind, nn.Parameter):  # a tensor subclass that is marked as a parameter
+        made: Any = nn.Parameter(new, requires_grad=old.requires_grad)
+    elif kind.__name__ in _CONSTRUCTED_WITH_ATTRIBUTES:
+        own = {key: held for key, held in vars(old).items() if not key.startswith("_")}
+        on_host = new if target.type == "meta" else new.cpu()  # they quantize when they are moved to the device
+        made = kind(on_host, requires_grad=old.requires_grad, **own).to(target, non_blocking=non_blocking)
+    else:
+        made = kind(new, requires_grad=old.requires_grad)
+    made.__dict__.update({key: held for key, held in vars(old).items() if key not in vars(made)})
+    return made
+
+
+def _set(owner: nn.Module, name: str, tensor: torch.Tensor, *, is_buffer: bool) -> None:
+    tensors: Mapping[str, Any] = owner._buffers if is_buffer else owner._parameters
+    tensors[name] = tensor  # type: ignore[index]
