@@ -227,14 +227,16 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             hook.post_forward(module, None)
             hook.execution_device = before
     elif execution_device is not None:
-        devices = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
+        before_block = dict(module.named_parameters(recurse=False))
         try:
-            for name in devices:
+            for name in before_block:
                 set_module_tensor_to_device(module, name, execution_device)
             yield
         finally:
-            for name, device in devices.items():
-                set_module_tensor_to_device(module, name, device)
+            for name, parameter in before_block.items():
+                # From the meta device no values can come back.
+                value = parameter.detach() if tensor_at(module, name).is_meta else None
+                set_module_tensor_to_device(module, name, parameter.device, value=value)
     else:
         yield
 

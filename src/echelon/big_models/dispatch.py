@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from echelon.big_models.align_devices import (
 )
 from echelon.big_models.device_map import check_device_map
 from echelon.big_models.hooks import MOVING_METHODS, add_hook_to_module
+from echelon.big_models.module_sizes import parts_of
 from echelon.big_models.offload_store import (
     OffloadedWeightsLoader,
     extract_submodules_state_dict,
@@ -26,7 +27,7 @@ from echelon.big_models.offload_store import (
     offload_state_dict,
 )
 from echelon.big_models.prefetch import Prefetchers
-from echelon.big_models.set_tensor import TiedTensors, as_device, tensor_at
+from echelon.big_models.set_tensor import TiedTensors, as_device, set_module_tensor_to_device, tensor_at
 from echelon.big_models.tied_parameters import find_tied_parameters, retie_parameters
 from echelon.compat.machine import check_cuda_p2p_ib_support
 
@@ -138,19 +139,21 @@ def dispatch_model(
     devices = list(dict.fromkeys(device_map.values()))
     if len(devices) > 1 or "disk" in devices or force_hooks:
         main = _main_device(devices) if main_device is None else main_device
-        weights = _offloaded_weights(model, device_map, main, state_dict, offload_dir, offload_index)
+        places = dict(_disjoint(model, device_map))
+        weights = _offloaded_weights(model, places, main, state_dict, offload_dir, offload_index)
         tied = find_tied_parameters(model)
-        copies = _copies_of_tied(model, tied)
-        at_rest = ("disk",) if main in ("cpu", "mps") else _OFFLOADED
+        running = {name: main if at in _OFFLOADED else at for name, at in places.items()}
+        _place_single_tensors(model, running, weights)
+        at_rest = ("disk",) if str(main).partition(":")[0] in ("cpu", "mps") else _OFFLOADED
         attach_align_device_hook_on_blocks(
             model,
-            {**{name: main if at in _OFFLOADED else at for name, at in device_map.items()}, "": main},
-            {name: at in at_rest for name, at in device_map.items()},
+            {**running, "": running.get("", main)},
+            {name: at in at_rest for name, at in places.items()},
             weights,
             offload_buffers=offload_buffers,
             skip_keys=skip_keys,
             preload_module_classes=preload_module_classes,
-            tied_params_map=copies,
+            tied_params_map=_copies_of_tied(model, tied),
             prefetchers=Prefetchers(),
         )
         if offloaded := [at for at in devices if at in at_rest]:
@@ -165,6 +168,32 @@ def dispatch_model(
         model.to(as_device(devices[0]))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
+
+
+def _disjoint(model: nn.Module, device_map: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of ``device_map``; one for a module with entries inside is replaced by entries for its other parts."""
+    for name, at in device_map.items():
+        yield from _split(model, name, at, device_map)
+
+
+def _split(model: nn.Module, name: str, at: Any, device_map: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if not any(other != name and other.startswith(f"{name}." if name else "") for other in device_map):
+        yield name, at
+        return
+    for part, _ in parts_of(model.get_submodule(name), name, buffers=True):
+        if part not in device_map:
+            yield from _split(model, part, at, device_map)
+
+
+def _place_single_tensors(
+    model: nn.Module, running: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None
+) -> None:
+    """Put the tensors that have their own entries in the map on the device, because hooks offload whole modules."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in [name for name in running if name not in modules]:
+        tensor = tensor_at(model, name)
+        value = weights.get(name) if weights is not None and tensor.is_meta else None
+        set_module_tensor_to_device(model, name, running[name], value=None if value is None else value.clone())
 
 
 def _main_device(devices: list[Any]) -> Any:

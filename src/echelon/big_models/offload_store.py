@@ -145,13 +145,14 @@ def write_file(path: Path, tensors: Mapping[str, UnreadTensor], aliases: Mapping
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file, which gets the name ``path`` when it is complete and on disk."""
+    """Open a new file, which gets the name ``path`` when it is complete.
+
+    It is not synced, because weights can be offloaded again, and the checksums detect what a power failure leaves.
+    """
     aside = path.with_name(f"{path.name}.{uuid4().hex}.tmp")  # other ranks may write the same weights
     try:
         with open(aside, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)

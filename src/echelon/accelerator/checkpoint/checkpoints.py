@@ -24,6 +24,7 @@ from echelon.accelerator.checkpoint.folders import has_checkpoint, newest_whole
 from echelon.accelerator.checkpoint.registry import CheckpointRegistry
 from echelon.accelerator.checkpoint.state_names import Allowed
 from echelon.accelerator.checkpoint.training_state import content_of, load_content
+from echelon.accelerator.models.save_objects import offloaded_state
 from echelon.accelerator.session import Session
 from echelon.base.byte_sizes import convert_file_size_to_int
 from echelon.base.errors import CheckpointError, UsageError
@@ -500,7 +501,8 @@ class Checkpoints:
         self._session.guard.compare_models("at save_model()")
         folder = Path(save_directory).expanduser()
         with within(Phase.SAVE):
-            self._write_model(self._get_state_dict()(model), folder, max_shard_size, safe_serialization)
+            state = offloaded_state(model) or self._get_state_dict()(model)
+            self._write_model(state, folder, max_shard_size, safe_serialization)
 
     def _write_model(
         self, state: dict[str, Any] | None, folder: Path, max_shard_size: int | str, safe_serialization: bool

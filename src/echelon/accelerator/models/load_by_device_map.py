@@ -64,33 +64,28 @@ def load_by_device_map(
     uncomputed = [name for name, tensor in named_tensors(model) if tensor.is_meta and name not in own]
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     to_disk: dict[str, UnreadTensor] = {}
+    aliases: dict[str, str] = {}
     placed: dict[tuple[int, str], tuple[str, FileTensor]] = {}
     """For each tensor of the model and place: its name, and where its values are stored."""
-    for name, weight in found:
+    for name, weight in [*found, *_tied_to(found, own)]:
         place = device_of(name, device_map)
         if place == "disk" and name in buffers and not offload_buffers:
             place = "cpu"
         first, source = placed.setdefault((id(own[name]), str(place)), (name, weight))
+        kind = _dtype_for(name, own[name], dtype, keep_in_fp32)
         if first != name:
             _check_equal(checkpoint, name, weight, first, source)
-            continue
-        kind = _dtype_for(name, own[name], dtype, keep_in_fp32)
-        if place == "disk":
+            if place == "disk":
+                aliases[name] = first
+        elif place == "disk":
             to_disk[name] = _unread(weight, kind)
-            set_module_tensor_to_device(model, name, "meta", dtype=kind)
         else:
             # A copy, because the file may change while the model is used.
             value = weight.read(()).to(kind, copy=True)
             set_module_tensor_to_device(model, name, place, value=value, dtype=kind)
+        if place == "disk":
+            set_module_tensor_to_device(model, name, "meta", dtype=kind)
     if folder is not None and to_disk:
-        aliases = {
-            other: name
-            for names in tied
-            for name in names
-            if name in to_disk
-            for other in names
-            if other not in to_disk
-        }
         writer = OffloadFolder(folder, [*to_disk, *aliases])
         writer.write(to_disk, aliases)
         writer.close()
@@ -99,6 +94,13 @@ def load_by_device_map(
         empty = torch.empty_like(model.get_buffer(name), device="cpu")
         set_module_tensor_to_device(model, name, "cpu", value=empty)
     compute_buffers(model, uncomputed)
+
+
+def _tied_to(found: Sequence[tuple[str, FileTensor]], own: Mapping[str, torch.Tensor]) -> list[tuple[str, FileTensor]]:
+    """Return the names of the tied tensors that are stored under another name, with their values."""
+    stored_as = {id(own[name]): weight for name, weight in found}
+    names = {name for name, _ in found}
+    return [(name, stored_as[id(one)]) for name, one in own.items() if name not in names and id(one) in stored_as]
 
 
 def _dtype_for(
@@ -117,7 +119,7 @@ def _unread(weight: FileTensor, dtype: torch.dtype) -> UnreadTensor:
 
 
 def _check_equal(checkpoint: Path, name: str, weight: FileTensor, first: str, source: FileTensor) -> None:
-    if not torch.equal(weight.read(()), source.read(())):
+    if weight is not source and not torch.equal(weight.read(()), source.read(())):
         raise CheckpointError(
             f"{checkpoint} holds different values for {name} and {first}, but the model ties them",
             do="load it into a model that does not tie them (tie_word_embeddings=False)",

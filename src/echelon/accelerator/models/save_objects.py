@@ -20,6 +20,7 @@ __all__ = [
     "clean_state_dict_for_safetensors",
     "extract_model_from_parallel",
     "id_tensor_storage",
+    "offloaded_state",
     "save",
     "without_wrappers",
 ]
@@ -94,6 +95,17 @@ def extract_model_from_parallel(
     if compiled is None:
         return inner
     return compiled if compiled._orig_mod is inner else moved_to(inner, compiled)
+
+
+def offloaded_state(model: nn.Module) -> dict[str, Any] | None:
+    """Return the state dict of a model with offloaded weights (``dispatch_model``); None if all of its weights are in place."""
+    if not any("_hf_hook" in vars(module) for module in model.modules()):
+        return None
+    from echelon.big_models import align_devices, offloaded_state as states  # noqa: PLC0415 - most programs never need it
+
+    if not any(align_devices.has_offloaded_params(module) for module in model.modules()):
+        return None
+    return states.get_state_dict_offloaded_model(bare_module(model))
 
 
 def bare_module(model: nn.Module) -> Any:
