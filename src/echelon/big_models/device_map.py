@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.base.byte_sizes import convert_file_size_to_int
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.base.warnings import warn
@@ -20,6 +19,7 @@ from echelon.big_models.module_sizes import (
     parts_of,
 )
 from echelon.big_models.tied_parameters import check_tied_parameters_in_config, find_tied_parameters
+from echelon.compat.byte_sizes import convert_file_size_to_int
 
 __all__ = [
     "check_device_map",

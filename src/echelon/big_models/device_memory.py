@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.base.byte_sizes import convert_file_size_to_int
 from echelon.base.device import free_memory
 from echelon.base.errors import UsageError
 from echelon.base.limits import room_for_memory
 from echelon.base.logging import get_logger
 from echelon.big_models.module_sizes import compute_module_sizes, get_module_leaves
+from echelon.compat.byte_sizes import convert_file_size_to_int
 
 __all__ = ["get_balanced_memory", "get_max_memory"]
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from echelon.base.byte_sizes import convert_file_size_to_int
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.compat.byte_sizes import convert_file_size_to_int
 
 if TYPE_CHECKING:
     from echelon.checkpoint.listing import CheckpointEntry, Listing

@@ -8,7 +8,6 @@ from echelon.accelerator.models.model_facts import (
     load_state_dict as load_state_dict,
 )
 from echelon.accelerator.models.save_objects import id_tensor_storage as id_tensor_storage
-from echelon.base.byte_sizes import convert_file_size_to_int as convert_file_size_to_int
 from echelon.big_models.align_devices import (
     align_module_device as align_module_device,
     has_offloaded_params as has_offloaded_params,
@@ -49,4 +48,5 @@ from echelon.big_models.tied_parameters import (
     find_tied_parameters as find_tied_parameters,
     retie_parameters as retie_parameters,
 )
+from echelon.compat.byte_sizes import convert_file_size_to_int as convert_file_size_to_int
 from echelon.compat.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME

@@ -26,7 +26,6 @@ from echelon.accelerator.checkpoint.state_names import Allowed
 from echelon.accelerator.checkpoint.training_state import content_of, load_content
 from echelon.accelerator.models.save_objects import offloaded_state
 from echelon.accelerator.session import Session
-from echelon.base.byte_sizes import convert_file_size_to_int
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.warnings import warn
@@ -40,6 +39,7 @@ from echelon.checkpoint.read import Checkpoint, open_verified
 from echelon.checkpoint.save import Save, SaveFailedError, as_save_failure, begin_save, run_on_all_ranks, save_folder
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.tensor_names import model_prefix
+from echelon.compat.byte_sizes import convert_file_size_to_int
 from echelon.distributed.collectives import gather_object
 from echelon.distributed.control import agree, raise_on_all_ranks
 from echelon.distributed.monitored_barrier import monitored_barrier
