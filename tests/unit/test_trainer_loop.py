@@ -100,7 +100,7 @@ def test_what_callbacks_asked_for_is_forgotten_in_time() -> None:
     def asked(event: str) -> set[str]:
         control = TrainerControl(True, True, True, True, True)
         handler = CallbackHandler([], None, None, None, None)
-        left = handler.call_event(event, TrainingArguments(), TrainerState(), control)
+        left = getattr(handler, event)(TrainingArguments(), TrainerState(), control)
         return {name.removeprefix("should_") for name, value in vars(control).items() if not value} & {
             name.removeprefix("should_") for name, value in vars(left).items() if not value
         }

@@ -113,7 +113,8 @@ class BoundMethods(NamedTuple):
 
 def notify(hooks: TrainerHooks, event: str, **more: Any) -> TrainerControl:
     """Dispatch ``event`` to the callbacks, and return the resulting control."""
-    hooks.control = hooks.callback_handler.call_event(event, hooks.args, hooks.state, hooks.control, **more)
+    dispatch = getattr(hooks.callback_handler, event)
+    hooks.control = dispatch(hooks.args, hooks.state, hooks.control, **more)
     return hooks.control
 
 

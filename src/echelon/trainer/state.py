@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 
-__all__ = ["TrainerControl", "TrainerState"]
+__all__ = ["ExportableState", "TrainerControl", "TrainerState", "callback_states"]
+
+
+class ExportableState:
+    """Base of callbacks with a state, which ``trainer_state.json`` stores; override ``state``."""
+
+    def state(self) -> dict[str, Any]:
+        """Return ``{"args": arguments of the constructor, "attributes": values to set afterwards}``."""
+        raise NotImplementedError(f"{type(self).__name__} must define state()")
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Any:
+        """Return an object with the state that ``state`` returned."""
+        instance = cls(**state["args"])
+        for name, value in state["attributes"].items():
+            setattr(instance, name, value)
+        return instance
 
 
 @dataclass
@@ -38,6 +55,12 @@ class TrainerState:
     trial_params: dict[str, Any] | None = None
     stateful_callbacks: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.log_history is None:
+            self.log_history = []
+        if not isinstance(self.stateful_callbacks, dict):  # a list of callbacks, as transformers passes it, or None
+            self.stateful_callbacks = callback_states(self.stateful_callbacks or [])
+
     def save_to_json(self, json_path: str | Path) -> None:
         """Write the state to ``json_path``."""
         text = json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
@@ -59,7 +82,7 @@ class TrainerState:
 
 
 @dataclass
-class TrainerControl:
+class TrainerControl(ExportableState):
     """Requests of callbacks to the loop; a callback modifies the control it receives, or returns a new one."""
 
     should_training_stop: bool = False
@@ -71,6 +94,34 @@ class TrainerControl:
     def state(self) -> dict[str, Any]:
         """Return the state to save in trainer_state.json."""
         return {"args": asdict(self), "attributes": {}}
+
+    def _new_training(self) -> None:
+        """Clear the request of a new training run."""
+        self.should_training_stop = False
+
+    def _new_epoch(self) -> None:
+        """Clear the request of a new epoch."""
+        self.should_epoch_stop = False
+
+    def _new_step(self) -> None:
+        """Clear the requests of a new step."""
+        self.should_save = self.should_evaluate = self.should_log = False
+
+
+def callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """Return the states of the callbacks that have one, by class name; a list for several of one class."""
+    states: dict[str, Any] = {}
+    for callback in callbacks:
+        state = getattr(callback, "state", None)  # optional in callbacks, as in transformers
+        if not callable(state):
+            continue
+        name = type(callback).__name__
+        if name in states:
+            others = states[name] if isinstance(states[name], list) else [states[name]]
+            states[name] = [*others, state()]
+        else:
+            states[name] = state()
+    return states
 
 
 def _interval(steps: float, max_steps: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.trainer.arguments.enums import IntervalStrategy, SaveStrategy
-from echelon.trainer.state import TrainerControl, TrainerState
+from echelon.trainer.state import ExportableState, TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     from echelon.trainer.arguments.training_arguments import TrainingArguments
@@ -103,25 +103,14 @@ class TrainerCallback:
 
 
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
-# Flags of ``control`` that are cleared before an event is dispatched.
-_CLEARED_BEFORE: Mapping[str, tuple[str, ...]] = {
-    "on_train_begin": ("should_training_stop",),
-    "on_epoch_begin": ("should_epoch_stop",),
-    "on_step_begin": ("should_log", "should_evaluate", "should_save"),
-    "on_log": ("should_log",),
-    "on_evaluate": ("should_evaluate",),
-    "on_save": ("should_save",),
-}
-
-
-# The fourth positional argument in older programs: handler.on_log(args, state, control, logs).
-_FOURTH: Mapping[str, str] = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
 
 
 class CallbackHandler:
-    """Dispatches each event to the callbacks that override it, in order; every event is also a method.
+    """Dispatches each event to the callbacks that override it, in order.
 
-    Callbacks receive ``model``, ``optimizer`` and the other attributes, which the Trainer keeps up to date.
+    The Trainer calls the ``on_...`` methods, which clear the flags of ``control`` that belong to the event and call
+    ``call_event``; a subclass may override both. Callbacks receive ``model``, ``optimizer`` and the other attributes, which
+    the Trainer keeps up to date. ``callbacks`` may be edited at any time.
     """
 
     def __init__(
@@ -139,38 +128,44 @@ class CallbackHandler:
         self.train_dataloader: Any = None
         self.eval_dataloader: Any = None
         self.callbacks: list[TrainerCallback] = []
-        self._listeners: dict[str, list[Callable[..., Any]]] = {event: [] for event in EVENTS}
+        self._listeners: dict[str, list[TrainerCallback]] = {event: [] for event in EVENTS}
+        self._listed: list[TrainerCallback] = []  # the callbacks that _listeners was made from
         for callback in callbacks:
             self.add_callback(callback)
+        if not any(isinstance(one, DefaultFlowCallback) for one in self.callbacks):
+            logger.warning(
+                "there is no DefaultFlowCallback among the callbacks (%s): nothing requests logs, evaluations, checkpoints and "
+                "the end of training; add one with trainer.add_callback(DefaultFlowCallback)",
+                ", ".join(type(one).__name__ for one in self.callbacks) or "none",
+            )
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Add a callback or instantiate and add a class; warn if one of the same class exists."""
         added = callback() if isinstance(callback, type) else callback
         if any(type(other) is type(added) for other in self.callbacks):
             warnings.warn(
-                f"a {type(added).__name__} is already among the callbacks ({self.callback_list}); both are called",
+                f"a {type(added).__name__} is already among the callbacks "
+                f"({', '.join(type(one).__name__ for one in self.callbacks)}); both are called",
                 stacklevel=3,
             )
         self.callbacks.append(added)
-        self._find_listeners()
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Remove and return a callback, or the first one of a class; None if there is none."""
+        """Remove and return a callback, or the first one of a class or its subclasses; None if there is none."""
         for other in self.callbacks:
-            if other is callback or type(other) is callback:
+            if isinstance(other, callback) if isinstance(callback, type) else other == callback:
                 self.callbacks.remove(other)
-                self._find_listeners()
                 return other
         return None
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Remove a callback, or the first one of a class."""
+        """Remove a callback, or the first one of a class or its subclasses."""
         self.pop_callback(callback)
 
     @property
     def callback_list(self) -> str:
-        """Names of the callbacks, for messages."""
-        return ", ".join(type(callback).__name__ for callback in self.callbacks)
+        """Names of the callbacks, one a line."""
+        return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore the callbacks from ``TrainerState.stateful_callbacks``; warn about missing callbacks.
@@ -191,32 +186,15 @@ class CallbackHandler:
                 for attribute, value in part.get("attributes", {}).items():
                     setattr(callback, attribute, value)
                 self.callbacks[position] = callback
-        self._find_listeners()
-
-    def _find_listeners(self) -> None:
-        # Computed once instead of at every step: most callbacks override two or three of the sixteen events.
-        self._listeners = {
-            event: [getattr(callback, event) for callback in self.callbacks if _listens(callback, event)]
-            for event in EVENTS
-        }
-
-    def __getattr__(self, event: str) -> Callable[..., TrainerControl]:
-        if event not in EVENTS:
-            raise AttributeError(f"CallbackHandler has no attribute {event!r}")
-
-        def _call(args: Any, state: Any, control: Any, *fourth: Any, **more: Any) -> TrainerControl:
-            return self.call_event(event, args, state, control, **dict(zip([_FOURTH.get(event, "")], fourth)), **more)
-
-        return _call
 
     def call_event(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> TrainerControl:
         """Dispatch ``event`` and return the resulting control."""
-        for flag in _CLEARED_BEFORE.get(event, ()):
-            setattr(control, flag, False)
+        if self.callbacks != self._listed:
+            self._find_listeners()
         for listener in self._listeners[event]:
-            answer = listener(
+            answer = getattr(listener, event)(
                 args,
                 state,
                 control,
@@ -232,6 +210,81 @@ class CallbackHandler:
             if answer is not None:
                 control = answer
         return control
+
+    def _find_listeners(self) -> None:
+        # Computed once instead of at every step: most callbacks override two or three of the sixteen events.
+        self._listed = list(self.callbacks)
+        self._listeners = {event: [one for one in self.callbacks if _listens(one, event)] for event in EVENTS}
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event."""
+        return self.call_event("on_init_end", args, state, control, **kwargs)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event; clear should_training_stop."""
+        control.should_training_stop = False
+        return self.call_event("on_train_begin", args, state, control, **kwargs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event."""
+        return self.call_event("on_train_end", args, state, control, **kwargs)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event; clear should_epoch_stop."""
+        control.should_epoch_stop = False
+        return self.call_event("on_epoch_begin", args, state, control, **kwargs)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event."""
+        return self.call_event("on_epoch_end", args, state, control, **kwargs)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event; clear should_log, should_evaluate and should_save."""
+        control.should_log = control.should_evaluate = control.should_save = False
+        return self.call_event("on_step_begin", args, state, control, **kwargs)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event."""
+        return self.call_event("on_substep_end", args, state, control, **kwargs)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event."""
+        return self.call_event("on_pre_optimizer_step", args, state, control, **kwargs)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event."""
+        return self.call_event("on_optimizer_step", args, state, control, **kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event."""
+        return self.call_event("on_step_end", args, state, control, **kwargs)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event; clear should_evaluate."""
+        control.should_evaluate = False
+        return self.call_event("on_evaluate", args, state, control, metrics=metrics, **kwargs)
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event."""
+        return self.call_event("on_predict", args, state, control, metrics=metrics, **kwargs)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event; clear should_save."""
+        control.should_save = False
+        return self.call_event("on_save", args, state, control, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event; clear should_log."""
+        control.should_log = False
+        return self.call_event("on_log", args, state, control, logs=logs, **kwargs)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event."""
+        return self.call_event("on_prediction_step", args, state, control, **kwargs)
+
+    def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Dispatch the event."""
+        return self.call_event("on_push_begin", args, state, control, **kwargs)
 
 
 def _listens(callback: object, event: str) -> bool:
@@ -265,7 +318,7 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_save = True
         if step >= state.max_steps:
             control.should_training_stop = True
-            if evaluates and step % state.eval_steps != 0:
+            if evaluates and step % state.eval_steps != 0 and args.eval_delay <= step:
                 control.should_evaluate = True
             if saves:
                 control.should_save = True
@@ -282,7 +335,7 @@ class DefaultFlowCallback(TrainerCallback):
         return control  # type: ignore[no-any-return]
 
 
-class EarlyStoppingCallback(TrainerCallback):
+class EarlyStoppingCallback(TrainerCallback, ExportableState):
     """Stops training when ``metric_for_best_model`` has stopped improving.
 
     Args:
@@ -305,8 +358,21 @@ class EarlyStoppingCallback(TrainerCallback):
             "attributes": {"early_stopping_patience_counter": self.early_stopping_patience_counter},
         }
 
+    def check_metric_value(self, args: Any, state: Any, control: Any, metric_value: float) -> None:
+        """Count the evaluations since the last improvement; overrides may use another rule."""
+        better = np.greater if args.greater_is_better else np.less
+        best = state.best_metric
+        if best is None or (better(metric_value, best) and abs(metric_value - best) > self.early_stopping_threshold):
+            self.early_stopping_patience_counter = 0
+        else:
+            self.early_stopping_patience_counter += 1
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check that the arguments define a metric and evaluations."""
+        if not args.load_best_model_at_end:
+            logger.warning(
+                "EarlyStoppingCallback without load_best_model_at_end=True: the model of the last step stays, not the best one"
+            )
         if args.metric_for_best_model is None or args.eval_strategy == IntervalStrategy.NO:
             raise ConfigError(
                 "EarlyStoppingCallback needs a metric and evaluations, but "
@@ -326,11 +392,6 @@ class EarlyStoppingCallback(TrainerCallback):
                 "early stopping ignores this evaluation: no %s among its metrics (%s)", name, ", ".join(metrics or {})
             )
             return
-        better = np.greater if args.greater_is_better else np.less
-        best = state.best_metric
-        if best is None or (better(value, best) and abs(value - best) > self.early_stopping_threshold):
-            self.early_stopping_patience_counter = 0
-        else:
-            self.early_stopping_patience_counter += 1
+        self.check_metric_value(args, state, control, value)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True

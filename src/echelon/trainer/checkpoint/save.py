@@ -22,6 +22,7 @@ from echelon.trainer.checkpoint.checkpoint_folders import (
 from echelon.trainer.checkpoint.transformers_layout import save_transformers
 from echelon.trainer.hooks import TrainerHooks, notify
 from echelon.trainer.session import TrainerSession
+from echelon.trainer.state import callback_states
 
 __all__ = ["CheckpointWriter"]
 
@@ -51,7 +52,7 @@ class CheckpointWriter:
             name = f"{PREFIX}{best}"
             if best == state.global_step or (output_dir / name).exists():
                 state.best_model_checkpoint = str(session.output_dir_as_given(args) / name)
-        state.stateful_callbacks = _callback_states(hooks)
+        state.stateful_callbacks = callback_states([hooks.control, *hooks.callback_handler.callbacks])
         with hooks.accelerator.checkpoints.store.alone_in(output_dir, prefix=PREFIX):
             if checkpoint_format(args) == "transformers":
                 is_written = save_transformers(
@@ -118,18 +119,3 @@ def _holds_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> bool:
         and all(name in state and list(state[name].shape) == shape for name, shape in found.items())
         and all(aliases.get(name, name) in first for name in state)
     )
-
-
-def _callback_states(hooks: TrainerHooks) -> dict[str, Any]:
-    states: dict[str, Any] = {"TrainerControl": hooks.control.state()}
-    for callback in hooks.callback_handler.callbacks:
-        state = getattr(callback, "state", None)  # optional in callbacks, as in transformers
-        if not callable(state):
-            continue
-        name = type(callback).__name__
-        if name in states:
-            others = states[name] if isinstance(states[name], list) else [states[name]]
-            states[name] = [*others, state()]
-        else:
-            states[name] = state()
-    return states
