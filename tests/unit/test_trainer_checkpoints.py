@@ -245,7 +245,8 @@ def test_files_of_transformers_layout_have_its_names_and_plain_data(tmp_path: Pa
     names = ["model.safetensors", "optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt", "trainer_state.json"]
     ours = "echelon_data.json"  # what its place in the data depends on; transformers does not look at it
     assert sorted(path.name for path in folder.iterdir()) == sorted([*names, "training_args.bin", ours])
-    assert torch.load(folder / "training_args.bin", weights_only=True)["save_steps"] == 4
+    saved = torch.load(folder / "training_args.bin", weights_only=False)
+    assert (type(saved), saved.save_steps, saved.hub_token) == (type(args), 4, None)
     state = torch.load(folder / "optimizer.pt", weights_only=True)
     assert [len(group["params"]) for group in state["param_groups"]] == [2, 2]  # with decay, without
     (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:-40])

@@ -181,8 +181,8 @@ def test_an_upload_that_runs_lets_the_next_one_pass_unless_told_not_to(
     for always, count in ((False, 1), (True, 2)):
         sent.clear()
         hub = HubUpload(_args(tmp_path, hub_always_push=always, hub_revision="draft"), tmp_path)
-        assert hub.upload_checkpoint(checkpoint, step=1)
-        assert hub.upload_checkpoint(checkpoint, step=2) is always
+        assert hub.upload_checkpoint(checkpoint, step=1, before=int)
+        assert hub.upload_checkpoint(checkpoint, step=2, before=int) is always
         assert [one["revision"] for one in sent] == ["draft"] * count
     running.set_exception(OSError("no network"))
     with pytest.raises(OSError, match="no network"):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 
-__all__ = ["get", "own", "patch", "restored", "snapshot", "write"]
+__all__ = ["get", "is_strict", "own", "patch", "restored", "snapshot", "write"]
 
 
 def get(name: str) -> str | None:
@@ -19,6 +19,11 @@ def get(name: str) -> str | None:
 def own(name: str) -> str | None:
     """Return the variable ``name``, which only echelon sets. Cached, because a missing variable takes microseconds."""
     return get(name)
+
+
+def is_strict() -> bool:
+    """Return whether warnings about overrides without effect are errors: ``launch --strict``, or ECHELON_STRICT=1."""
+    return get("ECHELON_STRICT") not in (None, "0", "false")
 
 
 def snapshot() -> dict[str, str]:

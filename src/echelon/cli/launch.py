@@ -434,6 +434,8 @@ def _variables(request: _Request, processes: _Processes, plan: MultinodePlan | N
         has_accelerator=processes.num_accelerators > 0,
         interface=None if plan is None else interface_variables(plan.interface),
     )
+    if request.flags["strict"]:
+        variables["ECHELON_STRICT"] = "1"
     if processes.slots is not None and processes.num_accelerators:
         variables.update(limit_devices(processes.slots.of(processes.num_accelerators, on_cpu=False)))
     variables.update(request.libraries)

@@ -154,7 +154,10 @@ _OWN_FLAGS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--use-megatron-lm",), ""),
     (("--multi-gpu",), "Start one process per accelerator (default)."),
     (("--tpu",), ""),
-    (("--strict",), "Fail if two sources give a setting different values."),
+    (
+        ("--strict",),
+        "Fail if two sources give a setting different values, or if a subclass of the Trainer overrides what echelon never calls.",
+    ),
     (("-m", "--module"), "Run SCRIPT as a module, as python -m does."),
     (("--no-python",), "Run SCRIPT as a program, without Python."),
     (("--local-rank-arg",), "Append --local_rank=N to the arguments of SCRIPT."),

@@ -214,6 +214,7 @@ OTHER_VARIABLES = frozenset(
         "ECHELON_CHECKPOINT_FORMAT",
         "ECHELON_LOG_LEVEL",
         "ECHELON_SSH_ARGS",
+        "ECHELON_STRICT",
         "ECHELON_TOKEN",
         "ECHELON_TOKEN_FILE",
         *(f"ACCELERATE_FP8_{name}" for name in ("MARGIN", "INTERVAL", "FORMAT", "AMAX_HISTORY_LEN", "OPT_LEVEL")),

@@ -14,22 +14,30 @@ from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.signatures import takes
 from echelon.trainer.training_plan import no_length_error
 
-__all__ = ["check_arguments", "choose_processing_class"]
+__all__ = ["check_arguments", "check_model", "choose_processing_class"]
 
 
-def check_arguments(hooks: TrainerHooks, model: nn.Module | None, optimizers: tuple[Any, Any]) -> None:
-    """Check the arguments of ``Trainer(...)``.
+def check_model(model: nn.Module | None, model_init: Any) -> None:
+    """Check that ``Trainer(...)`` has one source of the model.
 
     Raises:
-        UsageError: arguments conflict, or one is missing.
+        UsageError: there is none, or two.
     """
-    if (model is None) == (hooks.model_init is None):
+    if (model is None) == (model_init is None):
         raise UsageError(
             "Trainer needs either model or model_init, but got " + ("neither" if model is None else "both"),
             where="Trainer(model=, model_init=)",
             do="pass one of them",
         )
-    if hooks.model_init is not None and any(part is not None for part in optimizers):
+
+
+def check_arguments(hooks: TrainerHooks) -> None:
+    """Check the arguments of ``Trainer(...)`` for conflicts.
+
+    Raises:
+        UsageError: arguments conflict, or one is missing.
+    """
+    if hooks.model_init is not None and not (hooks.optimizer is None and hooks.lr_scheduler is None):
         raise UsageError(
             "optimizers= belongs to one model, but model_init creates a new model for each call of train()",
             where="Trainer(optimizers=, model_init=)",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from echelon.accelerator import (
     Accelerator,
@@ -25,7 +27,7 @@ from echelon.trainer.arguments.fsdp import fsdp_plugin, parallelism
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.trackers import tracker_settings
 
-__all__ = ["accumulation_options", "build_accelerator", "set_seeds"]
+__all__ = ["accelerator_arguments", "accumulation_options", "build_accelerator", "set_seeds"]
 
 # Keys of accelerator_config and their defaults.
 _DATA_OPTIONS = {
@@ -40,8 +42,10 @@ _ACCUMULATION = ("num_steps", "sync_each_batch", "sync_with_dataloader", "adjust
 _OTHERS = ("gradient_accumulation_kwargs", "use_configured_state")
 
 
-def build_accelerator(args: TrainingArguments) -> Accelerator:
+def build_accelerator(args: TrainingArguments, build_arguments: Callable[..., dict[str, Any]]) -> Accelerator:
     """Build the Accelerator for ``args``.
+
+    ``build_arguments`` returns its arguments: ``Trainer._build_accelerator_args``, with the ones that transformers passes.
 
     Its number of accumulation steps stays 1, because the Trainer itself accumulates and divides the loss. Schedulers
     count optimizer steps.
@@ -52,24 +56,34 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         ConfigError: a setting is not supported.
     """
     accumulation_options(args)  # raises for an unknown key
+    data_config = DataLoaderConfiguration(
+        **_data_options(args), data_seed=args.seed if args.data_seed is None else args.data_seed
+    )
+    accelerator = Accelerator(**build_arguments(dataloader_config=data_config, fsdp_plugin=fsdp_plugin(args)))
+    is_exact = args.parity not in (None, "off")
+    if accelerator.parity != "off" and not is_exact:  # set outside the script, as is the micro-batch size
+        accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+    if args.tf32 is not None:
+        _set_tf32(args.tf32, accelerator.device)
+    return accelerator
+
+
+def accelerator_arguments(args: TrainingArguments, model: nn.Module | None) -> dict[str, Any]:
+    """Return the arguments of the Accelerator that follow from ``args``, without the two that depend on other objects."""
     is_exact = args.parity not in (None, "off")
     settings = tracker_settings(args)
     project = settings.setdefault("project_config", ProjectConfiguration())
     project.save_on_each_node, project.max_failed_saves = args.save_on_each_node, args.max_failed_saves
     project.checkpoint_format = "echelon"  # the Trainer itself writes the layout of transformers
-    accelerator = Accelerator(
+    return dict(
         mixed_precision=args.mixed_precision,
         cpu=args.use_cpu,
-        dataloader_config=DataLoaderConfiguration(
-            **_data_options(args), data_seed=args.seed if args.data_seed is None else args.data_seed
-        ),
         deepspeed_plugin=deepspeed_plugin(args),
-        fsdp_plugin=fsdp_plugin(args),
         parallelism_config=parallelism(args),
         dynamo_plugin=_dynamo(args),
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[
-            _ddp_kwargs(args),
+            _ddp_kwargs(args, model),
             InitProcessGroupKwargs(backend=args.ddp_backend, timeout=args.ddp_timeout_delta),
         ],
         engine=_engine(args),
@@ -79,11 +93,6 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         max_micro_batch_size=(args.max_micro_batch_size or args.train_batch_size) if is_exact else None,
         **settings,
     )
-    if accelerator.parity != "off" and not is_exact:  # set outside the script, as is the micro-batch size
-        accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
-    if args.tf32 is not None:
-        _set_tf32(args.tf32, accelerator.device)
-    return accelerator
 
 
 def set_seeds(args: TrainingArguments) -> None:
@@ -166,7 +175,7 @@ def _set_tf32(wanted: bool, device: torch.device) -> None:
     torch.backends.cudnn.allow_tf32 = wanted
 
 
-def _ddp_kwargs(args: TrainingArguments) -> DistributedDataParallelKwargs:
+def _ddp_kwargs(args: TrainingArguments, model: nn.Module | None) -> DistributedDataParallelKwargs:
     options = {
         "find_unused_parameters": args.ddp_find_unused_parameters,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,

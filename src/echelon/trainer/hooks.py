@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,11 +14,12 @@ from echelon.accelerator import Accelerator
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.callback_handler import CallbackHandler
 from echelon.trainer.model_loss import LabelSmoother
+from echelon.trainer.override_points import OverridePoints
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, TrainOutput, speed_metrics
 from echelon.trainer.signatures import takes
 from echelon.trainer.state import TrainerControl, TrainerState
 
-__all__ = ["BoundMethods", "TrainerHooks", "bind_log", "bind_training_step", "notify", "record_logs"]
+__all__ = ["TrainerHooks", "bind_log", "bind_training_step", "notify", "record_logs"]
 
 
 class TrainerHooks(Protocol):
@@ -52,6 +53,8 @@ class TrainerHooks(Protocol):
     loss_is_scaled_for_ga: bool | None
     neftune_noise_alpha: float | None
     current_gradient_accumulation_steps: int
+    current_flos: float
+    gather_function: Callable[..., Any]
     is_in_train: bool
 
     @property
@@ -65,6 +68,12 @@ class TrainerHooks(Protocol):
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]: ...
     def floating_point_ops(self, inputs: Any) -> float: ...
+    def store_flos(self) -> None: ...
+    def num_examples(self, dataloader: Any) -> int: ...
+    def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int: ...
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: Any
+    ) -> tuple[int, int, int, int, int, int, int]: ...
     def get_num_trainable_parameters(self) -> int: ...
 
     def train(self, *, trial: Any) -> TrainOutput: ...
@@ -102,15 +111,6 @@ class TrainerHooks(Protocol):
     def is_world_process_zero(self) -> bool: ...
 
 
-class BoundMethods(NamedTuple):
-    """Private methods that subclasses nevertheless override, bound when training starts."""
-
-    prepare_inputs: Callable[[Any], Any]
-    """``prepare_inputs(batch)`` returns the batch on the device."""
-    save_checkpoint: Callable[[Any, Any], None]
-    """``save_checkpoint(model, trial)`` saves a checkpoint."""
-
-
 def notify(hooks: TrainerHooks, event: str, **more: Any) -> TrainerControl:
     """Dispatch ``event`` to the callbacks, and return the resulting control."""
     dispatch = getattr(hooks.callback_handler, event)
@@ -118,11 +118,31 @@ def notify(hooks: TrainerHooks, event: str, **more: Any) -> TrainerControl:
     return hooks.control
 
 
-def bind_training_step(hooks: TrainerHooks) -> Callable[[nn.Module, Any, Any], torch.Tensor]:
-    """Return ``training_step`` as a function of three arguments; the third is dropped if an override does not accept it."""
-    if takes(hooks.training_step, "num_items_in_batch"):
-        return lambda model, inputs, num_items: hooks.training_step(model, inputs, num_items)
-    return lambda model, inputs, _: hooks.training_step(model, inputs)
+def bind_training_step(
+    hooks: TrainerHooks, points: OverridePoints, *, before: Callable[[], None]
+) -> Callable[[nn.Module, Any, Any], torch.Tensor]:
+    """Return ``training_step`` as a function of three arguments; the third is dropped if an override does not accept it.
+
+    Args:
+        hooks: hooks of the Trainer.
+        points: an override of ``_track_num_input_tokens`` gets every batch after its step.
+        before: called before a step if the model is in eval mode, as evaluations leave it.
+    """
+    takes_items = takes(hooks.training_step, "num_items_in_batch")
+    track = points.choose("_track_num_input_tokens", None)
+
+    def _step(model: nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
+        if not (model.training and hooks.model.training):
+            before()
+        if takes_items:
+            loss = hooks.training_step(model, inputs, num_items)
+        else:
+            loss = hooks.training_step(model, inputs)
+        if track is not None:
+            track(inputs)
+        return loss
+
+    return _step
 
 
 def bind_log(hooks: TrainerHooks) -> Callable[[dict[str, Any], float | None], None]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,18 +18,20 @@ from echelon.accelerator.preemption import Preempted
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.trainer.arguments.enums import SaveStrategy
+from echelon.trainer.arguments.training_arguments import resolve_path
 from echelon.trainer.batch_loss import call_compute_loss
 from echelon.trainer.build_accelerator import accumulation_options
-from echelon.trainer.checkpoint.best_model import load_best, metric_for_best, remove_last_checkpoint, update_best_metric
+from echelon.trainer.checkpoint.best_model import metric_for_best, remove_last_checkpoint
 from echelon.trainer.checkpoint.resume_point import ResumePoint
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data.epoch_batches import EpochBatches, warn_of_wrong_length
-from echelon.trainer.data.num_tokens import num_tokens
+from echelon.trainer.data.num_tokens import count_tokens
 from echelon.trainer.features.auto_find_batch_size import evaluation_memory_error
 from echelon.trainer.features.nonfinite import NonFiniteError, first_bad
 from echelon.trainer.hooks import bind_log, bind_training_step, notify
 from echelon.trainer.loss_window import MeanLoss
 from echelon.trainer.optim.prepared_optimizer import set_optimizer_mode
+from echelon.trainer.override_points import OverridePoints
 from echelon.trainer.results import TrainOutput, speed_metrics
 from echelon.trainer.session import TrainCall
 from echelon.trainer.training_plan import TrainingPlan
@@ -45,15 +49,17 @@ class TrainingLoop:
         plan: the length of the run.
         loader: loader of the training data.
         resume_point: position in the data at which training starts.
+        trial: the trial of a search, or None.
     """
 
-    def __init__(self, call: TrainCall, plan: TrainingPlan, loader: Any, *, resume_point: ResumePoint) -> None:
+    def __init__(
+        self, call: TrainCall, plan: TrainingPlan, loader: Any, *, resume_point: ResumePoint, trial: Any
+    ) -> None:
         hooks, session = call.hooks, call.session
         self.hooks = hooks
         self._session = session
-        self._training_step = bind_training_step(hooks)
-        self._log = bind_log(hooks)
-        self._methods = call.methods
+        self._trial = trial
+        self._bind(session.points)
         self._accumulation_steps = session.update_size(hooks.args).accumulation_steps
         self._syncs_each_batch = bool(accumulation_options(hooks.args).get("sync_each_batch"))
         self.plan = plan
@@ -78,10 +84,10 @@ class TrainingLoop:
         self.grad_norm: torch.Tensor | None = None
         self.learning_rate = 0.0
         self.last_logged_step = 0
-        self.floating_point_ops = 0.0
         args = hooks.args
         self.counts_tokens = args.include_num_input_tokens_seen != "no"
-        self.prepares_update = self.counts_tokens or args.torch_empty_cache_steps is not None
+        counts_by_update = self.counts_tokens and not session.points.is_overridden("_track_num_input_tokens")
+        self.prepares_update = counts_by_update or args.torch_empty_cache_steps is not None
         self.start_time = self.logged_at = time.time()
         self.first_step = hooks.state.global_step
         if hooks.state.global_step:
@@ -95,6 +101,26 @@ class TrainingLoop:
         cursor.canonical_shards = accelerator.config.value.canonical_shards
         cursor.is_within_update = False
 
+    def _bind(self, points: OverridePoints) -> None:
+        """Find the overridden methods once; a method that is not overridden is called without a detour."""
+        hooks = self.hooks
+        self._points = points
+        self._training_step = bind_training_step(hooks, points, before=self._train_mode)
+        self._log = bind_log(hooks)
+        self._run_one_epoch = points.bind("_run_epoch", self._run_epoch)
+        self._finalize = points.bind("_finalize_training", self._finalize_training)
+        self._evaluate = points.bind("_evaluate", self._evaluate_and_report)
+        self._load_rng_state = points.bind("_load_rng_state", self._restore_random_states)
+        self._end_step = self._log_evaluate_save_if_due
+        if (override := points.choose("_maybe_log_save_evaluate", None)) is not None:
+            self._end_step = partial(self._call_override, override)
+        points.bind("_maybe_log_save_evaluate", self._log_evaluate_save)
+        points.bind("_globalstep_last_logged", self._last_logged)
+        points.bind("_total_loss_scalar", lambda: self._mean_loss.sum())
+        self._get_learning_rate = points.choose("_get_learning_rate", self._first_learning_rate)
+        self._clip_grad_norm = points.choose("_clip_grad_norm", self._clip)
+        self._get_grad_norm = points.choose("_get_grad_norm", None)
+
     def run(self) -> TrainOutput:
         """Train and return the results.
 
@@ -106,46 +132,66 @@ class TrainingLoop:
             hooks.state.epoch = 0.0
         notify(hooks, "on_train_begin")
         if args.eval_on_start:
-            self._evaluate(steps_schedule=False)
+            self._evaluate(self._trial, self.ignore_keys, skip_scheduler=True)
         elif self.cursor.is_within_evaluation:
-            start = self._repeat_evaluation(start)
-        self._train_mode()
+            start = self.resume_point = self._repeat_evaluation(start)
         is_done = self._is_ending or (self._has_all_steps and not start.num_batches)
         # max_steps may need more epochs than planned if an epoch has fewer batches than its length.
         num_epochs = sys.maxsize if args.max_steps > 0 else plan.num_epochs
         for epoch in () if is_done else range(start.epoch, num_epochs):
-            self._run_epoch(epoch, start if epoch == start.epoch else ResumePoint(epoch=epoch))
+            notify(hooks, "on_epoch_begin")
+            self._run_one_epoch(
+                model=hooks.model_wrapped,
+                epoch=epoch,
+                train_dataloader=self.loader,
+                steps_in_epoch=plan.batches_per_epoch,
+                num_update_steps_per_epoch=plan.steps_per_epoch,
+                trial=self._trial,
+                ignore_keys_for_eval=self.ignore_keys,
+                start_time=self.start_time,
+                resume_from_checkpoint=start.checkpoint,
+                epochs_trained=start.epoch,
+                steps_trained_in_current_epoch=start.num_batches,
+            )
             if hooks.control.should_training_stop or self._has_all_steps:
                 break
+        return self._finalize(self._trial, plan.num_train_samples, self.start_time)
+
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
+        """Implement ``Trainer._finalize_training``."""
+        hooks, args, points = self.hooks, self.hooks.args, self._points
         self._mean_loss.take()  # adds the steps since the last log to the total
-        self._store_flops()
+        hooks.store_flos()
         num_steps = hooks.state.global_step - self.first_step
         mean = self._mean_loss.total(num_steps=num_steps)
-        part = num_steps / max(plan.max_steps, 1)  # below 1 if training stopped early or was resumed
-        num_samples = int(plan.num_train_samples * part)
-        metrics = speed_metrics("train", self.start_time, num_samples=num_samples, num_steps=num_steps)
+        part = num_steps / max(self.plan.max_steps, 1)  # below 1 if training stopped early or was resumed
+        num_samples = int(num_train_samples * part)
+        metrics = speed_metrics("train", start_time, num_samples=num_samples, num_steps=num_steps)
         metrics |= {"total_flos": hooks.state.total_flos, "train_loss": mean, **self._session.memory.end("train")}
-        load_best(hooks, self._session.output_dir(args))
-        hooks.is_in_train = False
         self._log(metrics, None)
-        remove_last_checkpoint(hooks, self._session.output_dir(args))
+        if args.load_best_model_at_end and hooks.state.best_model_checkpoint is not None:
+            points.method("_load_best_model")()
+        remove_last_checkpoint(hooks, resolve_path(args, points.method("_get_output_dir")(trial)))
         notify(hooks, "on_train_end")
-        self._session.hub.wait()
+        points.method("_finish_current_push")()
+        hooks.is_in_train = False
         return TrainOutput(hooks.state.global_step, mean, metrics)
 
-    def _run_epoch(self, epoch: int, start: ResumePoint) -> None:
-        hooks, plan, cursor = self.hooks, self.plan, self.cursor
-        if isinstance(self.loader, SupportsSetEpoch):
-            self.loader.set_epoch(epoch)
-        loader = self.loader
+    def _run_epoch(self, model: nn.Module, epoch: int, train_dataloader: Any, **position: Any) -> None:
+        """Implement ``Trainer._run_epoch``; ``position`` repeats what the loop knows."""
+        hooks, plan, cursor, loader = self.hooks, self.plan, self.cursor, train_dataloader
+        is_first = epoch == self.resume_point.epoch
+        start = self.resume_point if is_first else ResumePoint(epoch=epoch)
+        self._train_mode()  # a pass that begins in eval mode counts as an evaluation
+        if isinstance(loader, SupportsSetEpoch):
+            loader.set_epoch(epoch)
         if start.num_to_skip:
             loader = hooks.accelerator.skip_first_batches(loader, start.num_to_skip)
         cursor.is_read &= start.num_batches > 0  # as saved
         cursor.epoch, cursor.num_batches, cursor.is_over = epoch, start.num_batches, False
-        notify(hooks, "on_epoch_begin")
-        if start.random_states is not None and not start.restores_rng_after_reading:
-            restore_random_states(start.random_states)
-        after_reading = start.random_states if start.restores_rng_after_reading else None
+        if start.checkpoint is not None and not start.restores_rng_after_reading:
+            self._load_rng_state(start.checkpoint)
+        after_reading = start.checkpoint if start.restores_rng_after_reading else None
         self._record_boundary()
         num_planned = sys.maxsize if self.is_exact else plan.batches_per_epoch - cursor.num_batches
         batches = self.batches = EpochBatches(loader, hooks.accelerator, num_planned=num_planned)
@@ -184,7 +230,7 @@ class TrainingLoop:
             notify(hooks, "on_epoch_end")
             # A resumed run trains on the remaining batches.
             cursor.is_over, cursor.is_within_update = not has_more, has_more and self.is_update_abandoned
-            self._log_evaluate_save()
+            self._end_step()
             self._stop_if_preempted(is_new_step=False)
         finally:
             batches.close()
@@ -251,20 +297,20 @@ class TrainingLoop:
             max_steps=hooks.args.max_steps,
         )
 
-    def _update(self, batches: EpochBatches, random_states: Any) -> bool:
+    def _update(self, batches: EpochBatches, checkpoint: str | None) -> bool:
         """Make one optimizer step with the next batches; return False if there are none.
 
         Args:
             batches: batches of the epoch.
-            random_states: RNG states to restore after the batches are read.
+            checkpoint: checkpoint whose RNG states are restored after the batches are read.
         """
         hooks, model, losses = self.hooks, self.hooks.model_wrapped, self.losses
         group, num_items = self._next_group(batches)
         self.num_items = num_items
         if not group:
             return False
-        if random_states is not None:
-            restore_random_states(random_states)
+        if checkpoint is not None:
+            self._load_rng_state(checkpoint)
         notify(hooks, "on_step_begin")
         hooks.current_gradient_accumulation_steps = len(group)
         last = len(group) - 1
@@ -301,7 +347,7 @@ class TrainingLoop:
         self._session.optimizer.zero_grad(self.hooks)
         self.is_update_abandoned = True
 
-    def _exact_update(self, batches: Any, random_states: Any) -> bool:
+    def _exact_update(self, batches: Any, checkpoint: str | None) -> bool:
         """Make one optimizer step from the loader's micro-batches; return False if there are none.
 
         The arguments are those of ``_update``.
@@ -315,9 +361,9 @@ class TrainingLoop:
             group, num_items = hooks.get_batch_samples(batches, 1, accelerator.device)
             if not group:
                 return False
-            if random_states is not None:
-                restore_random_states(random_states)
-                random_states = None
+            if checkpoint is not None:
+                self._load_rng_state(checkpoint)
+                checkpoint = None
             if accelerator.progress.micro_step <= 1:
                 notify(hooks, "on_step_begin")
             if self.prepares_update:
@@ -333,10 +379,12 @@ class TrainingLoop:
         hooks, cursor = self.hooks, self.cursor
         args, state, model, losses = hooks.args, hooks.state, hooks.model_wrapped, self.losses
         if self._session.interface.counts_flops:
-            self.floating_point_ops += sum(float(hooks.floating_point_ops(inputs)) for inputs in group)
+            hooks.current_flos += sum(float(hooks.floating_point_ops(inputs)) for inputs in group)
         optimizer = hooks.optimizer
         if args.max_grad_norm:
-            self.grad_norm = hooks.accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            self.grad_norm = self._clip_grad_norm(model)
+        if self._get_grad_norm is not None:
+            self.grad_norm = self._get_grad_norm(model, grad_norm=self.grad_norm if args.max_grad_norm else None)
         if args.stop_on_nan:
             self._stop_on_nan(group)
         losses.end_step()
@@ -344,7 +392,7 @@ class TrainingLoop:
         self.is_stepping = True
         optimizer.step()
         notify(hooks, "on_optimizer_step")
-        self.learning_rate = optimizer.param_groups[0]["lr"]
+        self.learning_rate = self._get_learning_rate()
         if cursor.num_batches >= self.plan.batches_per_epoch:
             cursor.num_steps_beyond += 1
         # Beyond its planned steps the scheduler keeps its last rate: a cosine would rise again.
@@ -362,30 +410,68 @@ class TrainingLoop:
         state.epoch = cursor.epoch + min(cursor.num_batches / self.plan.batches_per_epoch, 1.0)
         self._record_boundary()
         self.is_stepping = False
-        control = notify(hooks, "on_step_end")
-        if control.should_log or control.should_evaluate or control.should_save:
-            self._log_evaluate_save()
+        notify(hooks, "on_step_end")
+        self._end_step()
         self._stop_if_preempted(is_new_step=True)
 
     def _step_was_skipped(self) -> bool:
         return self.hooks.args.fp16 and self.hooks.accelerator.optimizer_step_was_skipped
 
-    def _log_evaluate_save(self) -> None:
+    def _log_evaluate_save_if_due(self) -> None:
+        control = self.hooks.control
+        if control.should_log or control.should_evaluate or control.should_save:
+            self._log_evaluate_save()
+
+    def _call_override(self, override: Callable[..., None]) -> None:
+        """Call the user's ``_maybe_log_save_evaluate``, with the sum of the losses since the last log."""
+        hooks, state = self.hooks, self.hooks.state
+        override(
+            torch.tensor(self.losses.total(), device=hooks.accelerator.device),
+            self.grad_norm,
+            hooks.model_wrapped,
+            self._trial,
+            self.cursor.epoch,
+            self.ignore_keys,
+            self.start_time,
+            learning_rate=self.learning_rate if state.global_step > self.first_step else None,
+        )
+
+    def _last_logged(self, step: int | None = None) -> int:
+        """Return the step of the last log; with ``step``, end the window of losses there, as an override does that logs itself."""
+        if step is not None and step != self.last_logged_step:
+            self._mean_loss.take()
+            self.last_logged_step = step
+        return self.last_logged_step
+
+    def _log_evaluate_save(
+        self,
+        tr_loss: torch.Tensor | None = None,
+        grad_norm: Any = None,
+        model: Any = None,
+        trial: Any = None,
+        epoch: float = 0,
+        ignore_keys_for_eval: Any = None,
+        start_time: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Implement ``Trainer._maybe_log_save_evaluate``; the arguments repeat what the loop knows, unless they are changed."""
         hooks, state = self.hooks, self.hooks.state
         if hooks.control.should_log and state.global_step > self.last_logged_step:
             logs: dict[str, Any] = {"loss": self._mean_loss.take()}
-            if self.grad_norm is not None:
-                logs["grad_norm"] = self.grad_norm.item()
-            logs["learning_rate"] = self.learning_rate
+            norm = self.grad_norm if grad_norm is None else grad_norm
+            if norm is not None:
+                logs["grad_norm"] = norm.item() if isinstance(norm, torch.Tensor) else norm
+            logs["learning_rate"] = self.learning_rate if learning_rate is None else learning_rate
             if hooks.args.log_throughput:
                 logs |= self._throughput(state.global_step - self.last_logged_step)
             self.last_logged_step = state.global_step
+            hooks.store_flos()
             self._log(logs, self.start_time if self.counts_tokens else None)
         if hooks.control.should_evaluate:
-            metrics = self._evaluate()
+            metrics = self._evaluate(self._trial, self.ignore_keys)
             if metrics is None:
                 return
-            is_best = update_best_metric(hooks, metrics)
+            is_best = self._points.method("_determine_best_metric")(metrics=metrics, trial=self._trial)
             if hooks.args.save_strategy == SaveStrategy.BEST:
                 hooks.control.should_save = is_best
         if hooks.control.should_save:
@@ -396,13 +482,11 @@ class TrainingLoop:
     def _save(self) -> None:
         """Save a checkpoint. Collective: every rank."""
         hooks, cursor = self.hooks, self.cursor
-        self._store_flops()
         cursor.window = self._mean_loss.state()
         cursor.last_logged_step, cursor.learning_rate = self.last_logged_step, self.learning_rate
         cursor.grad_norm = None if self.grad_norm is None else float(self.grad_norm)
         cursor.schedule = hooks.lr_scheduler.state_dict() if self._session.optimizer.is_foreign_scheduler else None
-        trial = self._session.search.trial
-        self._methods.save_checkpoint(hooks.model, None if trial is None else trial.trial)
+        self._points.method("_save_checkpoint")(hooks.model, self._trial)
         self.last_saved_step = hooks.state.global_step
         notify(hooks, "on_save")
 
@@ -473,22 +557,20 @@ class TrainingLoop:
             restore_random_states(start.random_states)
         hooks.control.should_evaluate, hooks.control.should_save = True, cursor.saves_after_evaluation
         cursor.is_within_evaluation = False
-        self._log_evaluate_save()
+        self._end_step()
         self._stop_if_preempted(is_new_step=False)
         return replace(start, random_states=current_random_states())
 
     # ---- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _evaluate(self, *, steps_schedule: bool = True) -> dict[str, float] | None:
-        """Evaluate and return the metrics; None if preemption interrupted the evaluation and a checkpoint was saved.
-
-        Args:
-            steps_schedule: step a scheduler that depends on the evaluation metric.
-        """
+    def _evaluate_and_report(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float] | None:
+        """Implement ``Trainer._evaluate``: None if preemption interrupted the evaluation and a checkpoint was saved."""
         hooks, states = self.hooks, current_random_states()
         self._session.evaluation.is_repeatable = True
         try:
-            metrics = hooks.evaluate(ignore_keys=self.ignore_keys)
+            metrics = hooks.evaluate(ignore_keys=ignore_keys_for_eval)
         except Preempted:
             restore_random_states(states)
             self.cursor.is_within_evaluation = True
@@ -502,15 +584,25 @@ class TrainingLoop:
             raise
         finally:
             self._session.evaluation.is_repeatable = False
-        self._train_mode()
-        if (trial := self._session.search.trial) is not None:
-            trial.report_evaluation(metrics, step=hooks.state.global_step)
-        if steps_schedule and not self._session.optimizer.steps_per_update:
+        self._points.method("_report_to_hp_search")(trial, hooks.state.global_step, metrics)
+        if not skip_scheduler and not self._session.optimizer.steps_per_update:
             hooks.lr_scheduler.step(metric_for_best(hooks, metrics))
         return metrics
 
+    def _first_learning_rate(self) -> float:
+        rate: float = self.hooks.optimizer.param_groups[0]["lr"]
+        return rate
+
+    def _clip(self, model: nn.Module) -> Any:
+        return self.hooks.accelerator.clip_grad_norm_(model.parameters(), self.hooks.args.max_grad_norm)
+
+    def _restore_random_states(self, checkpoint: str) -> None:
+        if self.resume_point.random_states is not None:
+            restore_random_states(self.resume_point.random_states)
+
     def _train_mode(self) -> None:
         self.hooks.model_wrapped.train()
+        self.hooks.model.train()
         set_optimizer_mode(self.hooks.optimizer, "train")
 
     def _prepare_update(self, group: list[Any]) -> None:
@@ -522,16 +614,8 @@ class TrainingLoop:
         every = args.torch_empty_cache_steps
         if every is not None and hooks.state.global_step % every == 0:
             clear_device_cache()
-        if self.counts_tokens:
-            options = {
-                "with_padding": args.include_num_input_tokens_seen == "all",
-                "tokenizer": hooks.processing_class,
-            }
-            count = sum(num_tokens(inputs, model=hooks.model, **options) for inputs in group)
-            total = torch.tensor(count, dtype=torch.int64, device=hooks.accelerator.device)
-            if hooks.accelerator.num_processes > 1:
-                total = hooks.accelerator.reduce(total, "sum")
-            hooks.state.num_input_tokens_seen += int(total)
+        if self.counts_tokens and not self._points.is_overridden("_track_num_input_tokens"):
+            count_tokens(hooks, group)
 
     def _stop_on_nan(self, group: list[Any]) -> None:
         """Raise if a loss or gradient is nonfinite, before the optimizer changes the weights.
@@ -553,7 +637,7 @@ class TrainingLoop:
         )
 
     def _compute_loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        inputs = self._methods.prepare_inputs(inputs)
+        inputs = self._points.method("_prepare_inputs")(inputs)
         loss: torch.Tensor = call_compute_loss(self.hooks, self._session, model, inputs, self.num_items)
         return loss
 
@@ -565,15 +649,3 @@ class TrainingLoop:
             "samples_per_second": round(samples / seconds, 3),
             "steps_per_second": round(num_steps / seconds, 3),
         }
-
-    def _store_flops(self) -> None:
-        """Add the floating-point operations since the last call to the state. Collective: if the model counts them."""
-        self.hooks.state.total_flos += self._sum_over_ranks(self.floating_point_ops)
-        self.floating_point_ops = 0.0
-
-    def _sum_over_ranks(self, number: float) -> float:
-        accelerator = self.hooks.accelerator
-        if accelerator.num_processes == 1 or not self._session.interface.counts_flops:
-            return number
-        total = accelerator.reduce(torch.tensor(number, dtype=torch.float64, device=accelerator.device), "sum")
-        return float(total.item())

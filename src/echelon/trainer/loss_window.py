@@ -52,6 +52,11 @@ class LossWindow:
         self._sums, self._before, self.num_steps = _no_losses(), _no_losses(), 0
         return result
 
+    def total(self) -> float:
+        """Return the sum of the losses in the window, without resetting it."""
+        self._fold()
+        return float((self._before + self._sums)[3])
+
     def state(self) -> tuple[torch.Tensor, int]:
         """Return the sums and the number of steps of the window, without resetting them."""
         self._fold()
@@ -101,6 +106,10 @@ class MeanLoss:
         num_steps, sums = self.window.num_steps, self._sum_over_ranks(self.window.take())
         self._total += sums[1]
         return self._mean(sums[0], num_steps=num_steps)
+
+    def sum(self) -> float:
+        """Return the sum of the losses that ``take`` has returned, as a mean over the ranks."""
+        return float(self._total[3]) / self._num_ranks
 
     def total(self, *, num_steps: int) -> float:
         """Return the mean loss of all ``num_steps`` steps since training started."""

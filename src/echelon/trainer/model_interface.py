@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,10 @@ from echelon.base.warnings import warn
 from echelon.trainer.data.columns import KeptColumns, find_labels, forward_of, kept_columns
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.model_loss import is_causal
+from echelon.trainer.override_points import OverridePoints
 from echelon.trainer.signatures import num_positional, takes, takes_anything
 
-__all__ = ["ModelInterface", "columns_of", "inspect_model"]
+__all__ = ["ModelInterface", "columns_of", "flops_of", "inspect_model", "place_model"]
 
 
 @dataclass(kw_only=True)
@@ -34,11 +36,13 @@ class ModelInterface:
     watches_items: bool
     """Whether to check that the next loss uses that number."""
     counts_flops: bool
+    num_parameters: int | None
+    """Number of parameters without embeddings, for models that count them; None for others."""
     overrides_save_model: bool
 
 
 def inspect_model(hooks: TrainerHooks, *, base: type[Any]) -> ModelInterface:
-    """Move the model to the device, set the hooks' attributes that depend on it, and return its interface.
+    """Set the hooks' attributes that depend on the model, and return its interface.
 
     Args:
         hooks: sets ``label_names``, ``can_return_loss`` and ``model_accepts_loss_kwargs``; may clear ``label_smoother``.
@@ -52,8 +56,6 @@ def inspect_model(hooks: TrainerHooks, *, base: type[Any]) -> ModelInterface:
             "multi_label_classification, and label smoothing needs one label per sample"
         )
         hooks.label_smoother = None
-    if not hasattr(model, "hf_device_map"):  # already split over devices
-        model.to(hooks.accelerator.device)
     if hasattr(config, "use_cache"):
         config.use_cache = args.use_cache
     forward = forward_of(model)
@@ -72,6 +74,8 @@ def inspect_model(hooks: TrainerHooks, *, base: type[Any]) -> ModelInterface:
     counts_items = compute_loss_takes_items and (
         hooks.model_accepts_loss_kwargs if func is None else loss_func_takes_items
     )
+    count = getattr(model, "num_parameters", None)  # of transformers; walks through all modules
+    num_parameters = count(exclude_embeddings=True) if callable(count) else None
     compiles = args.torch_compile or any(hasattr(part, "_orig_mod") for part in model.modules())
     return ModelInterface(
         overrides_compute_loss=overrides_compute_loss,
@@ -83,9 +87,19 @@ def inspect_model(hooks: TrainerHooks, *, base: type[Any]) -> ModelInterface:
         loss_func_takes_items=loss_func_takes_items,
         counts_items=counts_items,
         watches_items=counts_items and not compiles,  # the check would trigger a recompilation
-        counts_flops=kind.floating_point_ops is not base.floating_point_ops or hasattr(model, "floating_point_ops"),
+        counts_flops=kind.floating_point_ops is not base.floating_point_ops
+        or "floating_point_ops" in vars(hooks)
+        or hasattr(model, "floating_point_ops")
+        or num_parameters is not None,
+        num_parameters=num_parameters,
         overrides_save_model=kind.save_model is not base.save_model,
     )
+
+
+def place_model(hooks: TrainerHooks, points: OverridePoints) -> None:
+    """Move the model to the device, unless ``args.place_model_on_device`` is false."""
+    if hooks.args.place_model_on_device is not False:
+        points.method("_move_model_to_device")(hooks.model, hooks.accelerator.device)
 
 
 def columns_of(hooks: TrainerHooks, interface: ModelInterface) -> KeptColumns | None:
@@ -93,3 +107,17 @@ def columns_of(hooks: TrainerHooks, interface: ModelInterface) -> KeptColumns | 
     if not hooks.args.remove_unused_columns:
         return None
     return kept_columns(hooks.model, label_names=hooks.label_names, own_loss=interface.computes_own_loss)
+
+
+def flops_of(model: Any, interface: ModelInterface, inputs: Any) -> float:
+    """Return the floating-point operations of one forward and backward pass; 0 if the model does not count them.
+
+    Source: 6 per token and parameter, as transformers estimates them.
+    """
+    count = getattr(model, "floating_point_ops", None)
+    if callable(count):
+        return float(count(inputs))
+    name = getattr(model, "main_input_name", "input_ids")
+    if interface.num_parameters is None or not isinstance(inputs, Mapping) or name not in inputs:
+        return 0.0
+    return float(6 * inputs[name].numel() * interface.num_parameters)

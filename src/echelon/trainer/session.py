@@ -11,9 +11,11 @@ from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.features.hub import HubUpload
 from echelon.trainer.features.hyperparameter_search import SearchState
 from echelon.trainer.features.memory_metrics import MemoryMeter
-from echelon.trainer.hooks import BoundMethods, TrainerHooks
+from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.model_interface import ModelInterface
 from echelon.trainer.optim.prepared_optimizer import PreparedOptimizer
+from echelon.trainer.override_points import OverridePoints
+from echelon.trainer.training_plan import TrainingPlan
 
 __all__ = ["EvaluationState", "TrainCall", "TrainerSession", "UpdateSize", "global_batch_size"]
 
@@ -47,6 +49,8 @@ class TrainerSession:
 
     base: type[Any]
     """Class whose methods count as not overridden."""
+    points: OverridePoints
+    """The overridden private methods, and the default implementations of the others."""
     cursor: TrainCursor = field(default_factory=TrainCursor)
     optimizer: PreparedOptimizer = field(default_factory=PreparedOptimizer)
     evaluation: EvaluationState = field(default_factory=EvaluationState)
@@ -56,6 +60,16 @@ class TrainerSession:
     hub: HubUpload = field(init=False)
     fitted: UpdateSize | None = None
     """Size of an update in the latest training run; None before the first."""
+    wanted_batch_size: int | None = None
+    """Batch size that a subclass has set instead of that of the arguments."""
+    plan: TrainingPlan | None = None
+    """Plan of the latest training run."""
+    default_columns: list[str] | None = None
+    """The columns of ``_signature_columns`` that no subclass has changed."""
+    keeps_weights_with_state: bool = False
+    """Whether the checkpoint that is loaded holds the weights beside the training state, not in files of their own."""
+    loads_weights_with_state: bool = False
+    """Whether these weights are wanted."""
 
     def update_size(self, args: TrainingArguments) -> UpdateSize:
         """Return the size of an update, which ``auto_find_batch_size`` may have changed."""
@@ -79,7 +93,6 @@ class TrainCall(NamedTuple):
 
     hooks: TrainerHooks
     session: TrainerSession
-    methods: BoundMethods
     ignore_keys: list[str] | None
     """Outputs of the model that evaluations ignore."""
 

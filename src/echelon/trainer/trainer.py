@@ -12,24 +12,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset
 
 from echelon.accelerator import Accelerator
 from echelon.accelerator.checkpoint.folders import require_folder
 from echelon.base.keywords import suggest_keywords
-from echelon.base.lengths import length_of
-from echelon.trainer.argument_conflicts import check_arguments, choose_processing_class
+from echelon.trainer.argument_conflicts import check_model, choose_processing_class
 from echelon.trainer.arguments.devices import has_fixed_devices
 from echelon.trainer.arguments.training_arguments import TrainingArguments, set_num_devices
-from echelon.trainer.batch_loss import compute_loss, count_update_items, run_training_step
+from echelon.trainer.batch_loss import compute_loss, run_training_step
 from echelon.trainer.build_accelerator import build_accelerator, set_seeds
 from echelon.trainer.callbacks.built_in import built_in_callbacks, progress_callback
 from echelon.trainer.callbacks.callback_handler import CallbackHandler, TrainerCallback
 from echelon.trainer.checkpoint.checkpoint_folders import STATE_FILE
-from echelon.trainer.checkpoint.save import CheckpointWriter
-from echelon.trainer.checkpoint.save_model import save_model, write_model_files
+from echelon.trainer.checkpoint.save_model import save_model
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
-from echelon.trainer.data import batches, data_loaders
+from echelon.trainer.data import data_loaders
 from echelon.trainer.data.collators import PaddingCollator, Tokenizer, default_data_collator
 from echelon.trainer.evaluation.evaluation_loop import evaluate, predict, run_evaluation
 from echelon.trainer.evaluation.metric_reports import metrics_format, metrics_table, write_metrics
@@ -38,8 +36,9 @@ from echelon.trainer.features.hub import HubUpload, push, write_card
 from echelon.trainer.features.hyperparameter_search import BestRun, default_compute_objective, search
 from echelon.trainer.features.memory_metrics import MemoryMeter
 from echelon.trainer.features.model_changes import apply_liger_kernel
-from echelon.trainer.hooks import BoundMethods, notify, record_logs
-from echelon.trainer.model_interface import inspect_model
+from echelon.trainer.hooks import notify, record_logs
+from echelon.trainer.internals import TrainerInternals
+from echelon.trainer.model_interface import flops_of, inspect_model, place_model
 from echelon.trainer.model_loss import LabelSmoother
 from echelon.trainer.optim.optimizers import (
     decay_parameter_names,
@@ -48,23 +47,24 @@ from echelon.trainer.optim.optimizers import (
     param_groups_of,
 )
 from echelon.trainer.optim.prepared_optimizer import create_optimizer, create_scheduler
+from echelon.trainer.override_points import OverridePoints, check_overrides
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
-from echelon.trainer.session import TrainCall, TrainerSession, UpdateSize, global_batch_size
-from echelon.trainer.signatures import new_model, parameters_of
+from echelon.trainer.session import TrainCall, TrainerSession, global_batch_size
+from echelon.trainer.signatures import new_model
 from echelon.trainer.state import TrainerControl, TrainerState
 from echelon.trainer.training_plan import num_examples_of
-from echelon.trainer.training_run import TrainingRun, plan_training
+from echelon.trainer.training_run import TrainingRun
 from echelon.trainer.verbosity import set_log_level
 
 __all__ = ["Trainer"]
 
 
 @suggest_keywords
-class Trainer:
+class Trainer(TrainerInternals):
     """Trains, evaluates and predicts, on one process or many.
 
-    Names, order and defaults of the arguments are those of transformers' Trainer. Every method can be overridden:
-    ``compute_loss`` with three or four parameters, ``training_step`` with two or three, ``log`` with one or two.
+    Names, order and defaults of the arguments are those of transformers' Trainer. Every method can be overridden, also the
+    private ones of transformers (``TrainerInternals``): ``compute_loss`` with three or four parameters, ``training_step`` with two or three, ``log`` with one or two.
 
     Args:
         model: a module whose forward returns the loss first or as ``loss``; any module if ``compute_loss`` is overridden
@@ -117,10 +117,13 @@ class Trainer:
         tokenizer: Any = None,
     ) -> None:
         self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
-        self._session = TrainerSession(base=Trainer)
+        self._session = TrainerSession(base=Trainer, points=OverridePoints(self, Trainer))
         set_seeds(self.args)  # before model_init creates a model
         if has_fixed_devices(model):
             set_num_devices(self.args, min(self.args.n_gpu, 1))
+        check_model(model, model_init)
+        if model is not None:
+            self.model: nn.Module = model
         self.create_accelerator_and_postprocess()
         memory = self._session.memory = MemoryMeter(self.accelerator.device, is_on=not self.args.skip_memory_metrics)
         if self.args.log_level != "passive":
@@ -138,21 +141,26 @@ class Trainer:
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.label_smoother = LabelSmoother.of(self.args.label_smoothing_factor)
         self.neftune_noise_alpha = self.args.neftune_noise_alpha
-        check_arguments(self, model, optimizers)
         memory.begin("init")
-
-        self.model: nn.Module = model if model is not None else self.call_model_init()
+        if model is None:
+            self.model = self.call_model_init()
         if model is None and self.args.n_gpu > 1 and has_fixed_devices(self.model):
             set_num_devices(self.args, 1)
             self.create_accelerator_and_postprocess()
+        self.place_model_on_device = self.args.place_model_on_device
+        place_model(self, self._session.points)
         self.model_wrapped: nn.Module = self.model
         if self.args.use_liger_kernel:
             apply_liger_kernel(self.model, self.args.liger_kernel_config)
         self._session.interface = inspect_model(self, base=Trainer)
         padding = PaddingCollator(self.processing_class) if isinstance(self.processing_class, Tokenizer) else None
         self.data_collator: Callable[[Any], Any] = data_collator or padding or default_data_collator
+        self._validate_args()
 
-        self.is_in_train = False
+        self.is_in_train, self.current_flos = False, 0.0
+        self._signature_columns: list[str] | None = None
+        self.hp_name = self.hp_search_backend = self.push_in_progress = self._trial = None
+        self.hub_model_id: str | None = None
         self.current_gradient_accumulation_steps = 1
         self.state = TrainerState(
             is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
@@ -163,13 +171,20 @@ class Trainer:
         self.add_callback(progress_callback(self.args))
         output_dir = self._session.output_dir(self.args)
         self._session.hub = HubUpload(self.args, output_dir)
+        if self.args.push_to_hub:
+            self.init_hf_repo()
         require_folder(output_dir, makes=self.args.should_save)
         memory.keep(memory.end("init"))
+        self._session.points.refresh()
+        check_overrides(self, Trainer)
         notify(self, "on_init_end")
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create ``self.accelerator`` from the arguments. Collective: every rank."""
-        self.accelerator: Accelerator = build_accelerator(self.args)
+        self.accelerator: Accelerator = build_accelerator(self.args, self._build_accelerator_args)
+        self.gather_function: Callable[..., Any] = self.accelerator.gather_for_metrics
+        self.is_deepspeed_enabled = self.accelerator.state.deepspeed_plugin is not None
+        self.is_fsdp_enabled = self.accelerator.state.fsdp_plugin is not None
         self.accelerator.preemption.is_driven = True
         self._session.cursor = TrainCursor()
         self.accelerator.register_for_checkpointing(self._session.cursor)
@@ -200,8 +215,8 @@ class Trainer:
             CheckpointError: the checkpoint is damaged, belongs to another model or does not fit this run
                 (docs/checkpoints.md), or another process trains in ``output_dir``.
         """
-        methods = BoundMethods(self._prepare_inputs, self._save_checkpoint)
-        call = TrainCall(self, self._session, methods, ignore_keys_for_eval)
+        self._session.points.refresh()
+        call = TrainCall(self, self._session, ignore_keys_for_eval)
         return TrainingRun(call, trial=trial).start(resume_from_checkpoint, kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -217,7 +232,11 @@ class Trainer:
 
         Collective: at the last batch of an update.
         """
-        return run_training_step(self, self._session, model, self._prepare_inputs(inputs), num_items_in_batch)
+        if "_prepare_context_parallel_inputs" not in self._session.points.overridden:
+            return run_training_step(self, self._session, model, self._prepare_inputs(inputs), num_items_in_batch)
+        context, inputs = self._prepare_context_parallel_inputs(model, inputs)
+        with context():
+            return run_training_step(self, self._session, model, self._prepare_inputs(inputs), num_items_in_batch)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -240,10 +259,6 @@ class Trainer:
         """Return an empty context; kept because subclasses call it."""
         return nullcontext()
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """Return ``inputs`` on the device."""
-        return batches.to_device(inputs, self.accelerator.device)
-
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
@@ -253,9 +268,6 @@ class Trainer:
         """
         samples = list(itertools.islice(epoch_iterator, num_batches))
         return samples, self._get_num_items_in_batch(samples, device)
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        return count_update_items(self, self._session, batch_samples, device)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Create ``self.optimizer`` and ``self.lr_scheduler``, unless they were given."""
@@ -292,40 +304,42 @@ class Trainer:
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the training data, sharded over the ranks."""
         data_loaders.require_train_dataset(self.train_dataset)
-        takes_dataset = bool(parameters_of(self._get_train_sampler))
-        sampler = self._get_train_sampler(self.train_dataset) if takes_dataset else self._get_train_sampler()
-        size = self._session.update_size(self.args).batch_size
+        size = self._train_batch_size
         if self.accelerator.parity != "off":
             size = global_batch_size(self.args, self.accelerator.num_processes)
-        return data_loaders.build_loader(
-            self, self._session.interface, self.train_dataset, sampler, size, purpose="train"
+        return self._get_dataloader(
+            dataset=self.train_dataset,
+            description="Training",
+            batch_size=size,
+            sampler_fn=self._get_train_sampler,
+            is_training=True,
         )
 
     def get_eval_dataloader(self, eval_dataset: str | Any | None = None) -> DataLoader[Any]:
-        """Return the loader of ``eval_dataset``, a dataset or the name of one of several, sharded over the ranks."""
-        dataset = data_loaders.choose_eval_dataset(eval_dataset, self.eval_dataset)
-        sampler, size = self._get_eval_sampler(dataset), self.args.eval_batch_size
-        return data_loaders.build_loader(self, self._session.interface, dataset, sampler, size)
+        """Return the loader of ``eval_dataset``, a dataset or the name of one of several, sharded over the ranks.
+
+        With ``dataloader_persistent_workers``, the loader of a name is built once.
+        """
+        key = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        kept: dict[str, DataLoader[Any]] = self.__dict__.get("_eval_dataloaders", {})
+        if key in kept and self.args.dataloader_persistent_workers:
+            return kept[key]
+        return self._get_dataloader(
+            dataset=data_loaders.choose_eval_dataset(eval_dataset, self.eval_dataset),
+            description="Evaluation",
+            batch_size=self.args.eval_batch_size,
+            sampler_fn=self._get_eval_sampler,
+            dataloader_key=key,
+        )
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """Return the loader of ``test_dataset``, sharded over the ranks."""
-        dataset = data_loaders.as_dataset(test_dataset)
-        sampler, size = self._get_eval_sampler(dataset), self.args.eval_batch_size
-        return data_loaders.build_loader(self, self._session.interface, dataset, sampler, size)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
-        size = self._session.update_size(self.args)
-        return data_loaders.train_sampler(
-            self.args,
-            train_dataset if train_dataset is not None else self.train_dataset,
-            batch_size=size.batch_size,
-            accumulation=size.accumulation_steps,
-            num_ranks=self.accelerator.num_processes,
-            tokenizer=self.processing_class,
+        return self._get_dataloader(
+            dataset=data_loaders.as_dataset(test_dataset),
+            description="test",
+            batch_size=self.args.eval_batch_size,
+            sampler_fn=self._get_eval_sampler,
         )
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
-        return None if length_of(eval_dataset) < 0 else SequentialSampler(eval_dataset)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
@@ -397,7 +411,8 @@ class Trainer:
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
         """Remove and return a callback, or the first one of a class."""
-        return self.callback_handler.pop_callback(callback)
+        found: TrainerCallback | None = self.callback_handler.pop_callback(callback)
+        return found
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Remove a callback, or the first one of a class."""
@@ -406,7 +421,7 @@ class Trainer:
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print ``metrics`` as a table, on rank zero."""
         if self.is_world_process_zero():
-            print(metrics_table(split, metrics), flush=True)
+            print(metrics_table(split, self.metrics_format(metrics)), flush=True)
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Format ``metrics`` for display."""
@@ -428,19 +443,10 @@ class Trainer:
             if self.args.push_to_hub:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the files of ``save_model`` on the saving rank; a sharded model needs ``state_dict``."""
-        folder = Path(output_dir) if output_dir is not None else self._session.output_dir(self.args)
-        write_model_files(self, folder, state_dict)
-
     def save_state(self) -> None:
         """Write the Trainer's state to ``trainer_state.json`` in the output directory."""
         if self.args.should_save:
             self.state.save_to_json(self._session.output_dir(self.args) / STATE_FILE)
-
-    def _save_checkpoint(self, model: Any = None, trial: Any = None) -> None:
-        """Write ``checkpoint-<step>`` and delete surplus checkpoints; overrides use the parameters. Collective: every rank."""
-        CheckpointWriter(self, self._session, self._save).save()
 
     def push_to_hub(
         self,
@@ -448,6 +454,7 @@ class Trainer:
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
+        private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Save the model, write its card, and upload both; in the background if not ``blocking``.
@@ -463,12 +470,17 @@ class Trainer:
             MissingExtraError: huggingface_hub is not installed.
         """
         hub = self._session.hub
-        return push(self, hub, commit_message, blocking=blocking, token=token, revision=revision, card=kwargs)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        wait = self._finish_current_push
+        return push(
+            self, hub, commit_message, blocking=blocking, token=token, revision=revision, card=kwargs, wait=wait
+        )
 
-    def init_hf_repo(self, token: str | None = None) -> None:
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the Hub repository, on rank zero."""
         if self.is_world_process_zero():
-            self.args.hub_model_id = self._session.hub.open(token)
+            self.hub_model_id = self._session.hub.open(token, private)
 
     def create_model_card(
         self,
@@ -562,8 +574,7 @@ class Trainer:
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return the floating-point operations of one forward and backward pass; 0 if the model does not count them."""
-        count = getattr(self.model, "floating_point_ops", None)
-        return float(count(inputs)) if callable(count) else 0.0
+        return flops_of(self.model, self._session.interface, inputs)
 
     def get_num_trainable_parameters(self) -> int:
         """Return the number of trainable parameters."""
@@ -576,25 +587,3 @@ class Trainer:
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
         """Return the parameter group that contains ``param``; without ``param``, the parameters of all groups."""
         return find_param_group(self.optimizer, self.model, param)
-
-    def set_initial_training_values(
-        self, args: TrainingArguments, dataloader: DataLoader[Any]
-    ) -> tuple[int, int, int, int, int, int, int]:
-        """Return the numbers of the training plan, in the order of transformers. Collective: every rank."""
-        return plan_training(self, self._session, dataloader).initial_values()
-
-    def store_flos(self) -> None:
-        """Do nothing: the loop updates ``state.total_flos``. Kept because scripts call it."""
-
-    def get_tp_size(self) -> int:
-        """Return 1: no tensor or sequence parallelism."""
-        return 1
-
-    get_cp_size = get_sp_size = get_tp_size
-
-    def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
-        """Return the number of samples per optimizer step, over all ranks."""
-        size = self._session.update_size(self.args)
-        if args is not None and args is not self.args:
-            size = UpdateSize(args.train_batch_size, args.gradient_accumulation_steps)
-        return size.batch_size * size.accumulation_steps * self.accelerator.num_processes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from echelon.base.errors import DesyncError, UsageError
@@ -44,6 +44,24 @@ class TrainingPlan:
     """Whether a user limit ends an epoch after ``batches_per_epoch``."""
     ends_with_data: bool = False
     """Whether the run ends when the data of its last epoch is exhausted, instead of after ``max_steps``."""
+
+    def with_initial_values(self, values: tuple[int, int, int, int, int, int, int]) -> TrainingPlan:
+        """Return the plan with the values that an override of ``Trainer.set_initial_training_values`` returned."""
+        if values == self.initial_values():
+            return self
+        names = (
+            "num_epochs",
+            "steps_per_epoch",
+            "num_examples",
+            "num_train_samples",
+            "total_train_batch_size",
+            "batches_per_epoch",
+            "max_steps",
+        )
+        changed: dict[str, Any] = dict(zip(names, values, strict=True))
+        if (changed["max_steps"], changed["num_epochs"]) != (self.max_steps, self.num_epochs):
+            changed["ends_with_data"] = False  # the user's number of steps ends the run
+        return replace(self, **changed)
 
     def initial_values(self) -> tuple[int, int, int, int, int, int, int]:
         """Return the values of ``Trainer.set_initial_training_values``."""

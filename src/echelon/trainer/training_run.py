@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,19 @@ import torch
 
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
+from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.build_accelerator import accumulation_options, set_seeds
 from echelon.trainer.checkpoint.checkpoint_folders import PREFIX
 from echelon.trainer.checkpoint.resume_point import ResumedTraining, ResumePoint, find_checkpoint, saved_arguments
 from echelon.trainer.checkpoint.save_on_error import save_checkpoint_after_error
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.features.auto_find_batch_size import find_batch_size_and_train
-from echelon.trainer.features.hyperparameter_search import set_arguments
 from echelon.trainer.features.model_changes import enable_activation_checkpointing
 from echelon.trainer.features.neftune import noisy_embeddings
 from echelon.trainer.features.nonfinite import checked_forward
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.loop import TrainingLoop
-from echelon.trainer.model_interface import inspect_model
+from echelon.trainer.model_interface import inspect_model, place_model
 from echelon.trainer.parity import check_exact
 from echelon.trainer.results import TrainOutput
 from echelon.trainer.session import TrainCall, TrainerSession, UpdateSize, global_batch_size
@@ -47,6 +48,10 @@ class TrainingRun:
         self._session = call.session
         self._trial = trial
         self._folder: Path | None = None  # the checkpoint to resume from
+        self._resumed: ResumedTraining | None = None
+        self._start = ResumePoint()
+        self._plan: TrainingPlan | None = None
+        self._total = 0  # samples of one update of this process
         self._allows_changed_data = False
 
     def start(self, resume_from_checkpoint: Any, options: dict[str, Any]) -> TrainOutput:
@@ -65,8 +70,8 @@ class TrainingRun:
             or accelerator.config.value.allow_changed_data
         )
         wanted = _checkpoint_argument(resume_from_checkpoint, options)
-        if isinstance(self._trial, Mapping):
-            set_arguments(args, self._trial)
+        points = self._session.points
+        points.method("_hp_search_setup")(self._trial)
         wanted = args.resume_from_checkpoint if wanted is None else wanted
         output_dir = self._session.output_dir(args)
         # Locked before the first step: otherwise a run that cannot save would compute for nothing.
@@ -81,9 +86,27 @@ class TrainingRun:
             if accelerator.parity != "off":
                 check_exact(hooks)
                 self._set_global_batch_size()
-            if not args.auto_find_batch_size:
-                return self._train(args.train_batch_size, accumulation)
-            return find_batch_size_and_train(hooks, self._train, accumulation=accumulation)
+            batch_size = self._session.wanted_batch_size or args.train_batch_size
+            self._total = batch_size * accumulation
+            points.bind("_update_auto_batch_size", self._set_batch_size)
+            inner = points.bind("_inner_training_loop", self._train)
+
+            def train(batch_size: int) -> TrainOutput:
+                self._set_batch_size(batch_size)
+                return inner(
+                    batch_size=batch_size,
+                    args=args,
+                    resume_from_checkpoint=None if self._folder is None else str(self._folder),
+                    trial=self._trial,
+                    ignore_keys_for_eval=self._call.ignore_keys,
+                )
+
+            try:
+                if not args.auto_find_batch_size:
+                    return train(batch_size)
+                return find_batch_size_and_train(hooks, train, batch_size=batch_size, accumulation=accumulation)
+            finally:
+                points.release()
 
     def _set_global_batch_size(self) -> None:
         """Set ``global_batch_size`` if it is not given: from the checkpoint, or from the batch size per process."""
@@ -92,14 +115,33 @@ class TrainingRun:
             args.global_batch_size = saved_arguments(self._folder).get("global_batch_size")
         args.global_batch_size = global_batch_size(args, self._hooks.accelerator.num_processes)
 
-    def _train(self, batch_size: int, accumulation: int) -> TrainOutput:
-        hooks, session, args = self._hooks, self._session, self._hooks.args
-        session.fitted = UpdateSize(batch_size, accumulation)
+    def _set_batch_size(self, batch_size: int) -> None:
+        self._session.fitted = UpdateSize(batch_size, self._total // batch_size)
+
+    def _train(
+        self,
+        batch_size: int | None = None,
+        args: TrainingArguments | None = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Implement ``Trainer._inner_training_loop``, which an override may call with other arguments."""
+        hooks, session = self._hooks, self._session
+        args = hooks.args
+        if args.auto_find_batch_size:
+            session.points.method("_update_auto_batch_size")(batch_size)
+        elif batch_size is not None:
+            self._set_batch_size(batch_size)
+        if resume_from_checkpoint is None or self._folder is None or Path(resume_from_checkpoint) != self._folder:
+            self._folder = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
+        self._call = self._call._replace(ignore_keys=ignore_keys_for_eval)
         if hooks.model_init is not None:
             set_seeds(args)
             hooks.accelerator.free_memory()
             hooks.model = hooks.model_wrapped = hooks.call_model_init(self._trial)
             hooks.optimizer = hooks.lr_scheduler = None
+            place_model(hooks, session.points)
         session.interface = inspect_model(hooks, base=session.base)
         hooks.is_in_train = True
         with contextlib.ExitStack() as stack:
@@ -110,7 +152,7 @@ class TrainingRun:
             stack.enter_context(noisy_embeddings(hooks.model, hooks.neftune_noise_alpha))
             if "underflow_overflow" in args.debug:
                 stack.enter_context(checked_forward(hooks.model))
-            loop = self._prepare_loop(batch_size, accumulation)
+            loop = self._prepare_loop()
             preemption, is_wanted = hooks.accelerator.preemption, args.save_on_signal or args.enable_jit_checkpoint
             if is_wanted and not stack.enter_context(preemption.during(hooks.accelerator.session.watcher)):
                 warn(
@@ -125,37 +167,78 @@ class TrainingRun:
                     save_checkpoint_after_error(error, loop)
                 raise
 
-    def _prepare_loop(self, batch_size: int, accumulation: int) -> TrainingLoop:
+    def _prepare_loop(self) -> TrainingLoop:
         """Prepare data, state, model and optimizer, load the checkpoint, and return the loop.
 
         Collective: every rank.
         """
-        hooks, session, resumed = self._hooks, self._session, None
+        hooks, session, points = self._hooks, self._session, self._session.points
         loader = hooks.get_train_dataloader()
-        plan = plan_training(hooks, session, loader)
-        if self._folder is None:
-            hooks.state = self._new_state(plan)
-        else:
-            allows = self._allows_changed_data
-            resumed = ResumedTraining(hooks, session, self._folder, allows_changed_data=allows)
-            plan = resumed.extend_plan(plan)
-            hooks.state = resumed.restore_state(plan)
-        if (trial := session.search.trial) is not None:
-            hooks.state.is_hyper_param_search = True
-            hooks.state.trial_name, hooks.state.trial_params = trial.name, dict(trial.values)
+        session.plan = None
+        values = hooks.set_initial_training_values(hooks.args, loader)
+        plan = session.plan or plan_training(hooks, session, loader)
+        plan = plan.with_initial_values(values)
+        self._resumed = None
+        if self._folder is not None:
+            self._resumed = ResumedTraining(hooks, session, self._folder, allows_changed_data=self._allows_changed_data)
+            plan = self._resumed.extend_plan(plan)
+        self._plan = session.plan = plan
         hooks.control = TrainerControl()
-        session.optimizer.prepare(hooks, plan.max_steps)
-        hooks.callback_handler.train_dataloader = loader
-        session.cursor.load_state_dict(TrainCursor().state_dict())
-        start = ResumePoint() if resumed is None else resumed.load(loader, plan)
+        checkpoint = None if self._folder is None else str(self._folder)
+        init_state = points.bind("_init_training_state", self._init_state)
+        position = init_state(plan.max_steps, plan.steps_per_epoch, plan.num_epochs, checkpoint, self._trial)
+        if tuple(position) != self._saved_position(plan):
+            warn(
+                f"_init_training_state returned {tuple(position)}, but training starts at "
+                f"{self._saved_position(plan)} (epochs, batches): the position comes from the checkpoint. To start elsewhere, "
+                "set ignore_data_skip=True, or skip batches in get_train_dataloader"
+            )
+        prepare = points.bind("_prepare_for_training", self._prepare)
+        hooks.model_wrapped, loader = prepare(plan.max_steps, loader, checkpoint)
+        size = session.update_size(hooks.args)
         log_plan(
             plan,
-            batch_size=batch_size,
+            batch_size=size.batch_size,
             num_devices=hooks.accelerator.capabilities.num_devices,
-            accumulation=accumulation,
+            accumulation=size.accumulation_steps,
             num_parameters=hooks.get_num_trainable_parameters(),
         )
-        return TrainingLoop(self._call, plan, loader, resume_point=start)
+        return TrainingLoop(self._call, plan, loader, resume_point=self._start, trial=self._trial)
+
+    def _init_state(
+        self, max_steps: int, steps_per_epoch: int, num_epochs: int, checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """Implement ``Trainer._init_training_state``."""
+        hooks, session = self._hooks, self._session
+        assert self._plan is not None
+        plan = self._plan = replace(
+            self._plan, max_steps=max_steps, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs
+        )
+        if self._resumed is None:
+            hooks.state = self._new_state(plan)
+        else:
+            hooks.state = self._resumed.restore_state(plan)
+            session.points.method("_load_callback_state")()
+        if (running := session.search.trial) is not None:
+            hooks.state.is_hyper_param_search = True
+            hooks.state.trial_name, hooks.state.trial_params = running.name, dict(running.values)
+        return self._saved_position(plan)
+
+    def _saved_position(self, plan: TrainingPlan) -> tuple[int, int]:
+        """Return the number of complete epochs, and of batches of the next one, that the steps of the checkpoint amount to."""
+        epochs, steps = divmod(self._hooks.state.global_step, max(plan.steps_per_epoch, 1))
+        steps = 0 if self._hooks.args.ignore_data_skip else steps
+        return epochs, steps * self._session.update_size(self._hooks.args).accumulation_steps
+
+    def _prepare(self, max_steps: int, loader: Any, checkpoint: str | None) -> tuple[torch.nn.Module, Any]:
+        """Implement ``Trainer._prepare_for_training``."""
+        hooks, session = self._hooks, self._session
+        assert self._plan is not None
+        session.optimizer.prepare(hooks, max_steps, session.points)
+        hooks.callback_handler.train_dataloader = loader
+        session.cursor.load_state_dict(TrainCursor().state_dict())
+        self._start = ResumePoint() if self._resumed is None else self._resumed.load(loader, self._plan)
+        return hooks.model_wrapped, loader
 
     def _new_state(self, plan: TrainingPlan) -> TrainerState:
         hooks, args = self._hooks, self._hooks.args
@@ -180,14 +263,15 @@ def plan_training(hooks: TrainerHooks, session: TrainerSession, loader: Any) -> 
 
     Collective: every rank, with ``parity="off"``.
     """
-    args, accelerator = hooks.args, hooks.accelerator
+    args, accelerator, points = hooks.args, hooks.accelerator, session.points
     world_size = accelerator.num_processes
+    count_examples = points.choose("num_examples", num_examples_of)
     if accelerator.parity != "off":
         whole = getattr(loader, "original", loader)
         return make_plan(
             args,
             whole,
-            num_examples=num_examples_of(whole),
+            num_examples=count_examples(whole),
             batch_size=getattr(whole, "batch_size", None) or global_batch_size(args, world_size),
             accumulation=1,
             world_size=1,
@@ -199,15 +283,18 @@ def plan_training(hooks: TrainerHooks, session: TrainerSession, loader: Any) -> 
 
     size = session.update_size(args)
     batch_size = getattr(loader, "batch_size", None) or size.batch_size
-    return make_plan(
+    plan = make_plan(
         args,
         loader,
-        num_examples=num_examples_of(loader),
+        num_examples=count_examples(loader),
         batch_size=batch_size // world_size if accelerator.split_batches else batch_size,
         accumulation=size.accumulation_steps,
         world_size=world_size,
         gather_rows=gather_rows if world_size > 1 else None,
     )
+    if points.is_overridden("get_total_train_batch_size"):
+        plan = replace(plan, total_train_batch_size=hooks.get_total_train_batch_size(args))
+    return plan
 
 
 def _checkpoint_argument(given: Any, options: Mapping[str, Any]) -> Any:

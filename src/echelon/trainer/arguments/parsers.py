@@ -95,10 +95,25 @@ def as_dict(name: str, value: Any) -> Any:
         return value
     text = str(value)
     try:
-        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+        if text.lstrip().startswith("{"):
+            return _converted(json.loads(text))
+        return json.loads(Path(text).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(
             f"{name}={text!r} is neither JSON text nor a JSON file: {error}",
             where=f"TrainingArguments.{name}",
             do="pass a dict, text such as '{\"key\": 1}', or the path of a JSON file",
         ) from error
+
+
+def _converted(values: Any) -> Any:
+    """Convert text such as "true" and "0.1" in a dict from a command line to booleans and numbers."""
+    if isinstance(values, dict):
+        return {name: _converted(value) for name, value in values.items()}
+    if not isinstance(values, str):
+        return values
+    if values.lower() in ("true", "false"):
+        return values.lower() == "true"
+    if values.isdigit():
+        return int(values)
+    return float(values) if values.replace(".", "", 1).isdigit() else values

@@ -51,12 +51,11 @@ _TOKENS = ("no", "all", "non_padding")
 _SAMPLING = ("random", "sequential", "group_by_length", "batch_rebalance")
 _DICTS = (
     "accelerator_config",
-    "activation_checkpointing_kwargs",
-    "deepspeed",
     "fsdp_config",
+    "deepspeed",
+    "activation_checkpointing_kwargs",
     "gradient_checkpointing_kwargs",
     "lr_scheduler_kwargs",
-    "parallelism_config",
 )
 _SECRETS = ("hub_token",)
 
@@ -92,6 +91,9 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
     """
 
     _n_gpu: ClassVar[int | None] = None  # existing scripts set this attribute
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = list(_DICTS)
+    """Fields that take a dict as JSON text; a subclass adds its own."""
 
     def __post_init__(self) -> None:
         self.output_dir = str(Path(self.output_dir or "trainer_output").expanduser())
@@ -129,8 +131,12 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         self.max_time = None if self.max_time is None else parse_duration(self.max_time)
 
     def _read_dicts(self) -> None:
-        for name in _DICTS:
+        for name in (*_DICTS, "parallelism_config"):
             setattr(self, name, as_dict(name, getattr(self, name)))
+        for name in self._VALID_DICT_FIELDS:
+            value = getattr(self, name)
+            if isinstance(value, str) and value.startswith("{"):
+                setattr(self, name, as_dict(name, value))
         for new, old in (
             ("activation_checkpointing", "gradient_checkpointing"),
             ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),

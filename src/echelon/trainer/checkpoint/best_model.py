@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from echelon.accelerator.checkpoint.folders import require_whole
 from echelon.base.errors import ConfigError
@@ -50,8 +52,13 @@ def metric_for_best(hooks: TrainerHooks, metrics: dict[str, float]) -> float:
     return metrics[name]
 
 
-def load_best(hooks: TrainerHooks, output_dir: Path) -> None:
-    """Load the weights of the best checkpoint if ``load_best_model_at_end`` is set.
+def load_best(hooks: TrainerHooks, output_dir: Path, *, report: Callable[[Any], None]) -> None:
+    """Load the weights of the best checkpoint, if there is one.
+
+    Args:
+        hooks: hooks of the Trainer.
+        output_dir: directory of the checkpoints, in case it was moved.
+        report: called with the missing and unexpected weights.
 
     Collective: every rank.
 
@@ -59,11 +66,11 @@ def load_best(hooks: TrainerHooks, output_dir: Path) -> None:
         CheckpointError: the checkpoint is damaged.
     """
     best = hooks.state.best_model_checkpoint
-    if hooks.args.load_best_model_at_end and best is not None:
+    if best is not None:
         logger.info("loading the best model from %s (%s)", best, hooks.state.best_metric)
         folder = best_folder(hooks.args, output_dir, best)
         require_whole(hooks.accelerator.world, folder)
-        load_model_from(hooks.model, folder)
+        load_model_from(hooks.model, folder, report=report)
 
 
 def remove_last_checkpoint(hooks: TrainerHooks, output_dir: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -61,6 +62,8 @@ _INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 class ResumePoint:
     """The position in the training data at which a run starts."""
 
+    checkpoint: str | None = None
+    """The checkpoint that the run resumes from."""
     epoch: int = 0
     num_batches: int = 0
     """Batches of this epoch that the saved run has consumed."""
@@ -185,7 +188,7 @@ class ResumedTraining:
         return replace(plan, max_steps=max_steps)
 
     def restore_state(self, plan: TrainingPlan) -> TrainerState:
-        """Return the saved state, adapted to ``plan``; restore the state of callbacks if the arguments request it."""
+        """Return the saved state, adapted to ``plan``."""
         hooks, folder, args = self._hooks, self._folder, self._hooks.args
         batch_size = self._size.batch_size
         state = TrainerState.load_from_json(folder / STATE_FILE)
@@ -209,8 +212,6 @@ class ResumedTraining:
         if others:
             warn(f"the arguments differ from those of the run saved in {folder}: {', '.join(others)}")
         self._saved_batch_size, state.train_batch_size = state.train_batch_size, batch_size
-        if args.restore_callback_states_from_checkpoint:
-            hooks.callback_handler.restore(state.stateful_callbacks)
         return state
 
     def load(self, loader: Any, plan: TrainingPlan) -> ResumePoint:
@@ -222,6 +223,7 @@ class ResumedTraining:
             CheckpointError: the checkpoint belongs to another model, or its position in the data is not valid here.
         """
         start = (self._load_own if is_own_format(self._folder) else self._load_transformers)(loader, plan)
+        start = replace(start, checkpoint=str(self._folder))
         logger.info("resuming from %s: epoch %d, step %d", self._folder, start.epoch, self._hooks.state.global_step)
         return start
 
@@ -241,17 +243,21 @@ class ResumedTraining:
             is_at_boundary=place.is_over or args.ignore_data_skip or not (place.num_batches or place.is_within_update),
             finds_batches=place.batch_size != plan.batch_size,
         )
-        hook = accelerator.register_load_state_pre_hook(_load_hook)
-        try:
-            with accelerator.checkpoints.use_data_policy(policy):
-                if resumes_loader:
-                    accelerator.resume(folder)
-                else:
-                    accelerator.load_state(folder)
-        finally:
-            hook.remove()
-        if place.schedule is not None:
-            self._hooks.lr_scheduler.load_state_dict(place.schedule)
+
+        def load_all() -> None:
+            hook = accelerator.register_load_state_pre_hook(self._load_weights)
+            try:
+                with accelerator.checkpoints.use_data_policy(policy):
+                    if resumes_loader:
+                        accelerator.resume(folder)
+                    else:
+                        accelerator.load_state(folder)
+            finally:
+                hook.remove()
+            if place.schedule is not None:
+                self._hooks.lr_scheduler.load_state_dict(place.schedule)
+
+        self._load_unless_overridden(load_all)
         random_states = current_random_states()
         if place.is_over:
             return ResumePoint(epoch=place.epoch + 1, random_states=random_states)
@@ -279,6 +285,52 @@ class ResumedTraining:
             restores_rng_after_reading=True,
         )
 
+    def _load_unless_overridden(self, load_all: Callable[[], None]) -> None:
+        """Load the whole training state, except what an override of a private method keeps from loading.
+
+        An override that does not call ``super()._load_optimizer_and_scheduler(...)`` keeps the optimizer and the scheduler as
+        it leaves them, and one that does not call ``super()._load_scaler(...)`` keeps the loss scaler.
+        """
+        hooks, points, folder = self._hooks, self._session.points, str(self._folder)
+        scaler = hooks.accelerator.scaler
+        fresh = {} if scaler is None else scaler.state_dict()
+        reached: list[str] = []
+
+        def load(checkpoint: str) -> None:
+            reached.append("_load_optimizer_and_scheduler")
+            load_all()
+
+        points.bind("_load_optimizer_and_scheduler", load)(folder)
+        if not reached:
+            parts = (hooks.optimizer, hooks.lr_scheduler)
+            states = [copy.deepcopy(part.state_dict()) for part in parts]
+            load_all()
+            for part, state in zip(parts, states):
+                part.load_state_dict(state)
+        loaded = {} if scaler is None else scaler.state_dict()
+
+        def load_scaler(checkpoint: str) -> None:
+            if scaler is not None and loaded:
+                scaler.load_state_dict(loaded)
+
+        if scaler is not None and fresh:
+            scaler.load_state_dict(fresh)
+        points.bind("_load_scaler", load_scaler)(folder)
+
+    def _load_weights(self, models: list[nn.Module], input_dir: str) -> None:
+        """Load the weights from the files of ``save_model``, unless the checkpoint itself holds them."""
+        folder, session = Path(input_dir), self._session
+        holds = is_own_format(folder) and holds_model(folder)
+        if holds and not session.points.is_overridden("_load_from_checkpoint"):
+            return
+        session.keeps_weights_with_state, session.loads_weights_with_state = holds, False
+        try:
+            session.points.method("_load_from_checkpoint")(str(folder))
+        finally:
+            session.keeps_weights_with_state = False
+        if not session.loads_weights_with_state:
+            del models[0]
+
     def _load_transformers(self, loader: Any, plan: TrainingPlan) -> ResumePoint:
         hooks, folder, accelerator = self._hooks, self._folder, self._hooks.accelerator
         if accelerator.parity != "off":
@@ -286,8 +338,9 @@ class ResumedTraining:
                 f"{folder} has the layout of transformers, which lacks the state that parity={accelerator.parity!r} needs",
                 do="train with parity='off', or resume from a checkpoint that was saved with this parity",
             )
-        load_model_from(hooks.model, folder)
-        load_transformers(hooks, folder, self._session.optimizer.scheduler)
+        points = self._session.points
+        points.method("_load_from_checkpoint")(str(folder))
+        load_transformers(hooks, folder, self._session.optimizer.scheduler, points)
         random_states = read_random_states(folder, rank=accelerator.process_index)
         if random_states is None:
             warn(
@@ -400,6 +453,13 @@ class ResumedTraining:
             )
 
 
+class _Loaded(NamedTuple):
+    """The result of loading weights, as torch's ``load_state_dict`` returns it."""
+
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+
+
 def best_folder(args: TrainingArguments, output_dir: Path, best: str) -> Path:
     """Return the path of the best checkpoint: the saved path, or ``output_dir`` if the run's directory was moved."""
     saved_epoch, beside = resolve_path(args, best), output_dir / Path(best).name
@@ -422,16 +482,13 @@ def _restart_pass(loader: Any, epoch: int) -> None:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def _load_hook(models: list[nn.Module], input_dir: str) -> None:
-    """Load the weights from the files of ``save_model``, unless the checkpoint itself holds them."""
-    folder = Path(input_dir)
-    if not (is_own_format(folder) and holds_model(folder)):
-        load_model_from(models[0], folder)
-        del models[0]
-
-
-def load_model_from(model: nn.Module, folder: Path) -> None:
+def load_model_from(model: nn.Module, folder: Path, *, report: Callable[[Any], None]) -> None:
     """Load the weights in ``folder`` into ``model``; for a PEFT model, the adapter's weights.
+
+    Args:
+        model: a module, not wrapped.
+        folder: a checkpoint, or the files of ``save_model``.
+        report: called with the missing and unexpected weights, of which there are none: others are errors.
 
     Raises:
         UsageError: ``folder`` has no weights.
@@ -442,3 +499,4 @@ def load_model_from(model: nn.Module, folder: Path) -> None:
         model.load_adapter(str(folder), (names() if callable(names) else names)[0], is_trainable=True)  # type: ignore[operator]
         return
     load_weights(model, read_model_files(folder), source=folder)
+    report(_Loaded())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from echelon.checkpoint.formats.weight_files import aliases_in
+from echelon.trainer.arguments.training_arguments import resolve_path
 from echelon.trainer.checkpoint.checkpoint_folders import (
     PREFIX,
     STATE_FILE,
@@ -20,7 +21,7 @@ from echelon.trainer.checkpoint.checkpoint_folders import (
     remove_surplus,
 )
 from echelon.trainer.checkpoint.transformers_layout import save_transformers
-from echelon.trainer.hooks import TrainerHooks, notify
+from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.session import TrainerSession
 from echelon.trainer.state import callback_states
 
@@ -28,30 +29,28 @@ __all__ = ["CheckpointWriter"]
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run.
+    """Writes the checkpoints of a run."""
 
-    Args:
-        write_files: ``write_files(folder, state_dict=)`` writes the files of ``save_model`` on a saving rank.
-    """
-
-    def __init__(self, hooks: TrainerHooks, session: TrainerSession, write_files: Callable[..., None]) -> None:
+    def __init__(self, hooks: TrainerHooks, session: TrainerSession) -> None:
         self._hooks = hooks
         self._session = session
-        self._write_files = write_files
 
-    def save(self) -> bool:
+    def save(self, trial: Any = None) -> bool:
         """Write ``checkpoint-<step>`` and delete surplus checkpoints; return whether the write succeeded.
 
         Collective: every rank.
         """
         hooks, session = self._hooks, self._session
-        args, state, output_dir = hooks.args, hooks.state, session.output_dir(hooks.args)
+        args, state, points = hooks.args, hooks.state, session.points
+        hooks.store_flos()
+        run_dir = Path(points.method("_get_output_dir")(trial))
+        output_dir = resolve_path(args, run_dir)
         folder = output_dir / f"{PREFIX}{state.global_step}"
         best, before = state.best_global_step, state.best_model_checkpoint
         if best is not None:
             name = f"{PREFIX}{best}"
             if best == state.global_step or (output_dir / name).exists():
-                state.best_model_checkpoint = str(session.output_dir_as_given(args) / name)
+                state.best_model_checkpoint = str(run_dir / name)
         state.stateful_callbacks = callback_states([hooks.control, *hooks.callback_handler.callbacks])
         with hooks.accelerator.checkpoints.store.alone_in(output_dir, prefix=PREFIX):
             if checkpoint_format(args) == "transformers":
@@ -60,6 +59,7 @@ class CheckpointWriter:
                     folder,
                     cursor=session.cursor,
                     scheduler=session.optimizer.scheduler,
+                    points=points,
                     write_model=self._write_model,
                 )
             else:
@@ -68,9 +68,8 @@ class CheckpointWriter:
             state.best_model_checkpoint = before
         elif args.should_save:
             remove_surplus(output_dir, limit=args.save_total_limit, best=state.best_model_checkpoint, newest=folder)
-            if args.push_to_hub and hooks.is_world_process_zero():
-                notify(hooks, "on_push_begin")
-                session.hub.upload_checkpoint(folder, step=state.global_step)
+        if is_written and args.push_to_hub:
+            points.method("_push_from_checkpoint")(str(folder))
         hooks.accelerator.wait_for_everyone()
         return is_written
 
@@ -103,7 +102,7 @@ class CheckpointWriter:
         if self._session.interface.overrides_save_model:
             self._hooks.save_model(str(folder), _internal_call=True)
         elif self._hooks.args.should_save:
-            self._write_files(str(folder), state_dict=weights)
+            self._session.points.method("_save")(str(folder), state_dict=weights)
 
 
 def _holds_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ def write_model_files(hooks: TrainerHooks, folder: Path, state_dict: dict[str, A
     if isinstance(tokenizer, SavesItself):
         tokenizer.save_pretrained(str(folder))
     if checkpoint_format(hooks.args) == "transformers":
-        write_pickled(hooks.args.to_dict(), folder / transformers_format.ARGUMENTS)
+        args = copy.copy(hooks.args)
+        args.hub_token = None  # a secret
+        write_pickled(args, folder / transformers_format.ARGUMENTS)
     else:
         write_json(folder / ARGUMENTS_FILE, hooks.args.to_dict())

@@ -22,6 +22,7 @@ from echelon.checkpoint.formats.transformers import (
 from echelon.trainer.checkpoint.checkpoint_folders import STATE_FILE, write_json
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.hooks import TrainerHooks
+from echelon.trainer.override_points import OverridePoints
 
 __all__ = [
     "CURSOR_FIELDS",
@@ -42,9 +43,12 @@ def save_transformers(
     *,
     cursor: TrainCursor,
     scheduler: Any,
+    points: OverridePoints,
     write_model: Callable[[Path, Any], None],
 ) -> bool:
     """Write ``folder`` and return whether the write succeeded.
+
+    ``_save_optimizer_and_scheduler``, ``_save_scaler`` and ``_save_rng_state`` of ``points`` write their files.
 
     Collective: every rank.
 
@@ -62,6 +66,23 @@ def save_transformers(
     weights = accelerator.get_state_dict(hooks.model_wrapped)
     optimizer = None if args.save_only_model else hooks.optimizer.full_state_dict()
 
+    def save_optimizer_and_scheduler(output_dir: str) -> None:
+        if args.should_save:
+            write_state(Path(output_dir), OptimizationState(optimizer=optimizer, scheduler=scheduler.state_dict()))
+
+    def save_scaler(output_dir: str) -> None:
+        if args.should_save and accelerator.scaler is not None:
+            write_state(Path(output_dir), OptimizationState(scaler=accelerator.scaler.state_dict()))
+
+    def save_rng_state(output_dir: str) -> None:
+        rank, num_ranks = accelerator.process_index, accelerator.num_processes
+        write_random_states(Path(output_dir), current_random_states(), rank=rank, num_ranks=num_ranks)
+
+    savers = [
+        points.bind("_save_optimizer_and_scheduler", save_optimizer_and_scheduler),
+        points.bind("_save_scaler", save_scaler),
+        points.bind("_save_rng_state", save_rng_state),
+    ]
     facts = stored_facts(hooks.callback_handler.train_dataloader)
     saved_fields = {name: getattr(cursor, name) for name in CURSOR_FIELDS}
 
@@ -71,25 +92,40 @@ def save_transformers(
             hooks.state.save_to_json(aside / STATE_FILE)
         if args.save_only_model:
             return
-        if args.should_save:
-            if facts is not None:
-                write_json(aside / ECHELON_DATA, {**facts, "place": saved_fields})
-            scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
-            write_state(aside, OptimizationState(optimizer=optimizer, scheduler=scheduler.state_dict(), scaler=scaler))
-        rank, num_ranks = accelerator.process_index, accelerator.num_processes
-        write_random_states(aside, current_random_states(), rank=rank, num_ranks=num_ranks)
+        if args.should_save and facts is not None:
+            write_json(aside / ECHELON_DATA, {**facts, "place": saved_fields})
+        for save in savers:
+            save(str(aside))
 
     return accelerator.checkpoints.store.write_files(folder, write, is_part=is_state_file)
 
 
-def load_transformers(hooks: TrainerHooks, folder: Path, scheduler: Any) -> None:
+def load_transformers(hooks: TrainerHooks, folder: Path, scheduler: Any, points: OverridePoints) -> None:
     """Load the optimizer, the scheduler and the loss scaler without executing code from the files.
+
+    ``_load_optimizer_and_scheduler`` and ``_load_scaler`` of ``points`` load them.
 
     Collective: if the optimizer state is sharded.
 
     Raises:
         CheckpointError: a file is missing, damaged or contains code.
     """
+
+    def load_optimizer_and_scheduler(checkpoint: str) -> None:
+        state = _whole_state(Path(checkpoint))
+        hooks.optimizer.load_full_state_dict(state.optimizer)
+        scheduler.load_state_dict(state.scheduler)
+
+    def load_scaler(checkpoint: str) -> None:
+        scaler, state = hooks.accelerator.scaler, read_state(Path(checkpoint)).scaler
+        if scaler is not None and state is not None:
+            scaler.load_state_dict(state)
+
+    points.bind("_load_optimizer_and_scheduler", load_optimizer_and_scheduler)(str(folder))
+    points.bind("_load_scaler", load_scaler)(str(folder))
+
+
+def _whole_state(folder: Path) -> OptimizationState:
     state = read_state(folder)
     found = {OPTIMIZER: state.optimizer, SCHEDULER: state.scheduler}
     missing = [name for name, one in found.items() if one is None]
@@ -98,8 +134,4 @@ def load_transformers(hooks: TrainerHooks, folder: Path, scheduler: Any) -> None
             f"{folder} has no {' and no '.join(missing)}, so training cannot resume from it",
             do="load its weights into the model and start a new run",
         )
-    hooks.optimizer.load_full_state_dict(state.optimizer)
-    scheduler.load_state_dict(state.scheduler)
-    scaler = hooks.accelerator.scaler
-    if scaler is not None and state.scaler is not None:
-        scaler.load_state_dict(state.scaler)
+    return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +12,16 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.trainer.signatures import parameters_of, takes_anything
 
-__all__ = ["ColumnFilter", "Table", "drop_columns", "find_labels", "forward_of", "kept_columns"]
+__all__ = [
+    "ColumnFilter",
+    "KeptColumns",
+    "Table",
+    "drop_columns",
+    "find_labels",
+    "forward_of",
+    "kept_columns",
+    "signature_columns",
+]
 
 # Common names of columns that only an overridden compute_loss reads.
 _LABEL_WORDS = ("label", "target")
@@ -65,6 +75,12 @@ class KeptColumns:
         if name in self.names:
             return True
         return self.by_word and (name.lower() in _LABEL_LETTERS or any(word in name.lower() for word in _LABEL_WORDS))
+
+
+def signature_columns(model: nn.Module, label_names: Sequence[str]) -> list[str]:
+    """Return the parameters of the model's forward, and the labels."""
+    found = list(inspect.signature(forward_of(model)).parameters)
+    return [*found, *sorted({"label", "label_ids", *label_names} - set(found))]
 
 
 def kept_columns(model: nn.Module, *, label_names: Sequence[str], own_loss: bool) -> KeptColumns | None:

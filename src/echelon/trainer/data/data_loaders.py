@@ -13,17 +13,15 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
-from echelon.base.logging import get_logger
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.data.balanced_batches import BalancedBatchSampler
-from echelon.trainer.data.columns import ColumnFilter, Table, drop_columns
+from echelon.trainer.data.columns import Table
 from echelon.trainer.data.length_grouped_sampler import LengthGroupedSampler, lengths_of
 from echelon.trainer.hooks import TrainerHooks
-from echelon.trainer.model_interface import ModelInterface, columns_of
+from echelon.trainer.override_points import OverridePoints
+from echelon.trainer.signatures import num_positional
 
 __all__ = ["as_dataset", "build_loader", "choose_eval_dataset", "require_train_dataset", "train_sampler"]
-
-logger = get_logger(__name__)
 
 
 def as_dataset(data: Any) -> Any:
@@ -49,7 +47,14 @@ def as_dataset(data: Any) -> Any:
 
 
 def train_sampler(
-    args: TrainingArguments, dataset: Any, *, batch_size: int, accumulation: int, num_ranks: int, tokenizer: Any
+    args: TrainingArguments,
+    dataset: Any,
+    *,
+    batch_size: int,
+    accumulation: int,
+    num_ranks: int,
+    tokenizer: Any,
+    whole: Any = None,
 ) -> Sampler[Any] | None:
     """Return the sampler of the training data, or the batch sampler for the strategy ``batch_rebalance``.
 
@@ -62,6 +67,7 @@ def train_sampler(
         accumulation: forward passes per optimizer step.
         num_ranks: number of ranks.
         tokenizer: its first input names the column that defines the length of a sample (default: ``input_ids``).
+        whole: the dataset with all its columns, which may have one with the lengths.
     """
     if dataset is None or length_of(dataset) < 0:
         return None
@@ -70,7 +76,8 @@ def train_sampler(
     if args.train_sampling_strategy == "random":
         return RandomSampler(dataset)
     names = getattr(tokenizer, "model_input_names", None) or ["input_ids"]
-    lengths = lengths_of(dataset, column=args.length_column_name, name=names[0])
+    has_all = whole is not None and length_of(whole) == length_of(dataset)
+    lengths = lengths_of(whole if has_all else dataset, column=args.length_column_name, name=names[0])
     seed = args.seed if args.data_seed is None else args.data_seed
     if args.train_sampling_strategy == "group_by_length":
         return LengthGroupedSampler(batch_size * accumulation, lengths=lengths, seed=seed)
@@ -121,22 +128,34 @@ def choose_eval_dataset(given: Any, own: Any) -> Any:
 
 def build_loader(
     hooks: TrainerHooks,
-    interface: ModelInterface,
+    points: OverridePoints,
     dataset: Any,
-    sampler: Sampler[Any] | None,
-    batch_size: int,
     *,
-    purpose: Literal["train", "eval"] = "eval",
+    description: str,
+    batch_size: int,
+    sampler_fn: Callable[..., Sampler[Any] | None] | None,
+    purpose: Literal["train", "eval"],
 ) -> DataLoader[Any]:
-    """Return the loader of ``dataset``, with the columns that the model accepts, sharded over the ranks."""
-    args, accelerator, model = hooks.args, hooks.accelerator, hooks.model
-    collator, kept = hooks.data_collator, columns_of(hooks, interface)
-    if kept is not None and isinstance(dataset, Table):
-        dataset, dropped = drop_columns(dataset, kept, model=model)
-        if dropped:
-            logger.info("dropped columns that %s.forward does not accept: %s", type(model).__name__, ", ".join(dropped))
-    elif kept is not None:
-        collator = ColumnFilter(collator, kept)
+    """Return the loader of ``dataset``, with the columns that the model accepts, sharded over the ranks.
+
+    Args:
+        hooks: hooks of the Trainer.
+        points: ``_remove_unused_columns`` and ``_get_collator_with_removed_columns`` choose the columns.
+        dataset: a dataset.
+        description: name of the dataset, for messages.
+        batch_size: samples per batch of this rank; in the exact modes, of all ranks.
+        sampler_fn: dataset -> sampler; not called for an iterable dataset.
+        purpose: whether ``already_sharded`` applies.
+    """
+    args, accelerator = hooks.args, hooks.accelerator
+    collator, is_iterable = hooks.data_collator, isinstance(dataset, IterableDataset)
+    if isinstance(dataset, Table) and not is_iterable:
+        dataset = points.method("_remove_unused_columns")(dataset, description=description)
+    else:
+        collator = points.method("_get_collator_with_removed_columns")(collator, description=description)
+    sampler = None
+    if sampler_fn is not None and not is_iterable:
+        sampler = sampler_fn() if num_positional(sampler_fn) == 0 else sampler_fn(dataset)
     rank, device = accelerator.process_index, accelerator.device
     loader = _local_loader(
         args, dataset, collator=collator, batch_size=batch_size, sampler=sampler, rank=rank, device=device

@@ -9,8 +9,22 @@ import torch
 from torch import nn
 
 from echelon.base.errors import UsageError
+from echelon.trainer.hooks import TrainerHooks
 
-__all__ = ["num_tokens"]
+__all__ = ["count_tokens", "num_tokens"]
+
+
+def count_tokens(hooks: TrainerHooks, group: list[Any]) -> None:
+    """Add the tokens of the batches in ``group``, over all ranks, to the state. Collective: every rank."""
+    options = {
+        "with_padding": hooks.args.include_num_input_tokens_seen == "all",
+        "tokenizer": hooks.processing_class,
+    }
+    count = sum(num_tokens(inputs, model=hooks.model, **options) for inputs in group)
+    total = torch.tensor(count, dtype=torch.int64, device=hooks.accelerator.device)
+    if hooks.accelerator.num_processes > 1:
+        total = hooks.accelerator.reduce(total, "sum")
+    hooks.state.num_input_tokens_seen += int(total)
 
 
 def num_tokens(inputs: Any, *, model: nn.Module, with_padding: bool, tokenizer: Any) -> int:

@@ -19,6 +19,7 @@ from echelon.trainer.data.epoch_batches import EpochBatches
 from echelon.trainer.evaluation.prediction_step import evaluation_dtype
 from echelon.trainer.hooks import TrainerHooks, bind_log, notify
 from echelon.trainer.optim.prepared_optimizer import set_optimizer_mode
+from echelon.trainer.override_points import OverridePoints
 from echelon.trainer.parity import items_of
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, as_numbers, speed_metrics
 from echelon.trainer.session import TrainerSession
@@ -122,7 +123,6 @@ def run_evaluation(
         logger.info("  Batch size = %d", args.eval_batch_size)
         limit = None if state.is_predicting else args.batches_of(args.limit_eval_batches, dataloader)
         model = _prepared_model(hooks, session)
-        was_training = model.training
         model.eval()
         set_optimizer_mode(hooks.optimizer, "eval")
         hooks.callback_handler.eval_dataloader = dataloader
@@ -134,7 +134,7 @@ def run_evaluation(
         finally:
             state.real_samples = None
             numbered.close()
-            model.train(was_training)
+            hooks.gather_function = hooks.accelerator.gather_for_metrics  # a script's own lasts for one evaluation
 
         everything = {name: column.joined() for name, column in collected.columns.items()}
         predictions, label_ids = everything["logits"], everything["labels"]
@@ -176,7 +176,7 @@ def _evaluate_batches(
         if rows is not None and size is not None:
             inputs = batches.cut(inputs, rows=rows, of=size)
         loss, logit, label = hooks.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
-        column = _main_input(inputs, hooks) if "inputs" in args.include_for_metrics else None
+        column = _main_input(inputs, hooks, session.points) if "inputs" in args.include_for_metrics else None
         if rows is not None and size is not None:
             logit, label, column = (batches.fill(part, rows=rows, of=size) for part in (logit, label, column))
         gathered = collected.gather(loss, logit, label, column, size=size)
@@ -209,6 +209,9 @@ def _end_batch(hooks: TrainerHooks, session: TrainerSession) -> None:
 
 
 def _prepared_model(hooks: TrainerHooks, session: TrainerSession) -> nn.Module:
+    wrapped: nn.Module = session.points.method("_wrap_model")(hooks.model, training=False)
+    if wrapped is not hooks.model:
+        return wrapped
     if not session.optimizer.is_prepared and session.evaluation.preparation_time is None:
         start = time.time()
         devices = hooks.accelerator.capabilities.num_devices
@@ -239,7 +242,7 @@ def _cast_to(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
             one.data = data.to(device)
 
 
-def _main_input(inputs: Any, hooks: TrainerHooks) -> Any:
+def _main_input(inputs: Any, hooks: TrainerHooks, points: OverridePoints) -> Any:
     """Return the main input column of a batch: ``main_input_name`` of the model, or ``input_ids``.
 
     Raises:
@@ -247,7 +250,7 @@ def _main_input(inputs: Any, hooks: TrainerHooks) -> Any:
     """
     name = getattr(hooks.model, "main_input_name", "input_ids")
     if isinstance(inputs, Mapping) and name in inputs:
-        return batches.to_device(inputs[name], hooks.accelerator.device)
+        return points.method("_prepare_input")(inputs[name])
     if isinstance(inputs, (list, tuple)) and inputs:
         return batches.to_device(inputs[0], hooks.accelerator.device)
     raise UsageError(
@@ -329,7 +332,9 @@ class _Collected:
         return self._hooks.accelerator.pad_across_processes(part, dim=1, pad_index=-100)
 
     def _gathered(self, part: Any) -> Any:
-        return self._hooks.accelerator.gather_for_metrics(part, use_gather_object=self._is_of_objects(part))
+        if self._is_of_objects(part):
+            return self._hooks.accelerator.gather_for_metrics(part, use_gather_object=True)
+        return self._hooks.gather_function(part)
 
     def _is_of_objects(self, part: Any) -> bool:
         """Return whether ``part`` is a list of one object per sample; tensors are always gathered as tensors."""

@@ -17,8 +17,8 @@ def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def metrics_table(split: str, metrics: Mapping[str, Any]) -> str:
-    """Return ``metrics`` as a sorted table with two columns."""
-    shown = metrics_format(metrics)
+    """Return formatted ``metrics`` as a sorted table with two columns."""
+    shown = metrics
     left = max((len(str(name)) for name in shown), default=0)
     right = max((len(str(value)) for value in shown.values()), default=0)
     lines = [f"  {name: <{left}} = {shown[name]!s:>{right}}" for name in sorted(shown)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -65,8 +66,11 @@ def predict_batch(
     loss = None
     with torch.no_grad():
         if _has_loss(hooks, session, inputs):
-            with hooks.compute_loss_context_manager():
-                num_items = count_items([inputs], hooks.accelerator.device)
+            num_items = count_items([inputs], hooks.accelerator.device)
+            context: Callable[[], AbstractContextManager[Any]] = nullcontext
+            if "_prepare_context_parallel_inputs" in session.points.overridden:
+                context, inputs = session.points.method("_prepare_context_parallel_inputs")(model, inputs)
+            with hooks.compute_loss_context_manager(), context():
                 result = call_compute_loss(hooks, session, model, inputs, num_items, return_outputs=True)
                 if not (isinstance(result, tuple) and len(result) == 2):
                     raise UsageError(

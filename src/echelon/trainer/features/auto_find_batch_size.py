@@ -25,11 +25,11 @@ def smaller_batch_sizes(batch_size: int, *, accumulation: int) -> list[int]:
 
 
 def find_batch_size_and_train(
-    hooks: TrainerHooks, attempt: Callable[[int, int], TrainOutput], *, accumulation: int
+    hooks: TrainerHooks, attempt: Callable[[int], TrainOutput], *, batch_size: int, accumulation: int
 ) -> TrainOutput:
-    """Call ``attempt(batch_size, accumulation)`` with decreasing batch sizes until one fits into memory.
+    """Call ``attempt(batch_size)`` with decreasing batch sizes until one fits into memory.
 
-    The product of both stays constant. Each attempt starts with the same weights, optimizer and RNG states.
+    Every size divides ``batch_size * accumulation``, which stays constant. Each attempt starts with the same weights, optimizer and RNG states.
 
     Collective: every rank; all ranks try the same sizes.
 
@@ -37,15 +37,13 @@ def find_batch_size_and_train(
         ConfigError: the model is sharded.
         UsageError: even a batch of one sample does not fit.
     """
-    args = hooks.args
     if hooks.accelerator.capabilities.shards_parameters:
         raise ConfigError(
             "auto_find_batch_size does not support sharded models",
             where="TrainingArguments.auto_find_batch_size",
             do="remove it and set per_device_train_batch_size",
         )
-    total = args.train_batch_size * accumulation
-    sizes = iter([*smaller_batch_sizes(args.train_batch_size, accumulation=accumulation), 0])
+    sizes = iter([*smaller_batch_sizes(batch_size, accumulation=accumulation), 0])
     weights = {name: value.detach().cpu().clone() for name, value in hooks.model.state_dict().items()}
     initial = hooks.optimizer, hooks.lr_scheduler
     states = [None if one is None else copy.deepcopy(one.state_dict()) for one in initial]
@@ -67,10 +65,10 @@ def find_batch_size_and_train(
             random.setstate(rng_states[0])
             np.random.set_state(rng_states[1])
             torch.set_rng_state(rng_states[2])
-        return attempt(batch_size, total // batch_size)
+        return attempt(batch_size)
 
     search: Any = find_executable_batch_size(
-        _try, starting_batch_size=args.train_batch_size, reduce_batch_size_fn=lambda: next(sizes)
+        _try, starting_batch_size=batch_size, reduce_batch_size_fn=lambda: next(sizes)
     )
     result: TrainOutput = search()
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class HubUpload:
         self.repository: str | None = None
         """Full name of the repository, once it exists."""
 
-    def open(self, token: str | None = None) -> str:
+    def open(self, token: str | None = None, private: bool | None = None) -> str:
         """Create the repository if it does not exist, and return its name.
 
         Raises:
@@ -66,7 +66,10 @@ class HubUpload:
             hub: Any = require("huggingface_hub", extra="hub", purpose="push_to_hub")
             name = self._args.hub_model_id or self._output_dir.absolute().name
             url = hub.create_repo(
-                repo_id=name, token=token or self._args.hub_token, private=self._args.hub_private_repo, exist_ok=True
+                repo_id=name,
+                token=token or self._args.hub_token,
+                private=self._args.hub_private_repo if private is None else private,
+                exist_ok=True,
             )
             self.repository = str(url.repo_id)
         return self.repository
@@ -80,15 +83,16 @@ class HubUpload:
             self._running.append(result)
         return result
 
-    def upload_checkpoint(self, checkpoint: Path, *, step: int) -> bool:
+    def upload_checkpoint(self, checkpoint: Path, *, step: int, before: Callable[[], Any]) -> bool:
         """Start the uploads that ``hub_strategy`` requires after a checkpoint, and return whether one was started.
 
-        An upload is skipped while another one is running, unless ``hub_always_push`` is set.
+        An upload is skipped while another one is running, unless ``hub_always_push`` is set. ``before`` is called before it.
         """
         args = self._args
         self._running = [one for one in self._running if not one.done()]
         if args.hub_strategy == HubStrategy.END or (self._running and not args.hub_always_push):
             return False
+        before()
         for path in checkpoint.iterdir():
             if path.is_file() and not _RESUME_FILES.fullmatch(path.name):
                 shutil.copy2(path, self._output_dir / path.name)
@@ -140,18 +144,29 @@ def push(
     token: str | None,
     revision: str | None,
     card: Mapping[str, Any],
+    wait: Callable[[], None],
 ) -> Any:
-    """Implement ``Trainer.push_to_hub``; ``card`` holds the arguments of ``create_model_card``.
+    """Implement ``Trainer.push_to_hub``.
+
+    Args:
+        hooks: hooks of the Trainer.
+        hub: the repository, which exists.
+        message: message of the commit.
+        blocking: wait for the upload.
+        token: token of the Hub.
+        revision: branch.
+        card: the arguments of ``create_model_card``.
+        wait: waits for the uploads in the background.
 
     Collective: every rank.
     """
-    hooks.init_hf_repo(token=token)
+    notify(hooks, "on_push_begin")
     hooks.save_model(_internal_call=True)
     result = None
     if hooks.is_world_process_zero():
-        notify(hooks, "on_push_begin")
-        hooks.create_model_card(**card)
-        hub.wait()
+        tags = _tags_of(hooks.model, card.get("tags"))
+        hooks.create_model_card(**{**card, **({"tags": tags} if tags else {})})
+        wait()
         result = hub.upload(
             message or "End of training",
             blocking=blocking,
@@ -160,6 +175,12 @@ def push(
         )
     hooks.accelerator.wait_for_everyone()
     return result
+
+
+def _tags_of(model: Any, given: Any) -> list[str]:
+    """Return ``given``, a tag or several, and those of the model."""
+    tags = [given] if isinstance(given, str) else list(given or ())
+    return [*tags, *(tag for tag in getattr(model, "model_tags", None) or () if tag not in tags)]
 
 
 def write_card(

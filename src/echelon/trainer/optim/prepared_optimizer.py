@@ -16,6 +16,7 @@ from echelon.trainer.arguments.deepspeed import deepspeed_optimizer, deepspeed_s
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.optim.lr_schedules import get_scheduler, steps_with_metric
 from echelon.trainer.optim.optimizers import parameter_groups, without_compiler
+from echelon.trainer.override_points import OverridePoints
 
 __all__ = ["PreparedOptimizer", "create_optimizer", "create_scheduler", "set_optimizer_mode"]
 
@@ -66,7 +67,7 @@ class PreparedOptimizer:
     _has_other_gradients: bool = False  # trainable weights that the optimizer does not contain
     _created_scheduler: bool = False
 
-    def prepare(self, hooks: TrainerHooks, max_steps: int) -> None:
+    def prepare(self, hooks: TrainerHooks, max_steps: int, points: OverridePoints) -> None:
         """Create the optimizer and the scheduler if they were not given, and prepare them with the model.
 
         Collective: every rank.
@@ -80,7 +81,15 @@ class PreparedOptimizer:
         optimizer, scheduler = hooks.optimizer, hooks.lr_scheduler
         held = {id(p) for group in parameters_by_group(optimizer) for p in group}
         self._has_other_gradients = any(p.requires_grad and id(p) not in held for p in hooks.model.parameters())
-        hooks.model_wrapped, hooks.optimizer, prepared = hooks.accelerator.prepare(hooks.model, optimizer, scheduler)
+        wrapped = points.method("_wrap_model")(hooks.model_wrapped)
+        if wrapped is hooks.model_wrapped or wrapped is hooks.model:
+            hooks.model_wrapped, hooks.optimizer, prepared = hooks.accelerator.prepare(
+                hooks.model, optimizer, scheduler
+            )
+            hooks.model = hooks.accelerator.unwrap_model(hooks.model_wrapped, keep_torch_compile=False)
+        else:  # the user's own wrapper
+            hooks.model_wrapped = wrapped
+            hooks.optimizer, prepared = hooks.accelerator.prepare(optimizer, scheduler)
         # Schedulers count optimizer steps here, so the loop can step the unwrapped object.
         hooks.lr_scheduler = prepared.scheduler if isinstance(prepared, AcceleratedScheduler) else prepared
         self.scheduler = prepared
@@ -88,7 +97,6 @@ class PreparedOptimizer:
         if self.is_foreign_scheduler and getattr(scheduler, "optimizer", None) is optimizer:
             scheduler.optimizer = hooks.optimizer.optimizer  # as engines do for torch schedulers
         self.steps_per_update = not steps_with_metric(hooks.lr_scheduler)
-        hooks.model = hooks.accelerator.unwrap_model(hooks.model_wrapped, keep_torch_compile=False)
         self.is_prepared = True
         handler = hooks.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = hooks.model, hooks.optimizer, hooks.lr_scheduler

@@ -1,0 +1,459 @@
+"""The private methods of transformers' Trainer that libraries override or call; the loop calls them where transformers does.
+
+``trainer/override_points.py`` finds the overrides. Methods that need a running loop delegate to the implementation that the
+loop has bound there; the others are implemented by the functions of the Trainer's components.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
+
+from echelon.accelerator import Accelerator
+from echelon.base.errors import UsageError
+from echelon.base.lengths import length_of
+from echelon.base.logging import get_logger
+from echelon.trainer.argument_conflicts import check_arguments
+from echelon.trainer.arguments.training_arguments import TrainingArguments
+from echelon.trainer.batch_loss import count_update_items
+from echelon.trainer.build_accelerator import accelerator_arguments
+from echelon.trainer.checkpoint.best_model import load_best, update_best_metric
+from echelon.trainer.checkpoint.resume_point import load_model_from
+from echelon.trainer.checkpoint.save import CheckpointWriter
+from echelon.trainer.checkpoint.save_model import write_model_files
+from echelon.trainer.data import batches, data_loaders
+from echelon.trainer.data.columns import ColumnFilter, KeptColumns, drop_columns, signature_columns
+from echelon.trainer.data.num_tokens import count_tokens
+from echelon.trainer.features.hyperparameter_search import set_arguments
+from echelon.trainer.model_interface import columns_of
+from echelon.trainer.optim.optimizers import param_groups_of
+from echelon.trainer.results import TrainOutput
+from echelon.trainer.session import TrainerSession, UpdateSize
+from echelon.trainer.training_run import plan_training
+
+__all__ = ["TrainerInternals"]
+
+logger = get_logger(__name__)
+
+
+class TrainerInternals:
+    """Base class of the Trainer, with the private methods of transformers' Trainer."""
+
+    args: TrainingArguments
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Any
+    lr_scheduler: Any
+    control: Any
+    state: Any
+    callback_handler: Any
+    data_collator: Callable[[Any], Any]
+    train_dataset: Any
+    processing_class: Any
+    label_names: list[str]
+    current_flos: float
+    push_in_progress: Any
+    _session: TrainerSession
+    _signature_columns: list[str] | None
+
+    # ---- construction ------------------------------------------------------------------------------------------------
+
+    def _validate_args(self) -> None:
+        """Check the arguments of the constructor for conflicts."""
+        check_arguments(self)  # type: ignore[arg-type]
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Return the arguments of the Accelerator: those that follow from ``args``, and ``kwargs``."""
+        return {**accelerator_arguments(self.args, getattr(self, "model", None)), **kwargs}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Move ``model`` to ``device``, unless it is already split over several devices."""
+        if getattr(model, "hf_device_map", None) is not None:
+            logger.warning(
+                "the model is already placed on its devices (hf_device_map), so it is not moved to %s", device
+            )
+            return
+        model.to(device)
+
+    # ---- data --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _train_batch_size(self) -> int:
+        """Samples of one training batch on this process."""
+        return self._session.update_size(self.args).batch_size
+
+    @_train_batch_size.setter
+    def _train_batch_size(self, size: int) -> None:
+        steps = self._session.update_size(self.args).accumulation_steps
+        self._session.fitted, self._session.wanted_batch_size = UpdateSize(size, steps), size
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Sampler[Any] | None] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader[Any]:
+        """Return the loader of ``dataset``, with the columns that the model accepts, sharded over the ranks."""
+        loader = data_loaders.build_loader(
+            self,  # type: ignore[arg-type]
+            self._session.points,
+            dataset,
+            description=description,
+            batch_size=batch_size,
+            sampler_fn=sampler_fn,
+            purpose="train" if is_training else "eval",
+        )
+        if dataloader_key is not None and self.args.dataloader_persistent_workers:
+            self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
+        return loader
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
+        """Return the sampler of the training data; None for data without a length."""
+        size = self._session.update_size(self.args)
+        return data_loaders.train_sampler(
+            self.args,
+            train_dataset if train_dataset is not None else self.train_dataset,
+            batch_size=size.batch_size,
+            accumulation=size.accumulation_steps,
+            num_ranks=self.accelerator.num_processes,
+            tokenizer=self.processing_class,
+            whole=self.train_dataset,
+        )
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
+        """Return the sampler of evaluation data; None for data without a length."""
+        return None if length_of(eval_dataset) < 0 else SequentialSampler(eval_dataset)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Set ``_signature_columns``, the columns to keep, from the parameters of forward and the labels."""
+        if self._signature_columns in (None, self._session.default_columns):
+            found = signature_columns(self.model, self.label_names)
+            self._signature_columns, self._session.default_columns = found, list(found)
+
+    def _kept_columns(self) -> KeptColumns | None:
+        """Return the columns to keep; None for all."""
+        if not self.args.remove_unused_columns:
+            return None
+        self._set_signature_columns_if_needed()
+        if self._signature_columns == self._session.default_columns:
+            return columns_of(self, self._session.interface)  # type: ignore[arg-type]
+        return KeptColumns(names=frozenset(self._signature_columns or ()), by_word=False)  # a subclass's own list
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """Return a table of columns without those that the model does not accept."""
+        kept, model = self._kept_columns(), self.model
+        if kept is None:
+            return dataset
+        dataset, dropped = drop_columns(dataset, kept, model=model)
+        if dropped:
+            logger.info("dropped columns that %s.forward does not accept: %s", type(model).__name__, ", ".join(dropped))
+        return dataset
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Callable[[Any], Any], description: str | None = None
+    ) -> Callable[[Any], Any]:
+        """Return a collator that drops the columns that the model does not accept."""
+        kept = self._kept_columns()
+        return data_collator if kept is None else ColumnFilter(data_collator, kept)
+
+    # ---- a batch -----------------------------------------------------------------------------------------------------
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Return a part of a batch on the device."""
+        if "_prepare_input" not in self._session.points.overridden:
+            return batches.to_device(data, self.accelerator.device)
+        if isinstance(data, Mapping):
+            return type(data)({name: self._prepare_input(part) for name, part in data.items()})  # type: ignore[call-arg]
+        if isinstance(data, (tuple, list)):
+            return type(data)(self._prepare_input(part) for part in data)
+        return batches.to_device(data, self.accelerator.device)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return a batch on the device.
+
+        Raises:
+            UsageError: the batch is empty.
+        """
+        inputs = self._prepare_input(inputs)
+        if isinstance(inputs, Mapping) and not inputs:
+            raise UsageError(
+                "the batch has no columns",
+                where=f"{type(self).__name__}._prepare_inputs",
+                do="check data_collator, and that the dataset has columns with the names of forward's parameters",
+            )
+        return inputs
+
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: Any
+    ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]:
+        """Return a context to run the model in, and the batch; there is no context parallelism here."""
+        return nullcontext, inputs
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Return the number of labels of an update, over all ranks; None if the loss is not divided by it."""
+        return count_update_items(self, self._session, batch_samples, device)  # type: ignore[arg-type]
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Add the tokens of a batch to ``state.num_input_tokens_seen``. Collective: if tokens are counted."""
+        if self.args.include_num_input_tokens_seen != "no":
+            count_tokens(self, [inputs])  # type: ignore[arg-type]
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip the gradients to ``max_grad_norm``, and return their norm before. Collective: if the model is sharded."""
+        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return ``grad_norm``, or the norm of the gradients if it is None. Collective: if the model is sharded."""
+        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
+
+    def _get_learning_rate(self) -> float:
+        """Return the learning rate of the first parameter group."""
+        return float(param_groups_of(self.optimizer, "_get_learning_rate")[0]["lr"])
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: torch.Tensor,
+        grad_norm: Any,
+        model: nn.Module,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Log, evaluate and save as requested by ``control``; called after every step and every epoch."""
+        default = self._session.points.default("_maybe_log_save_evaluate")
+        default(tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate)
+
+    @property
+    def _globalstep_last_logged(self) -> int:
+        """The step of the last log."""
+        return int(self._session.points.default("_globalstep_last_logged")())
+
+    @_globalstep_last_logged.setter
+    def _globalstep_last_logged(self, step: int) -> None:
+        self._session.points.default("_globalstep_last_logged")(step)
+
+    @property
+    def _total_loss_scalar(self) -> float:
+        """The sum of the losses that were logged in this training run; the loop keeps it, so setting it has no effect."""
+        return float(self._session.points.default("_total_loss_scalar")())
+
+    @_total_loss_scalar.setter
+    def _total_loss_scalar(self, value: float) -> None:
+        pass
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: TrainingArguments | None = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train with ``batch_size``, and return the results. Collective: every rank."""
+        run = self._session.points.default("_inner_training_loop")
+        result: TrainOutput = run(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        return result
+
+    def _update_auto_batch_size(self, batch_size: int) -> None:
+        """Set the batch size of the next attempt of ``auto_find_batch_size``."""
+        self._session.points.default("_update_auto_batch_size")(batch_size)
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """Set ``state``; return the number of complete epochs, and of the batches of the next one that were trained on."""
+        default = self._session.points.default("_init_training_state")
+        epochs, used = default(max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
+        return epochs, used
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
+        """Create and prepare optimizer, scheduler and model, and load the checkpoint. Collective: every rank."""
+        model, loader = self._session.points.default("_prepare_for_training")(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        return model, loader
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Return ``model``, which ``accelerator.prepare`` wraps; an override may return its own wrapper."""
+        return model
+
+    def _run_epoch(self, model: nn.Module, epoch: int, train_dataloader: Any, **position: Any) -> None:
+        """Train one epoch. Collective: every rank.
+
+        Args:
+            model: the wrapped model.
+            epoch: index of the epoch.
+            train_dataloader: loader of the training data.
+            position: the other arguments that transformers passes, which the loop knows.
+        """
+        self._session.points.default("_run_epoch")(model, epoch, train_dataloader, **position)
+
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
+        """Log the results, load the best model, and return the results. Collective: every rank."""
+        result: TrainOutput = self._session.points.default("_finalize_training")(trial, num_train_samples, start_time)
+        return result
+
+    # ---- evaluation and search ---------------------------------------------------------------------------------------
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate during training, report to a search, and step a scheduler that follows the metric.
+
+        Collective: every rank.
+        """
+        evaluate = self._session.points.default("_evaluate")
+        metrics: dict[str, float] = evaluate(trial, ignore_keys_for_eval, skip_scheduler=skip_scheduler)
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Record the metric of an evaluation if it is the best so far, and return whether it is."""
+        return update_best_metric(self, metrics)  # type: ignore[arg-type]
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Set the arguments that ``trial`` contains, if it is a dict."""
+        self._trial = trial
+        if isinstance(trial, Mapping):
+            set_arguments(self.args, trial)
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """Report the objective to a search. Collective: every rank."""
+        if (running := self._session.search.trial) is not None:
+            running.report_evaluation(metrics, step=step)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return the directory of the checkpoints: that of a search's trial, or the output directory."""
+        return str(self._session.output_dir_as_given(self.args))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the files of ``save_model`` on the saving rank; a sharded model needs ``state_dict``."""
+        folder = Path(output_dir) if output_dir is not None else self._session.output_dir(self.args)
+        write_model_files(self, folder, state_dict)  # type: ignore[arg-type]
+
+    def _save_checkpoint(self, model: Any = None, trial: Any = None) -> None:
+        """Write ``checkpoint-<step>`` and delete surplus checkpoints. Collective: every rank."""
+        CheckpointWriter(self, self._session).save(trial)  # type: ignore[arg-type]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write optimizer.pt and scheduler.pt, in transformers' format of checkpoints."""
+        self._session.points.default("_save_optimizer_and_scheduler")(output_dir)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Write scaler.pt if losses are scaled, in transformers' format of checkpoints."""
+        self._session.points.default("_save_scaler")(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Write the states of the random generators of this rank, in transformers' format of checkpoints."""
+        self._session.points.default("_save_rng_state")(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the weights of a checkpoint. Collective: if the model is sharded."""
+        if model is None and self._session.keeps_weights_with_state:
+            self._session.loads_weights_with_state = True
+            return
+        load_model_from(
+            self.model if model is None else model, Path(resume_from_checkpoint), report=self._issue_warnings_after_load
+        )
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint. Collective: every rank."""
+        load_best(self, self._session.output_dir(self.args), report=self._issue_warnings_after_load)  # type: ignore[arg-type]
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Log the missing and the unexpected weights of a checkpoint."""
+        for name in ("missing_keys", "unexpected_keys"):
+            if keys := getattr(load_result, name):
+                logger.warning("the checkpoint has %s: %s", name.replace("_", " "), ", ".join(map(str, keys)))
+
+    def _load_callback_state(self) -> None:
+        """Restore the callbacks from ``state.stateful_callbacks`` if the arguments request it."""
+        if self.args.restore_callback_states_from_checkpoint:
+            self.callback_handler.restore(self.state.stateful_callbacks)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the states of optimizer and scheduler. Collective: every rank."""
+        if checkpoint is not None:
+            self._session.points.default("_load_optimizer_and_scheduler")(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Load the state of the loss scaler, if there is one."""
+        if checkpoint is not None:
+            self._session.points.default("_load_scaler")(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the states of the random generators of the saved run."""
+        if checkpoint is not None:
+            self._session.points.default("_load_rng_state")(checkpoint)
+
+    # ---- Hub ---------------------------------------------------------------------------------------------------------
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Start the uploads that ``hub_strategy`` requires after a checkpoint, on rank zero."""
+        notify_push = functools.partial(self.callback_handler.on_push_begin, self.args, self.state, self.control)
+        if self.accelerator.is_main_process:
+            self._session.hub.upload_checkpoint(
+                Path(checkpoint_folder), step=self.state.global_step, before=notify_push
+            )
+
+    def _finish_current_push(self) -> None:
+        """Wait for the uploads in the background."""
+        running = self.push_in_progress
+        if running is not None and not running.is_done():
+            running.wait_until_done()
+        self._session.hub.wait()
+
+    # ---- public methods that the loop calls ------------------------------------------------------------------------------
+
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: DataLoader[Any]
+    ) -> tuple[int, int, int, int, int, int, int]:
+        """Return the numbers of the training plan, in the order of transformers. Collective: every rank."""
+        plan = self._session.plan = plan_training(self, self._session, dataloader)  # type: ignore[arg-type]
+        return plan.initial_values()
+
+    def store_flos(self) -> None:
+        """Add the floating-point operations since the last call to the state. Collective: if the model counts them."""
+        total, self.current_flos = self.current_flos, 0.0
+        if self._session.interface.counts_flops and self.accelerator.num_processes > 1:
+            total = float(
+                self.accelerator.reduce(torch.tensor(total, dtype=torch.float64, device=self.accelerator.device))
+            )
+        self.state.total_flos += total
+
+    def get_tp_size(self) -> int:
+        """Return 1: no tensor or sequence parallelism."""
+        return 1
+
+    get_cp_size = get_sp_size = get_tp_size
+
+    def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
+        """Return the number of samples per optimizer step, over all ranks."""
+        size = self._session.update_size(self.args)
+        if args is not None and args is not self.args:
+            size = UpdateSize(args.train_batch_size, args.gradient_accumulation_steps)
+        return size.batch_size * size.accumulation_steps * self.accelerator.num_processes
