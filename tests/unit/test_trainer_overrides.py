@@ -15,7 +15,7 @@ from torch import nn
 
 import echelon.trainer
 from echelon.base import environ
-from echelon.base.errors import UsageError
+from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.compat.transformers_names import TRAINER_MEMBERS
 from echelon.trainer import Trainer, TrainerCallback, TrainerControl, TrainingArguments
@@ -393,10 +393,41 @@ def test_flags_and_names_that_libraries_read(tmp_path: Path) -> None:
     trainer = Trainer(Line(), arguments(tmp_path), train_dataset=DATA)
     assert (trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled) == (False, False)
     assert trainer.hub_model_id is trainer.push_in_progress is trainer.hp_search_backend is trainer.hp_name is None
-    assert trainer.accelerator.state.deepspeed_plugin is None
+    assert trainer.accelerator.state.deepspeed_plugin is trainer.args.deepspeed_plugin is None
     assert isinstance(trainer.callback_handler, CallbackHandler)
     calls: list[Any] = []
     trainer.gather_function = lambda part: calls.append(part) or part
     trainer.evaluate(DATA[:2])
     assert calls
     assert trainer.gather_function == trainer.accelerator.gather_for_metrics
+
+
+def test_optimizers_with_their_own_groups_and_factories(tmp_path: Path) -> None:
+    """``optimizer_dict`` is what sentence-transformers returns; a factory is what transformers has for Muon."""
+
+    class Factory:
+        def __call__(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+            return torch.optim.SGD(model.parameters(), lr=lr)
+
+    model = Line()
+    for name in ("params", "optimizer_dict", "model"):
+        groups = [{"params": [model.layer.weight], "lr": 0.5}]
+        given: Any = (torch.optim.SGD, {"lr": 0.1, name: groups})
+        trainer = Trainer(model, arguments(tmp_path), optimizer_cls_and_kwargs=given)
+        assert [group["lr"] for group in trainer.create_optimizer().param_groups] == [0.5]
+    given = (Factory, {"lr": 0.25})
+    trainer = Trainer(model, arguments(tmp_path), optimizer_cls_and_kwargs=given)
+    assert trainer.create_optimizer(model=model).param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "follows the metric of evaluations, but eval_strategy is 'no'"),
+        ({"lr_scheduler_type": "greedy"}, "follows the metric of evaluations, but eval_strategy is 'no'"),
+        ({"torch_empty_cache_steps": 0}, "torch_empty_cache_steps=0 is not a positive whole number"),
+    ],
+)
+def test_rules_of_transformers_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainingArguments("there", **options)

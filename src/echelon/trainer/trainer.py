@@ -64,7 +64,8 @@ class Trainer(TrainerInternals):
     """Trains, evaluates and predicts, on one process or many.
 
     Names, order and defaults of the arguments are those of transformers' Trainer. Every method can be overridden, also the
-    private ones of transformers (``TrainerInternals``): ``compute_loss`` with three or four parameters, ``training_step`` with two or three, ``log`` with one or two.
+    private ones of transformers (``TrainerInternals``): ``compute_loss`` with three or four parameters, ``training_step``
+    with two or three, ``log`` with one or two.
 
     Args:
         model: a module whose forward returns the loss first or as ``loss``; any module if ``compute_loss`` is overridden

@@ -7,13 +7,12 @@ from typing import Any
 
 from echelon.accelerator import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from echelon.accelerator.setup.build_deepspeed import build_plugin
-from echelon.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = ["deepspeed_optimizer", "deepspeed_plugin", "deepspeed_schedule"]
 
 
-def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin | None:
-    """Return the plugin for ``args.deepspeed``, or None if DeepSpeed is not requested.
+def deepspeed_plugin(args: Any) -> DeepSpeedPlugin | None:
+    """Return the plugin for ``args.deepspeed`` of a TrainingArguments, or None if DeepSpeed is not requested.
 
     Values that depend on the model or the number of steps stay "auto" until these are known.
 
@@ -30,7 +29,7 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin | None:
     return plugin
 
 
-def _known(args: TrainingArguments) -> dict[str, tuple[str, Any]]:
+def _known(args: Any) -> dict[str, tuple[str, Any]]:
     """Map each config key to the corresponding argument and its value."""
     return {
         "gradient_accumulation_steps": ("gradient_accumulation_steps", args.gradient_accumulation_steps),
@@ -46,7 +45,7 @@ def _known(args: TrainingArguments) -> dict[str, tuple[str, Any]]:
     }
 
 
-def deepspeed_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> DummyOptim | None:
+def deepspeed_optimizer(args: Any, groups: list[dict[str, Any]]) -> DummyOptim | None:
     """Return a placeholder for the optimizer in DeepSpeed's config, or None if the config defines none."""
     if not isinstance(args.deepspeed, dict) or "optimizer" not in args.deepspeed:
         return None
@@ -54,7 +53,7 @@ def deepspeed_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -
 
 
 def deepspeed_schedule(
-    args: TrainingArguments, optimizer: Any, *, num_steps: int, num_shares: int, make: Callable[[Any], Any]
+    args: Any, optimizer: Any, *, num_steps: int, num_shares: int, make: Callable[[Any], Any]
 ) -> DummyScheduler | None:
     """Return a placeholder for the scheduler in DeepSpeed's config, or for the one that ``make`` builds; None without either.
 

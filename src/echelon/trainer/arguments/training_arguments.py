@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from echelon.accelerator import PartialState
+from echelon.accelerator import DeepSpeedPlugin, PartialState
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
+from echelon.trainer.arguments.deepspeed import deepspeed_plugin
 from echelon.trainer.arguments.devices import num_devices_of
 from echelon.trainer.arguments.enums import (
     HubStrategy,
@@ -172,6 +173,11 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
     def place_model_on_device(self) -> bool:
         """Whether the Trainer moves the model to the device; models split over several devices are never moved."""
         return True
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The plugin for ``deepspeed``, or None."""
+        return deepspeed_plugin(self)
 
     @property
     def parallel_mode(self) -> ParallelMode:

@@ -72,6 +72,20 @@ def check_values(args: TrainingFields) -> None:
                 where=f"TrainingArguments.{name}",
                 do="set it to 1",
             )
+    follows_metric = args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+    if follows_metric and args.eval_strategy == IntervalStrategy.NO:
+        raise ConfigError(
+            f"lr_scheduler_type={str(args.lr_scheduler_type)!r} follows the metric of evaluations, but eval_strategy is 'no'",
+            where="TrainingArguments.lr_scheduler_type",
+            do="set eval_strategy='epoch', or 'steps' with eval_steps",
+        )
+    every = args.torch_empty_cache_steps
+    if every is not None and (every != int(every) or every <= 0):
+        raise ConfigError(
+            f"torch_empty_cache_steps={every} is not a positive whole number",
+            where="TrainingArguments.torch_empty_cache_steps",
+            do="set it to 1 or more, or to None",
+        )
     if args.warmup_steps < 0:
         raise ConfigError(
             f"warmup_steps={args.warmup_steps} must not be negative", where="TrainingArguments.warmup_steps"

@@ -21,14 +21,21 @@ from echelon.trainer.override_points import OverridePoints
 __all__ = ["PreparedOptimizer", "create_optimizer", "create_scheduler", "set_optimizer_mode"]
 
 
+# Optimizers with their own parameter groups name them in one of these ways, as in transformers.
+_PARAMETERS = ("params", "model", "optimizer_dict")
+
+
 def create_optimizer(hooks: TrainerHooks, model: nn.Module) -> Optimizer | DummyOptim:
     """Return a new optimizer for ``model``, for ``Trainer.create_optimizer``."""
     args = hooks.args
     kind, given = hooks.optimizer_cls_and_kwargs or hooks.get_optimizer_cls_and_kwargs(args, model)
     options = dict(given)
     decaying = hooks.get_decay_parameter_names(model)
-    groups = parameter_groups(model, decaying=decaying, weight_decay=args.weight_decay)
-    groups = options.pop("params", groups)  # optimizers with their own parameter groups
+    groups: Any = parameter_groups(model, decaying=decaying, weight_decay=args.weight_decay)
+    if isinstance(kind, type) and any("__call__" in vars(owner) for owner in kind.__mro__[:-1]):
+        return kind()(model, **options)  # type: ignore[no-any-return,call-arg,operator] # a factory, as in transformers
+    for name in _PARAMETERS:
+        groups = options.pop(name, groups)
     if args.world_size == 1 and not args.torch_compile:  # otherwise torch imports its compiler anyway
         kind = without_compiler(kind)
     return deepspeed_optimizer(args, groups) or kind(groups, **options)
