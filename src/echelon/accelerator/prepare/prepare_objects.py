@@ -17,7 +17,7 @@ from echelon.accelerator.prepare.prepare_arguments import check_unprepared_data,
 from echelon.accelerator.session import Session
 from echelon.accelerator.setup.build_deepspeed import reject_placeholders
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
-from echelon.accelerator.update.scheduler import AcceleratedScheduler
+from echelon.accelerator.update.scheduler import AcceleratedScheduler, steps_with_metric
 from echelon.accelerator.update.step_timing import time_forward
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
@@ -203,7 +203,7 @@ def _wrap_scheduler(session: Session, scheduler: LRScheduler) -> AcceleratedSche
     own = [o for o in optimizers if o is owner or o.optimizer is owner]
     num_times = 1 if session.update.uses_global_batches else session.world.world_size
     follows = session.step_scheduler_with_optimizer and not session.dataloader_config.split_batches
-    if not isinstance(scheduler, DrivenScheduler) and num_times > 1 and follows:
+    if not isinstance(scheduler, DrivenScheduler) and num_times > 1 and follows and not steps_with_metric(scheduler):
         _log_num_times(session, type(scheduler), num_times)
     return AcceleratedScheduler(
         scheduler,
@@ -212,6 +212,7 @@ def _wrap_scheduler(session: Session, scheduler: LRScheduler) -> AcceleratedSche
         num_processes=num_times,
         step_with_optimizer=session.step_scheduler_with_optimizer,
         split_batches=session.dataloader_config.split_batches,
+        is_exact=session.parity != "off",
     )
 
 

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
+import struct
 from collections.abc import Sequence
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import SWALR
 
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
+from echelon.base.errors import UsageError
+from echelon.base.warnings import user_line, warn
+from echelon.distributed.monitored_barrier import monitored_barrier
+from echelon.distributed.small_messages import gather_bytes
 
-__all__ = ["AcceleratedScheduler"]
+__all__ = ["AcceleratedScheduler", "steps_with_metric"]
+
+_DO = "give every rank the same metric: accelerator.reduce(metric, 'mean'), or compute it from accelerator.gather_for_metrics(...)"
+
+
+def steps_with_metric(scheduler: Any) -> bool:
+    """Return whether ``scheduler.step`` requires a metric, as that of ``ReduceLROnPlateau`` does."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return True
+    kinds = inspect.Parameter
+    positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    wanted = inspect.signature(scheduler.step).parameters.values()
+    return any(one.kind in positional and one.default is kinds.empty for one in wanted)
 
 
 class AcceleratedScheduler:
@@ -18,6 +37,9 @@ class AcceleratedScheduler:
 
     With ``step_with_optimizer`` it does not advance while gradients are accumulated or if a step was skipped. Unless
     ``split_batches``, it advances ``num_processes`` times per update, because that many batches have been used.
+
+    A scheduler that follows a metric advances once per call, because it counts evaluations, not batches. All ranks give it the
+    same metric: their mean if they differ.
     """
 
     def __init__(
@@ -29,18 +51,31 @@ class AcceleratedScheduler:
         num_processes: int,
         step_with_optimizer: bool = True,
         split_batches: bool = False,
+        is_exact: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else list(optimizers)
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = gradient_state
-        self._times = 1 if split_batches else num_processes
+        self._follows_metric = steps_with_metric(scheduler)
+        self._times = 1 if split_batches or self._follows_metric else num_processes
+        self._is_exact = is_exact
+        self._is_warned = False
         self._has_end = hasattr(scheduler, "total_steps")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule if its optimizers stepped."""
+        """Advance the schedule if its optimizers stepped.
+
+        Collective: if the scheduler follows a metric.
+
+        Raises:
+            UsageError: the ranks pass different metrics in an exact mode.
+            DesyncError: only some ranks step a scheduler that follows a metric.
+        """
         scheduler = self.scheduler
+        if self._follows_metric:
+            args, kwargs = self._with_common_metric(args, kwargs)
         if not self.step_with_optimizer:
             scheduler.step(*args, **kwargs)
             return
@@ -53,6 +88,37 @@ class AcceleratedScheduler:
             # OneCycleLR raises beyond total_steps, and the last update of an epoch may contain padding.
             if not self._has_end or scheduler._step_count <= scheduler.total_steps:
                 scheduler.step(*args, **kwargs)
+
+    def _with_common_metric(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of ``step`` with the mean of a metric that differs between the ranks. Collective."""
+        name = next(iter(inspect.signature(self.scheduler.step).parameters))
+        if not args and name not in kwargs:
+            return args, kwargs  # the scheduler raises
+        monitored_barrier("scheduler.step(metric)")
+        metric = args[0] if args else kwargs[name]
+        messages = gather_bytes(struct.pack("d", float(metric)))
+        if len(set(messages)) == 1:
+            return args, kwargs
+        metrics = [struct.unpack("d", message)[0] for message in messages]
+        mean = sum(metrics) / len(metrics)
+        self._report_difference(metrics, mean)
+        return ((mean, *args[1:]), kwargs) if args else (args, {**kwargs, name: mean})
+
+    def _report_difference(self, metrics: list[float], mean: float) -> None:
+        shown = ", ".join(f"rank {rank}: {metric:.6}" for rank, metric in enumerate(metrics[:4]))
+        kind = type(self.scheduler).__name__
+        what = f"{kind}.step() got different metrics on the ranks ({shown}{', ...' if metrics[4:] else ''})"
+        if self._is_exact:
+            raise UsageError(
+                f"{what}, none of which is that of one process", where=f"step() at {user_line()}, an exact mode", do=_DO
+            )
+        if not self._is_warned:
+            self._is_warned = True
+            warn(
+                f"{what}, which would have given them different learning rates. echelon uses their mean, {mean:.6}. To fix it, {_DO}"
+            )
 
     def get_last_lr(self) -> Any:
         """Return the learning rate of each group."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,7 +14,7 @@ from echelon.base.errors import ConfigError
 from echelon.trainer.arguments.enums import SchedulerType, choose
 from echelon.trainer.optim.greedy_lr import GreedyLR
 
-__all__ = ["steps_with_metric", "get_scheduler"]
+__all__ = ["get_scheduler"]
 
 
 def get_scheduler(
@@ -63,16 +62,6 @@ def get_scheduler(
             do="see the functions of echelon.trainer.optim.lr_schedules",
         ) from error
     return LambdaLR(optimizer, factor)
-
-
-def steps_with_metric(scheduler: Any) -> bool:
-    """Return whether ``scheduler.step`` requires a metric, as that of ``ReduceLROnPlateau`` does."""
-    if isinstance(scheduler, ReduceLROnPlateau):
-        return True
-    kinds = inspect.Parameter
-    positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-    wanted = inspect.signature(scheduler.step).parameters.values()
-    return any(one.kind in positional and one.default is kinds.empty for one in wanted)
 
 
 def _constant(step: int, *, warmup: int, total: int) -> float:

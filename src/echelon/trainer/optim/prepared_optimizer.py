@@ -12,9 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from echelon.accelerator import AcceleratedOptimizer, AcceleratedScheduler, DummyOptim, DummyScheduler
 from echelon.accelerator.setup.build_deepspeed import parameters_by_group
+from echelon.accelerator.update.scheduler import steps_with_metric
 from echelon.trainer.arguments.deepspeed import deepspeed_optimizer, deepspeed_schedule
 from echelon.trainer.hooks import TrainerHooks
-from echelon.trainer.optim.lr_schedules import get_scheduler, steps_with_metric
+from echelon.trainer.optim.lr_schedules import get_scheduler
 from echelon.trainer.optim.optimizers import parameter_groups, without_compiler
 from echelon.trainer.override_points import OverridePoints
 
