@@ -91,6 +91,50 @@ def test_an_unsharded_loader_is_reported_at_its_line(name: str) -> None:
     assert "# the loop of the test" in Path(__file__).read_text().splitlines()[line - 1]
 
 
+def _loops(kind: str) -> Iterator[Any]:
+    def read() -> Iterator[Any]:
+        yield from DataLoader(WHOLE, batch_size=8)
+
+    if kind == "workers":
+        return iter(DataLoader(WHOLE, batch_size=8, num_workers=1))
+    if kind == "persistent workers":
+        return iter(DataLoader(WHOLE, batch_size=8, num_workers=1, persistent_workers=True))
+    batches: dict[str, Callable[[], Any]] = {
+        "in the for statement": lambda: iter(DataLoader(WHOLE, batch_size=8)),
+        "enumerate": lambda: (batch for _, batch in enumerate(DataLoader(WHOLE, batch_size=8))),
+        "zip": lambda: (batch for batch, _ in zip(DataLoader(WHOLE, batch_size=8), range(8))),
+        "generator": read,
+        "sharded": lambda: iter(shard(DataLoader(WHOLE, batch_size=4))),
+    }
+    return batches[kind]()
+
+
+def _train_from(kind: str) -> list[str]:
+    with process_group(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = DistributedDataParallel(torch.nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+        for (x,) in _loops(kind):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+        barrier()
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("in the for statement", "enumerate", "zip", "generator", "workers", "sharded"),
+        pytest.param("persistent workers", marks=pytest.mark.soak),
+    ],
+)
+def test_a_loader_that_no_variable_holds_is_reported_too(kind: str) -> None:
+    first, second = run_on_ranks(_train_from, kind, init_group=False)
+    assert second == []
+    assert len(first) == (kind != "sharded")
+
+
 def _after() -> bool:
     before = DataLoader.__iter__
     with process_group():

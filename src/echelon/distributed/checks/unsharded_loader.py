@@ -7,6 +7,7 @@ import hashlib
 import weakref
 from collections.abc import Callable
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,9 @@ class UnshardedLoaderCheck:
     """
 
     def __init__(self) -> None:
-        self._passes: list[tuple[weakref.ref[Any], weakref.ref[DataLoader[Any]], UserLine]] = []
+        # By iterator: its dataset, whether it may read all of it, and the line. The loader itself may already be gone, as in
+        # `for batch in DataLoader(...)`.
+        self._passes: WeakKeyDictionary[Any, tuple[Any, bool, UserLine]] = WeakKeyDictionary()
         self._checks_left = _NUM_CHECKS
         self._line: UserLine | None = None
         self._store: dist.Store | None = None
@@ -39,8 +42,8 @@ class UnshardedLoaderCheck:
 
     def add_pass(self, loader: DataLoader[Any], iterator: object) -> None:
         """Record the start of a pass."""
-        self._passes = [one for one in self._passes if one[0]() is not None]
-        self._passes.append((weakref.ref(iterator), weakref.ref(loader), user_line()))
+        self._passes.pop(iterator, None)  # persistent workers keep their iterator: this is its latest pass
+        self._passes[iterator] = loader.dataset, _may_read_all(loader), user_line()
 
     def check_step(self) -> None:
         """Run the check at a step of a DDP model."""
@@ -61,19 +64,15 @@ class UnshardedLoaderCheck:
             self.stop()
 
     def _publish_digest(self) -> None:
-        read = [
-            (loader, line)
-            for iterator, reference, line in self._passes
-            if iterator() is not None and (loader := reference()) is not None
-        ]
+        read = list(self._passes.values())
         self._passes.clear()
         group = dist.group.WORLD
         assert group is not None
         self._store = dist.PrefixStore("echelon/unsharded_loader", store_of(group))
         digest = "sharded"  # or possibly so
-        if read and all(_may_read_all(loader) for loader, _ in read):
-            loader, self._line = read[-1]
-            digest = hashlib.sha256(repr(_describe_dataset(loader.dataset)).encode()).hexdigest()
+        if read and all(may_read_all for _, may_read_all, _ in read):
+            dataset, _, self._line = read[-1]
+            digest = hashlib.sha256(repr(_describe_dataset(dataset)).encode()).hexdigest()
         self._store.set(str(dist.get_rank()), digest)
 
     def _compare(self, line: UserLine) -> None:
