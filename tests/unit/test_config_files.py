@@ -370,3 +370,38 @@ def test_a_script_reads_a_file_under_accelerates_names(tmp_path: Path) -> None:
         ("num_processes", 3),
         ("mixed_precision", "bf16"),
     }
+
+
+@pytest.mark.parametrize("no", ["NO", "no", "'NO'", "False"])
+def test_yaml_reads_an_unquoted_no_as_false_which_means_no(no: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"distributed_type: {no}\nmixed_precision: {no.lower()}\nnum_processes: 1\n")
+    resolved = of_file(path)
+    assert (resolved.value.sharded_by, resolved.value.mixed_precision) == (None, "no")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "near"),
+    [
+        (
+            "# ours\ncompute_environment: LOCAL_MACHINE\n\nnum_processes: 2\nmixed_precison: bf16\n",
+            5,
+            "mixed_precision",
+        ),
+        (
+            "fsdp_config:\n  # c\n  fsdp_offload_params: false\n  fsdp_sharding_stratgy: 1\n",
+            4,
+            "fsdp_sharding_strategy",
+        ),
+        ("num_processes: 1\nfsdp_config: {fsdp_version: 2,\n  fsdp_offload_paramz: 1}\n", 3, "fsdp_offload_params"),
+    ],
+)
+def test_an_unknown_setting_is_named_with_its_line_and_the_nearest_name(
+    text: str, line: int, near: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        from_file(path)
+    assert str(raised.value.where).endswith(f"run.yaml:{line}")
+    assert raised.value.do == f"did you mean {near!r}?"

@@ -112,7 +112,7 @@ def _add(layer: dict[str, Setting], entry: DocumentEntry) -> None:
         if str(value) not in ("LOCAL_MACHINE", "0"):
             raise _unsupported(entry, do=_SAGEMAKER)
     elif first == "distributed_type":
-        known = str(value).upper()
+        known = "NO" if value is False else str(value).upper()  # YAML reads an unquoted NO as false
         if known not in _TYPES:
             do = TPU_ALTERNATIVE if known in ("TPU", "XLA") else _MEGATRON if known == "MEGATRON_LM" else None
             raise _unsupported(entry, do=do or f"use one of {', '.join(_TYPES)}")
