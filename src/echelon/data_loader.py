@@ -5,12 +5,15 @@ from echelon.accelerator.prepare.data_loaders import (
     prepare_data_loader as prepare_data_loader,
     skip_first_batches as skip_first_batches,
 )
-from echelon.data.loader import DispatchedLoader as _DispatchedLoader, PreparedLoader as _PreparedLoader
+from echelon.accelerator.prepare.loader_classes import (
+    DataLoaderAdapter as DataLoaderAdapter,
+    DataLoaderDispatcher as DataLoaderDispatcher,
+    DataLoaderShard as DataLoaderShard,
+    DataLoaderStateMixin as DataLoaderStateMixin,
+)
 from echelon.data.sharding.iterable_dataset_shard import IterableDatasetShard as IterableDatasetShard
 from echelon.data.sharding.sample_order import SeedableRandomSampler as SeedableRandomSampler
 from echelon.data.sharding.sharded_batches import RankBatchSampler as _RankBatchSampler
 from echelon.data.skip_batches import SkipBatchSampler as SkipBatchSampler, SkipDataLoader as SkipDataLoader
 
-DataLoaderDispatcher = _DispatchedLoader
-DataLoaderShard = _PreparedLoader
 BatchSamplerShard = _RankBatchSampler

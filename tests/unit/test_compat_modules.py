@@ -32,14 +32,7 @@ OMITTED: dict[str, tuple[set[str], str]] = {
         {"default_command_parser", "default_config_command", "description"},
         "argparse parsers of another command line",
     ),
-    "data_loader": (
-        {
-            "DataLoaderAdapter",
-            "DataLoaderStateMixin",
-            "MpDeviceLoaderWrapper",
-        },
-        "parts of a loader that is built otherwise here, and of a TPU's",
-    ),
+    "data_loader": ({"MpDeviceLoaderWrapper"}, "of a TPU"),
     "launchers": ({"test_launch"}, "the child's side of accelerate's own launcher"),
     "optimizer": ({"patch_optimizer_step"}, "how accelerate notices skipped steps; nothing is patched here"),
     "state": (

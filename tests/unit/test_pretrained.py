@@ -126,7 +126,9 @@ def test_empty_weights_have_buffers_and_stay_tied(monkeypatch: pytest.MonkeyPatc
         assert all(buffer.is_meta for buffer in Net().buffers())
 
 
-@pytest.mark.parametrize("kind", ["index", "index file", "one file", "pickle", "a prefix less", "a prefix more"])
+@pytest.mark.parametrize(
+    "kind", ["index", "index file", "index of another name", "one file", "pickle", "a prefix less", "a prefix more"]
+)
 def test_every_layout_of_files_is_read(tmp_path: Path, kind: str) -> None:
     source = tmp_path
     if kind.startswith("index"):
@@ -134,6 +136,8 @@ def test_every_layout_of_files_is_read(tmp_path: Path, kind: str) -> None:
         save_file({"body.embed.weight": WEIGHTS["body.embed.weight"]}, tmp_path / "b.safetensors")
         names = {"count": "a.safetensors", "body.embed.weight": "b.safetensors"}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        if kind == "index of another name":
+            (tmp_path / "model.safetensors.index.json").rename(tmp_path / "weights.index.json")
         source = tmp_path / "model.safetensors.index.json" if kind == "index file" else tmp_path
     elif kind == "pickle":
         torch.save(WEIGHTS, tmp_path / "pytorch_model.bin")

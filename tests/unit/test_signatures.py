@@ -23,10 +23,7 @@ SIGNATURES: dict[str, list[str]] = json.loads((Path(__file__).parent / "accelera
 DIFFERENT = {
     "accelerator:Accelerator": "split_batches=None is accelerate's sentinel object: the value of dataloader_config",
     "commands.config.default:write_basic_config": "the default place is echelon's own file",
-    "data_loader:DataLoaderDispatcher": "made by prepare() only",
-    "data_loader:DataLoaderShard": "made by prepare() only",
     "data_loader:DataLoaderShard.adjust_state_dict_for_prefetch": "how accelerate corrects a count that is right here",
-    "data_loader:SkipDataLoader": "skip_first_batches() skips in a stateful loader",
     "optimizer:AcceleratedOptimizer": "made by prepare() only: it steps through an engine",
     "optimizer:AcceleratedOptimizer.zero_grad": "True is what None means",
     "optimizer:move_to_device": "is send_to_device()",

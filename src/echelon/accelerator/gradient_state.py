@@ -127,6 +127,12 @@ class GradientState:
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
 
+    def _add_dataloader(self, dataloader: Any) -> None:
+        self.reading.loaders.append(dataloader)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        self.reading.loaders = [loader for loader in self.reading.loaders if loader is not dataloader]
+
     def __repr__(self) -> str:
         return (
             f"Sync Gradients: {self.sync_gradients}\n"

@@ -77,7 +77,10 @@ def infer_auto_device_map(
     if not offload_buffers:
         planner.check_room_for_buffers()
     if planner.needed:
-        _logger.info("no part of the model fits on these devices (bytes that the first part needs): %s", planner.needed)
+        _logger.info(
+            "these devices have insufficient memory for any part of the model (bytes that the first part needs): %s",
+            planner.needed,
+        )
     return clean_device_map(planner.placed) if clean_result else planner.placed
 
 

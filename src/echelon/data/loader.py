@@ -292,7 +292,10 @@ class PreparedLoader(DataLoader[Any]):
 
     def skipping(self, num_batches: int) -> PreparedLoader:
         """Return a copy of this loader that skips ``num_batches`` more steps at the start of each pass."""
-        skipping = type(self)(
+        skipping: PreparedLoader = object.__new__(type(self))  # subclasses have other constructors
+        skipping.__dict__.update(self.__dict__)
+        PreparedLoader.__init__(
+            skipping,
             self._position.renew(),
             self.original,
             world=self._world,

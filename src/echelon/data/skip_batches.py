@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from echelon.base.protocols import SupportsSetEpoch
-from echelon.data.rebuild_loader import copy_loader
+from echelon.data.rebuild_loader import copy_loader, stateful_loader
 
 __all__ = ["SkipBatchSampler", "SkipDataLoader", "skip_in_plain_loader"]
 
@@ -54,18 +54,28 @@ class SkipDataLoader(DataLoader[Any]):
     Args:
         dataset: as in ``DataLoader``.
         skip_batches: number of batches to skip in every pass.
+        use_stateful_dataloader: read with torchdata's StatefulDataLoader.
         kwargs: keyword arguments of ``DataLoader``.
     """
 
-    def __init__(self, dataset: Any, skip_batches: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(dataset, **kwargs)
         self.skip_batches = skip_batches
+        self.use_stateful_dataloader = use_stateful_dataloader
+        kind: Any = stateful_loader() if use_stateful_dataloader else DataLoader
+        self.base_dataloader = kind(dataset, **kwargs)
+        """The loader that reads."""
+        if use_stateful_dataloader:  # only then the loader can be saved and restored
+            self.state_dict = self.base_dataloader.state_dict
+            self.load_state_dict = self.base_dataloader.load_state_dict
 
     def __len__(self) -> int:
-        return max(super().__len__() - self.skip_batches, 0)
+        return max(len(self.base_dataloader) - self.skip_batches, 0)
 
     def __iter__(self) -> Any:
-        return islice(super().__iter__(), self.skip_batches, None)
+        return islice(iter(self.base_dataloader), self.skip_batches, None)
 
 
 def skip_in_plain_loader(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:

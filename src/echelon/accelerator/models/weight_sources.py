@@ -96,10 +96,14 @@ def _files_of(checkpoint: Path) -> list[Path]:
                 index = checkpoint / parts
                 break
         else:
-            raise CheckpointError(
-                f"{checkpoint} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}",
-                do="pass a folder written by save_pretrained or save_model, or a weight file",
-            )
+            others = sorted(checkpoint.glob("*.index.json"))
+            if len(others) != 1:
+                found = f"{len(others)} other indices" if others else "no other index"
+                raise CheckpointError(
+                    f"{checkpoint} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, and {found}",
+                    do="pass a folder written by save_pretrained or save_model, an index, or a weight file",
+                )
+            (index,) = others
     elif not checkpoint.is_file():
         raise CheckpointError(
             f"{checkpoint} does not exist",

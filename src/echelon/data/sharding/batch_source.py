@@ -135,9 +135,10 @@ class BatchSource(ABC):
     def owners_of_epoch(self, original: DataLoader[Any]) -> tuple[Any, ...]:
         """Return the objects that may have ``set_epoch``, in the order in which to call it."""
         inner = self.inner
-        if inner is original and not isinstance(inner.sampler, SupportsSetEpoch):
-            return (inner.dataset,)
         batches = inner.batch_sampler
+        has_epochs = isinstance(inner.sampler, SupportsSetEpoch) or isinstance(batches, SupportsSetEpoch)
+        if inner is original and not has_epochs:
+            return (inner.dataset,)
         return batches, getattr(batches, "sampler", None), inner.sampler, inner.dataset
 
     def _start_reading(self, loader: DataLoader[Any]) -> Iterator[Any]:

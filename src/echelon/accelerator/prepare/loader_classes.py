@@ -1,0 +1,321 @@
+"""Accelerate's loader classes, for scripts that construct or subclass them; ``prepare`` does not need them.
+
+The loaders that ``prepare`` returns are instances of these classes, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.prepare.data_loaders import rng_type_names
+from echelon.base.errors import UsageError
+from echelon.data.active_loaders import LoaderOptions
+from echelon.data.exact.global_batch_slices import LastStep
+from echelon.data.loader import DispatchedLoader, PreparedLoader
+from echelon.data.pass_position import BatchPosition
+from echelon.data.rebuild_loader import stateful_loader
+from echelon.data.rng.host_rng import synchronize_rng_states
+from echelon.data.sharding.batch_source import BatchSource, DispatchSource
+from echelon.data.sharding.given_source import GivenSource
+from echelon.world.world import World
+
+__all__ = ["DataLoaderAdapter", "DataLoaderDispatcher", "DataLoaderShard", "DataLoaderStateMixin"]
+
+
+class _OfPreparedLoaders(type):
+    """Counts prepared loaders as instances of a class that names them; subclasses have only their own instances."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if super().__instancecheck__(instance):
+            return True
+        own = vars(cls)
+        return isinstance(instance, own.get("includes", ())) and not isinstance(instance, own.get("excludes", ()))
+
+
+class DataLoaderShard(PreparedLoader, metaclass=_OfPreparedLoaders):
+    """A DataLoader that reads the given data as it is, one batch ahead, and moves batches to ``device``.
+
+    It does not shard: the batch sampler (``BatchSamplerShard``) or the dataset (``IterableDatasetShard``) is that of this rank.
+
+    Args:
+        dataset: as in ``DataLoader``.
+        device: device of the batches; None: they are not moved.
+        rng_types: RNG states that every rank takes from rank zero at the start of each pass.
+        synchronized_generator: the generator for the RNG type ``generator``.
+        skip_batches: number of batches to skip at the start of each pass.
+        use_stateful_dataloader: read with torchdata's StatefulDataLoader.
+        _drop_last: an incomplete last step is dropped.
+        _non_blocking: copy to the device asynchronously.
+        torch_device_mesh: accepted; the data is not sharded here.
+        iteration: epoch of the first pass.
+        kwargs: keyword arguments of ``DataLoader``.
+
+    Collective: each pass, if ``rng_types`` are given.
+    """
+
+    includes: ClassVar[tuple[type, ...]] = (PreparedLoader,)
+    excludes: ClassVar[tuple[type, ...]] = (DispatchedLoader,)
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: list[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        loader = _build(dataset, use_stateful_dataloader, _drop_last, kwargs)
+        options = LoaderOptions(
+            non_blocking=_non_blocking,
+            use_stateful_dataloader=use_stateful_dataloader,
+            rng_types=rng_type_names(rng_types),
+        )
+        source = GivenSource(loader, options=options)
+        place = None if device is None else torch.device(device)
+        _begin(self, source, loader, options, device=place, skip_batches=skip_batches, iteration=iteration)
+        self.use_stateful_dataloader = use_stateful_dataloader
+        self._generator = synchronized_generator
+
+    @property
+    def synchronized_generator(self) -> torch.Generator | None:
+        """The generator that is synchronized; None: none."""
+        return self._generator
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Number of samples of all ranks in one step."""
+        assert isinstance(self.source, GivenSource)
+        return self.source.samples_per_step
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Number of samples of the dataset."""
+        dataset: Any = self.original.dataset
+        return int(dataset.total_length) if hasattr(dataset, "total_length") else len(dataset)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        _require_inexact(self)
+        if "generator" in self.rng_types and World.current().world_size > 1:
+            synchronize_rng_states(["generator"], self._generator)
+        yield from super().__iter__()
+
+
+class DataLoaderDispatcher(DispatchedLoader, metaclass=_OfPreparedLoaders):
+    """A DataLoader that only rank zero reads; it sends each rank its part of every batch.
+
+    Args:
+        dataset: as in ``DataLoader``; the other ranks do not read it.
+        split_batches: split each batch between the ranks; False: join one batch per rank.
+        skip_batches: number of steps to skip at the start of each pass.
+        use_stateful_dataloader: read with torchdata's StatefulDataLoader.
+        _drop_last: drop an incomplete last step; False: fill it with the first samples.
+        _non_blocking: copy to the device asynchronously.
+        slice_fn: takes the part of a rank from a batch, called as ``slice_fn(batch, slice, process_index=, num_processes=)``.
+        torch_device_mesh: accepted if it does not split the data by other axes than ranks.
+        iteration: epoch of the first pass.
+        kwargs: keyword arguments of ``DataLoader``.
+
+    Collective: the constructor and each step.
+    """
+
+    includes: ClassVar[tuple[type, ...]] = (DispatchedLoader,)
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        if torch_device_mesh is not None and "tp" in (torch_device_mesh.mesh_dim_names or ()):
+            raise UsageError(
+                "DataLoaderDispatcher() does not support a mesh with the axis 'tp'",
+                do="pass the mesh to prepare_data_loader(torch_device_mesh=), which gives the ranks of the axis the same batches",
+            )
+        loader = _build(dataset, use_stateful_dataloader, _drop_last, kwargs)
+        world = World.current()
+        options = LoaderOptions(
+            split_batches=split_batches,
+            dispatch_batches=True,
+            non_blocking=_non_blocking,
+            use_stateful_dataloader=use_stateful_dataloader,
+        )
+        source: BatchSource
+        if world.world_size == 1 and slice_fn is None:
+            source = GivenSource(loader, options=options)
+        else:
+            source = DispatchSource(loader, world=world, options=options, slice_fn=slice_fn, device=world.device)
+        _begin(self, source, loader, options, device=None, skip_batches=skip_batches, iteration=iteration)
+        self.use_stateful_dataloader = use_stateful_dataloader
+        self.slice_fn = slice_fn
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        _require_inexact(self)
+        yield from super().__iter__()
+
+
+class DataLoaderStateMixin(metaclass=_OfPreparedLoaders):
+    """For loaders of one's own: tells the Accelerator which loader is read, and whether its batch is the last.
+
+    A subclass sets ``gradient_state = GradientState()``, calls ``begin()`` and ``end()`` around a pass, and sets
+    ``end_of_dataloader`` before it yields the last batch. ``remainder`` is the number of new samples of all ranks in that batch.
+    """
+
+    includes: ClassVar[tuple[type, ...]] = (PreparedLoader,)
+    end_of_dataloader = False
+    remainder = -1
+    # What the Accelerator reads on the loader of the innermost loop.
+    ends_early = False
+    source: ClassVar[None] = None
+    is_exact = False
+    gradient_state: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.end_of_dataloader, cls.remainder = False, -1
+
+    def reset(self) -> None:
+        """Forget the last pass."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def begin(self) -> None:
+        """Make this the innermost loader, and compute ``remainder`` if the lengths are known."""
+        self.reset()
+        foreign: Any = self
+        with suppress(AttributeError, TypeError, NotImplementedError):  # it is unknown
+            if not foreign._drop_last:
+                dataset = foreign.dataset
+                length = getattr(dataset, "total_dataset_length", None)
+                self.remainder = (len(dataset) if length is None else length) % foreign.total_batch_size
+        self.gradient_state.reading.loaders.append(self)
+
+    def end(self) -> None:
+        """End the pass."""
+        reading = self.gradient_state.reading
+        reading.loaders = [loader for loader in reading.loaders if loader is not self]
+
+    def step_to_trim(self) -> LastStep | None:
+        """Return how many samples of each rank are new in the last step; None if all are."""
+        world_size = World.current().world_size
+        foreign: Any = self
+        total = getattr(foreign, "total_batch_size", None)
+        if not self.end_of_dataloader or self.remainder <= 0 or not total:
+            return None
+        size = total // world_size
+        return LastStep([size] * world_size, [min(max(self.remainder - r * size, 0), size) for r in range(world_size)])
+
+    def require_every_rank(self, operation: str) -> None:
+        """Do nothing: the batches of the other ranks are not known here."""
+
+    def record_now(self, *, num_unused: int = 0) -> None:
+        """Return None: checkpoints do not know the position of this loader."""
+
+    def rng_state(self, *, num_unused: int = 0) -> None:
+        """Return None, like ``record_now``."""
+
+
+class DataLoaderAdapter(metaclass=_OfPreparedLoaders):
+    """Wraps a DataLoader that it builds, and forwards attributes to it.
+
+    Args:
+        dataset: as in ``DataLoader``.
+        use_stateful_dataloader: build torchdata's StatefulDataLoader.
+        batch_sampler: as in ``DataLoader``.
+        kwargs: keyword arguments of ``DataLoader``.
+    """
+
+    includes: ClassVar[tuple[type, ...]] = (PreparedLoader,)
+
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
+        self.use_stateful_dataloader = use_stateful_dataloader
+        self.base_dataloader = _build(
+            dataset, use_stateful_dataloader, False, {"batch_sampler": batch_sampler, **kwargs}
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":
+            raise AttributeError(name)  # not yet set, during unpickling
+        return getattr(self.base_dataloader, name)
+
+    @property
+    def __class__(self) -> Any:
+        """The class of the DataLoader, so that ``isinstance(adapter, DataLoader)`` holds."""
+        return type(self.base_dataloader)
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:
+        raise UsageError("the class of a DataLoaderAdapter cannot be changed", do="build another one")
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.base_dataloader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of a stateful DataLoader."""
+        state: dict[str, Any] = self.base_dataloader.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next pass of a stateful DataLoader continue at a position."""
+        self.base_dataloader.load_state_dict(state_dict)  # type: ignore[attr-defined]
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Do nothing: positions count the batches that were yielded."""
+
+
+def _build(dataset: Any, stateful: bool, drop_last: bool, kwargs: dict[str, Any]) -> DataLoader[Any]:
+    loader: DataLoader[Any] = (stateful_loader() if stateful else DataLoader)(dataset, **kwargs)
+    if drop_last:
+        # With a batch sampler, DataLoader does not accept drop_last.
+        loader.__dict__["drop_last"] = True
+    return loader
+
+
+def _begin(
+    made: PreparedLoader,
+    source: BatchSource,
+    loader: DataLoader[Any],
+    options: LoaderOptions,
+    *,
+    device: torch.device | None,
+    skip_batches: int,
+    iteration: int,
+) -> None:
+    world = World.current()
+    position = BatchPosition(source, loader, world=world, is_stateful=options.use_stateful_dataloader)
+    position.iteration = iteration
+    active = GradientState().reading
+    PreparedLoader.__init__(
+        made, position, loader, world=world, options=options, active=active, device=device, skip_batches=skip_batches
+    )
+
+
+def _require_inexact(loader: PreparedLoader) -> None:
+    if loader.active.driver is not None:
+        raise UsageError(
+            f"a {type(loader).__name__} that a script constructs cannot be read in the exact modes, which cut each batch themselves",
+            do="pass the DataLoader to accelerator.prepare(), or set parity='off'",
+        )
