@@ -201,11 +201,11 @@ class DataLoaderStateMixin(metaclass=_OfPreparedLoaders):
         """Make this the innermost loader, and compute ``remainder`` if the lengths are known."""
         self.reset()
         foreign: Any = self
-        with suppress(AttributeError, TypeError, NotImplementedError):  # it is unknown
-            if not foreign._drop_last:
-                dataset = foreign.dataset
-                length = getattr(dataset, "total_dataset_length", None)
-                self.remainder = (len(dataset) if length is None else length) % foreign.total_batch_size
+        drop_last = getattr(self, "_drop_last", None)  # the name that scripts set
+        if drop_last is not None and not drop_last:
+            with suppress(AttributeError, TypeError, NotImplementedError):  # a length is unknown
+                length = getattr(foreign.dataset, "total_dataset_length", None)
+                self.remainder = (len(foreign.dataset) if length is None else length) % foreign.total_batch_size
         self.gradient_state.reading.loaders.append(self)
 
     def end(self) -> None:
