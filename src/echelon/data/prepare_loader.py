@@ -112,7 +112,9 @@ class _Given(NamedTuple):
 def _source(given: _Given) -> BatchSource:
     """Return the source of the batches for ``parity="off"``."""
     loader, world, options = given.loader, given.world, given.options
-    is_random = type(loader.sampler) is RandomSampler
+    # With batch_sampler=, loader.sampler is a default of torch's, and the batch sampler has the one that draws.
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    is_random = any(type(sampler) is RandomSampler for sampler in samplers)
     for_one_reader = replace(options, use_seedable_sampler=options.use_seedable_sampler and is_random)
     if world.world_size == 1:
         return PlainSource(loader, options=for_one_reader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -32,18 +33,15 @@ class SampleOrder:
         self._alone = alone
         self._drawn_by: SharedSampler | SharedBatches | SeedableRandomSampler
         if type(batches) is not BatchSampler:
+            if seedable and type(getattr(batches, "sampler", None)) is RandomSampler:
+                batches = copy.copy(batches)  # as accelerate does, but without changing the user's object
+                batches.sampler = _seedable(batches.sampler, seed)
             self._drawn_by = SharedBatches(batches, alone=alone, check=check)
             self.batches: Any = self._drawn_by
             return
         sampler: Any = batches.sampler
         if seedable and type(sampler) is RandomSampler:
-            self._drawn_by = SeedableRandomSampler(
-                sampler.data_source,
-                replacement=sampler.replacement,
-                num_samples=sampler._num_samples,
-                generator=sampler.generator,
-                data_seed=seed,
-            )
+            self._drawn_by = _seedable(sampler, seed)
         else:
             self._drawn_by = SharedSampler(sampler, alone=alone, check=check)
         self.batches = BatchSampler(self._drawn_by, batches.batch_size, batches.drop_last)
@@ -79,7 +77,10 @@ class SampleOrder:
         """Return the seed or RNG states from which the order of the latest pass was drawn."""
         if isinstance(self._drawn_by, SeedableRandomSampler):
             return {"seed": self._drawn_by.initial_seed}
-        return self._drawn_by.draw.latest
+        latest = self._drawn_by.draw.latest
+        if latest is not None and isinstance(self.sampler, SeedableRandomSampler):  # that of the user's batch sampler
+            return {**latest, "seed": self.sampler.initial_seed}
+        return latest
 
     def pin(self, state: dict[str, Any] | None) -> None:
         """Make the next pass draw its order from ``state``."""
@@ -87,8 +88,10 @@ class SampleOrder:
             return
         if isinstance(self._drawn_by, SeedableRandomSampler):
             self._drawn_by.data_seed = state["seed"]
-        else:
-            self._drawn_by.draw.pin(state)
+            return
+        if "seed" in state and isinstance(self.sampler, SeedableRandomSampler):
+            self.sampler.data_seed = state["seed"]
+        self._drawn_by.draw.pin(state)
 
     def unpin(self) -> None:
         """Make the next pass draw a new order."""
@@ -265,6 +268,16 @@ class SharedBatches(Sampler[list[int]]):
 
 def _has_length(sampler: object) -> bool:
     return isinstance(sampler, Sized)
+
+
+def _seedable(sampler: RandomSampler, seed: int | None) -> SeedableRandomSampler:
+    return SeedableRandomSampler(
+        sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator,
+        data_seed=seed,
+    )
 
 
 def _with_generator(sampler: RandomSampler, generator: torch.Generator) -> RandomSampler:
