@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -22,18 +22,22 @@ _OTHERS = ("mps", "cpu", "disk")
 _SHARE_OF_ONE_DEVICE = 0.9  # the rest is for activations
 
 
-def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> dict[int | str, int | float]:
+def get_max_memory(max_memory: MutableMapping[Any, Any] | None = None) -> dict[int | str, int | float]:
     """Return the memory of each device in bytes: accelerators by index, then ``"mps"``, ``"cpu"`` and ``"disk"``.
 
     Args:
-        max_memory: budgets in bytes or as text; None: what is available, within the limits of the container.
+        max_memory: budgets in bytes or as text, which is replaced by bytes in place, because transformers relies on that;
+            None: what is available, within the limits of the container.
 
     Raises:
         UsageError: a key is not a device, or a text is not a size.
     """
     if max_memory is None:
         return _available()
-    sizes = {at: convert_file_size_to_int(size) if isinstance(size, str) else size for at, size in max_memory.items()}
+    for at, size in max_memory.items():
+        if isinstance(size, str):
+            max_memory[at] = convert_file_size_to_int(size)
+    sizes = dict(max_memory)
     numbers = sorted(at for at in sizes if isinstance(at, int))
     if unknown := [at for at in sizes if not isinstance(at, int) and at not in _OTHERS]:
         raise UsageError(
