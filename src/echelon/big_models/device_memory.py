@@ -47,7 +47,8 @@ def get_max_memory(max_memory: MutableMapping[Any, Any] | None = None) -> dict[i
     present = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if absent := [number for number in numbers if not 0 <= number < present]:
         _logger.warning("max_memory has budgets for the devices %s, but this machine has %d", absent, present)
-    return {at: sizes[at] for at in (*numbers, *_OTHERS) if at in sizes}
+    order: list[int | str] = [*numbers, *_OTHERS]
+    return {at: sizes[at] for at in order if at in sizes}
 
 
 def _available() -> dict[int | str, int | float]:
