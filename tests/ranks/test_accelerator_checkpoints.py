@@ -485,6 +485,45 @@ def test_hooks_exclude_models_that_they_save_and_load(kind: Any, tmp_path: Path)
     accelerator.load_state(tmp_path / "t")
 
 
+class _Average:
+    """A registered object that a save hook changes, as an EMA of weights that is synchronized before it is saved."""
+
+    def __init__(self) -> None:
+        self.values = [0.0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = list(state["values"])
+
+
+def _draws_after_resume(kind: Any, folder: str) -> tuple[list[float], list[float], list[float]]:
+    accelerator = Accelerator(cpu=True, seed=3, project_config=ProjectConfiguration(checkpoint_format=kind))
+    accelerator.prepare(nn.Linear(1, 1))
+    average = _Average()
+    accelerator.register_for_checkpointing(average)
+
+    def draw(_models: Any, _weights: Any, _folder: str) -> None:
+        average.values = torch.rand(3, dtype=torch.float64).tolist()
+
+    accelerator.register_save_state_pre_hook(draw)
+    accelerator.save_state(folder)
+    saved, average.values = average.values, []
+    going_on = torch.rand(3).tolist()
+    accelerator.load_state(folder)
+    assert average.values == saved
+    return going_on, torch.rand(3).tolist(), saved
+
+
+@pytest.mark.parametrize("kind", ["echelon", "accelerate"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_states_are_saved_as_hooks_leave_them(kind: Any, world_size: int, tmp_path: Path) -> None:
+    """A resumed run draws the same random numbers as the run that saved, although a hook drew some, too."""
+    for going_on, resumed, _ in run_on_ranks(_draws_after_resume, kind, str(tmp_path / "s"), world_size=world_size):
+        assert resumed == going_on
+
+
 # ---- numbered checkpoints, failures, the background -------------------------------------------------------------------
 
 

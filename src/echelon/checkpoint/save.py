@@ -203,6 +203,23 @@ class Save:
         finally:
             self._storage.close(handle)
 
+    def update(self, content: Content, *, world: World, gather: Gather = gather_bytes) -> None:
+        """Save ``content`` instead, which may have changed since ``begin_save``.
+
+        Collective: every rank, through ``gather`` only.
+
+        Raises:
+            CheckpointError: part of the content cannot be saved.
+            DesyncError: ranks have different tensors with the same name.
+        """
+        own, is_first = _LocalContent(), self.rank == self.crew[0]
+        announced = run_on_all_ranks(
+            f"saving {self.target}", lambda: own.collect(content, world, is_first=is_first), gather
+        )
+        plan = _on_all_ranks(f"saving {self.target}", lambda: own.plan(announced, self.crew), gather)
+        self.tensors, self.objects = plan.tensors, plan.objects
+        self.manifest = replace(self.manifest, tensors=plan.layouts, aliases=plan.aliases, progress=content.progress)
+
     def leave_out(self, prefix: str) -> None:
         """Exclude the tensors whose names start with ``prefix``. Call it on every rank."""
         kept = {name: layout for name, layout in self.manifest.tensors.items() if not name.startswith(prefix)}
@@ -337,25 +354,21 @@ def begin_save(
     announced = run_on_all_ranks(f"saving {target}", lambda: own.collect(content, world, is_first=is_first), gather)
     nodes = [each["node"] for each in announced]
     crew = [rank for rank, node in enumerate(nodes) if node == world.node_rank or not on_each_node]
-    aliases = _common_aliases([announced[rank] for rank in crew])
     pending = PendingFolder(storage=storage, target=target, token=announced[0]["token"], fence=fence)
 
-    def make_folder() -> dict[str, TensorLayout]:
-        layouts = assign_writers({rank: _shards_of(announced[rank], without=aliases) for rank in crew})
+    def make_folder() -> _Plan:
+        plan = own.plan(announced, crew)
         require_replaceable(storage, target)
         if is_first:
             pending.make()
-        return layouts
+        return plan
 
     try:
-        layouts = _on_all_ranks(f"creating {pending.path}", as_save_failure(make_folder, target), gather)
+        plan = _on_all_ranks(f"creating {pending.path}", as_save_failure(make_folder, target), gather)
         _require_shared(pending, announced, crew, gather)
     except BaseException:
         pending.give_up()
         raise
-    objects = {OBJECTS: own.objects} if is_first else {}
-    if content.rank_objects:
-        objects[rank_objects_file(world.rank)] = own.rank_objects
     manifest = Manifest(
         token=pending.token,
         created=announced[0]["created"],
@@ -365,15 +378,15 @@ def begin_save(
         config=content.config,
         layout=content.layout,
         files={},
-        tensors=layouts,
-        aliases=aliases,
+        tensors=plan.layouts,
+        aliases=plan.aliases,
     )
     return Save(
         pending=pending,
         rank=world.rank,
         crew=crew,
-        tensors=own.to_write(layouts, world.rank),
-        objects=objects,
+        tensors=plan.tensors,
+        objects=plan.objects,
         manifest=manifest,
         is_part=is_part,
     )
@@ -448,12 +461,23 @@ def save_folder(
     return pending.is_owner
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What this rank writes, and where all tensors are."""
+
+    tensors: list[tuple[str, torch.Tensor]]
+    objects: dict[str, bytes]
+    layouts: dict[str, TensorLayout]
+    aliases: dict[str, str]
+
+
 class _LocalContent:
     """The encoded content of this rank."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
-        self.objects = self.rank_objects = b""
+        self._objects: dict[str, bytes] = {}
+        self._rank = 0
 
     def collect(self, content: Content, world: World, *, is_first: bool) -> dict[str, Any]:
         """Encode ``content``, and return the description that the other ranks need."""
@@ -475,7 +499,10 @@ class _LocalContent:
         }
         for name in ("progress", "config", "layout"):  # checked early, because the manifest is written last
             typed_json.encode(getattr(content, name), name=name)
-        self.objects, self.rank_objects = typed_json.to_bytes(objects), typed_json.to_bytes(rank_objects)
+        self._rank = world.rank
+        self._objects = {OBJECTS: typed_json.to_bytes(objects)} if is_first else {}
+        if rank_objects:
+            self._objects[rank_objects_file(world.rank)] = typed_json.to_bytes(rank_objects)
         shards, aliases = [], {}
         seen: dict[Any, str] = {}
         for name, tensor in tensors.items():
@@ -498,14 +525,17 @@ class _LocalContent:
             "aliases": aliases,
         }
 
-    def to_write(self, layouts: Mapping[str, TensorLayout], rank: int) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that ``rank`` writes, with their names in its file."""
-        return [
+    def plan(self, announced: Sequence[dict[str, Any]], crew: Sequence[int]) -> _Plan:
+        """Assign the data of all ranks of ``crew`` to the ranks, from what ``collect`` returned on each rank."""
+        aliases = _common_aliases([announced[rank] for rank in crew])
+        layouts = assign_writers({rank: _shards_of(announced[rank], without=aliases) for rank in crew})
+        tensors = [
             (chunk_key(name, layout, chunk), self._tensors[name])
             for name, layout in layouts.items()
             for chunk in layout.chunks
-            if chunk.rank == rank
+            if chunk.rank == self._rank
         ]
+        return _Plan(tensors, self._objects, layouts, aliases)
 
 
 def _common_aliases(announced: Sequence[dict[str, Any]]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from echelon.accelerator.checkpoint.changed_data import DataPolicy
 from echelon.accelerator.checkpoint.checkpoint_store import PREFIX, CheckpointStore, no_folder_error
 from echelon.accelerator.checkpoint.folders import has_checkpoint, newest_whole
 from echelon.accelerator.checkpoint.registry import CheckpointRegistry
+from echelon.accelerator.checkpoint.rng_states import current_random_states
 from echelon.accelerator.checkpoint.state_names import Allowed
 from echelon.accelerator.checkpoint.training_state import content_of, load_content
 from echelon.accelerator.models.save_objects import offloaded_state
@@ -36,7 +37,15 @@ from echelon.checkpoint.formats.torch_files import write_plain
 from echelon.checkpoint.formats.weight_files import write_shards
 from echelon.checkpoint.manifest import is_part
 from echelon.checkpoint.read import Checkpoint, open_verified
-from echelon.checkpoint.save import Save, SaveFailedError, as_save_failure, begin_save, run_on_all_ranks, save_folder
+from echelon.checkpoint.save import (
+    Content,
+    Save,
+    SaveFailedError,
+    as_save_failure,
+    begin_save,
+    run_on_all_ranks,
+    save_folder,
+)
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.compat.byte_sizes import convert_file_size_to_int
@@ -140,7 +149,6 @@ class Checkpoints:
         self.store.wait()
         models = self._bare_models()
         weights = [self._get_state_dict()(model) for model in objects.models]
-        random_states = session.update.snapshot()
         state = collect_state(
             weights=weights,
             optimizers=objects.optimizers,
@@ -149,7 +157,6 @@ class Checkpoints:
             scaler=session.update.scaler,
             step=session.update.step,
             progress={**session.progress.to_json(), "micro_step": 0},
-            random_states=random_states,
         )
         is_gathered = any(one is None for one in (*weights, *state.optimizers))  # only rank zero holds it
         each = self._project.save_on_each_node and not is_gathered
@@ -158,8 +165,10 @@ class Checkpoints:
             for hook in list(self.registry.save_hooks.values()):
                 hook(models, weights, str(folder))
             writes_shared = is_owner if each else world.is_rank_zero
+            # The hooks may have drawn random numbers.
+            now = replace(state, random_states=session.update.snapshot() or current_random_states())
             write_state(
-                folder, state, rank=world.rank, writes_shared=writes_shared, safe_serialization=safe_serialization
+                folder, now, rank=world.rank, writes_shared=writes_shared, safe_serialization=safe_serialization
             )
             if writes_shared:
                 for i, one in enumerate(self.registry.custom_objects):
@@ -347,11 +356,18 @@ class Checkpoints:
         self.store.wait()
         is_first = self.store.saves
         models = self._bare_models()
-        random_states = session.update.snapshot()
-        with raise_on_all_ranks("collecting the state"):
-            content = content_of(
-                session, models, custom_objects=self.registry.custom_objects, random_states=random_states, metric=metric
-            )
+
+        def collect() -> Content:
+            with raise_on_all_ranks("collecting the state"):
+                return content_of(
+                    session,
+                    models,
+                    custom_objects=self.registry.custom_objects,
+                    random_states=session.update.snapshot(),
+                    metric=metric,
+                )
+
+        content = collect()
         try:
             self.store.lock_numbered(target, is_first=is_first, is_foreign=False)
             save = begin_save(
@@ -363,7 +379,7 @@ class Checkpoints:
                 on_each_node=self.store.is_on_each_node,
             )
             if self.registry.save_hooks:
-                self._run_save_hooks(models, save)
+                self._run_save_hooks(models, save, collect)
             if blocking:
                 save.finish()
                 self.store.failures.succeeded()
@@ -376,8 +392,10 @@ class Checkpoints:
         self._project.iteration += 1
         return target
 
-    def _run_save_hooks(self, models: list[nn.Module], save: Save) -> None:
+    def _run_save_hooks(self, models: list[nn.Module], save: Save, collect: Callable[[], Content]) -> None:
         """Run the save hooks; a model whose weights they remove from the list is not written.
+
+        They may draw random numbers and change registered objects, so the content is collected again after them.
 
         Collective: if parameters are sharded.
         """
@@ -391,6 +409,7 @@ class Checkpoints:
 
         try:
             taken_out = run_on_all_ranks("a hook of save_state", as_save_failure(run, save.target), gather_bytes)
+            save.update(collect(), world=self._session.world)
         except BaseException:
             save.give_up()
             raise

@@ -31,6 +31,8 @@ class CheckpointRegistry:
     def chosen_format(self) -> str:
         """Return the checkpoint format of the run, ``echelon`` or ``accelerate``."""
         chosen = self._project.checkpoint_format or environ.get("ECHELON_CHECKPOINT_FORMAT") or "echelon"
+        if chosen == "transformers" and self._project.checkpoint_format is None:
+            chosen = "accelerate"  # the variable is for both levels of a program
         if chosen not in ("echelon", "accelerate"):
             raise UsageError(
                 f"checkpoint_format={chosen!r} is not one of 'echelon', 'accelerate'", do="set one of them"

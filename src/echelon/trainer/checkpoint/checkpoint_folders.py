@@ -73,6 +73,8 @@ def checkpoint_format(args: TrainingArguments) -> str:
     chosen, where = args.checkpoint_format, "TrainingArguments.checkpoint_format"
     if chosen is None:
         chosen, where = environ.get("ECHELON_CHECKPOINT_FORMAT"), "env ECHELON_CHECKPOINT_FORMAT"
+        if chosen == "accelerate":
+            chosen = "transformers"  # the variable is for both levels of a program
     if (chosen or "echelon") not in FORMATS:
         raise ConfigError(
             f"checkpoint_format={chosen!r} is not one of {', '.join(FORMATS)}",
