@@ -53,6 +53,39 @@ def test_a_loader_worker_that_hangs_or_dies_in_its_fork_is_forked_again() -> Non
     assert repaired.stderr.count("hung in its fork") == 2
 
 
+_GARBAGE = """
+import gc, os, signal, threading
+import torch.distributed as dist
+from echelon.base.fork_repair import repair_fork
+for _ in range({num_calls}):
+    repair_fork()
+gc.disable()
+class Node: pass
+node = Node()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+node.own, node.group = node, dist.group.WORLD
+dist.destroy_process_group()
+del node
+if (child := os.fork()) == 0:
+    gc.collect()
+    os._exit(0)
+threading.Timer({limit}, os.kill, (child, signal.SIGKILL)).start()
+print("exit code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_forked_process_does_not_collect_the_garbage_of_its_parent() -> None:
+    """Without the repair, the destructor of the process group hangs or aborts in the child, which has none of its threads."""
+    texts = []
+    for num_calls, limit in ((0, 2), (2, 60)):
+        program = _GARBAGE.format(num_calls=num_calls, limit=limit)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+        texts.append(done.stdout.strip())
+    assert texts[0] in ("exit code -9", "exit code -6")
+    assert texts[1] == "exit code 0"
+
+
 def test_after_the_last_attempt_it_is_an_error_with_the_remedy() -> None:
     failed = _run("hangs", "dies", "dies")
     assert ": 3 forks hung or died" in failed.stderr

@@ -1,7 +1,9 @@
-"""Repeats forks that hang, on versions of Python in which a fork in a multithreaded process can hang."""
+"""Makes forked processes, such as loader workers, safe in a process with threads and process groups."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import multiprocessing.connection
 import os
 import signal
@@ -24,16 +26,27 @@ _TIMEOUTS_S = (1, 2, 4, 8, 16, 32)
 
 
 def repair_fork() -> None:
-    """Make multiprocessing repeat a fork that hangs, on affected versions of Python; repeated calls are safe.
+    """Keep forked processes from hanging or aborting; repeated calls are safe.
 
+    A forked process never collects the garbage of its parent: the destructor of a process group or a store joins threads that
+    the child does not have, so that a loader worker hangs or aborts in some collection.
+
+    On affected versions of Python, multiprocessing repeats a fork that hangs.
     After a collective, gloo's thread enters the interpreter to release the tensors. A loader worker that is forked while this
     thread holds the lock of the thread list hangs in ``os.fork`` (about one in 1,700 forks), and so do the loader and all ranks:
     https://github.com/python/cpython/issues/112275, in Python 3.10 before 3.10.15 and 3.11 before 3.11.8.
     """
+    _freeze_garbage_in_children()
     is_affected = hasattr(os, "fork") and sys.version_info[:3] < _REPAIRED.get(sys.version_info[:2], (0,))
     if is_affected and context.ForkProcess._Popen is not _Popen:
         os.register_at_fork(after_in_child=_Started.report)
         context.ForkProcess._Popen = staticmethod(_Popen)  # type: ignore[method-assign]
+
+
+@functools.cache
+def _freeze_garbage_in_children() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=gc.freeze)
 
 
 class _Started:

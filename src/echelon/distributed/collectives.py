@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.base.errors import DesyncError, UsageError
+from echelon.distributed.alone import is_alone
 from echelon.distributed.small_messages import bytes_of
 from echelon.distributed.structure_check import check_same, ranks_of, wire_device
 from echelon.distributed.tree import describe, leaves, map_tensors
@@ -218,7 +219,7 @@ def _group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
 
 
 def _is_single_rank(group: dist.ProcessGroup | None) -> bool:
-    return not dist.is_initialized() or dist.get_world_size(group) == 1
+    return is_alone(group)
 
 
 def _refuse_objects(operation: str, data: Any) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.base.errors import DesyncError
 from echelon.base.rank import known_rank
+from echelon.distributed.alone import is_alone
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.stores import store_of
 from echelon.distributed.structure_check import ranks_of, wire_device
@@ -42,9 +43,9 @@ def agree(flag: bool, *, how: Literal["any", "all"] = "any", mesh: DeviceMesh | 
 
     Collective: every rank of ``mesh`` must call this.
     """
-    if not dist.is_initialized():
-        return bool(flag)
     group = None if mesh is None else mesh.get_group()
+    if is_alone(group):
+        return bool(flag)
     vote = torch.tensor(int(flag), dtype=torch.int32, device=wire_device(torch.device("cpu"), group))
     dist.all_reduce(vote, op=dist.ReduceOp.MAX if how == "any" else dist.ReduceOp.MIN, group=group)
     return bool(vote.item())
@@ -69,7 +70,7 @@ def raise_on_all_ranks(what: str) -> Iterator[None]:
         failure = error
     if not agree(failure is not None):
         return
-    if not dist.is_initialized() or agree(failure is not None, how="all"):
+    if is_alone() or agree(failure is not None, how="all"):
         assert failure is not None
         raise failure
     notes: list[str | None] = [None] * dist.get_world_size()

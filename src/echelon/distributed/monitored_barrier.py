@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from echelon.base.errors import DesyncError, RankTimeoutError
 from echelon.base.logging import get_logger
+from echelon.distributed.alone import is_alone
 from echelon.distributed.peer_responder import count_collectives, groups_of_process, responder_store
 from echelon.distributed.stores import common_store, store_of
 from echelon.distributed.structure_check import ranks_of
@@ -73,7 +74,7 @@ def monitored_barrier(
         DesyncError: a rank will not arrive; the message has the user's line on each rank.
         RankTimeoutError: some ranks did not arrive in time; the message names them.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if is_alone(group):
         return
     pg = group if group is not None else dist.group.WORLD
     assert pg is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from echelon.distributed.alone import is_alone
 from echelon.distributed.structure_check import wire_device
 
 __all__ = ["broadcast_bytes", "bytes_of", "gather_bytes", "gather_counts", "host_wire"]
@@ -25,7 +26,7 @@ def gather_counts(*counts: int) -> list[list[int]]:
 
     Collective: every rank, with equally many counts.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_alone():
         return [[count] for count in counts]
     mine = torch.tensor(counts, dtype=torch.int64, device=host_wire())
     theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -38,7 +39,7 @@ def gather_bytes(payload: bytes) -> list[bytes]:
 
     Collective: every rank.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_alone():
         return [payload]
     (lengths,) = gather_counts(len(payload))
     mine = torch.frombuffer(bytearray(payload.ljust(max(max(lengths), 1), b"\0")), dtype=torch.uint8).to(host_wire())

@@ -59,9 +59,9 @@ def collect_state(
     scaler: torch.amp.GradScaler | None,
     step: int,
     progress: dict[str, Any] | None = None,
-    random_states: dict[str, Any] | None = None,
+    num_processes: int,
 ) -> TrainingState:
-    """Return the state of these objects and the random states of this process (the current ones by default).
+    """Return the state of these objects and the current random states of this process.
 
     Collective: every rank, with the same objects in the same order.
     """
@@ -74,10 +74,10 @@ def collect_state(
         orders=[loader.order_state() for loader in loaders],
         positions=positions,
         scaler=None if scaler is None else scaler.state_dict(),
-        random_states=random_states or current_random_states(),
+        random_states=current_random_states(),
         step=step,
         progress=progress,
-        num_processes=World.current().world_size,
+        num_processes=num_processes,
     )
 
 
@@ -108,6 +108,7 @@ def save_accelerator_state(
         dataloaders=dataloaders,
         scaler=scaler,
         step=step,
+        num_processes=World.current().world_size,
     )
     write_state(
         Path(output_dir),

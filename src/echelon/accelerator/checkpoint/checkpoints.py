@@ -21,6 +21,7 @@ from echelon.accelerator.checkpoint.accelerate_layout import (
 from echelon.accelerator.checkpoint.changed_data import DataPolicy
 from echelon.accelerator.checkpoint.checkpoint_store import PREFIX, CheckpointStore, no_folder_error
 from echelon.accelerator.checkpoint.folders import has_checkpoint, newest_whole
+from echelon.accelerator.checkpoint.main_process_line import is_on_main_process_only
 from echelon.accelerator.checkpoint.registry import CheckpointRegistry
 from echelon.accelerator.checkpoint.rng_states import current_random_states
 from echelon.accelerator.checkpoint.state_names import Allowed
@@ -29,7 +30,7 @@ from echelon.accelerator.models.save_objects import offloaded_state
 from echelon.accelerator.session import Session
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
-from echelon.base.warnings import warn
+from echelon.base.warnings import UserLine, user_line, warn
 from echelon.checkpoint.commit import place_of, require_folder_or_nothing
 from echelon.checkpoint.formats.accelerate import custom_path, is_state_file, missing_files, write_state
 from echelon.checkpoint.formats.layouts import layout_of, require_layout
@@ -49,6 +50,7 @@ from echelon.checkpoint.save import (
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.compat.byte_sizes import convert_file_size_to_int
+from echelon.distributed.alone import alone, is_alone
 from echelon.distributed.collectives import gather_object
 from echelon.distributed.control import agree, raise_on_all_ranks
 from echelon.distributed.monitored_barrier import monitored_barrier
@@ -77,6 +79,9 @@ class Checkpoints:
         """Custom objects and hooks of the script."""
         self.data_policy = DataPolicy()
         """How changed data is treated unless a call allows it; the Trainer counts positions in its own way."""
+        self._lines_of_main_process: dict[
+            UserLine, bool
+        ] = {}  # whether a call of save_state is on the main process only
         self._unwrap_model: Callable[[], Any] = lambda: None
         self._get_state_dict: Callable[[], Any] = lambda: None
 
@@ -120,6 +125,13 @@ class Checkpoints:
             DesyncError: some ranks failed; the message names them.
         """
         session = self._session
+        if not is_alone() and self._is_called_on_main_process_only():
+            if not session.world.is_rank_zero:
+                return Path(os.fspath(output_dir or "."))
+            with alone():
+                return self.save_state(
+                    output_dir, safe_serialization, blocking=True, metric=metric, **save_model_func_kwargs
+                )
         if save_model_func_kwargs:
             raise UsageError(
                 f"save_state() was given {', '.join(save_model_func_kwargs)}, which the engine "
@@ -130,7 +142,8 @@ class Checkpoints:
             "save_state()", advice="Each rank writes its part, and rank zero also writes the shared state."
         )
         session.gradient_state.reading.metrics.check()
-        session.guard.compare_models("at save_state()")
+        if not is_alone():
+            session.guard.compare_models("at save_state()")
         with saving(session.progress.step):
             target = self.store.next_folder(_one_folder(output_dir, session.world, "save_state"))
             session.engine.update_loss_scale()
@@ -144,8 +157,22 @@ class Checkpoints:
                 )
             return self._save_as_accelerate(target, safe_serialization=safe_serialization)
 
+    def _is_called_on_main_process_only(self) -> bool:
+        """Return whether the program calls ``save_state`` under ``if accelerator.is_main_process``; warn once if it does."""
+        capabilities, line = self._session.capabilities, user_line()
+        if capabilities.shards_parameters or capabilities.shards_optimizer_state or not capabilities.exposes_state:
+            return False
+        if line not in self._lines_of_main_process:
+            self._lines_of_main_process[line] = is_on_main_process_only(line)
+            if self._lines_of_main_process[line]:
+                warn(
+                    "save_state() runs on the main process only, so the checkpoint has no random states of the other ranks, and "
+                    "a resumed run is not bit-identical. Call save_state() on every rank, outside `if accelerator.is_main_process:`"
+                )
+        return self._lines_of_main_process[line]
+
     def _save_as_accelerate(self, target: Path, *, safe_serialization: bool) -> Path:
-        session, objects, world = self._session, self._session.objects, self._session.world
+        session, objects, world = self._session, self._session.objects, self._world
         self.store.wait()
         models = self._bare_models()
         weights = [self._get_state_dict()(model) for model in objects.models]
@@ -157,6 +184,7 @@ class Checkpoints:
             scaler=session.update.scaler,
             step=session.update.step,
             progress={**session.progress.to_json(), "micro_step": 0},
+            num_processes=world.world_size,
         )
         is_gathered = any(one is None for one in (*weights, *state.optimizers))  # only rank zero holds it
         each = self._project.save_on_each_node and not is_gathered
@@ -352,7 +380,7 @@ class Checkpoints:
     # ---- echelon's own format ----------------------------------------------------------------------------------------
 
     def _save_own(self, target: Path, *, blocking: bool, metric: float | None) -> Path:
-        session, world = self._session, self._session.world
+        session, world = self._session, self._world
         self.store.wait()
         is_first = self.store.saves
         models = self._bare_models()
@@ -365,6 +393,7 @@ class Checkpoints:
                     custom_objects=self.registry.custom_objects,
                     random_states=session.update.snapshot(),
                     metric=metric,
+                    world_size=world.world_size,
                 )
 
         content = collect()
@@ -409,7 +438,7 @@ class Checkpoints:
 
         try:
             taken_out = run_on_all_ranks("a hook of save_state", as_save_failure(run, save.target), gather_bytes)
-            save.update(collect(), world=self._session.world)
+            save.update(collect(), world=self._world)
         except BaseException:
             save.give_up()
             raise
@@ -590,6 +619,12 @@ class Checkpoints:
             "termination signal received: the run ends after step %d with exit code %d; %s", step, EXIT_CODE, outcome
         )
         raise Preempted
+
+    @property
+    def _world(self) -> World:
+        """The ranks that save together."""
+        world = self._session.world
+        return replace(world, world_size=1, local_world_size=1) if is_alone() else world
 
     def _bare_models(self) -> list[nn.Module]:
         """Return the user's own models, which hooks receive as in Accelerate."""

@@ -59,6 +59,7 @@ def content_of(
     custom_objects: Sequence[Any],
     random_states: Any,
     metric: float | None = None,
+    world_size: int,
 ) -> Content:
     """Return the checkpoint content of this rank.
 
@@ -68,6 +69,7 @@ def content_of(
         custom_objects: objects registered for checkpointing.
         random_states: random states of this process; None: the current ones.
         metric: quality of the state.
+        world_size: number of ranks that save.
 
     Collective: if the engine gathers its state.
     """
@@ -124,7 +126,7 @@ def content_of(
         config={
             name: [_readable(value), str(config.origins.get(name))] for name, value in asdict(config.value).items()
         },
-        layout={"engine": session.capabilities.name, "world_size": session.world.world_size},
+        layout={"engine": session.capabilities.name, "world_size": world_size},
     )
 
 
