@@ -43,7 +43,7 @@ class BatchSplitCheck:
                 "gradients are smaller than those of the whole batch. Use a mean (reduction='mean'), or pass the number of items "
                 "that the loss sums over: accelerator.backward(loss, num_items=n) divides by the number of all items of the update"
             )
-        hooked = next((name for model in models for name, p in model.named_parameters() if p._backward_hooks), None)
+        hooked = next((name for model in models for name, p in model.named_parameters() if _has_hook(p)), None)
         if hooked is not None:
             self._warn_once(
                 f"a hook on {hooked.removeprefix('module.')} (register_hook) receives the gradient of a part of the batch on each rank, so the update "
@@ -55,6 +55,14 @@ class BatchSplitCheck:
         if message not in self._warned:
             self._warned.add(message)
             warn(message)
+
+
+def _has_hook(parameter: torch.Tensor) -> bool:
+    """Return whether the user has registered a hook; echelon's own ones do not change gradients."""
+    hooks = parameter._backward_hooks
+    return hooks is not None and any(
+        not str(getattr(hook, "__module__", "")).startswith("echelon.") for hook in hooks.values()
+    )
 
 
 def _is_sum_over_batch(loss: torch.Tensor, num_samples: int) -> bool:

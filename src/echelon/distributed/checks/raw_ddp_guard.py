@@ -99,11 +99,14 @@ class RawDDPGuard:
     def _before_step(self, optimizer: Optimizer, _closure: Closure | None) -> None:
         if not self._is_open() or is_in_backward():  # DDP has reduced before its hook steps
             return
-        self._drift.before_step(optimizer, _DO_WRAP, must_be_equal=False)
-        for reference in self._models_of(optimizer):
-            model = reference()
-            if model is not None and model.check_step():
+        models = [model for reference in self._models_of(optimizer) if (model := reference()) is not None]
+        if not any(model.is_joined for model in models):  # joined ranks step different numbers of times
+            self._drift.before_step(optimizer, _DO_WRAP, must_be_equal=False)
+        for model in models:
+            if model.check_step():
                 self._loaders.check_step()
+            if model.is_reported or model.is_joined:
+                self._drift.ignore(optimizer)
 
     def _is_open(self) -> bool:
         """Return whether the group of ``begin()`` is still open: the user may have destroyed it through torch."""
@@ -185,6 +188,17 @@ class _WatchedModel(_ModelHook):
     def is_of(self, module: nn.Module) -> bool:
         """Return whether ``module`` is the wrapped module."""
         return self._module() is module
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the model is in a context of torch's ``Join``."""
+        wrapper = self._wrapper()
+        return wrapper is not None and wrapper._join_config.enable
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether a warning has said that the ranks diverge."""
+        return self._is_done
 
     def _list_untrained(self, wrapper: DistributedDataParallel) -> None:
         left_out = wrapper.parameters_to_ignore

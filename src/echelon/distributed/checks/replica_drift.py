@@ -101,6 +101,12 @@ class ReplicaDriftCheck:
         if num >= _MANY_STEPS and subject in self._postponed:
             self._postponed.pop(subject).warn()
 
+    def ignore(self, optimizer: Optimizer) -> None:
+        """Do not compare the parameters of ``optimizer`` from now on: a difference is expected, or was reported."""
+        history = self._histories.setdefault(optimizer, _History(_MAX_OPTIMIZERS))
+        self._postponed.pop(f"own_{history.index}", None)
+        history.index = _MAX_OPTIMIZERS
+
     def compare_models(self, models: Sequence[nn.Module], when: str, do: str, *, is_last: bool = False) -> None:
         """Compare the parameters of ``models``, at a point that every rank reaches.
 
