@@ -18,7 +18,8 @@ from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.compat.transformers_names import TRAINER_MEMBERS
-from echelon.trainer import Trainer, TrainerCallback, TrainerControl, TrainingArguments
+from echelon.trainer import Trainer, TrainerCallback, TrainerControl, TrainingArguments, get_scheduler
+from echelon.trainer.build_accelerator import accelerator_arguments
 from echelon.trainer.callbacks.callback_handler import CallbackHandler
 from echelon.trainer.override_points import NOT_CALLED
 from tests.side_by_side.trainer_calls import DATA as CALLS, METHODS, PUBLIC, SCENARIOS, count_calls
@@ -90,6 +91,20 @@ def test_members_of_arguments_and_handlers_are_named_too(tmp_path: Path) -> None
     assert "Arguments.device (the device comes from the Accelerator" in text
     assert "Arguments._process_fsdp_args (" in text
     assert "mine" not in text
+
+
+def test_an_attribute_that_is_set_later_is_named_when_training_starts(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._loss_shifts_labels = True
+            self._signature_columns = ["x", "labels"]
+            self.mine = 3
+
+    trainer = Mine(Line(), arguments(tmp_path, max_steps=1), train_dataset=DATA)
+    with pytest.warns(EchelonWarning, match=r"echelon's does not: Mine\(\)\._loss_shifts_labels \("):
+        trainer.train()
+    trainer.train()  # named once: a second warning would be an error here
 
 
 def test_under_strict_it_is_an_error(tmp_path: Path) -> None:
@@ -418,6 +433,30 @@ def test_optimizers_with_their_own_groups_and_factories(tmp_path: Path) -> None:
     given = (Factory, {"lr": 0.25})
     trainer = Trainer(model, arguments(tmp_path), optimizer_cls_and_kwargs=given)
     assert trainer.create_optimizer(model=model).param_groups[0]["lr"] == 0.25
+
+
+def test_schedules_have_the_keyword_names_of_transformers() -> None:
+    optimizer = torch.optim.SGD(Line().parameters(), lr=1.0)
+    for name in ("linear", "cosine", "constant_with_warmup", "inverse_sqrt"):
+        schedule: Any = get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=8)
+        assert schedule.lr_lambdas[0].keywords == {"num_warmup_steps": 2, "num_training_steps": 8}
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+def test_ddp_looks_for_unused_parameters_as_in_transformers(given: bool | None, tmp_path: Path) -> None:
+    """Unless it is set: yes, but not for a model of transformers that checkpoints its activations."""
+
+    class Pretrained(Line):
+        is_activation_checkpointing = False
+
+    def is_searched(model: nn.Module, **options: Any) -> bool:
+        args = arguments(tmp_path, ddp_find_unused_parameters=given, **options)
+        found: bool = accelerator_arguments(args, model)["kwargs_handlers"][0].find_unused_parameters
+        return found
+
+    assert is_searched(Line()) is is_searched(Pretrained()) is (given is not False)
+    assert is_searched(Line(), activation_checkpointing=True) is (given is not False)
+    assert is_searched(Pretrained(), activation_checkpointing=True) is (given is True)
 
 
 @pytest.mark.parametrize(

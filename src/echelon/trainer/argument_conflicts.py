@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
+from echelon.base.logging import get_logger
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.enums import IntervalStrategy
 from echelon.trainer.hooks import TrainerHooks
@@ -15,6 +17,8 @@ from echelon.trainer.signatures import takes
 from echelon.trainer.training_plan import no_length_error
 
 __all__ = ["check_arguments", "check_model", "choose_processing_class"]
+
+logger = get_logger(__name__)
 
 
 def check_model(model: nn.Module | None, model_init: Any) -> None:
@@ -54,6 +58,14 @@ def check_arguments(hooks: TrainerHooks) -> None:
             f"eval_strategy={str(hooks.args.eval_strategy)!r}, but there is no eval_dataset",
             where="Trainer(eval_dataset=)",
             do="pass eval_dataset, or set eval_strategy='no'",
+        )
+    if hooks.args.max_steps > 0 and hooks.args.num_train_epochs > 0:
+        logger.info("max_steps=%d is given: num_train_epochs has no effect", hooks.args.max_steps)
+    strategy = hooks.args.train_sampling_strategy
+    if strategy in ("group_by_length", "batch_rebalance") and isinstance(hooks.train_dataset, IterableDataset):
+        logger.warning(
+            "train_sampling_strategy=%r is ignored: an IterableDataset yields its samples in an order of its own",
+            strategy,
         )
     batch_metrics = hooks.args.batch_eval_metrics and hooks.compute_metrics is not None
     if batch_metrics and not takes(hooks.compute_metrics, "compute_result"):  # type: ignore[arg-type]

@@ -176,8 +176,13 @@ def _set_tf32(wanted: bool, device: torch.device) -> None:
 
 
 def _ddp_kwargs(args: TrainingArguments, model: nn.Module | None) -> DistributedDataParallelKwargs:
+    find_unused = args.ddp_find_unused_parameters
+    if find_unused is None:
+        # As in transformers. Activation checkpointing of its models does not work with the search for unused parameters.
+        checkpoints = getattr(model, "is_activation_checkpointing", getattr(model, "is_gradient_checkpointing", None))
+        find_unused = checkpoints is None or not (checkpoints or args.activation_checkpointing)
     options = {
-        "find_unused_parameters": args.ddp_find_unused_parameters,
+        "find_unused_parameters": find_unused,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
         "broadcast_buffers": args.ddp_broadcast_buffers,
         "static_graph": args.ddp_static_graph,

@@ -14,7 +14,7 @@ from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.callback_handler import CallbackHandler
 from echelon.trainer.checkpoint.checkpoint_folders import checkpoint_format
 
-__all__ = ["NOT_CALLED", "NOT_READ_IN_ARGUMENTS", "OverridePoints", "check_overrides"]
+__all__ = ["NOT_CALLED", "NOT_READ_IN_ARGUMENTS", "OverridePoints", "check_attributes", "check_overrides"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any] | None)
 
@@ -127,6 +127,27 @@ def check_overrides(trainer: Any, base: type[Any]) -> None:
         *_ignored(trainer.args, TrainingArguments, ARGUMENTS_MEMBERS, NOT_READ_IN_ARGUMENTS),
         *_ignored(trainer.callback_handler, CallbackHandler, HANDLER_MEMBERS, {}),
     ]
+    _report(found, trainer)
+
+
+def check_attributes(trainer: Any, base: type[Any], known: frozenset[str]) -> None:
+    """Name the attributes that a subclass or a script has set since the construction and echelon does not read.
+
+    Args:
+        trainer: the Trainer.
+        base: echelon's Trainer.
+        known: the attributes that echelon sets itself.
+
+    Raises:
+        UsageError: there is such a name and the program runs with ``--strict``.
+    """
+    added = vars(trainer).keys() & TRAINER_MEMBERS - known - {"_eval_dataloaders"}
+    unread = sorted(name for name in added if name in NOT_CALLED or not hasattr(base, name))
+    why = {name: NOT_CALLED.get(name, "echelon has nothing of this name") for name in unread}
+    _report([f"{type(trainer).__name__}().{name} ({why[name]})" for name in unread], trainer)
+
+
+def _report(found: list[str], trainer: Any) -> None:
     if not found:
         return
     text = "the Trainer of transformers uses these definitions, and echelon's does not: " + "; ".join(found)

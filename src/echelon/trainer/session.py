@@ -64,6 +64,8 @@ class TrainerSession:
     """Batch size that a subclass has set instead of that of the arguments."""
     plan: TrainingPlan | None = None
     """Plan of the latest training run."""
+    own_attributes: frozenset[str] = frozenset()
+    """Attributes that the Trainer had after its construction, and those that were reported later."""
     default_columns: list[str] | None = None
     """The columns of ``_signature_columns`` that no subclass has changed."""
     keeps_weights_with_state: bool = False

@@ -47,7 +47,7 @@ from echelon.trainer.optim.optimizers import (
     param_groups_of,
 )
 from echelon.trainer.optim.prepared_optimizer import create_optimizer, create_scheduler
-from echelon.trainer.override_points import OverridePoints, check_overrides
+from echelon.trainer.override_points import OverridePoints, check_attributes, check_overrides
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
 from echelon.trainer.session import TrainCall, TrainerSession, global_batch_size
 from echelon.trainer.signatures import new_model
@@ -98,6 +98,7 @@ class Trainer(TrainerInternals):
     label_names: list[str]
     can_return_loss: bool
     model_accepts_loss_kwargs: bool
+    hub_model_id: str | None
 
     def __init__(
         self,
@@ -160,8 +161,7 @@ class Trainer(TrainerInternals):
 
         self.is_in_train, self.current_flos = False, 0.0
         self._signature_columns: list[str] | None = None
-        self.hp_name = self.hp_search_backend = self.push_in_progress = self._trial = None
-        self.hub_model_id: str | None = None
+        self.hp_name = self.hp_search_backend = self.push_in_progress = self._trial = self.hub_model_id = None
         self.current_gradient_accumulation_steps = 1
         self.state = TrainerState(
             is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
@@ -178,6 +178,7 @@ class Trainer(TrainerInternals):
         memory.keep(memory.end("init"))
         self._session.points.refresh()
         check_overrides(self, Trainer)
+        self._session.own_attributes = frozenset(vars(self))
         notify(self, "on_init_end")
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -217,6 +218,8 @@ class Trainer(TrainerInternals):
                 (docs/checkpoints.md), or another process trains in ``output_dir``.
         """
         self._session.points.refresh()
+        check_attributes(self, Trainer, self._session.own_attributes)
+        self._session.own_attributes = frozenset(vars(self))  # each is named once
         call = TrainCall(self, self._session, ignore_keys_for_eval)
         return TrainingRun(call, trial=trial).start(resume_from_checkpoint, kwargs)
 

@@ -52,7 +52,9 @@ def get_scheduler(
         more["min_lr_rate"] = _min_lr_rate(kind, more, peak=float(optimizer.defaults["lr"]))
     if kind is SchedulerType.POLYNOMIAL:
         more["end_rate"] = _end_rate(more.pop("lr_end", 1e-7), peak=float(optimizer.defaults["lr"]))
-    factor = partial(_FACTORS[kind], warmup=num_warmup_steps or 0, total=num_training_steps or 0, **more)
+    factor = partial(
+        _FACTORS[kind], num_warmup_steps=num_warmup_steps or 0, num_training_steps=num_training_steps or 0, **more
+    )
     try:
         factor(0)
     except TypeError as error:
@@ -64,79 +66,83 @@ def get_scheduler(
     return LambdaLR(optimizer, factor)
 
 
-def _constant(step: int, *, warmup: int, total: int) -> float:
+def _constant(step: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
     return 1.0
 
 
-def _constant_with_warmup(step: int, *, warmup: int, total: int) -> float:
-    return step / max(1, warmup) if step < warmup else 1.0
+def _constant_with_warmup(step: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
+    return step / max(1, num_warmup_steps) if step < num_warmup_steps else 1.0
 
 
-def _linear(step: int, *, warmup: int, total: int) -> float:
-    if step < warmup:
-        return step / max(1, warmup)
-    return max(0.0, (total - step) / max(1, total - warmup))
+def _linear(step: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
+    if step < num_warmup_steps:
+        return step / max(1, num_warmup_steps)
+    return max(0.0, (num_training_steps - step) / max(1, num_training_steps - num_warmup_steps))
 
 
-def _cosine(step: int, *, warmup: int, total: int, num_cycles: float = 0.5) -> float:
-    if step < warmup:
-        return step / max(1, warmup)
-    return max(0.0, _half_wave(2.0 * num_cycles * _progress(step, warmup, total)))
+def _cosine(step: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5) -> float:
+    if step < num_warmup_steps:
+        return step / max(1, num_warmup_steps)
+    return max(0.0, _half_wave(2.0 * num_cycles * _progress(step, num_warmup_steps, num_training_steps)))
 
 
-def _cosine_with_restarts(step: int, *, warmup: int, total: int, num_cycles: int = 1) -> float:
-    if step < warmup:
-        return step / max(1, warmup)
-    progress = _progress(step, warmup, total)
+def _cosine_with_restarts(step: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1) -> float:
+    if step < num_warmup_steps:
+        return step / max(1, num_warmup_steps)
+    progress = _progress(step, num_warmup_steps, num_training_steps)
     return 0.0 if progress >= 1.0 else max(0.0, _half_wave((num_cycles * progress) % 1.0))
 
 
-def _polynomial(step: int, *, warmup: int, total: int, end_rate: float, power: float = 1.0) -> float:
-    if step < warmup:
-        return step / max(1, warmup)
-    if step > total:
+def _polynomial(
+    step: int, *, num_warmup_steps: int, num_training_steps: int, end_rate: float, power: float = 1.0
+) -> float:
+    if step < num_warmup_steps:
+        return step / max(1, num_warmup_steps)
+    if step > num_training_steps:
         return end_rate
-    remaining = 1 - (step - warmup) / max(1, total - warmup)
+    remaining = 1 - (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
     return (1 - end_rate) * math.pow(remaining, power) + end_rate
 
 
-def _inverse_sqrt(step: int, *, warmup: int, total: int, timescale: int | None = None) -> float:
-    if step < warmup:
-        return step / max(1, warmup)
-    scale = timescale or warmup or 10_000
-    return 1.0 / math.sqrt((step + scale - warmup) / scale)
+def _inverse_sqrt(step: int, *, num_warmup_steps: int, num_training_steps: int, timescale: int | None = None) -> float:
+    if step < num_warmup_steps:
+        return step / max(1, num_warmup_steps)
+    scale = timescale or num_warmup_steps or 10_000
+    return 1.0 / math.sqrt((step + scale - num_warmup_steps) / scale)
 
 
-def _cosine_with_min_lr(step: int, *, warmup: int, total: int, min_lr_rate: float, num_cycles: float = 0.5) -> float:
-    if step < warmup:
-        return step / max(1, warmup)
-    wave = _half_wave(2.0 * num_cycles * _progress(step, warmup, total))
+def _cosine_with_min_lr(
+    step: int, *, num_warmup_steps: int, num_training_steps: int, min_lr_rate: float, num_cycles: float = 0.5
+) -> float:
+    if step < num_warmup_steps:
+        return step / max(1, num_warmup_steps)
+    wave = _half_wave(2.0 * num_cycles * _progress(step, num_warmup_steps, num_training_steps))
     return max(0.0, wave * (1 - min_lr_rate) + min_lr_rate)
 
 
 def _cosine_warmup_with_min_lr(
     step: int,
     *,
-    warmup: int,
-    total: int,
+    num_warmup_steps: int,
+    num_training_steps: int,
     min_lr_rate: float,
     num_cycles: float = 0.5,
     warmup_lr_rate: float | None = None,
 ) -> float:
     # As in transformers, this scheduler counts steps from 1.
-    if step < warmup:
+    if step < num_warmup_steps:
         if warmup_lr_rate is None:
-            return (step + 1) / max(1, warmup)
-        return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, warmup - 1)
-    wave = _half_wave(2.0 * num_cycles * (step - warmup + 1) / max(1, total - warmup))
+            return (step + 1) / max(1, num_warmup_steps)
+        return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, num_warmup_steps - 1)
+    wave = _half_wave(2.0 * num_cycles * (step - num_warmup_steps + 1) / max(1, num_training_steps - num_warmup_steps))
     return max(0.0, wave * (1 - min_lr_rate) + min_lr_rate)
 
 
 def _warmup_stable_decay(
     step: int,
     *,
-    warmup: int,
-    total: int,
+    num_warmup_steps: int,
+    num_training_steps: int,
     num_decay_steps: int,
     num_stable_steps: int | None = None,
     warmup_type: str = "linear",
@@ -144,14 +150,14 @@ def _warmup_stable_decay(
     min_lr_ratio: float = 0.0,
     num_cycles: float = 0.5,
 ) -> float:
-    stable = total - warmup - num_decay_steps if num_stable_steps is None else num_stable_steps
-    if step < warmup:
-        rise = _shape(warmup_type, 1 - step / max(1, warmup), num_cycles=0.5, setting="warmup_type")
+    stable = num_training_steps - num_warmup_steps - num_decay_steps if num_stable_steps is None else num_stable_steps
+    if step < num_warmup_steps:
+        rise = _shape(warmup_type, 1 - step / max(1, num_warmup_steps), num_cycles=0.5, setting="warmup_type")
         return max(0.0, rise * (1.0 - min_lr_ratio) + min_lr_ratio)
-    if step < warmup + stable:
+    if step < num_warmup_steps + stable:
         return 1.0
-    if step < warmup + stable + num_decay_steps:
-        part = (step - warmup - stable) / max(1, num_decay_steps)
+    if step < num_warmup_steps + stable + num_decay_steps:
+        part = (step - num_warmup_steps - stable) / max(1, num_decay_steps)
         fall = _shape(decay_type, part, num_cycles=num_cycles, setting="decay_type")
         return max(0.0, fall * (1.0 - min_lr_ratio) + min_lr_ratio)
     return min_lr_ratio
@@ -172,8 +178,8 @@ def _half_wave(turns: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * turns))
 
 
-def _progress(step: int, warmup: int, total: int) -> float:
-    return (step - warmup) / max(1, total - warmup)
+def _progress(step: int, num_warmup_steps: int, num_training_steps: int) -> float:
+    return (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
 
 
 def _min_lr_rate(kind: SchedulerType, more: dict[str, Any], *, peak: float) -> float:
