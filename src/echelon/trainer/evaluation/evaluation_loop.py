@@ -179,6 +179,8 @@ def _evaluate_batches(
         column = _main_input(inputs, hooks, session.points) if "inputs" in args.include_for_metrics else None
         if rows is not None and size is not None:
             logit, label, column = (batches.fill(part, rows=rows, of=size) for part in (logit, label, column))
+        if loss_only and hooks.accelerator.num_processes > 1:
+            size = _num_samples(hooks, dataloader, size)
         gathered = collected.gather(loss, logit, label, column, size=size)
         if loss is not None and hooks.accelerator.parity != "off":
             collected.weigh(inputs, size=size)
@@ -339,6 +341,19 @@ class _Collected:
     def _is_of_objects(self, part: Any) -> bool:
         """Return whether ``part`` is a list of one object per sample; tensors are always gathered as tensors."""
         return self._hooks.args.eval_use_gather_object and isinstance(part, list)
+
+
+def _num_samples(hooks: TrainerHooks, dataloader: Any, size: int | None) -> int | None:
+    """Return the number of samples of a batch with ``size`` rows; a collator of pairs makes two rows of each sample.
+
+    The padding samples of such a batch cannot be cut off (and trl gathers one value of each row, so that all ranks need as
+    many): they are in the mean loss of the batch, as in transformers, but the batch weighs only its new samples.
+    """
+    last, expected = getattr(dataloader, "last_step", None), getattr(dataloader, "batch_size", None)
+    num_samples = expected if last is None else last.sizes[hooks.accelerator.process_index]
+    if not num_samples or size is None or size <= num_samples or size % num_samples:
+        return size
+    return int(num_samples)
 
 
 def _real_samples(hooks: TrainerHooks, dataloader: Any, size: int | None) -> tuple[int, int] | None:
