@@ -104,7 +104,7 @@ def test_a_failed_attempt_keeps_no_tensor_alive() -> None:
         (ValueError("out of memory"), False),
     ],
 )
-def test_out_of_memory_errors_are_recognised(error: Exception, ran_out: bool) -> None:
+def test_out_of_memory_errors_are_recognized(error: Exception, ran_out: bool) -> None:
     assert should_reduce_batch_size(error) is ran_out
 
 
