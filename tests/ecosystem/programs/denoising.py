@@ -1,0 +1,45 @@
+"""denoising-diffusion-pytorch: its Trainer on a sequence of one dimension, which saves and loads a milestone."""
+
+import sys
+import types
+
+import tiny
+import torch
+
+if "torchvision" not in sys.modules:
+    # The package imports torchvision, whose wheel needs the same build of torch; training in one dimension never calls it.
+    for name in ("torchvision", "torchvision.transforms", "torchvision.utils", "torchvision.models"):
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules["torchvision"].transforms = sys.modules["torchvision.transforms"]
+    sys.modules["torchvision"].utils = sys.modules["torchvision.utils"]
+from denoising_diffusion_pytorch.denoising_diffusion_pytorch_1d import Dataset1D, GaussianDiffusion1D, Trainer1D, Unet1D
+
+
+def main() -> None:
+    torch.manual_seed(3)
+    model = Unet1D(dim=8, dim_mults=(1, 2), channels=2)
+    diffusion = GaussianDiffusion1D(model, seq_length=8, timesteps=20, sampling_timesteps=4, objective="pred_v")
+    data = Dataset1D(torch.rand(32, 2, 8, generator=torch.Generator().manual_seed(1)))
+    losses = []
+    forward = diffusion.p_losses
+
+    def recorded(*args, **kwargs):
+        loss = forward(*args, **kwargs)
+        losses.append(loss.item())
+        return loss
+
+    diffusion.p_losses = recorded
+    trainer = Trainer1D(
+        diffusion, dataset=data, train_batch_size=4, gradient_accumulate_every=2, train_lr=1e-3, train_num_steps=8,
+        ema_decay=0.9, save_and_sample_every=4, num_samples=4, results_folder="out", amp=False,
+    )  # fmt: skip
+    torch.manual_seed(11)
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        trainer.load(2)
+    weights = next(iter(trainer.accelerator.unwrap_model(trainer.model).parameters())).flatten()[:4].tolist()
+    tiny.show(losses=losses, step=trainer.step, weights=weights)
+
+
+if __name__ == "__main__":
+    main()
