@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 PEERS := .venv-peers
 RAY := .venv-ray
+ECOSYSTEM := .venv-ecosystem
 BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -17,7 +18,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 PROSE := docs $(wildcard *.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak repeat clusters bench peers side-by-side lock test-gpu other-torch clean
+.PHONY: help demo test check format soak repeat clusters bench peers side-by-side ecosystem lock test-gpu other-torch clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -90,8 +91,11 @@ lock: ## refresh constraints.txt from pyproject.toml
 side-by-side: $(VENV)/.stamp $(PEERS)/.stamp ## run scripts written for accelerate with accelerate and echelon, and compare
 	@REQUIRE_PEERS=1 $(BIN)/python -m pytest tests/side_by_side
 
+ecosystem: $(VENV)/.stamp $(ECOSYSTEM)/.stamp ## run trl, sentence-transformers, diffusers, ... natively and on echelon, and compare
+	@REQUIRE_ECOSYSTEM=1 $(BIN)/python -m pytest -m soak tests/ecosystem
+
 clean: ## remove the environments and the caches
-	@rm -rf $(VENV) $(PEERS) $(RAY) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache dist build outputs
+	@rm -rf $(VENV) $(PEERS) $(RAY) $(ECOSYSTEM) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache dist build outputs
 
 # torch is installed first, so that packages that depend on it find the pinned build and do not install another.
 $(VENV)/.stamp: pyproject.toml constraints.txt
@@ -104,6 +108,13 @@ $(PEERS)/.stamp: pyproject.toml benchmarks/peers.txt benchmarks/peers-constraint
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	@$(PEERS)/bin/python $(PIP_INSTALL) -c benchmarks/peers-constraints.txt $$(grep '^torch==' benchmarks/peers.txt)
 	@$(PEERS)/bin/python $(PIP_INSTALL) -c benchmarks/peers-constraints.txt -r benchmarks/peers.txt
+	@touch $@
+
+$(ECOSYSTEM)/.stamp: pyproject.toml $(wildcard tests/ecosystem/*.txt)
+	@test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
+	@$(ECOSYSTEM)/bin/python $(PIP_INSTALL) -c tests/ecosystem/constraints.txt $$(grep '^torch==' tests/ecosystem/requirements.txt)
+	@$(ECOSYSTEM)/bin/python $(PIP_INSTALL) -c tests/ecosystem/constraints.txt -r tests/ecosystem/requirements.txt
+	@$(ECOSYSTEM)/bin/python $(PIP_INSTALL) --no-deps -r tests/ecosystem/no-deps.txt
 	@touch $@
 
 # Ray adds 300 MB that nothing else needs; torch and the other packages are those of .venv.

@@ -22,7 +22,15 @@ def train(*, last_step: int, resume: bool) -> tuple[list[float], list[float]]:
         sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
         down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
-    ema = EMAModel(model.parameters(), decay=0.99, use_ema_warmup=True, inv_gamma=1.0, power=0.75, model_cls=UNet2DModel, model_config=model.config)
+    ema = EMAModel(
+        model.parameters(),
+        decay=0.99,
+        use_ema_warmup=True,
+        inv_gamma=1.0,
+        power=0.75,
+        model_cls=UNet2DModel,
+        model_config=model.config,
+    )
 
     def save_hook(models, weights, output_dir):
         if accelerator.is_main_process:

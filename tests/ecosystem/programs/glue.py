@@ -1,7 +1,6 @@
 """A loop in the style of the GLUE examples: Accelerator, schedule, metrics, checkpoints, resume."""
 
 import math
-import sys
 
 import tiny
 import torch
@@ -68,11 +67,14 @@ def main() -> None:
     epoch(2)
     resumed = losses[-len(after) :]
     accelerator.wait_for_everyone()
-    accelerator.unwrap_model(model).save_pretrained("saved", is_main_process=accelerator.is_main_process, save_function=accelerator.save)
+    accelerator.unwrap_model(model).save_pretrained(
+        "saved", is_main_process=accelerator.is_main_process, save_function=accelerator.save
+    )
     if accelerator.is_main_process:
-        tiny.show(losses=losses, accuracies=accuracies, rates=rates, resumed=max(abs(a - b) for a, b in zip(after, resumed)))
+        tiny.show(
+            losses=losses, accuracies=accuracies, rates=rates, resumed=max(abs(a - b) for a, b in zip(after, resumed))
+        )
     accelerator.end_training()
-    assert "--" not in sys.argv
 
 
 if __name__ == "__main__":
