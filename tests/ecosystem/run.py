@@ -54,20 +54,29 @@ class Run:
     output: str
 
 
-def run(name: str, way: Way, num_processes: int, *flags: str, timeout_s: float = 600.0) -> Run:
+def run(
+    name: str,
+    way: Way,
+    num_processes: int,
+    *,
+    args: tuple[str, ...] = (),
+    flags: tuple[str, ...] = (),
+    timeout_s: float = 600.0,
+) -> Run:
     """Run a program in a new folder.
 
     Args:
         name: key of ``PROGRAMS``.
         way: ``native``; ``launch --as``: by echelon's launcher; ``install``: with one more line, by python or torchrun.
         num_processes: number of processes.
+        args: further arguments of the program.
         flags: further flags of echelon's launcher.
         timeout_s: time limit.
 
     Raises:
         ProgramFailedError: the program failed.
     """
-    file, *args = PROGRAMS[name]
+    file, *own = PROGRAMS[name]
     with tempfile.TemporaryDirectory(prefix="ecosystem-") as folder:
         script = HERE / "programs" / file
         if way == "install":
@@ -97,7 +106,7 @@ def run(name: str, way: Way, num_processes: int, *flags: str, timeout_s: float =
             and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         }
         done = subprocess.run(
-            [str(PYTHON), *starter, str(script), *args],
+            [str(PYTHON), *starter, str(script), *own, *args],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -6,13 +6,24 @@ import types
 import tiny
 import torch
 
-if "torchvision" not in sys.modules:
-    # The package imports torchvision, whose wheel needs the same build of torch; training in one dimension never calls it.
-    for name in ("torchvision", "torchvision.transforms", "torchvision.utils", "torchvision.models"):
-        sys.modules[name] = types.ModuleType(name)
-    sys.modules["torchvision"].transforms = sys.modules["torchvision.transforms"]
-    sys.modules["torchvision"].utils = sys.modules["torchvision.utils"]
-from denoising_diffusion_pytorch.denoising_diffusion_pytorch_1d import Dataset1D, GaussianDiffusion1D, Trainer1D, Unet1D
+# The package imports torchvision, whose wheel needs the same build of torch; training in one dimension never calls it.
+STUBS = ("torchvision", "torchvision.transforms", "torchvision.utils", "torchvision.models")
+for stub in STUBS:
+    sys.modules[stub] = types.ModuleType(stub)
+    setattr(sys.modules["torchvision"], stub.rpartition(".")[2], sys.modules[stub])
+from denoising_diffusion_pytorch import denoising_diffusion_pytorch_1d  # noqa: E402 - after the stubs
+from denoising_diffusion_pytorch.denoising_diffusion_pytorch_1d import (  # noqa: E402
+    Dataset1D,
+    GaussianDiffusion1D,
+    Trainer1D,
+    Unet1D,
+)
+
+for stub in STUBS:
+    del sys.modules[stub]
+if "--in-order" in sys.argv:
+    loader = denoising_diffusion_pytorch_1d.DataLoader
+    denoising_diffusion_pytorch_1d.DataLoader = lambda data, **options: loader(data, **{**options, "shuffle": False})
 
 
 def main() -> None:
@@ -35,7 +46,9 @@ def main() -> None:
     )  # fmt: skip
     torch.manual_seed(11)
     trainer.train()
-    if trainer.accelerator.is_main_process:
+    if (
+        trainer.accelerator.num_processes == 1
+    ):  # with several on CPUs, accelerate passes torch.load a device that it does not know (cpu:0)
         trainer.load(2)
     weights = next(iter(trainer.accelerator.unwrap_model(trainer.model).parameters())).flatten()[:4].tolist()
     tiny.show(losses=losses, step=trainer.step, weights=weights)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 
 import tiny
 import torch
@@ -53,7 +54,7 @@ def train(*, last_step: int, resume: bool) -> tuple[list[float], list[float]]:
     noises = DDPMScheduler(num_train_timesteps=50)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     images = torch.rand(32, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    loader = DataLoader(TensorDataset(images), batch_size=4, shuffle=True)
+    loader = DataLoader(TensorDataset(images), batch_size=4, shuffle="--in-order" not in sys.argv)
     schedule = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=2, num_training_steps=12)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     accelerator.init_trackers("train_unconditional") if accelerator.is_main_process else None
@@ -85,7 +86,7 @@ def train(*, last_step: int, resume: bool) -> tuple[list[float], list[float]]:
             if accelerator.sync_gradients:
                 ema.step(model.parameters())
                 step += 1
-                if step == 6 and not resume and accelerator.is_main_process:
+                if step == 6 and not resume:
                     accelerator.save_state("out/checkpoint-6")
                 if step >= last_step:
                     break

@@ -26,7 +26,7 @@ def main() -> None:
         ref_model=tiny.causal_model(),
         args=args,
         train_dataset=pairs(32, 1),
-        eval_dataset=pairs(12, 5),
+        eval_dataset=pairs(16, 5),
         processing_class=tiny.tokenizer(),
     )
     trainer.train()

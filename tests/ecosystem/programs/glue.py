@@ -1,6 +1,7 @@
 """A loop in the style of the GLUE examples: Accelerator, schedule, metrics, checkpoints, resume."""
 
 import math
+import sys
 
 import tiny
 import torch
@@ -20,7 +21,7 @@ def build(accelerator: Accelerator, tokenizer):
             return data.map(lambda row: tokenizer(row["text"]), batched=True, remove_columns=["text"])
 
     collator = DataCollatorWithPadding(tokenizer)
-    train = DataLoader(rows(48, 1), shuffle=True, collate_fn=collator, batch_size=4)
+    train = DataLoader(rows(48, 1), shuffle="--in-order" not in sys.argv, collate_fn=collator, batch_size=4)
     held = DataLoader(rows(19, 2), collate_fn=collator, batch_size=4)
     model = tiny.bert("BertForSequenceClassification", num_labels=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

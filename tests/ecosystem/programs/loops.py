@@ -1,5 +1,6 @@
 """pytorch-accelerated: its Trainer with callbacks, schedule, early stopping and the best weights."""
 
+import sys
 from functools import partial
 
 import tiny
@@ -26,6 +27,7 @@ def main() -> None:
         eval_dataset=TensorDataset(x[70:], y[70:]),
         num_epochs=4,
         per_device_batch_size=8,
+        train_dataloader_kwargs={"shuffle": "--in-order" not in sys.argv},
         gradient_clip_value=1.0,
         create_scheduler_fn=partial(
             CosineLrScheduler,

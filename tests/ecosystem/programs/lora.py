@@ -24,7 +24,7 @@ def main() -> None:
         model=model,
         args=args,
         train_dataset=rows(32, 1),
-        eval_dataset=rows(12, 2),
+        eval_dataset=rows(16, 2),
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         processing_class=tokenizer,
     )
