@@ -31,6 +31,7 @@ def main() -> None:
     trainer.train()
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model("adapter")
+    trainer.accelerator.wait_for_everyone()
     inputs = torch.tensor([[1, 5, 6, 7]])
     reloaded = PeftModel.from_pretrained(tiny.causal_model(), "adapter").eval()
     merged = reloaded.merge_and_unload()
