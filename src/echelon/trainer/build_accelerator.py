@@ -179,7 +179,10 @@ def _ddp_kwargs(args: TrainingArguments, model: nn.Module | None) -> Distributed
     find_unused = args.ddp_find_unused_parameters
     if find_unused is None:
         # As in transformers. Activation checkpointing of its models does not work with the search for unused parameters.
-        checkpoints = getattr(model, "is_activation_checkpointing", getattr(model, "is_gradient_checkpointing", None))
+        # (The second name is that of transformers before 5; later versions warn of it.)
+        names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+        name = next((name for name in names if hasattr(type(model), name)), None)
+        checkpoints = None if name is None else getattr(model, name)
         find_unused = checkpoints is None or not (checkpoints or args.activation_checkpointing)
     options = {
         "find_unused_parameters": find_unused,
