@@ -56,13 +56,13 @@ def test_a_loader_worker_that_hangs_or_dies_in_its_fork_is_forked_again() -> Non
 _GARBAGE = """
 import gc, os, signal, threading
 import torch.distributed as dist
-from echelon.base.fork_repair import repair_fork
-for _ in range({num_calls}):
-    repair_fork()
+from echelon import Accelerator
 gc.disable()
 class Node: pass
 node = Node()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range({num_accelerators}):
+    Accelerator(cpu=True)  # with a group that the script has created
 node.own, node.group = node, dist.group.WORLD
 dist.destroy_process_group()
 del node
@@ -78,8 +78,8 @@ os._exit(0)
 def test_a_forked_process_does_not_collect_the_garbage_of_its_parent() -> None:
     """Without the repair, the destructor of the process group hangs or aborts in the child, which has none of its threads."""
     texts = []
-    for num_calls, limit in ((0, 2), (2, 60)):
-        program = _GARBAGE.format(num_calls=num_calls, limit=limit)
+    for num_accelerators, limit in ((0, 2), (2, 60)):
+        program = _GARBAGE.format(num_accelerators=num_accelerators, limit=limit)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
         texts.append(done.stdout.strip())
     assert texts[0] in ("exit code -9", "exit code -6")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from echelon.base.errors import DesyncError, UsageError
+from echelon.base.fork_repair import repair_fork
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import UserLine, user_line, warn
@@ -72,6 +73,7 @@ def shard(
             it is sharded for a different number of ranks; or it is already sharded and ``seed``, ``even`` or ``drop_last`` is
             given.
     """
+    repair_fork()  # also for a group that the script has created
     line = user_line()
     facts = _agree(loader, already_sharded=already_sharded, line=line)
     if facts.sharding is not None:

@@ -26,6 +26,7 @@ from echelon.accelerator.setup.transformers_environment import configure_transfo
 from echelon.base.cores import bind, cores_of_node, share_of
 from echelon.base.device import numa_node_of
 from echelon.base.errors import ConfigError
+from echelon.base.fork_repair import repair_fork
 from echelon.base.logging import get_logger
 from echelon.base.warnings import warn
 from echelon.compat.variables import parse_flag_from_env
@@ -139,6 +140,7 @@ def handlers_by_kind(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
 
 def build_world(config: RunConfig, options: InitProcessGroupKwargs, engine: Engine | str | None = None) -> World:
     """Create the process group if there are several processes, or ``engine`` needs one, and the script has not created it."""
+    repair_fork()  # also for a group that the script has created
     needs_group = False
     if isinstance(engine, str) and engine not in GROUPLESS:
         load_engine(engine)  # raises for an unknown name before a group is created
