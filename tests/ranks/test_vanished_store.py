@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon.base.errors import DesyncError
 from echelon.base.warnings import UserLine
 from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
+from echelon.distributed.checks.replica_drift import ReplicaDriftCheck
 from echelon.distributed.checks.unsharded_loader import UnshardedLoaderCheck
 from tests.harness import RanksFailed, run_on_ranks
 
@@ -84,16 +85,25 @@ def _read_the_same() -> None:
             check.add(batch)
 
 
+def _compare_weights() -> None:
+    model = torch.nn.Linear(4, 1)
+    check = ReplicaDriftCheck()
+    check.compare_models([model], "now", "fix it")
+    for _ in range(3):
+        check.before_step(torch.optim.SGD(model.parameters(), lr=0.1), "fix it")
+    check.compare_models([model], "at the end", "fix it", is_last=True)
+
+
 def _run(action: Callable[[], None], num_left: int) -> None:
     store = _VanishingStore(num_left)
     with ExitStack() as stack:
         stack.enter_context(mock.patch("torch.distributed.PrefixStore", lambda _prefix, store: store))
-        for module in ("duplicate_samples", "unsharded_loader"):
+        for module in ("duplicate_samples", "replica_drift", "unsharded_loader"):
             stack.enter_context(mock.patch(f"echelon.distributed.checks.{module}.store_of", return_value=store))
         action()
 
 
-@pytest.mark.parametrize("action", [_read_pass, _compare_stream, _step_unsharded])
+@pytest.mark.parametrize("action", [_read_pass, _compare_stream, _step_unsharded, _compare_weights])
 def test_a_vanished_store_ends_the_check_and_not_the_run(action: Callable[[], None]) -> None:
     for num_left in range(4):
         run_on_ranks(_run, action, num_left, world_size=2)

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -54,9 +54,10 @@ class ReplicaDriftCheck:
         self._prefix = ""
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         if group is not None and dist.get_world_size() > 1:
-            number = store_of(group).add(f"echelon/replica_drift/num_checks/{dist.get_rank()}", 1)
-            self._prefix = f"echelon/replica_drift/{number}"  # the ranks create their checks in the same order
-            self._group = weakref.ref(group)
+            with suppress(dist.DistNetworkError):  # rank 0, which serves the store, has exited
+                number = store_of(group).add(f"echelon/replica_drift/num_checks/{dist.get_rank()}", 1)
+                self._prefix = f"echelon/replica_drift/{number}"  # the ranks create their checks in the same order
+                self._group = weakref.ref(group)
         self._histories: WeakKeyDictionary[Optimizer, _History] = WeakKeyDictionary()
         self._num_optimizers: Counter[str] = Counter()
         self._num_comparisons = 0
@@ -83,29 +84,29 @@ class ReplicaDriftCheck:
         kind = "model" if must_be_equal else "own"
         history = self._histories.get(optimizer)
         if history is None:
-            history = self._histories[optimizer] = _History(self._num_optimizers[kind])
+            index = self._num_optimizers[kind]
+            history = self._histories[optimizer] = _History(index, is_ignored=index >= _MAX_OPTIMIZERS)
             self._num_optimizers[kind] += 1
         num = history.num_steps
         history.num_steps += 1
-        if history.index >= _MAX_OPTIMIZERS or num & (num - 1):
+        if history.is_ignored or num & (num - 1):
             return
         when = f"after {num} step{'s' * (num > 1)} of {type(optimizer).__name__}" if num else "before the first step"
         values = _parameters_of(optimizer) if models is None else _named(models)
         subject = f"{kind}_{history.index}"
-        found = self._find_drift(f"{subject}/{num}", [*values, *_settings_of(optimizer)])
-        if found and self._is_first_report(subject):
-            if must_be_equal:
-                self._report(f"{found} {when}", do, is_error=self._is_error)
-            elif num:
-                self._postponed[subject] = _Report(f"{found} {when}", do, user_line())
+        found = self._find_drift(f"{subject}/{num}", [*values, *_settings_of(optimizer)], subject)
+        if found and must_be_equal:
+            self._report(f"{found} {when}", do)
+        elif found and num:
+            self._postponed[subject] = _Report(f"{found} {when}", do, user_line())
         if num >= _MANY_STEPS and subject in self._postponed:
             self._postponed.pop(subject).warn()
 
     def ignore(self, optimizer: Optimizer) -> None:
         """Do not compare the parameters of ``optimizer`` from now on: a difference is expected, or was reported."""
-        history = self._histories.setdefault(optimizer, _History(_MAX_OPTIMIZERS))
+        history = self._histories.setdefault(optimizer, _History(-1))
         self._postponed.pop(f"own_{history.index}", None)
-        history.index = _MAX_OPTIMIZERS
+        history.is_ignored = True
 
     def compare_models(self, models: Sequence[nn.Module], when: str, do: str, *, is_last: bool = False) -> None:
         """Compare the parameters of ``models``, at a point that every rank reaches.
@@ -123,11 +124,11 @@ class ReplicaDriftCheck:
             return
         self._num_comparisons += 1
         what = f"models/{self._num_comparisons}"
-        found = self._find_drift(what, _named(models))
+        found = self._find_drift(what, _named(models), f"models/{when}")
         if is_last and dist.get_rank() == 0:
             self._wait_for_comparison(what)
-        if found and self._is_first_report(f"models/{when}"):
-            self._report(f"{found} {when}", do, is_error=self._is_error)
+        if found:
+            self._report(f"{found} {when}", do)
 
     def stop(self) -> None:
         """Compare nothing from now on."""
@@ -138,8 +139,8 @@ class ReplicaDriftCheck:
         """Return whether the group that was open when this object was created still is."""
         return self._group is not None and self._group() is not None and self._group() is dist.group.WORLD
 
-    def _find_drift(self, what: str, named: _Named) -> str | None:
-        """Write fingerprints to the store; on the last rank to do so, return what differs between the ranks, or None."""
+    def _find_drift(self, what: str, named: _Named, subject: str) -> str | None:
+        """Write fingerprints to the store; return what differs, on the last rank to do so, and once for each ``subject``."""
         named = [(name, p) for name, p in named if _is_replicated(p)]
         if not named:
             return None
@@ -152,12 +153,15 @@ class ReplicaDriftCheck:
             if store.add("num", 1) != world_size:
                 return None
             theirs = [bytes.fromhex(store.get(str(rank)).decode()) for rank in range(world_size)]
-            store.set(_IS_READ, "1")
-        except (dist.DistError, RuntimeError):  # rank 0, which serves the store, has exited: the run is ending
+        except dist.DistNetworkError:  # rank 0, which serves the store, has exited: the run is ending
             self.stop()
             return None
         found = _find_difference([np.frombuffer(text, dtype=np.int64) for text in theirs])
-        if found is None:
+        is_first = True
+        with suppress(dist.DistNetworkError):  # rank 0 has exited since then: report
+            is_first = found is None or self._store(subject).add("num_reports", 1) == 1
+            store.set(_IS_READ, "1")  # only now may rank 0 exit
+        if found is None or not is_first:
             return None
         rank, differing = found
         names = [named[i][0] for i in differing]
@@ -168,18 +172,14 @@ class ReplicaDriftCheck:
         with suppress(dist.DistError, RuntimeError):  # another rank may never come, and this one does not report that
             self._store(what).wait([_IS_READ], timedelta(seconds=_LAST_S))
 
-    def _is_first_report(self, subject: str) -> bool:
-        """Return whether no rank has reported ``subject`` before."""
-        return self._store(subject).add("num_reports", 1) == 1
-
     def _store(self, prefix: str) -> dist.Store:
         group = dist.group.WORLD
         assert group is not None
         return dist.PrefixStore(f"{self._prefix}/{prefix}", store_of(group))
 
-    def _report(self, message: str, do: str, *, is_error: bool) -> None:
+    def _report(self, message: str, do: str) -> None:
         line = user_line()
-        if is_error:
+        if self._is_error:
             raise DesyncError(message, where=str(line), do=do)
         _Report(message, do, line).warn()
 
@@ -211,7 +211,8 @@ class _History:
 
     index: int
     """Number of optimizers of the same kind that stepped before this one."""
-    num_steps: int = field(default=0)
+    num_steps: int = 0
+    is_ignored: bool = False
 
 
 def _named(models: Sequence[nn.Module]) -> _Named:
