@@ -51,7 +51,7 @@ def _section(kind: type[EchelonError]) -> str:
     ]
     lines = [f"### {kind.__name__}", "", told["meaning"], ""]
     lines += [f"- **Usual causes**: {told['Causes']}", f"- **What to do**: {told['Do']}"]
-    codes = f"{kind.exit_code} of a script" if kind.exit_code != 1 else ""
+    codes = f"{kind.exit_code}, for a script" if kind.exit_code != 1 else ""
     lines += [f"- **Exit code**: {codes}"] if codes else []
     caught = [name for name in also if name not in ("`Exception`", "`OSError`")]
     lines += [f"- **Subclass of**: {', '.join(caught)}"]

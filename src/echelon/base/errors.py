@@ -22,12 +22,12 @@ __all__ = [
 
 
 class EchelonError(Exception):
-    """Base class of all errors that echelon raises for its users.
+    """Base class of all echelon errors that users may see.
 
     Args:
         what: what happened, with the values.
         where: the setting or location; the rank is prepended if it is known.
-        do: how to solve it.
+        do: how to fix it.
     """
 
     exit_code = 1
@@ -61,21 +61,22 @@ def _rebuild(kind: type[EchelonError], what: str, where: str | None, do: str | N
 
 
 class ConfigError(EchelonError, ValueError):
-    """A setting is invalid, unknown, or in conflict with another one.
+    """A setting is unknown, has an invalid value, or conflicts with another setting.
 
-    Causes: a mistyped name or value, in a file, a flag, a variable or an argument; two settings that cannot both hold
-        (a train_batch_size that is not micro batch x accumulation x processes); a setting that this device, engine or
-        version does not support.
+    Causes: a mistyped name or value in a file, flag, environment variable or argument; two settings that contradict each
+        other (a train_batch_size that is not micro-batch size x accumulation steps x processes); a setting that this device,
+        engine or version does not support.
     Do: correct the setting at the origin that the message names; ``echelon config explain`` shows every value with its origin
         and the values that it overrides.
     """
 
 
 class UsageError(EchelonError, ValueError):
-    """A function of echelon was called in a way that cannot work.
+    """An echelon function was called in a way that cannot work.
 
-    Causes: an argument of the wrong type or value; calls in the wrong order (``backward`` before ``prepare``); something
-        that the chosen engine or parity does not support; a name of Accelerate or transformers that is not supported.
+    Causes: an argument with the wrong type or value; calls in the wrong order (``backward`` before ``prepare``); something
+        that the chosen engine or parity mode does not support; a name from Accelerate or transformers that echelon does not
+        support.
     Do: change the call at the end of the traceback, as the message says.
     """
 
@@ -83,58 +84,60 @@ class UsageError(EchelonError, ValueError):
 class SetupError(EchelonError, RuntimeError):
     """The process group cannot be initialized.
 
-    Causes: MASTER_ADDR or MASTER_PORT is missing, or names a port that another program uses; rank 0 is unreachable or
-        has not started; a second ``setup()`` with other values; no shared memory left for ``share_dataset``.
-    Do: start the script with ``echelon launch`` or ``torchrun``, which set these variables and find a free port; for several
-        launches on one machine, do not set a port.
+    Causes: MASTER_ADDR or MASTER_PORT is not set, or another program uses the port; rank 0 is unreachable or has not
+        started; ``setup()`` was called a second time with different values; no shared memory is left for ``share_dataset``.
+    Do: start the script with ``echelon launch`` or ``torchrun``, which set these variables and find a free port; if you run
+        several launchers on one machine, do not set a port.
     """
 
 
 class CheckpointError(EchelonError, RuntimeError):
     """A checkpoint cannot be written or loaded.
 
-    Causes: a file is damaged, missing, or contains data that could run code; the checkpoint belongs to another model,
-        optimizer or number of loaders; another run saves into the same folder.
-    Do: ``echelon checkpoint verify FOLDER`` names the damaged file, ``echelon checkpoint show FOLDER`` lists the contents.
-        Resume from an older checkpoint (``echelon checkpoint ls FOLDER``), or prepare the objects that were saved.
+    Causes: a file is damaged, missing, or contains data that could run code; the checkpoint was saved with a different model,
+        optimizer or number of loaders; another run is saving to the same folder.
+    Do: find the damaged file with ``echelon checkpoint verify FOLDER``, and list the contents with ``echelon checkpoint show
+        FOLDER``. Resume from an older checkpoint (``echelon checkpoint ls FOLDER``), or prepare the same objects that were
+        saved.
     """
 
 
 class DesyncError(EchelonError, RuntimeError):
-    """The ranks disagree in shapes, structures or decisions.
+    """The ranks have different shapes, structures or decisions where they must agree.
 
-    Causes: tensors of unequal size in ``gather`` or ``reduce``; a model or a dataset length that differs between ranks,
+    Causes: tensors of different sizes in ``gather`` or ``reduce``; a model or a dataset length that differs between ranks,
         often because each rank drew its own random numbers; a loop that ends earlier on one rank; a collective call under ``if
         rank == 0``.
-    Do: the message lists the values of each rank. Make them equal (``set_seed`` before the model is built,
-        ``pad_across_processes`` or ``gather_for_metrics`` for unequal sizes), and make the same calls on every rank.
+    Do: compare the values on each rank, which the message lists, and make them equal (``set_seed`` before the model is built;
+        ``pad_across_processes`` or ``gather_for_metrics`` for different sizes). Make the same calls on every rank.
     """
 
 
 class RankTimeoutError(EchelonError, TimeoutError):
-    """Some ranks, named in the message, did not arrive in time.
+    """The ranks named in the message did not reach a barrier or a collective in time.
 
     Causes: a rank skipped the call (``if rank == 0``, an early ``break``), is still reading or downloading data, hangs, or has
         exited.
-    Do: check what the named ranks are doing; download before the process group is initialized, or under ``main_first()``; if
-        the wait is intended, raise the timeout (``process_group(timeout=)``, ``InitProcessGroupKwargs(timeout=)``).
+    Do: check what the named ranks are doing; download data before the process group is initialized, or under
+        ``main_first()``; if the ranks are meant to wait that long, increase the timeout (``process_group(timeout=)``,
+        ``InitProcessGroupKwargs(timeout=)``).
     """
 
 
 class LaunchError(EchelonError, RuntimeError):
     """The processes could not be started, or one of them failed.
 
-    Causes: the script raised an exception or was killed on a rank, which is named with its line; a missing program, a used
-        port or a system limit prevents a process from starting; a notebook used the accelerator before
-        ``notebook_launcher``.
-    Do: fix the error of the first failing rank, which the message names: the errors of other ranks follow from it.
-        ``--log_dir`` keeps the whole output.
+    Causes: on one rank (the message names it, and the line), the script raised an exception or was killed; a program is
+        missing, a port is in use, or a system limit keeps a process from starting; a notebook used the accelerator before it
+        called ``notebook_launcher``.
+    Do: fix the error on the first failing rank, which the message names; the errors on other ranks are consequences of it.
+        ``--log_dir`` keeps the full output.
     """
 
 
 class MissingExtraError(EchelonError, ImportError):
     """A required optional dependency is not installed.
 
-    Causes: a requested engine, tracker, optimizer or precision needs a package that is missing.
-    Do: run the ``pip install`` command from the message in the environment of the script.
+    Causes: the requested engine, tracker, optimizer or precision needs a package that is not installed.
+    Do: run the ``pip install`` command from the message in the script's environment.
     """

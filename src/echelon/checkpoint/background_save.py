@@ -28,9 +28,9 @@ _POLL_S = 0.02
 
 
 class TooManyFailedSavesError(CheckpointError):
-    """Several saves in a row failed; training stops, because it could no longer be resumed.
+    """Several consecutive saves failed. Training stops, because a crash would lose all work since the last checkpoint.
 
-    Causes: those of SaveFailedError, three times in a row (``ProjectConfiguration(max_failed_saves=)``).
+    Causes: the same as for SaveFailedError, three times in a row (``ProjectConfiguration(max_failed_saves=)``).
     Do: free disk space and restart; the run resumes from the last complete checkpoint.
     """
 

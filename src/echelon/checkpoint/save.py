@@ -54,8 +54,8 @@ class SaveFailedError(CheckpointError):
     """A rank could not write to its file system; every rank raises this error, and existing checkpoints are unchanged.
 
     Causes: a full disk or quota, a folder without write permission, an unavailable network file system.
-    Do: free the number of bytes in the message, or save elsewhere. The Accelerator reports the error and continues; the third
-        consecutive failure ends the run.
+    Do: free at least the number of bytes in the message, or save elsewhere. The Accelerator reports the error and training
+        continues; the third consecutive failure ends the run.
     """
 
 

@@ -20,10 +20,10 @@ _ADVICE = (
 
 
 class NonFiniteError(EchelonError, FloatingPointError):
-    """A tensor contains a nan or an infinity (``TrainingArguments(stop_on_nan=True)``).
+    """A tensor contains NaN or infinity (``TrainingArguments(stop_on_nan=True)``).
 
-    Causes: a learning rate that is too high, or no warm-up; a loss that divides by zero or takes the logarithm of zero;
-        values beyond 65504 in fp16; corrupt samples.
+    Causes: the learning rate is too high, or there is no warm-up; the loss divides by zero or takes the logarithm of zero;
+        fp16 values exceed 65504; samples are corrupt.
     Do: the message names the first nonfinite tensor and the module that computed it. Lower the learning rate or
         max_grad_norm, check the data of that step, or use bf16 or float32.
     """
