@@ -74,7 +74,7 @@ def test_another_program_can_read_it(tmp_path: Path) -> None:
 
 
 def test_every_type_and_dtype_is_in_the_document() -> None:
-    section = TEXT[TEXT.index("typed JSON\n\nAn object") :]
+    section = TEXT[TEXT.index("typed JSON\n\nEach of") :]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `$")]
     assert {name for row in rows for name in re.findall(r"\$\w+", row)} == {*typed_json._DECODERS, "$tensor"}
     for dtype in _AS_BYTES:
