@@ -31,8 +31,8 @@ def rows(page: str) -> list[tuple[int, list[str], str]]:
 
 
 def without_torch(page: str) -> set[str]:
-    """Return the folders that the page says import without torch."""
-    (listed,) = re.findall(r"^These modules import without torch[^:]*: (.*?)\.\n\n", page, re.MULTILINE | re.DOTALL)
+    """Return the folders that the page says do not import torch."""
+    (listed,) = re.findall(r"^The following modules do not import torch[^:]*: (.*?)\.\n\n", page, re.MULTILINE | re.DOTALL)
     return set(re.findall(r"`(\w+)/`", listed))
 
 
@@ -63,11 +63,11 @@ def draw(page: str) -> str:
         f'aria-label="The layers of src/echelon, from cli at the top to base at the bottom">',
         style(),
         f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="10"/>',
-        text(24, 32, "src/echelon: each layer imports lower layers only", size=16, weight=600),
+        text(24, 32, "src/echelon: each layer imports only lower layers", size=16, weight=600),
         '<rect class="level" x="24" y="44" width="12" height="12" rx="3"/>',
         text(42, 54, "the three levels that users program against", size=12, kind="faint"),
         '<rect class="free" x="320" y="44" width="12" height="12" rx="3"/>',
-        text(338, 54, "imports without torch", size=12, kind="faint"),
+        text(338, 54, "does not import torch", size=12, kind="faint"),
     ]
     for place, (number, folders, words) in enumerate(reversed(layers)):
         y = 74 + place * (ROW + GAP)

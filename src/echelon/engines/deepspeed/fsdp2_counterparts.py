@@ -36,16 +36,16 @@ def _is(does: str) -> Counterpart:
 
 
 _NVME = _none("fsdp2 does not offload to NVMe")
-_BUCKETS = _none("fsdp2 communicates one unit (a block of the model) at a time, and needs no bucket sizes")
+_BUCKETS = _none("fsdp2 communicates one unit (a block of the model) at a time, without buckets")
 _LIVE = _none("fsdp2 holds the current unit and the next one")
 
 COUNTERPARTS: Mapping[str, Counterpart] = MappingProxyType(
     {
         f"{_ZERO}.stage": _is(
-            "3: `reshard_after_forward=True`; 2: False; 1 and 0 are the engines `zero1` and `ddp`, and an error"
+            "3: `reshard_after_forward=True`; 2: `reshard_after_forward=False`; 1 and 0: an error, use `zero1` or `ddp`"
         ),
         f"{_ZERO}.offload_optimizer.device": _is(
-            "`cpu`: parameters, gradients and optimizer states are all kept on the host; `nvme` is an error"
+            "`cpu`: parameters, gradients and optimizer states are all kept on the host; `nvme`: an error"
         ),
         f"{_ZERO}.offload_optimizer.pin_memory": _is(
             "`CPUOffloadPolicy(pin_memory=)`; without an accelerator, nothing is pinned"
@@ -53,16 +53,16 @@ COUNTERPARTS: Mapping[str, Counterpart] = MappingProxyType(
         f"{_ZERO}.offload_optimizer.nvme_path": _NVME,
         f"{_ZERO}.offload_optimizer.buffer_count": _NVME,
         f"{_ZERO}.offload_optimizer.fast_init": _NVME,
-        f"{_ZERO}.offload_param.device": _is("as `offload_optimizer.device`"),
-        f"{_ZERO}.offload_param.pin_memory": _is("as `offload_optimizer.pin_memory`"),
+        f"{_ZERO}.offload_param.device": _is("the same as `offload_optimizer.device`"),
+        f"{_ZERO}.offload_param.pin_memory": _is("the same as `offload_optimizer.pin_memory`"),
         f"{_ZERO}.offload_param.nvme_path": _NVME,
         f"{_ZERO}.offload_param.buffer_count": _NVME,
         f"{_ZERO}.offload_param.buffer_size": _NVME,
         f"{_ZERO}.offload_param.max_in_cpu": _NVME,
-        f"{_ZERO}.overlap_comm": _is("always: gathering and reducing overlap with computing"),
-        f"{_ZERO}.contiguous_gradients": _is("always: the gradients of a unit are one buffer"),
+        f"{_ZERO}.overlap_comm": _is("always: communication overlaps with computation"),
+        f"{_ZERO}.contiguous_gradients": _is("always: each unit's gradients are in one buffer"),
         f"{_ZERO}.reduce_scatter": _is("always: gradients are reduce-scattered"),
-        f"{_ZERO}.sub_group_size": _none("an optimizer steps all its shards at once"),
+        f"{_ZERO}.sub_group_size": _none("the optimizer updates all of its shards at once"),
         f"{_ZERO}.reduce_bucket_size": _BUCKETS,
         f"{_ZERO}.allgather_bucket_size": _BUCKETS,
         f"{_ZERO}.allgather_partitions": _is("always: shards are all-gathered"),
@@ -72,17 +72,19 @@ COUNTERPARTS: Mapping[str, Counterpart] = MappingProxyType(
         f"{_ZERO}.stage3_max_live_parameters": _LIVE,
         f"{_ZERO}.stage3_max_reuse_distance": _LIVE,
         f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": _is(
-            "always: full state dicts can be gathered, on rank zero and in float32"
+            "always: full state dicts can be gathered on rank zero, in float32"
         ),
-        f"{_ZERO}.zero_hpz_partition_size": _is("`reshard_after_forward` as that number of ranks"),
+        f"{_ZERO}.zero_hpz_partition_size": _is("`reshard_after_forward` is set to that number of ranks"),
         "gradient_accumulation_steps": _is("`Accelerator(gradient_accumulation_steps=)`"),
-        "gradient_clipping": _is("each step clips to that norm first, unless the loop has clipped"),
-        "train_batch_size": _is("checked: micro-batch size x accumulation steps x processes"),
-        "train_micro_batch_size_per_gpu": _is("checked: the batch size of the loader"),
+        "gradient_clipping": _is(
+            "gradients are clipped to that norm before each step, unless the loop has clipped them"
+        ),
+        "train_batch_size": _is("must equal micro-batch size x accumulation steps x processes"),
+        "train_micro_batch_size_per_gpu": _is("must equal the loader's batch size"),
         "fp16.enabled": _is('`mixed_precision="fp16"`'),
         "fp16.auto_cast": _is("always: the model's inputs are cast"),
         "fp16.loss_scale": _is(
-            "0: dynamic; a number: a scale that never grows, and is halved when gradients are infinite"
+            "0: a dynamic scale; any other number: a scale that never grows and is halved if gradients are infinite"
         ),
         "fp16.loss_scale_window": _is("`GradScalerKwargs(growth_interval=)`"),
         "fp16.initial_scale_power": _is("`GradScalerKwargs(init_scale=2**n)`"),
@@ -91,8 +93,10 @@ COUNTERPARTS: Mapping[str, Counterpart] = MappingProxyType(
         "bf16.enabled": _is('`mixed_precision="bf16"`'),
         "steps_per_print": _none("fsdp2 prints nothing", float("inf"), 0),
         "wall_clock_breakdown": _none("use `accelerator.profile()`"),
-        "zero_allow_untested_optimizer": _is("always: any optimizer whose state has the shape of its parameters"),
-        "zero_force_ds_cpu_optimizer": _is("the optimizer passed to `prepare` is used"),
+        "zero_allow_untested_optimizer": _is(
+            "always: any optimizer works if its state has the same shape as its parameters"
+        ),
+        "zero_force_ds_cpu_optimizer": _is("no effect: the optimizer passed to `prepare` is used"),
         "optimizer": _is("an error: pass a torch optimizer to `prepare`"),
         "scheduler": _is("an error: pass a torch scheduler to `prepare`"),
     }
@@ -114,7 +118,7 @@ def list_without_counterpart(values: Mapping[str, Any]) -> list[str]:
 def table() -> str:
     """Return the table of the documentation."""
     rows = [f"| `{key}` | {entry.does} |" for key, entry in COUNTERPARTS.items()]
-    return "\n".join(["| key of DeepSpeed's config | what `fsdp2` does for it |", "|---|---|", *rows])
+    return "\n".join(["| DeepSpeed config key | what `fsdp2` does |", "|---|---|", *rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
