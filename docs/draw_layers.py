@@ -32,7 +32,9 @@ def rows(page: str) -> list[tuple[int, list[str], str]]:
 
 def without_torch(page: str) -> set[str]:
     """Return the folders that the page says do not import torch."""
-    (listed,) = re.findall(r"^The following modules do not import torch[^:]*: (.*?)\.\n\n", page, re.MULTILINE | re.DOTALL)
+    (listed,) = re.findall(
+        r"^The following modules do not import torch[^:]*: (.*?)\.\n\n", page, re.MULTILINE | re.DOTALL
+    )
     return set(re.findall(r"`(\w+)/`", listed))
 
 

@@ -96,8 +96,8 @@ def draw_cut() -> str:
     updates = [range(i, min(i + BATCH, SAMPLES)) for i in range(0, SAMPLES, BATCH)]
     parts = [
         text(28, 40, "One order, one batch, any number of processes", size=19, weight=700),
-        text(28, 63, f"{SAMPLES} samples in batches of {BATCH}, at most {MOST} of a process in one forward pass. "
-             "A number is a place in the order of the epoch.", kind="faint"),
+        text(28, 63, f"{SAMPLES} samples in batches of {BATCH}, at most {MOST} per process in one forward pass. "
+             "Each number is a position in the sample order of the epoch.", kind="faint"),
     ]  # fmt: skip
     x = 28.0
     for number, update in enumerate(updates):

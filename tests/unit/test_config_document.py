@@ -19,8 +19,8 @@ def tables() -> str:
     parts = []
     for section in (None, *SECTIONS):
         rows = [_row(key) for key in KEYS if key.section == section]
-        title = f"### `{section}`" if section else "### At the top of a file"
-        head = "| setting | default | meaning | variable of accelerate | flags |\n|---|---|---|---|---|"
+        title = f"### `{section}`" if section else "### Top-level settings"
+        head = "| setting | default | meaning | accelerate's variable | flags |\n|---|---|---|---|---|"
         parts.append("\n".join([title, "", head, *rows, ""]))
     return "\n".join(parts)
 
