@@ -15,6 +15,8 @@ TEST_PROCESSES ?= 3
 # In the order of tests/order.py.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
+# Tests of the source's structure, which `make check` runs.
+RULES := tests/test_layering.py tests/test_import_contracts.py
 PROSE := docs $(wildcard *.md)
 
 .DEFAULT_GOAL := help
@@ -27,7 +29,7 @@ demo: $(VENV)/.stamp ## train a small model on two CPU processes
 	@$(BIN)/echelon launch --cpu --num_processes 2 examples/mnist_accelerator.py
 
 test: $(VENV)/.stamp ## run all tests that do not require a GPU
-	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE)
+	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) $(RULES:%=--ignore=%)
 
 check: $(VENV)/.stamp ## check format, lint, spelling, prose, types and layers
 	@$(BIN)/ruff format --check --quiet .
@@ -35,7 +37,7 @@ check: $(VENV)/.stamp ## check format, lint, spelling, prose, types and layers
 	@$(BIN)/codespell $(PROSE) src tests examples benchmarks Makefile pyproject.toml
 	@$(BIN)/proselint check --config .proselintrc.json $(PROSE)
 	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/python -m pytest tests/test_layering.py tests/test_import_contracts.py
+	@$(BIN)/python -m pytest $(RULES)
 
 format: $(VENV)/.stamp ## reformat the files for `make check`
 	@$(BIN)/ruff format --quiet .

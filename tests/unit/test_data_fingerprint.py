@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from echelon.distributed.checks.data_fingerprint import (
     row_fingerprints,
     sample_fingerprints,
 )
+from tests.harness import run_on_ranks
 
 X, Y = torch.arange(80.0).reshape(40, 2), torch.arange(40) % 2
 
@@ -65,10 +64,15 @@ def test_equal_data_has_equal_fingerprints_and_other_data_other_ones(name: str) 
     assert are_of_different_data(column_fingerprints(make(0)), column_fingerprints(make(3)))
 
 
+def _fingerprint_and_hash() -> tuple[dict[str, Any], int]:
+    return column_fingerprints(["a", "b", ("c", 1.5)]), hash("a")
+
+
 def test_another_process_computes_the_same_fingerprint() -> None:
-    code = "from echelon.distributed.checks.data_fingerprint import column_fingerprints as f; print(f(['a', 'b', ('c', 1.5)]))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == str(column_fingerprints(["a", "b", ("c", 1.5)]))
+    # Hashes of strings differ between the processes.
+    ((found, hashed),) = run_on_ranks(_fingerprint_and_hash, world_size=1)
+    assert found == column_fingerprints(["a", "b", ("c", 1.5)])
+    assert hashed != hash("a")
 
 
 def test_the_folder_of_a_path_does_not_count() -> None:

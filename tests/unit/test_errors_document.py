@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -20,6 +21,7 @@ BEGIN = "<!-- errors: made by python tests/unit/test_errors_document.py -->\n"
 END = "<!-- end of errors -->\n"
 
 
+@cache
 def error_classes() -> list[type[EchelonError]]:
     """Return EchelonError and all that derive from it, found in the source: one that nobody has imported yet counts."""
     bases: dict[tuple[str, str], list[str]] = {}
@@ -58,6 +60,7 @@ def _section(kind: type[EchelonError]) -> str:
     return "\n".join([*lines, ""])
 
 
+@cache
 def described() -> list[type[EchelonError]]:
     """Return the classes with a public name, those of ``base`` first; the others only add a base for old scripts."""
     public = [kind for kind in error_classes() if not kind.__name__.startswith("_") and kind is not EchelonError]

@@ -116,9 +116,9 @@ class OutputFlattener:
     def _begin(self, _wrapper: nn.Module, _inputs: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Registered per pass, so that it runs after the user's hooks and not when the user calls the bare module.
-            self._hook = self._module.register_forward_hook(self._flatten)
+            self._hook = self._module.register_forward_hook(self._flatten_output)
 
-    def _flatten(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def _flatten_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         is_opaque = contents(output) is None and not isinstance(output, (torch.Tensor, *_SCALARS))
         if is_opaque and not output_tensors(output):
             raise UsageError(
