@@ -37,6 +37,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "diffusers": ("diffusion_ema.py",),
     "lora": ("lora.py",),
     "glue": ("glue.py",),
+    "evaluation": ("evaluation.py",),
 }
 
 _FIRST_LINE = 'import echelon.compat; echelon.compat.install("accelerate", "transformers")\n'

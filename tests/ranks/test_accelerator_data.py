@@ -65,8 +65,12 @@ def _deal(n: int, batch: int, world: int, **choices: Any) -> list[list[list[int]
     source = BatchSampler(SequentialSampler(range(n)), batch, choices.pop("drop_last", False))
     even, split = choices.pop("even", True), choices.pop("split", False)
     dealt = [RankBatchSampler(source, world, r, split, even) for r in range(world)]
+    divided = choices.pop("divided", False)
+    assert (
+        not divided or [d.divide_last_round() for d in dealt] == [n % (batch if split else batch * world) > 0] * world
+    )
     result = [list(d) for d in dealt]
-    if not split:
+    if not split or divided:
         assert [len(d) for d in dealt] == [len(r) for r in result]
     return result
 
@@ -81,6 +85,11 @@ def _deal(n: int, batch: int, world: int, **choices: Any) -> list[list[list[int]
         (9, 2, 3, {"even": False}, [[[0, 1], [6, 7]], [[2, 3], [8]], [[4, 5]]]),
         (9, 2, 3, {"drop_last": True}, [[[0, 1]], [[2, 3]], [[4, 5]]]),
         (10, 4, 2, {"split": True}, [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]),
+        (9, 2, 3, {"divided": True}, [[[0, 1], [6]], [[2, 3], [7]], [[4, 5], [8]]]),
+        (11, 4, 2, {"divided": True}, [[[0, 1, 2, 3], [8], [10]], [[4, 5, 6, 7], [9], [0]]]),
+        (12, 2, 3, {"divided": True}, [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]),
+        (1, 2, 2, {"divided": True}, [[[0]], [[0]]]),
+        (11, 4, 2, {"split": True, "divided": True}, [[[0, 1], [4, 5], [8], [10]], [[2, 3], [6, 7], [9], [0]]]),
         (11, 4, 2, {"split": True, "even": False}, [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]),
     ],
 )

@@ -92,26 +92,33 @@ def test_an_evaluation_counts_each_sample_once(tmp_path: Any, n: int, batch_size
         assert metrics["eval_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-13)
 
 
-def _evaluate_pairs(folder: str, n: int, batch_size: int) -> float:
+def _evaluate_pairs(folder: str, n: int, batch_size: int, **options: Any) -> float:
     """Evaluate with a collator that makes two rows of each sample, as trl's for preferences does."""
 
     def pairs(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return {name: torch.cat([torch.stack([row[name] for row in rows])] * 2) for name in rows[0]}
 
-    args = arguments(folder, per_device_eval_batch_size=batch_size)
+    args = arguments(folder, per_device_eval_batch_size=batch_size, **options)
     return Trainer(Net(), args, data_collator=pairs, eval_dataset=net_data(n)).evaluate()["eval_loss"]
 
 
-def test_a_batch_with_two_rows_a_sample_weighs_its_new_samples(tmp_path: Any) -> None:
-    """Rank 1's four samples are filled up with the first four, which its mean loss contains, as in transformers."""
-    x, labels = stacked(net_data(12))
-    model = Net()
-    order = [*range(8, 12), *range(4)]
-    means = [F.cross_entropy(model(x[rows])["logits"], labels[rows]).item() for rows in (range(8), order)]
-    expected = (8 * means[0] + 4 * means[1]) / 12
-    for loss in run_on_ranks(_evaluate_pairs, str(tmp_path), 12, 8, world_size=2):
+@pytest.mark.parametrize(("n", "batch_size"), [(1, 4), (5, 4), (7, 2), (12, 4), (12, 8), (14, 4), (17, 4)])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_evaluation_counts_each_sample_with_two_rows_once(
+    tmp_path: Any, n: int, batch_size: int, world_size: int
+) -> None:
+    x, labels = stacked(net_data(n))
+    expected = F.cross_entropy(Net()(x)["logits"], labels).item()
+    for loss in run_on_ranks(_evaluate_pairs, str(tmp_path), n, batch_size, world_size=world_size):
         assert loss == pytest.approx(expected, rel=1e-13)  # float64
-    assert _evaluate_pairs(str(tmp_path), 12, 8) == pytest.approx(F.cross_entropy(model(x)["logits"], labels).item())
+
+
+def test_so_does_one_with_split_batches_or_parity_or_on_one_process(tmp_path: Any) -> None:
+    x, labels = stacked(net_data(13))
+    expected = pytest.approx(F.cross_entropy(Net()(x)["logits"], labels).item(), rel=1e-13)
+    for options in ({"accelerator_config": {"split_batches": True}}, {"parity": "exact"}):
+        assert run_on_ranks(_evaluate_pairs, str(tmp_path), 13, 6, world_size=2, **options) == [expected] * 2
+    assert _evaluate_pairs(str(tmp_path), 13, 6) == expected
 
 
 def _print_logs(folder: str) -> tuple[list[bool], int]:

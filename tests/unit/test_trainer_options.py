@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import sys
+import warnings
 from mmap import mmap
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from echelon.base.errors import ConfigError, MissingExtraError, UsageError
 from echelon.base.warnings import EchelonWarning
@@ -471,6 +473,44 @@ def test_batches_of_about_one_length(tmp_path: Path) -> None:
         assert seen[10 * epoch : 10 * epoch + 10] == list(expected)
     with pytest.raises(UsageError, match="needs the length of each sample, but a sample has only x, labels"):
         Trainer(Line(), args, train_dataset=DATA).train()
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_orders_by_length_do_not_depend_on_the_split_of_an_exact_update(strategy: str, tmp_path: Path) -> None:
+    lengths = torch.randint(1, 90, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    data = [{"input_ids": [1] * n, "labels": 1.0} for n in lengths]
+    orders = []
+    for size, accumulation in ((4, 1), (2, 1), (1, 4)):  # the second as on 2 processes
+        args = _args(
+            tmp_path, train_sampling_strategy=strategy, per_device_train_batch_size=size, parity="exact",
+            gradient_accumulation_steps=accumulation, global_batch_size=4,
+        )  # fmt: skip
+        orders.append(list(Trainer(Line(), args, train_dataset=data)._get_train_sampler() or ()))
+    assert orders[0] == orders[1] == orders[2]
+    assert strategy == "group_by_length" or [len(batch) for batch in orders[0]] == [4] * 10
+
+
+class _OwnLoader(Trainer):
+    """Builds its loader as libraries do, from the batch size per process."""
+
+    def get_train_dataloader(self) -> Any:
+        size = self.args.per_device_train_batch_size if self.args.run_name == "fixed" else self.args.train_batch_size
+        assert self.args.run_name == "fixed" or self._train_batch_size == size
+        return self.accelerator.prepare(DataLoader(self.train_dataset, batch_size=size))
+
+
+def test_a_loader_of_a_subclass_has_the_global_batches_of_exact_updates(tmp_path: Path) -> None:
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "parity": "exact"}
+    for name, steps in (("as in the arguments", 3), ("fixed", 5)):  # of 10 samples
+        trainer = _OwnLoader(Line(), _args(tmp_path, run_name=name, **sizes), train_dataset=DATA)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+        assert trainer.state.global_step == steps
+        assert trainer.args.train_batch_size == trainer._train_batch_size == 2
+        texts = [str(w.message) for w in caught if "get_train_dataloader" in str(w.message)]
+        assert len(texts) == (name == "fixed")
+        assert all("batches of 2 samples, but global_batch_size is 4" in text for text in texts)
 
 
 def test_the_batch_that_fits_is_found_and_the_total_stays(tmp_path: Path) -> None:

@@ -151,6 +151,13 @@ class PreparedLoader(DataLoader[Any]):
         self._even = even
         self.source.set_even(even)
 
+    def divide_last_step(self) -> bool:
+        """Let no batch have both new and padding samples, starting with the next pass; return whether that changes it.
+
+        The samples of an incomplete last step are divided equally. Those that remain make another step, of one sample per rank.
+        """
+        return self.source.divide_last_step()
+
     @property
     def split_batches(self) -> bool:
         """Whether each batch of the user's loader is split between the ranks."""

@@ -21,7 +21,7 @@ from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
 from echelon.trainer.argument_conflicts import check_arguments
-from echelon.trainer.arguments.training_arguments import TrainingArguments
+from echelon.trainer.arguments.training_arguments import TrainingArguments, loader_batch_size
 from echelon.trainer.batch_loss import count_update_items
 from echelon.trainer.build_accelerator import accelerator_arguments
 from echelon.trainer.checkpoint.best_model import load_best, update_best_metric
@@ -35,7 +35,7 @@ from echelon.trainer.features.hyperparameter_search import set_arguments
 from echelon.trainer.model_interface import columns_of
 from echelon.trainer.optim.optimizers import param_groups_of
 from echelon.trainer.results import TrainOutput
-from echelon.trainer.session import TrainerSession, UpdateSize
+from echelon.trainer.session import TrainerSession, UpdateSize, global_batch_size
 from echelon.trainer.training_run import plan_training
 
 __all__ = ["TrainerInternals"]
@@ -86,8 +86,8 @@ class TrainerInternals:
 
     @property
     def _train_batch_size(self) -> int:
-        """Samples of one training batch on this process."""
-        return self._session.update_size(self.args).batch_size
+        """Samples of one training batch on this process; that of the loader as in ``TrainingArguments.train_batch_size``."""
+        return loader_batch_size(self.args) or self._session.update_size(self.args).batch_size
 
     @_train_batch_size.setter
     def _train_batch_size(self, size: int) -> None:
@@ -119,13 +119,15 @@ class TrainerInternals:
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
         """Return the sampler of the training data; None for data without a length."""
-        size = self._session.update_size(self.args)
+        size, num_ranks = self._session.update_size(self.args), self.accelerator.num_processes
+        if self.accelerator.parity != "off":  # a batch of the loader is an update, which is split later
+            size, num_ranks = UpdateSize(global_batch_size(self.args, num_ranks), 1), 1
         return data_loaders.train_sampler(
             self.args,
             train_dataset if train_dataset is not None else self.train_dataset,
             batch_size=size.batch_size,
             accumulation=size.accumulation_steps,
-            num_ranks=self.accelerator.num_processes,
+            num_ranks=num_ranks,
             tokenizer=self.processing_class,
             whole=self.train_dataset,
         )

@@ -1,4 +1,4 @@
-"""The exact modes of a Trainer: unsupported settings, and the weight of a loss."""
+"""The exact modes of a Trainer: unsupported settings, the batches of the loader, and the weight of a loss."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.warnings import warn
+from echelon.trainer.arguments.training_arguments import building_loader
 from echelon.trainer.data.num_items import count_items
 from echelon.trainer.hooks import TrainerHooks
 
-__all__ = ["check_exact", "items_of"]
+__all__ = ["check_exact", "exact_train_loader", "items_of"]
 
 
 def check_exact(hooks: TrainerHooks) -> None:
@@ -36,6 +38,26 @@ def check_exact(hooks: TrainerHooks) -> None:
             where=f"{type(hooks).__name__}.loss_is_scaled_for_ga",
             do="remove it, and return the mean over the batch from compute_loss",
         )
+
+
+def exact_train_loader(hooks: TrainerHooks, batch_size: int) -> Any:
+    """Return the loader of ``get_train_dataloader``, each of whose batches is one update of all processes.
+
+    An override gets ``batch_size`` from ``args.train_batch_size``. Warns if its loader has another one.
+    """
+    with building_loader(hooks.args, batch_size):
+        loader = hooks.get_train_dataloader()
+    whole = getattr(loader, "original", loader)
+    size = getattr(whole, "batch_size", None) or getattr(getattr(whole, "batch_sampler", None), "batch_size", None)
+    if isinstance(size, int) and size != batch_size:
+        parity = hooks.accelerator.parity
+        warn(
+            f"{type(hooks).__name__}.get_train_dataloader returned a loader with batches of {size} samples, but "
+            f"global_batch_size is {batch_size}. With parity={parity!r} a batch of the loader is one update of all processes, so "
+            f"updates have {size} samples. Build the loader with args.train_batch_size, which is global_batch_size inside "
+            f"get_train_dataloader, or set global_batch_size={size}"
+        )
+    return loader
 
 
 def items_of(inputs: Any, *, model: nn.Module) -> int | None:

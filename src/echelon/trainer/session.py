@@ -39,6 +39,8 @@ class EvaluationState:
     """Whether a resumed run repeats this evaluation, so that preemption may interrupt it."""
     real_samples: tuple[int, int] | None = None
     """Number of samples in the current batch without padding, on this rank and on all ranks; None if unknown."""
+    rows_per_sample: int = 1
+    """Number of rows that the collator makes of a sample, on several processes; it weighs the loss of a batch."""
     preparation_time: float | None = None
     """Seconds spent on preparing the model for an evaluation before any training."""
 

@@ -25,7 +25,7 @@ from echelon.trainer.features.nonfinite import checked_forward
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.loop import TrainingLoop
 from echelon.trainer.model_interface import inspect_model, place_model
-from echelon.trainer.parity import check_exact
+from echelon.trainer.parity import check_exact, exact_train_loader
 from echelon.trainer.results import TrainOutput
 from echelon.trainer.session import TrainCall, TrainerSession, UpdateSize, global_batch_size
 from echelon.trainer.state import TrainerControl, TrainerState
@@ -173,7 +173,10 @@ class TrainingRun:
         Collective: every rank.
         """
         hooks, session, points = self._hooks, self._session, self._session.points
-        loader = hooks.get_train_dataloader()
+        if hooks.accelerator.parity == "off":
+            loader = hooks.get_train_dataloader()
+        else:
+            loader = exact_train_loader(hooks, global_batch_size(hooks.args, hooks.accelerator.num_processes))
         session.plan = None
         values = hooks.set_initial_training_values(hooks.args, loader)
         plan = session.plan or plan_training(hooks, session, loader)

@@ -1,4 +1,8 @@
-"""A training loop in the style of diffusers' examples: EMA, save and load hooks, resume from a checkpoint."""
+"""A training loop in the style of diffusers' examples: EMA, save and load hooks, resume from a checkpoint.
+
+``--noise-in-data``: the dataset draws the noise of a sample, instead of the loop that of a batch. ``--whole N``: N samples in a batch
+of all processes (with ``parity="exact"``); the losses are the means over all samples of the updates.
+"""
 
 import os
 import shutil
@@ -12,7 +16,20 @@ from accelerate.utils import ProjectConfiguration, set_seed
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+
+class NoisyImages(Dataset):
+    """Images, each with newly drawn noise and a time."""
+
+    def __init__(self, images: torch.Tensor) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.images[i], torch.randn(self.images[i].shape), torch.randint(0, 50, ())
 
 
 def train(*, last_step: int, resume: bool) -> tuple[list[float], list[float]]:
@@ -54,7 +71,8 @@ def train(*, last_step: int, resume: bool) -> tuple[list[float], list[float]]:
     noises = DDPMScheduler(num_train_timesteps=50)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     images = torch.rand(32, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    loader = DataLoader(TensorDataset(images), batch_size=4, shuffle="--in-order" not in sys.argv)
+    dataset = NoisyImages(images) if "--noise-in-data" in sys.argv else TensorDataset(images)
+    loader = DataLoader(dataset, batch_size=tiny.whole(4), shuffle="--in-order" not in sys.argv)
     schedule = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=2, num_training_steps=12)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     accelerator.init_trackers("train_unconditional") if accelerator.is_main_process else None
@@ -65,14 +83,13 @@ def train(*, last_step: int, resume: bool) -> tuple[list[float], list[float]]:
         accelerator.load_state("out/checkpoint-6")
         step = 6
         first_epoch, skipped = step // per_epoch, step % per_epoch * accelerator.gradient_accumulation_steps
-    losses, average = [], []
+    losses, average, sums = [], [], torch.zeros(2)
     epoch = first_epoch
     while step < last_step:
         model.train()
         batches = accelerator.skip_first_batches(loader, skipped) if epoch == first_epoch and skipped else loader
-        for (clean,) in batches:
-            noise = torch.randn(clean.shape)
-            times = torch.randint(0, 50, (len(clean),)).long()
+        for clean, *drawn in batches:
+            noise, times = drawn or (torch.randn(clean.shape), torch.randint(0, 50, (len(clean),)).long())
             noisy = noises.add_noise(clean, noise, times)
             with accelerator.accumulate(model):
                 loss = F.mse_loss(model(noisy, times).sample, noise)
@@ -82,7 +99,13 @@ def train(*, last_step: int, resume: bool) -> tuple[list[float], list[float]]:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            if "--whole" not in sys.argv:
+                losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            else:
+                sums += accelerator.reduce(torch.tensor([loss.item() * len(clean), len(clean)]), "sum")
+                if accelerator.sync_gradients:
+                    losses.append((sums[0] / sums[1]).item())
+                    sums.zero_()
             if accelerator.sync_gradients:
                 ema.step(model.parameters())
                 step += 1

@@ -1,6 +1,11 @@
-"""A sentence transformer with ``load_best_model_at_end``."""
+"""A sentence transformer with ``load_best_model_at_end``.
+
+``--whole N``: see ``tiny.whole``; in the exact modes, an evaluation divides its batches, too. ``--gather``: the loss compares each text with
+those of all processes; without dropout, whose masks depend on the number of processes.
+"""
 
 import os
+import sys
 
 import tiny
 import torch
@@ -13,14 +18,16 @@ from sentence_transformers.models import Pooling, Transformer
 
 def main() -> None:
     folder = f"bert{os.environ.get('RANK', '0')}"  # one for each rank
-    tiny.bert().save_pretrained(folder)
+    gathers = "--gather" in sys.argv
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    tiny.bert(**(no_dropout if gathers else {})).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
     transformer = Transformer(folder, max_seq_length=32)
     model = SentenceTransformer(
         modules=[transformer, Pooling(transformer.get_word_embedding_dimension())], device="cpu"
     )
     args = SentenceTransformerTrainingArguments(
-        output_dir="out", per_device_train_batch_size=8, per_device_eval_batch_size=8, num_train_epochs=3, learning_rate=2e-3,
+        output_dir="out", per_device_train_batch_size=tiny.share_of(8), per_device_eval_batch_size=tiny.whole(8), num_train_epochs=3, learning_rate=2e-3,
         logging_steps=1, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, save_total_limit=2,
         metric_for_best_model="eval_pairs_spearman_cosine", report_to="none", use_cpu=True, seed=7, disable_tqdm=True,
     )  # fmt: skip
@@ -36,8 +43,8 @@ def main() -> None:
         model=model,
         args=args,
         train_dataset=pairs(48, 1),
-        eval_dataset=pairs(16, 4),
-        loss=MultipleNegativesRankingLoss(model),
+        eval_dataset=pairs(24 if "--whole" in sys.argv else 16, 4),
+        loss=MultipleNegativesRankingLoss(model, gather_across_devices=gathers),
         evaluator=evaluator,
     )
     trainer.train()

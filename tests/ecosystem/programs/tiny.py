@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 from typing import Any
 
 WORDS = [f"w{i}" for i in range(40)]
@@ -74,3 +75,13 @@ def logged(trainer: Any, *names: str) -> dict[str, list[float]]:
     """Return the logged values of each name."""
     history = trainer.state.log_history
     return {name: [entry[name] for entry in history if name in entry] for name in names}
+
+
+def whole(default: int) -> int:
+    """Return the samples of a batch: ``default``, or with ``--whole N`` the N samples of the batches of all processes together."""
+    return int(sys.argv[sys.argv.index("--whole") + 1]) if "--whole" in sys.argv else default
+
+
+def share_of(default: int) -> int:
+    """Return the samples of one process in a batch: ``default``, or with ``--whole N`` N divided by the number of processes."""
+    return whole(default) // (int(os.environ.get("WORLD_SIZE", "1")) if "--whole" in sys.argv else 1)

@@ -106,6 +106,10 @@ class BatchSource(ABC):
         """Set whether the last step is filled, starting with the next pass."""
         self.even = even
 
+    def divide_last_step(self) -> bool:
+        """Divide the samples of an incomplete last step equally, starting with the next pass; return whether that changes it."""
+        return False
+
     def dataset_length(self, dataset: Any) -> int:
         """Return the number of samples of the user's ``dataset``.
 
@@ -241,6 +245,9 @@ class ShardedSource(BatchSource):
 
     def set_even(self, even: bool) -> None:
         self.batches.even_batches = even
+
+    def divide_last_step(self) -> bool:
+        return self.batches.divide_last_round()
 
 
 class StreamSource(BatchSource):

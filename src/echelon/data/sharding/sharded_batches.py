@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -56,6 +56,8 @@ class RankBatchSampler(BatchSampler):
         self.split_batches = split_batches
         self.last_step: LastStep | None = None
         """Batch sizes in the last step of a completed pass; None if every rank had a full batch of new samples."""
+        self.divides_last_round = False
+        """Divide the samples of an incomplete last round equally: no batch has both new and repeated samples."""
 
     @property
     def batch_sampler(self) -> Any:
@@ -80,6 +82,8 @@ class RankBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         total = len(self.batches)
+        if self.divides_last_round:
+            return self._num_divided_steps()
         if self.split_batches:
             # If the last batch, whose size is unknown here, has fewer samples than ranks, the last ranks make one step fewer.
             return total
@@ -104,6 +108,9 @@ class RankBatchSampler(BatchSampler):
                 round_ = []
         if not round_ or (self.drop_last and len(round_) < self.num_processes):
             return
+        if self.divides_last_round:
+            yield from self._divided(list(chain.from_iterable(round_)), first)
+            return
         real = [len(batch) for batch in round_] + [0] * (self.num_processes - len(round_))
         if self.even_batches:
             round_ = self._fill(round_, first)
@@ -122,6 +129,41 @@ class RankBatchSampler(BatchSampler):
         filled = [[*batch, *islice(again, self.batch_size - len(batch))] for batch in round_]
         return filled + [list(islice(again, self.batch_size)) for _ in range(self.num_processes - len(round_))]
 
+    def _divided(self, samples: list[int], first: list[list[int]]) -> Iterator[list[int]]:
+        """Yield equal parts of ``samples``, then a step of one sample for each of the first ranks.
+
+        In the second step the other ranks get a repeated sample, because each rank must have a batch.
+        """
+        ranks = self.num_processes
+        size, rest = divmod(len(samples), ranks)
+        if size:
+            self.last_step = LastStep([size] * ranks, [size] * ranks)
+            yield samples[self.process_index * size :][:size]
+        if rest:
+            self.last_step = LastStep([1] * ranks, [1] * rest + [0] * (ranks - rest))
+            yield [[*samples[-rest:], *([first[0][0]] * ranks)][self.process_index]]
+
+    def divide_last_round(self) -> bool:
+        """Set ``divides_last_round``; return whether it changes the next pass."""
+        if self.divides_last_round or self.drop_last or not self.even_batches or self._last_round() in (None, 0):
+            return False
+        self.divides_last_round = True
+        return True
+
+    def _last_round(self) -> int | None:
+        """Return the number of samples in an incomplete last round; None if it is unknown."""
+        try:
+            return None if self.batch_size is None else len(self.sampler) % self._samples_per_round()
+        except TypeError:
+            return None
+
+    def _samples_per_round(self) -> int:
+        return self.batch_size * (1 if self.split_batches else self.num_processes)
+
+    def _num_divided_steps(self) -> int:
+        size, rest = divmod(self._last_round() or 0, self.num_processes)
+        return len(self.sampler) // self._samples_per_round() + bool(size) + bool(rest)
+
     def _split(self) -> Iterator[list[int]]:
         assert self.batch_size is not None
         self.last_step = None
@@ -132,6 +174,8 @@ class RankBatchSampler(BatchSampler):
             first = first or batch
             if len(batch) == self.batch_size:
                 yield batch[self.process_index * piece : (self.process_index + 1) * piece]
+            elif self.divides_last_round:
+                yield from self._divided(batch, [first])
             elif self.even_batches:
                 filled = [*batch, *islice(cycle(first), self.batch_size - len(batch))]
                 real = [min(max(len(batch) - r * piece, 0), piece) for r in ranks]

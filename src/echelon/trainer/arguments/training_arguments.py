@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import timedelta
 from enum import Enum
@@ -36,7 +37,17 @@ from echelon.trainer.arguments.renamed import KEPT, translate
 from echelon.trainer.arguments.unsupported import refuse_optimizer, refuse_unsupported
 from echelon.trainer.arguments.validation import check_values, set_derived_values
 
-__all__ = ["TrainingArguments", "resolve_path", "set_num_devices", "setting"]
+__all__ = [
+    "TrainingArguments",
+    "building_loader",
+    "loader_batch_size",
+    "resolve_path",
+    "set_num_devices",
+    "setting",
+]
+
+# The arguments whose training loader is being built in an exact mode, and the samples of one of its batches.
+_building: ContextVar[tuple[TrainingArguments, int] | None] = ContextVar("_building", default=None)
 
 logger = get_logger(__name__)
 
@@ -203,8 +214,11 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 
     @property
     def train_batch_size(self) -> int:
-        """Training samples per forward pass of this process, over all its devices."""
-        return self.per_device_train_batch_size * max(1, self.n_gpu)
+        """Training samples per forward pass of this process, over all its devices.
+
+        In the exact modes, while ``get_train_dataloader`` runs: ``global_batch_size``, the samples of one batch of the loader.
+        """
+        return loader_batch_size(self) or self.per_device_train_batch_size * max(1, self.n_gpu)
 
     @property
     def eval_batch_size(self) -> int:
@@ -471,6 +485,22 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
     def __str__(self) -> str:
         lines = [f"{name}={value!r}," for name, value in sorted(self.to_dict().items())]
         return f"{type(self).__name__}(\n" + "\n".join(lines) + "\n)"
+
+
+@contextmanager
+def building_loader(args: TrainingArguments, batch_size: int) -> Iterator[None]:
+    """Let ``args.train_batch_size`` be the ``batch_size`` of the loader inside the block."""
+    token = _building.set((args, batch_size))
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
+def loader_batch_size(args: TrainingArguments) -> int | None:
+    """Return the samples of one batch of the training loader while it is built in an exact mode; else None."""
+    building = _building.get()
+    return building[1] if building is not None and building[0] is args else None
 
 
 def resolve_path(args: TrainingArguments, path: str | Path | None = None) -> Path:

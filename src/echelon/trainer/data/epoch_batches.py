@@ -53,6 +53,12 @@ class EpochBatches(Iterator[Any]):
         self._num_left -= 1
         return batch
 
+    def peek(self) -> Any:
+        """Return the first batch, which stays the next one; None without batches."""
+        batch = next(self, None)
+        self._ahead = [] if batch is None else [batch]
+        return batch
+
     @property
     def is_known_to_be_over(self) -> bool:
         """Whether the current batch is known to be the last one."""

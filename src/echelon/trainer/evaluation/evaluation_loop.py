@@ -126,7 +126,7 @@ def run_evaluation(
         model.eval()
         set_optimizer_mode(hooks.optimizer, "eval")
         hooks.callback_handler.eval_dataloader = dataloader
-        numbered = EpochBatches(dataloader)
+        numbered, state.rows_per_sample = _batches_and_rows(hooks, dataloader)
         try:
             collected, metrics, inputs = _evaluate_batches(
                 hooks, session, model, numbered, dataloader, limit=limit, loss_only=loss_only, ignore_keys=ignore_keys
@@ -179,8 +179,8 @@ def _evaluate_batches(
         column = _main_input(inputs, hooks, session.points) if "inputs" in args.include_for_metrics else None
         if rows is not None and size is not None:
             logit, label, column = (batches.fill(part, rows=rows, of=size) for part in (logit, label, column))
-        if loss_only and hooks.accelerator.num_processes > 1:
-            size = _num_samples(hooks, dataloader, size)
+        if loss_only and size is not None:
+            size //= state.rows_per_sample
         gathered = collected.gather(loss, logit, label, column, size=size)
         if loss is not None and hooks.accelerator.parity != "off":
             collected.weigh(inputs, size=size)
@@ -343,17 +343,35 @@ class _Collected:
         return self._hooks.args.eval_use_gather_object and isinstance(part, list)
 
 
-def _num_samples(hooks: TrainerHooks, dataloader: Any, size: int | None) -> int | None:
-    """Return the number of samples of a batch with ``size`` rows; a collator of pairs makes two rows of each sample.
+def _batches_and_rows(hooks: TrainerHooks, dataloader: Any) -> tuple[EpochBatches, int]:
+    """Return the batches of an evaluation, and the number of rows that its collator makes of a sample.
 
-    The padding samples of such a batch cannot be cut off (and trl gathers one value of each row, so that all ranks need as
-    many): they are in the mean loss of the batch, as in transformers, but the batch weighs only its new samples.
+    Padding samples cannot be cut off from a batch of several rows a sample, whose layout is unknown, and the mean loss of the batch
+    would contain them. (trl gathers a value of each row, too, so that all ranks need as many rows.) Therefore no batch has both
+    padding and new samples.
     """
-    last, expected = getattr(dataloader, "last_step", None), getattr(dataloader, "batch_size", None)
-    num_samples = expected if last is None else last.sizes[hooks.accelerator.process_index]
+    numbered = EpochBatches(dataloader)
+    divide = getattr(dataloader, "divide_last_step", None)  # only prepared loaders have it
+    if divide is None or hooks.accelerator.num_processes == 1:
+        return numbered, 1
+    size, num_samples = batches.batch_size(numbered.peek()), _num_samples_of(hooks, dataloader)
     if not num_samples or size is None or size <= num_samples or size % num_samples:
-        return size
-    return int(num_samples)
+        return numbered, 1
+    if divide():
+        numbered.close()
+        numbered = EpochBatches(dataloader)
+    return numbered, size // num_samples
+
+
+def _num_samples_of(hooks: TrainerHooks, dataloader: Any) -> int | None:
+    """Return the number of samples in the current batch of a prepared loader on this rank; None if it is unknown."""
+    last, contribution = dataloader.last_step, dataloader.contribution
+    if last is not None:
+        return int(last.sizes[hooks.accelerator.process_index])
+    if contribution is not None:
+        return len(contribution.samples)
+    whole = dataloader.total_batch_size
+    return None if whole is None else int(whole) // hooks.accelerator.num_processes
 
 
 def _real_samples(hooks: TrainerHooks, dataloader: Any, size: int | None) -> tuple[int, int] | None:
