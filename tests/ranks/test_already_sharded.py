@@ -170,9 +170,9 @@ def test_the_trainer_uses_the_last_batches_of_all_workers(world_size: int, prepa
     assert sorted(value for seen, _, _ in found for value in seen) == sorted(2 * [float(i) for i in range(n)])
     assert [steps for _, steps, _ in found] == [8] * world_size
     (text,) = found[0][2]
-    assert "epoch 1 had 4 batches on this process, but the length of the data (_Sized.__len__" in text
-    assert "announced 3." in text
-    assert "With num_workers=2, each worker has its own last batch" in text
+    assert "epoch 1 had 4 batches on this process, but the data's length (_Sized.__len__" in text
+    assert ") is 3." in text
+    assert "With num_workers=2, each worker produces its own incomplete last batch" in text
     assert all(texts == [] for _, _, texts in found[1:])
 
 

@@ -173,7 +173,7 @@ def test_two_ranks_resume_bit_for_bit(tmp_path: Path, layout: str, fsdp: str) ->
 
     # Another number of processes cannot enter the middle of an epoch; from its beginning it can.
     options["fsdp"] = ""
-    with pytest.raises(RanksFailed, match="samples would be repeated or lost") as error:
+    with pytest.raises(RanksFailed, match="samples would be repeated or skipped") as error:
         run_on_ranks(_train, str(tmp_path), resume=True, world_size=1, **options)
     assert isinstance(error.value.errors[0], CheckpointError)
     logs, _ = run_on_ranks(_train, str(tmp_path), resume=True, world_size=1, ignore_data_skip=True, **options)[0]

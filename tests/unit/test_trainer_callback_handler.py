@@ -80,8 +80,8 @@ def test_an_event_clears_its_flags_and_call_event_clears_none() -> None:
 
 def test_a_missing_flow_and_a_second_callback_of_a_class_are_told(caplog: pytest.LogCaptureFixture) -> None:
     handler = CallbackHandler([_Counts], None, None, None, None)
-    assert "there is no DefaultFlowCallback among the callbacks (_Counts)" in caplog.text
-    with pytest.warns(UserWarning, match="a _Counts is already among the callbacks"):
+    assert "DefaultFlowCallback is not among the callbacks (_Counts)" in caplog.text
+    with pytest.warns(UserWarning, match="a _Counts has already been added"):
         handler.add_callback(_Counts)
     assert handler.callback_list == "_Counts\n_Counts"
 

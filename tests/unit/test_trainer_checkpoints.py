@@ -231,9 +231,9 @@ def test_weights_alone_are_no_training_to_go_on_with(tmp_path: Path) -> None:
         folder = tmp_path / layout
         _trainer(_args(folder, save_only_model=True, save_steps=8, checkpoint_format=layout)).train()
         assert problems_in(folder / "checkpoint-8") == []
-        with pytest.raises(CheckpointError, match="holds weights only"):
+        with pytest.raises(CheckpointError, match="holds only weights"):
             _trainer(_args(folder)).train(resume_from_checkpoint=str(folder / "checkpoint-8"))
-        with pytest.warns(EchelonWarning, match=r"(?s)starting from scratch\n.*checkpoint-8: holds weights only"):
+        with pytest.warns(EchelonWarning, match=r"(?s)starting from scratch\n.*checkpoint-8: holds only weights"):
             _trainer(_args(folder, max_steps=1, save_strategy="no")).train(resume_from_checkpoint="auto")
 
 
@@ -258,7 +258,7 @@ def test_files_of_transformers_layout_have_its_names_and_plain_data(tmp_path: Pa
 def test_callbacks_and_the_state_come_back(tmp_path: Path) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
     stops = [EarlyStoppingCallback(early_stopping_patience=50), EarlyStoppingCallback(early_stopping_patience=60)]
-    with pytest.warns(UserWarning, match="already among the callbacks"):
+    with pytest.warns(UserWarning, match="has already been added"):
         whole = _trainer(_args(tmp_path, **options), eval_dataset=Noisy(noise=False), callbacks=stops)
     whole.train()
     path = tmp_path / "checkpoint-3" / "trainer_state.json"
@@ -284,7 +284,7 @@ def test_callbacks_and_the_state_come_back(tmp_path: Path) -> None:
 
         callbacks = [EarlyStoppingCallback(early_stopping_patience=7), EarlyStoppingCallback(9), Looks]
         args = _args(tmp_path / "2", restore_callback_states_from_checkpoint=restores, **options)
-        with pytest.warns(UserWarning, match="already among the callbacks"):
+        with pytest.warns(UserWarning, match="has already been added"):
             again = _trainer(args, eval_dataset=Noisy(noise=False), callbacks=callbacks)
         with pytest.raises(KeyboardInterrupt):
             again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

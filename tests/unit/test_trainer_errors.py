@@ -160,7 +160,7 @@ def test_nothing_to_go_on_from(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No valid checkpoint found in output directory") as error:  # as transformers
         train(True)
     assert isinstance(error.value, UsageError)
-    _says(error.value, what=str(tmp_path), where="resume_from_checkpoint=True", do="'auto', which starts from scratch")
+    _says(error.value, what=str(tmp_path), where="resume_from_checkpoint=True", do="'auto' to start from scratch")
     with pytest.raises(UsageError, match="there is no folder"):
         train(str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match=r"neither a manifest, nor a trainer_state\.json"):

@@ -507,7 +507,7 @@ def test_a_table_of_columns_loses_those_that_the_model_does_not_take(tmp_path: P
     trainer = Trainer(Line(), _args(tmp_path), train_dataset=Columns(["x", "idx", "label"]))
     batch = next(iter(trainer.get_train_dataloader()))
     assert sorted(batch) == ["labels", "x"]
-    with pytest.raises(UsageError, match=r"Line.forward accepts none of the columns of the dataset \(idx\)"):
+    with pytest.raises(UsageError, match=r"Line.forward accepts none of the dataset's columns \(idx\)"):
         Trainer(Line(), _args(tmp_path), train_dataset=Columns(["idx"])).train()
 
 

@@ -267,7 +267,7 @@ def test_the_whole_model_is_cast_for_an_evaluation_and_comes_back(tmp_path: Path
 
 
 def test_tf32_says_what_the_device_lacks(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tf32=True needs an NVIDIA GPU"):
+    with pytest.raises(ConfigError, match="tf32=True needs an NVIDIA Ampere GPU"):
         Trainer(Line(), _args(tmp_path, tf32=True))
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:

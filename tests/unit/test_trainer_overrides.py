@@ -462,8 +462,8 @@ def test_ddp_looks_for_unused_parameters_as_in_transformers(given: bool | None, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "follows the metric of evaluations, but eval_strategy is 'no'"),
-        ({"lr_scheduler_type": "greedy"}, "follows the metric of evaluations, but eval_strategy is 'no'"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "depends on an evaluation metric, but eval_strategy is 'no'"),
+        ({"lr_scheduler_type": "greedy"}, "depends on an evaluation metric, but eval_strategy is 'no'"),
         ({"torch_empty_cache_steps": 0}, "torch_empty_cache_steps=0 is not a positive whole number"),
     ],
 )

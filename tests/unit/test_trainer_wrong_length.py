@@ -120,7 +120,7 @@ def test_every_sample_of_each_epoch_is_read_when_the_length_is_too_small(
     assert logged(trainer, "epoch") == sorted(logged(trainer, "epoch"))
     (text,) = texts
     assert "epoch 1 had 5 batches" in text
-    assert "the length of the data (Stream.__len__, " in text
+    assert "the data's length (Stream.__len__, " in text
     assert "test_trainer_wrong_length.py:" in text
     assert "max_steps" in text
 
@@ -134,7 +134,7 @@ def test_a_length_that_is_too_large_is_reported(accumulation: int, tmp_path: Pat
     assert model.seen == 2 * [float(i) for i in range(6)]
     assert trainer.state.global_step == 2 * -(-3 // accumulation)
     assert "epoch 1 had 3 batches" in text
-    assert "the length of the data (Stream.__len__, " in text
+    assert "the data's length (Stream.__len__, " in text
 
 
 @pytest.mark.parametrize(("said", "seen"), [(6, [*range(10), *range(4)]), (20, [*range(10), *range(4)])])
@@ -183,8 +183,8 @@ def test_the_length_of_a_sampler_may_be_wrong_too(real: int, said: int, tmp_path
     (text,) = _caught(trainer.train)
     assert model.seen == [float(i) for i in range(real)]
     assert f"epoch 1 had {real // 2} batches" in text
-    assert "the length of the data (Samples.__len__, " in text
-    assert f"announced {said // 2}." in text
+    assert "the data's length (Samples.__len__, " in text
+    assert f") is {said // 2}." in text
 
 
 @pytest.mark.parametrize("kind", ["off", "exact", "transformers"])

@@ -22,10 +22,10 @@ logger = get_logger(__name__)
 
 
 def check_model(model: nn.Module | None, model_init: Any) -> None:
-    """Check that ``Trainer(...)`` has one source of the model.
+    """Check that ``Trainer(...)`` received exactly one of ``model`` and ``model_init``.
 
     Raises:
-        UsageError: there is none, or two.
+        UsageError: both or neither of them were passed.
     """
     if (model is None) == (model_init is None):
         raise UsageError(
@@ -39,7 +39,7 @@ def check_arguments(hooks: TrainerHooks) -> None:
     """Check the arguments of ``Trainer(...)`` for conflicts.
 
     Raises:
-        UsageError: arguments conflict, or one is missing.
+        UsageError: arguments conflict, or a required one is missing.
     """
     if hooks.model_init is not None and not (hooks.optimizer is None and hooks.lr_scheduler is None):
         raise UsageError(
@@ -60,11 +60,12 @@ def check_arguments(hooks: TrainerHooks) -> None:
             do="pass eval_dataset, or set eval_strategy='no'",
         )
     if hooks.args.max_steps > 0 and hooks.args.num_train_epochs > 0:
-        logger.info("max_steps=%d is given: num_train_epochs has no effect", hooks.args.max_steps)
+        logger.info("max_steps=%d is set, so num_train_epochs has no effect", hooks.args.max_steps)
     strategy = hooks.args.train_sampling_strategy
     if strategy in ("group_by_length", "batch_rebalance") and isinstance(hooks.train_dataset, IterableDataset):
         logger.warning(
-            "train_sampling_strategy=%r is ignored: an IterableDataset yields its samples in an order of its own",
+            "train_sampling_strategy=%r is ignored, because an IterableDataset determines the order of its samples "
+            "itself",
             strategy,
         )
     batch_metrics = hooks.args.batch_eval_metrics and hooks.compute_metrics is not None
@@ -72,17 +73,20 @@ def check_arguments(hooks: TrainerHooks) -> None:
         raise UsageError(
             "batch_eval_metrics=True calls compute_metrics for each batch, but it has no parameter compute_result",
             where="Trainer(compute_metrics=)",
-            do="add the parameter compute_result, which is True for the last batch: return the metrics of all batches then",
+            do=(
+                "add the parameter compute_result; when it is True (on the last batch), return the metrics over all "
+                "batches"
+            ),
         )
     if hooks.train_dataset is not None and length_of(hooks.train_dataset) < 0 and hooks.args.max_steps <= 0:
         raise no_length_error()
 
 
 def choose_processing_class(processing_class: Any, tokenizer: Any) -> Any:
-    """Return the processing class, also if it was passed under its old name ``tokenizer``.
+    """Return the processing class, which may have been passed under its old name ``tokenizer``.
 
     Raises:
-        UsageError: both are passed and differ.
+        UsageError: ``tokenizer`` and ``processing_class`` were both passed and differ.
     """
     if tokenizer is None:
         return processing_class

@@ -1,4 +1,4 @@
-"""Computing the loss of a batch: calling the model and the loss functions, and normalizing the loss."""
+"""Computes a batch's loss: calls the model and the loss function, and normalizes the result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 def run_training_step(
     hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any
 ) -> torch.Tensor:
-    """Implement ``Trainer.training_step``, for inputs on the device."""
+    """Implement ``Trainer.training_step`` for inputs that are already on the device."""
     accelerator = hooks.accelerator
     with hooks.compute_loss_context_manager():
         if session.interface.watches_items and isinstance(num_items, torch.Tensor):
@@ -50,7 +50,7 @@ def run_training_step(
 def _watched_loss(
     hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: torch.Tensor
 ) -> torch.Tensor:
-    """Return the loss of a batch; warn if its computation does not use ``num_items``."""
+    """Return a batch's loss; warn if it was computed without using ``num_items``."""
     watched = WatchedNumber.of(num_items)
     loss: torch.Tensor = call_compute_loss(hooks, session, model, inputs, watched)
     session.interface.watches_items = False
@@ -84,7 +84,7 @@ def call_compute_loss(
 def compute_loss(
     hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Return the loss of a batch and the model's outputs, for ``Trainer.compute_loss``."""
+    """Return a batch's loss and the model's outputs, for ``Trainer.compute_loss``."""
     func, smoother, accelerator = hooks.compute_loss_func, hooks.label_smoother, hooks.accelerator
     batch = inputs
     inputs, labels = without_labels(inputs) if func is not None or smoother is not None else (inputs, None)
@@ -112,7 +112,7 @@ def compute_loss(
 
 
 def call_model(hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any) -> Any:
-    """Call ``model`` with the columns of a batch by name, or with as many elements as forward has parameters."""
+    """Call ``model`` with a batch's columns by name or, for a tuple, with as many elements as forward accepts."""
     if isinstance(inputs, Mapping):
         if num_items is not None and hooks.model_accepts_loss_kwargs:
             return model(**inputs, num_items_in_batch=num_items)
@@ -122,9 +122,9 @@ def call_model(hooks: TrainerHooks, session: TrainerSession, model: nn.Module, i
 
 
 def count_update_items(hooks: TrainerHooks, session: TrainerSession, samples: list[Any], device: torch.device) -> Any:
-    """Return the number of labels in ``samples`` over all ranks; None if the loss is not divided by it.
+    """Return the number of labels in ``samples`` across all ranks, or None if the loss is not divided by it.
 
-    Collective: with ``average_tokens_across_devices``, if labels are counted.
+    Collective: call on every rank if ``average_tokens_across_devices`` is set and labels are counted.
     """
     accelerator = hooks.accelerator
     is_exact = accelerator.parity != "off"  # then each loss is weighted by its own items
@@ -144,7 +144,7 @@ def count_update_items(hooks: TrainerHooks, session: TrainerSession, samples: li
 
 
 def _rank_weight(hooks: TrainerHooks, session: TrainerSession) -> float:
-    """Return the factor that compensates for the mean over ranks, since the loss is already divided by all items."""
+    """Return the factor that cancels the averaging over ranks, because the loss is already a global mean."""
     real = session.evaluation.real_samples
     if real is None:
         return hooks.accelerator.num_processes
@@ -153,7 +153,7 @@ def _rank_weight(hooks: TrainerHooks, session: TrainerSession) -> float:
 
 
 def _warn_of_ignored_items(hooks: TrainerHooks, session: TrainerSession) -> None:
-    """Warn that the loss is not divided by the items of the update, if that changes the result."""
+    """Warn if the loss is not divided by the update's item count and this changes the result."""
     is_overridden, args = session.interface.overrides_compute_loss, hooks.args
     num_batches = 1 if hooks.loss_is_scaled_for_ga is False else session.update_size(args).accumulation_steps
     averages = args.average_tokens_across_devices and not is_overridden

@@ -1,4 +1,4 @@
-"""Building the Accelerator of a Trainer from its arguments, and seeding."""
+"""Builds a Trainer's Accelerator from its arguments, and seeds the random number generators."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ _OTHERS = ("gradient_accumulation_kwargs", "use_configured_state")
 def build_accelerator(args: TrainingArguments, build_arguments: Callable[..., dict[str, Any]]) -> Accelerator:
     """Build the Accelerator for ``args``.
 
-    ``build_arguments`` returns its arguments: ``Trainer._build_accelerator_args``, with the ones that transformers passes.
+    ``build_arguments`` returns the Accelerator's arguments; it is ``Trainer._build_accelerator_args`` and receives the
+    same arguments as in transformers.
 
-    Its number of accumulation steps stays 1, because the Trainer itself accumulates and divides the loss. Schedulers
-    count optimizer steps.
+    The Accelerator's number of accumulation steps stays 1, because the Trainer itself accumulates gradients and scales
+    the loss. Schedulers count optimizer steps.
 
-    Collective: if the process group does not exist yet.
+    Collective: call on every rank if the process group does not exist yet.
 
     Raises:
         ConfigError: a setting is not supported.
@@ -69,7 +70,7 @@ def build_accelerator(args: TrainingArguments, build_arguments: Callable[..., di
 
 
 def accelerator_arguments(args: TrainingArguments, model: nn.Module | None) -> dict[str, Any]:
-    """Return the arguments of the Accelerator that follow from ``args``, without the two that depend on other objects."""
+    """Return the Accelerator arguments that ``args`` determines, without the two that depend on other objects."""
     is_exact = args.parity not in (None, "off")
     settings = tracker_settings(args)
     project = settings.setdefault("project_config", ProjectConfiguration())
@@ -96,7 +97,7 @@ def accelerator_arguments(args: TrainingArguments, model: nn.Module | None) -> d
 
 
 def set_seeds(args: TrainingArguments) -> None:
-    """Seed ``random``, numpy and torch equally on all ranks, so that they create identical models."""
+    """Seed ``random``, numpy and torch identically on all ranks, so that they create identical models."""
     random.seed(args.seed)
     np.random.seed(args.seed % 2**32)
     torch.manual_seed(args.seed)
@@ -167,7 +168,7 @@ def _set_tf32(wanted: bool, device: torch.device) -> None:
     """
     if wanted and not has_tf32(device):
         raise ConfigError(
-            f"tf32=True needs an NVIDIA GPU of the Ampere generation or later, but the device is {device.type}",
+            f"tf32=True needs an NVIDIA Ampere GPU or newer, but the device is {device.type}",
             where="TrainingArguments.tf32",
             do="remove it, or set bf16=True",
         )

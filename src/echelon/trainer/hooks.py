@@ -1,4 +1,4 @@
-"""The interface of a Trainer to its components: public attributes, and methods that subclasses may override."""
+"""The interface that a Trainer offers its components: public attributes, and methods that subclasses may override."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["TrainerHooks", "bind_log", "bind_training_step", "notify", "record_l
 
 
 class TrainerHooks(Protocol):
-    """The public attributes and methods of a Trainer that its components use.
+    """A Trainer's public attributes and methods, as used by its components.
 
-    Scripts may replace attributes and override methods, so components look them up at every use.
+    Scripts may replace attributes and override methods, so components look them up on every use.
     """
 
     args: TrainingArguments
@@ -124,9 +124,9 @@ def bind_training_step(
     """Return ``training_step`` as a function of three arguments; the third is dropped if an override does not accept it.
 
     Args:
-        hooks: hooks of the Trainer.
-        points: an override of ``_track_num_input_tokens`` gets every batch after its step.
-        before: called before a step if the model is in eval mode, as evaluations leave it.
+        hooks: the Trainer's hooks.
+        points: an override of ``_track_num_input_tokens`` in it receives every batch after its step.
+        before: called before a step if the model is in eval mode, for example after an evaluation.
     """
     takes_items = takes(hooks.training_step, "num_items_in_batch")
     track = points.choose("_track_num_input_tokens", None)

@@ -1,7 +1,7 @@
-"""The private methods of transformers' Trainer that libraries override or call; the loop calls them where transformers does.
+"""The private methods of transformers' Trainer that libraries override or call, called at the same points as there.
 
-``trainer/override_points.py`` finds the overrides. Methods that need a running loop delegate to the implementation that the
-loop has bound there; the others are implemented by the functions of the Trainer's components.
+``trainer/override_points.py`` finds the overrides. Methods that need a running loop delegate to the implementation that
+the loop has bound there; functions in the Trainer's components implement the others.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class TrainerInternals:
     # ---- construction ------------------------------------------------------------------------------------------------
 
     def _validate_args(self) -> None:
-        """Check the arguments of the constructor for conflicts."""
+        """Check the constructor's arguments for conflicts."""
         check_arguments(self)  # type: ignore[arg-type]
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Return the arguments of the Accelerator: those that follow from ``args``, and ``kwargs``."""
+        """Return the Accelerator's arguments: those that ``args`` determines, and ``kwargs``."""
         return {**accelerator_arguments(self.args, getattr(self, "model", None)), **kwargs}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -86,7 +86,7 @@ class TrainerInternals:
 
     @property
     def _train_batch_size(self) -> int:
-        """Samples of one training batch on this process; that of the loader as in ``TrainingArguments.train_batch_size``."""
+        """Number of samples per training batch on this process; see ``TrainingArguments.train_batch_size``."""
         return loader_batch_size(self.args) or self._session.update_size(self.args).batch_size
 
     @_train_batch_size.setter
@@ -103,7 +103,7 @@ class TrainerInternals:
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader[Any]:
-        """Return the loader of ``dataset``, with the columns that the model accepts, sharded over the ranks."""
+        """Return a loader for ``dataset``, sharded across ranks, with the columns that the model accepts."""
         loader = data_loaders.build_loader(
             self,  # type: ignore[arg-type]
             self._session.points,
@@ -118,7 +118,7 @@ class TrainerInternals:
         return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
-        """Return the sampler of the training data; None for data without a length."""
+        """Return the training data's sampler, or None for data without a length."""
         size, num_ranks = self._session.update_size(self.args), self.accelerator.num_processes
         if self.accelerator.parity != "off":  # a batch of the loader is an update, which is split later
             size, num_ranks = UpdateSize(global_batch_size(self.args, num_ranks), 1), 1
@@ -133,17 +133,17 @@ class TrainerInternals:
         )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
-        """Return the sampler of evaluation data; None for data without a length."""
+        """Return the evaluation data's sampler, or None for data without a length."""
         return None if length_of(eval_dataset) < 0 else SequentialSampler(eval_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Set ``_signature_columns``, the columns to keep, from the parameters of forward and the labels."""
+        """Set ``_signature_columns``, the columns to keep, from forward's parameters and the labels."""
         if self._signature_columns in (None, self._session.default_columns):
             found = signature_columns(self.model, self.label_names)
             self._signature_columns, self._session.default_columns = found, list(found)
 
     def _kept_columns(self) -> KeptColumns | None:
-        """Return the columns to keep; None for all."""
+        """Return the columns to keep, or None for all."""
         if not self.args.remove_unused_columns:
             return None
         self._set_signature_columns_if_needed()
@@ -152,7 +152,7 @@ class TrainerInternals:
         return KeptColumns(names=frozenset(self._signature_columns or ()), by_word=False)  # a subclass's own list
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """Return a table of columns without those that the model does not accept."""
+        """Return the table without the columns that the model does not accept."""
         kept, model = self._kept_columns(), self.model
         if kept is None:
             return dataset
@@ -171,7 +171,7 @@ class TrainerInternals:
     # ---- a batch -----------------------------------------------------------------------------------------------------
 
     def _prepare_input(self, data: Any) -> Any:
-        """Return a part of a batch on the device."""
+        """Return part of a batch, moved to the device."""
         if "_prepare_input" not in self._session.points.overridden:
             return batches.to_device(data, self.accelerator.device)
         if isinstance(data, Mapping):
@@ -181,7 +181,7 @@ class TrainerInternals:
         return batches.to_device(data, self.accelerator.device)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Return a batch on the device.
+        """Return a batch, moved to the device.
 
         Raises:
             UsageError: the batch is empty.
@@ -191,37 +191,37 @@ class TrainerInternals:
             raise UsageError(
                 "the batch has no columns",
                 where=f"{type(self).__name__}._prepare_inputs",
-                do="check data_collator, and that the dataset has columns with the names of forward's parameters",
+                do=("check data_collator, and check that the dataset's column names match forward's parameters"),
             )
         return inputs
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: Any
     ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]:
-        """Return a context to run the model in, and the batch; there is no context parallelism here."""
+        """Return a context to run the model in, and the batch; context parallelism is not supported."""
         return nullcontext, inputs
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Return the number of labels of an update, over all ranks; None if the loss is not divided by it."""
+        """Return an update's number of labels across all ranks, or None if the loss is not divided by it."""
         return count_update_items(self, self._session, batch_samples, device)  # type: ignore[arg-type]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Add the tokens of a batch to ``state.num_input_tokens_seen``. Collective: if tokens are counted."""
+        """Add a batch's token count to ``state.num_input_tokens_seen``. Collective if tokens are counted."""
         if self.args.include_num_input_tokens_seen != "no":
             count_tokens(self, [inputs])  # type: ignore[arg-type]
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip the gradients to ``max_grad_norm``, and return their norm before. Collective: if the model is sharded."""
+        """Clip the gradients to ``max_grad_norm``; return their original norm. Collective if the model is sharded."""
         return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return ``grad_norm``, or the norm of the gradients if it is None. Collective: if the model is sharded."""
+        """Return ``grad_norm``, or the gradients' norm if it is None. Collective if the model is sharded."""
         return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
 
     def _get_learning_rate(self) -> float:
-        """Return the learning rate of the first parameter group."""
+        """Return the first parameter group's learning rate."""
         return float(param_groups_of(self.optimizer, "_get_learning_rate")[0]["lr"])
 
     def _maybe_log_save_evaluate(
@@ -241,7 +241,7 @@ class TrainerInternals:
 
     @property
     def _globalstep_last_logged(self) -> int:
-        """The step of the last log."""
+        """The step at which metrics were last logged."""
         return int(self._session.points.default("_globalstep_last_logged")())
 
     @_globalstep_last_logged.setter
@@ -250,7 +250,7 @@ class TrainerInternals:
 
     @property
     def _total_loss_scalar(self) -> float:
-        """The sum of the losses that were logged in this training run; the loop keeps it, so setting it has no effect."""
+        """The sum of the losses logged in this training run; the loop computes it, so setting it has no effect."""
         return float(self._session.points.default("_total_loss_scalar")())
 
     @_total_loss_scalar.setter
@@ -267,13 +267,13 @@ class TrainerInternals:
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train with ``batch_size``, and return the results. Collective: every rank."""
+        """Train with ``batch_size``, and return the results. Collective: call on every rank."""
         run = self._session.points.default("_inner_training_loop")
         result: TrainOutput = run(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
         return result
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
-        """Set the batch size of the next attempt of ``auto_find_batch_size``."""
+        """Set the batch size for the next ``auto_find_batch_size`` attempt."""
         self._session.points.default("_update_auto_batch_size")(batch_size)
 
     def _init_training_state(
@@ -284,7 +284,7 @@ class TrainerInternals:
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        """Set ``state``; return the number of complete epochs, and of the batches of the next one that were trained on."""
+        """Set ``state``; return the numbers of complete epochs and of batches trained on in the next one."""
         default = self._session.points.default("_init_training_state")
         epochs, used = default(max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
         return epochs, used
@@ -292,7 +292,7 @@ class TrainerInternals:
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
-        """Create and prepare optimizer, scheduler and model, and load the checkpoint. Collective: every rank."""
+        """Prepare the optimizer, scheduler and model, and load the checkpoint. Collective: call on every rank."""
         model, loader = self._session.points.default("_prepare_for_training")(
             max_steps, train_dataloader, resume_from_checkpoint
         )
@@ -303,18 +303,19 @@ class TrainerInternals:
         return model
 
     def _run_epoch(self, model: nn.Module, epoch: int, train_dataloader: Any, **position: Any) -> None:
-        """Train one epoch. Collective: every rank.
+        """Train one epoch. Collective: call on every rank.
 
         Args:
             model: the wrapped model.
-            epoch: index of the epoch.
-            train_dataloader: loader of the training data.
-            position: the other arguments that transformers passes, which the loop knows.
+            epoch: zero-based index of the epoch.
+            train_dataloader: the training data loader.
+            position: the other arguments that transformers passes; they are ignored, because the loop knows these
+                values.
         """
         self._session.points.default("_run_epoch")(model, epoch, train_dataloader, **position)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
-        """Log the results, load the best model, and return the results. Collective: every rank."""
+        """Log the results, load the best model, and return the results. Collective: call on every rank."""
         result: TrainOutput = self._session.points.default("_finalize_training")(trial, num_train_samples, start_time)
         return result
 
@@ -323,16 +324,16 @@ class TrainerInternals:
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate during training, report to a search, and step a scheduler that follows the metric.
+        """Evaluate during training, report to a search, and step a metric-driven scheduler.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         evaluate = self._session.points.default("_evaluate")
         metrics: dict[str, float] = evaluate(trial, ignore_keys_for_eval, skip_scheduler=skip_scheduler)
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Record the metric of an evaluation if it is the best so far, and return whether it is."""
+        """Record an evaluation's metric if it is the best so far, and return whether it is."""
         return update_best_metric(self, metrics)  # type: ignore[arg-type]
 
     def _hp_search_setup(self, trial: Any) -> None:
@@ -342,39 +343,39 @@ class TrainerInternals:
             set_arguments(self.args, trial)
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """Report the objective to a search. Collective: every rank."""
+        """Report the objective to a search. Collective: call on every rank."""
         if (running := self._session.search.trial) is not None:
             running.report_evaluation(metrics, step=step)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Return the directory of the checkpoints: that of a search's trial, or the output directory."""
+        """Return the directory for checkpoints: the search trial's directory, or the output directory."""
         return str(self._session.output_dir_as_given(self.args))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the files of ``save_model`` on the saving rank; a sharded model needs ``state_dict``."""
+        """Write the model files on the saving rank; a sharded model requires ``state_dict``."""
         folder = Path(output_dir) if output_dir is not None else self._session.output_dir(self.args)
         write_model_files(self, folder, state_dict)  # type: ignore[arg-type]
 
     def _save_checkpoint(self, model: Any = None, trial: Any = None) -> None:
-        """Write ``checkpoint-<step>`` and delete surplus checkpoints. Collective: every rank."""
+        """Write ``checkpoint-<step>`` and delete surplus checkpoints. Collective: call on every rank."""
         CheckpointWriter(self, self._session).save(trial)  # type: ignore[arg-type]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write optimizer.pt and scheduler.pt, in transformers' format of checkpoints."""
+        """Write optimizer.pt and scheduler.pt, in transformers' checkpoint format."""
         self._session.points.default("_save_optimizer_and_scheduler")(output_dir)
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Write scaler.pt if losses are scaled, in transformers' format of checkpoints."""
+        """Write scaler.pt if loss scaling is enabled, in transformers' checkpoint format."""
         self._session.points.default("_save_scaler")(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Write the states of the random generators of this rank, in transformers' format of checkpoints."""
+        """Write this rank's RNG states, in transformers' checkpoint format."""
         self._session.points.default("_save_rng_state")(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the weights of a checkpoint. Collective: if the model is sharded."""
+        """Load a checkpoint's weights. Collective if the model is sharded."""
         if model is None and self._session.keeps_weights_with_state:
             self._session.loads_weights_with_state = True
             return
@@ -383,11 +384,11 @@ class TrainerInternals:
         )
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint. Collective: every rank."""
+        """Load the best checkpoint's weights. Collective: call on every rank."""
         load_best(self, self._session.output_dir(self.args), report=self._issue_warnings_after_load)  # type: ignore[arg-type]
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Log the missing and the unexpected weights of a checkpoint."""
+        """Log which weights are missing from or unexpected in a checkpoint."""
         for name in ("missing_keys", "unexpected_keys"):
             if keys := getattr(load_result, name):
                 logger.warning("the checkpoint has %s: %s", name.replace("_", " "), ", ".join(map(str, keys)))
@@ -398,17 +399,17 @@ class TrainerInternals:
             self.callback_handler.restore(self.state.stateful_callbacks)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the states of optimizer and scheduler. Collective: every rank."""
+        """Load the optimizer and scheduler state. Collective: call on every rank."""
         if checkpoint is not None:
             self._session.points.default("_load_optimizer_and_scheduler")(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Load the state of the loss scaler, if there is one."""
+        """Load the loss scaler's state, if there is a loss scaler."""
         if checkpoint is not None:
             self._session.points.default("_load_scaler")(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore the states of the random generators of the saved run."""
+        """Restore the saved run's RNG states."""
         if checkpoint is not None:
             self._session.points.default("_load_rng_state")(checkpoint)
 
@@ -423,7 +424,7 @@ class TrainerInternals:
             )
 
     def _finish_current_push(self) -> None:
-        """Wait for the uploads in the background."""
+        """Wait for the background uploads."""
         running = self.push_in_progress
         if running is not None and not running.is_done():
             running.wait_until_done()
@@ -434,12 +435,12 @@ class TrainerInternals:
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: DataLoader[Any]
     ) -> tuple[int, int, int, int, int, int, int]:
-        """Return the numbers of the training plan, in the order of transformers. Collective: every rank."""
+        """Return the training plan's numbers, in the same order as in transformers. Collective: call on every rank."""
         plan = self._session.plan = plan_training(self, self._session, dataloader)  # type: ignore[arg-type]
         return plan.initial_values()
 
     def store_flos(self) -> None:
-        """Add the floating-point operations since the last call to the state. Collective: if the model counts them."""
+        """Add the floating-point operations since the last call to the state. Collective if the model counts them."""
         total, self.current_flos = self.current_flos, 0.0
         if self._session.interface.counts_flops and self.accelerator.num_processes > 1:
             total = float(
@@ -448,13 +449,13 @@ class TrainerInternals:
         self.state.total_flos += total
 
     def get_tp_size(self) -> int:
-        """Return 1: no tensor or sequence parallelism."""
+        """Return 1, because tensor and sequence parallelism are not supported."""
         return 1
 
     get_cp_size = get_sp_size = get_tp_size
 
     def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
-        """Return the number of samples per optimizer step, over all ranks."""
+        """Return the number of samples per optimizer step across all ranks."""
         size = self._session.update_size(self.args)
         if args is not None and args is not self.args:
             size = UpdateSize(args.train_batch_size, args.gradient_accumulation_steps)

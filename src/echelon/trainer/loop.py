@@ -1,4 +1,4 @@
-"""The training loop: epochs, updates, logs, evaluations and checkpoints."""
+"""The training loop: epochs, updates, logging, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ logger = get_logger(__name__)
 
 
 class TrainingLoop:
-    """The loop of one call of ``Trainer.train``; owns the state of this call, such as the losses to log.
+    """The training loop of one ``Trainer.train`` call; owns this call's state, such as the losses to log.
 
     Args:
         call: the objects to work with.
-        plan: the length of the run.
-        loader: loader of the training data.
-        resume_point: position in the data at which training starts.
-        trial: the trial of a search, or None.
+        plan: the run's length in steps, epochs and batches.
+        loader: the training data loader.
+        resume_point: the position in the data at which training starts.
+        trial: the search trial, or None.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class TrainingLoop:
         self.is_update_abandoned = False
         """Whether a callback ended the last update before its last batch."""
         self.is_stepping = False
-        """Whether an optimizer step, with the bookkeeping that belongs to it, is in progress."""
+        """Whether an optimizer step (including its bookkeeping) is in progress."""
         self.batches = EpochBatches(())
-        """Batches of the current epoch."""
+        """The current epoch's batches."""
         self._is_length_warned = False
         self.last_saved_step: int | None = None
         self._is_ending = False  # saved after a signal; training ends
@@ -102,7 +102,7 @@ class TrainingLoop:
         cursor.is_within_update = False
 
     def _bind(self, points: OverridePoints) -> None:
-        """Find the overridden methods once; a method that is not overridden is called without a detour."""
+        """Find the overridden methods once; methods that are not overridden are called directly."""
         hooks = self.hooks
         self._points = points
         self._training_step = bind_training_step(hooks, points, before=self._train_mode)
@@ -124,7 +124,7 @@ class TrainingLoop:
     def run(self) -> TrainOutput:
         """Train and return the results.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         hooks, args, plan, start = self.hooks, self.hooks.args, self.plan, self.resume_point
         self.start_time = self.logged_at = time.time()
@@ -178,7 +178,7 @@ class TrainingLoop:
         return TrainOutput(hooks.state.global_step, mean, metrics)
 
     def _run_epoch(self, model: nn.Module, epoch: int, train_dataloader: Any, **position: Any) -> None:
-        """Implement ``Trainer._run_epoch``; ``position`` repeats what the loop knows."""
+        """Implement ``Trainer._run_epoch``; ``position`` is ignored, because the loop knows these values."""
         hooks, plan, cursor, loader = self.hooks, self.plan, self.cursor, train_dataloader
         is_first = epoch == self.resume_point.epoch
         start = self.resume_point if is_first else ResumePoint(epoch=epoch)
@@ -219,7 +219,7 @@ class TrainingLoop:
                 batches.close()
             if not cursor.num_batches and not self.is_update_abandoned:
                 logger.warning(
-                    "the training data yielded no batch in epoch %d: training stops at step %d of %d",
+                    "the training data yielded no batch in epoch %d, so training stops at step %d of %d",
                     epoch + 1,
                     hooks.state.global_step,
                     plan.max_steps,
@@ -239,19 +239,19 @@ class TrainingLoop:
 
     @property
     def _has_all_steps(self) -> bool:
-        """Whether all steps are made: those of ``max_steps``, or of a last, partial epoch."""
+        """Whether all steps are done: those of ``max_steps``, or of a partial last epoch."""
         return not self.plan.ends_with_data and self.hooks.state.global_step >= self._num_steps
 
     @property
     def _num_steps(self) -> int:
-        """Number of steps of the run, unless it ends with the data of its last epoch."""
+        """Number of steps in the run, unless it ends when its last epoch's data is exhausted."""
         num_beyond = 0 if self.hooks.args.max_steps > 0 else self.cursor.num_steps_beyond
         return self.plan.max_steps + num_beyond
 
     def _has_more(self, num_batches: int | None = None) -> bool:
-        """Return whether the epoch has more batches than ``num_batches`` (default: those trained on).
+        """Return whether the epoch has more than ``num_batches`` batches (default: the number already trained on).
 
-        The data decides, not the plan, unless the user has set a limit or the data seems infinite.
+        The data determines this, not the plan, unless the user has set a limit or the data seems infinite.
 
         Collective: if ``EpochBatches.has_more`` is.
         """
@@ -298,11 +298,11 @@ class TrainingLoop:
         )
 
     def _update(self, batches: EpochBatches, checkpoint: str | None) -> bool:
-        """Make one optimizer step with the next batches; return False if there are none.
+        """Take one optimizer step with the next batches; return False if there are none.
 
         Args:
-            batches: batches of the epoch.
-            checkpoint: checkpoint whose RNG states are restored after the batches are read.
+            batches: the epoch's batches.
+            checkpoint: restore this checkpoint's RNG states after the batches are read.
         """
         hooks, model, losses = self.hooks, self.hooks.model_wrapped, self.losses
         group, num_items = self._next_group(batches)
@@ -331,7 +331,7 @@ class TrainingLoop:
         return True
 
     def _next_group(self, batches: EpochBatches) -> tuple[list[Any], Any]:
-        """Return the batches of an update and the number of their items; include batches beyond the planned ones."""
+        """Return an update's batches, including batches beyond the planned ones, and their number of items."""
         get, device = self.hooks.get_batch_samples, self.hooks.accelerator.device
         wanted, num_left = self._accumulation_steps, self.plan.batches_per_epoch - self.cursor.num_batches
         planned = min(wanted, num_left) if num_left > 0 else wanted
@@ -342,15 +342,15 @@ class TrainingLoop:
         return [*group, *more], None if num_items is None or num_more is None else num_items + num_more
 
     def _abandon_update(self) -> None:
-        """Discard the losses and gradients of an update that a callback ended before its last batch."""
+        """Discard an update's losses and gradients after a callback ended it before its last batch."""
         self.losses.drop_open_step()
         self._session.optimizer.zero_grad(self.hooks)
         self.is_update_abandoned = True
 
     def _exact_update(self, batches: Any, checkpoint: str | None) -> bool:
-        """Make one optimizer step from the loader's micro-batches; return False if there are none.
+        """Take one optimizer step from the loader's micro-batches; return False if there are none.
 
-        The arguments are those of ``_update``.
+        The arguments are the same as for ``_update``.
         """
         hooks, model, accelerator = self.hooks, self.hooks.model_wrapped, self.hooks.accelerator
         hooks.current_gradient_accumulation_steps = 1  # losses are weighted by samples or labels instead
@@ -423,7 +423,7 @@ class TrainingLoop:
             self._log_evaluate_save()
 
     def _call_override(self, override: Callable[..., None]) -> None:
-        """Call the user's ``_maybe_log_save_evaluate``, with the sum of the losses since the last log."""
+        """Call the user's ``_maybe_log_save_evaluate`` with the sum of the losses since the last log."""
         hooks, state = self.hooks, self.hooks.state
         override(
             torch.tensor(self.losses.total(), device=hooks.accelerator.device),
@@ -437,7 +437,7 @@ class TrainingLoop:
         )
 
     def _last_logged(self, step: int | None = None) -> int:
-        """Return the step of the last log; with ``step``, end the window of losses there, as an override does that logs itself."""
+        """Return the last logged step; an override that logs passes ``step`` to set it and reset the loss window."""
         if step is not None and step != self.last_logged_step:
             self._mean_loss.take()
             self.last_logged_step = step
@@ -454,7 +454,7 @@ class TrainingLoop:
         start_time: float | None = None,
         learning_rate: float | None = None,
     ) -> None:
-        """Implement ``Trainer._maybe_log_save_evaluate``; the arguments repeat what the loop knows, unless they are changed."""
+        """Implement ``Trainer._maybe_log_save_evaluate``; only ``grad_norm`` and ``learning_rate`` have an effect."""
         hooks, state = self.hooks, self.hooks.state
         if hooks.control.should_log and state.global_step > self.last_logged_step:
             logs: dict[str, Any] = {"loss": self._mean_loss.take()}
@@ -480,7 +480,7 @@ class TrainingLoop:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Save a checkpoint. Collective: every rank."""
+        """Save a checkpoint. Collective: call on every rank."""
         hooks, cursor = self.hooks, self.cursor
         cursor.window = self._mean_loss.state()
         cursor.last_logged_step, cursor.learning_rate = self.last_logged_step, self.learning_rate
@@ -508,7 +508,7 @@ class TrainingLoop:
             }
 
     def save_last_step(self) -> None:
-        """Save a checkpoint of the state after the last complete step. Collective: every rank."""
+        """Save a checkpoint of the state after the last completed step. Collective: call on every rank."""
         hooks, boundary = self.hooks, self._boundary
         assert boundary is not None
         self.losses.drop_open_step()
@@ -523,10 +523,10 @@ class TrainingLoop:
     def _stop_if_preempted(self, *, is_new_step: bool) -> None:
         """If the ranks have agreed to stop here, save and end the process or, with ``enable_jit_checkpoint``, the run.
 
-        Collective: every rank, once the ranks have agreed.
+        Collective: call on every rank, once the ranks have agreed to stop.
 
         Raises:
-            Preempted: the checkpoint is saved, and the process must end.
+            Preempted: the checkpoint has been saved, and the process must end.
         """
         preemption, step = self.hooks.accelerator.preemption, self.hooks.state.global_step
         if self._is_ending or not preemption.at_boundary(is_new_step=is_new_step, is_whole=True):
@@ -544,7 +544,7 @@ class TrainingLoop:
         self._is_ending = hooks.control.should_training_stop = True
 
     def _on_any_rank(self, flag: bool) -> bool:
-        """Return whether ``flag`` is set on any rank. Collective: with several ranks."""
+        """Return whether ``flag`` is set on any rank. Collective: call on every rank."""
         accelerator = self.hooks.accelerator
         if accelerator.num_processes == 1:
             return flag
@@ -566,7 +566,7 @@ class TrainingLoop:
     def _evaluate_and_report(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float] | None:
-        """Implement ``Trainer._evaluate``: None if preemption interrupted the evaluation and a checkpoint was saved."""
+        """Implement ``Trainer._evaluate``; return None if preemption interrupted it and a checkpoint was saved."""
         hooks, states = self.hooks, current_random_states()
         self._session.evaluation.is_repeatable = True
         try:
@@ -606,9 +606,9 @@ class TrainingLoop:
         set_optimizer_mode(self.hooks.optimizer, "train")
 
     def _prepare_update(self, group: list[Any]) -> None:
-        """Count the tokens of an update and empty the memory cache, as the arguments request.
+        """Count an update's tokens and empty the memory cache if the arguments request it.
 
-        Collective: if tokens are counted.
+        Collective: call on every rank if tokens are counted.
         """
         hooks, args = self.hooks, self.hooks.args
         every = args.torch_empty_cache_steps
@@ -618,9 +618,9 @@ class TrainingLoop:
             count_tokens(hooks, group)
 
     def _stop_on_nan(self, group: list[Any]) -> None:
-        """Raise if a loss or gradient is nonfinite, before the optimizer changes the weights.
+        """Raise before the optimizer changes the weights if a loss or gradient is nonfinite.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         hooks = self.hooks
         is_bad = not all(bool(loss.isfinite().all()) for loss in self.losses.last(len(group)))
@@ -632,7 +632,7 @@ class TrainingLoop:
         is_sharded = hooks.accelerator.capabilities.shards_parameters  # then a forward pass would be collective
         what = first_bad(hooks.model, group, compute_loss=None if is_sharded else self._compute_loss)
         raise NonFiniteError(
-            f"a loss or gradient of step {step} is not finite: {what or 'see the error of another rank'}",
+            f"a loss or gradient in step {step} is not finite: {what or 'see the error on another rank'}",
             where=f"step {step}, epoch {hooks.state.epoch:.3g}",
         )
 

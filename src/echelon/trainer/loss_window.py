@@ -1,4 +1,4 @@
-"""Mean losses between two logs, without synchronizing with the device at every step."""
+"""Computes mean losses between two logs without synchronizing with the device at every step."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _PENDING = 512
 
 
 def _no_losses() -> torch.Tensor:
-    """Return zero sums: sum of the finite losses, number of finite losses, number of losses, sum of all losses."""
+    """Return four zeros for the sum and number of finite losses, the number of all losses and their sum."""
     return torch.zeros(4, dtype=torch.float64)
 
 
 class LossWindow:
-    """Losses of this rank since the last log, summed in float64."""
+    """The losses on this rank since the last log, summed in float64."""
 
     def __init__(self) -> None:
         self.num_steps = 0
-        """Number of complete updates, including those before the checkpoint of a resumed run."""
+        """Number of complete updates, including those before the checkpoint that the run resumed from."""
         self._num_open = 0  # losses of the incomplete update
         self._pending: list[torch.Tensor] = []
         self._sums, self._before = _no_losses(), _no_losses()
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add the loss of one forward pass, already divided by the number of passes of its update."""
+        """Add one forward pass's loss, already divided by its update's number of forward passes."""
         self._pending.append(loss)
         self._num_open += 1
 
@@ -42,11 +42,11 @@ class LossWindow:
             self._fold()
 
     def last(self, count: int) -> list[torch.Tensor]:
-        """Return the last ``count`` losses of the incomplete update."""
+        """Return the incomplete update's last ``count`` losses."""
         return self._pending[-count:]
 
     def take(self) -> torch.Tensor:
-        """Return and reset the sums [2, 4] of the window: all its losses, and those not restored from a checkpoint."""
+        """Return and reset the window's sums [2, 4]: over all losses, and over those not restored from a checkpoint."""
         self._fold()
         result = torch.stack([self._before + self._sums, self._sums])
         self._sums, self._before, self.num_steps = _no_losses(), _no_losses(), 0
@@ -58,18 +58,18 @@ class LossWindow:
         return float((self._before + self._sums)[3])
 
     def state(self) -> tuple[torch.Tensor, int]:
-        """Return the sums and the number of steps of the window, without resetting them."""
+        """Return the window's sums and number of steps, without resetting them."""
         self._fold()
         return self._before + self._sums, self.num_steps
 
     def restore(self, sums: torch.Tensor, num_steps: int) -> None:
-        """Restore the result of ``state``."""
+        """Restore what ``state`` returned."""
         if sums.numel() == 3:  # saved by an older version, which summed only finite losses
             sums = torch.cat([sums, sums[:1] if sums[1] == sums[2] else sums.new_full((1,), float("nan"))])
         self._before, self.num_steps = sums, num_steps
 
     def drop_open_step(self) -> None:
-        """Drop the losses of an incomplete update that will not be made."""
+        """Drop an incomplete update's losses, because it will not be completed."""
         del self._pending[len(self._pending) - self._num_open :]
         self._num_open = 0
 
@@ -84,11 +84,11 @@ class LossWindow:
 
 
 class MeanLoss:
-    """The mean loss over all ranks since the last log, and since training started.
+    """The mean loss across all ranks, both since the last log and since training started.
 
     Args:
-        accelerator: reduces the losses over the ranks; in the exact modes each rank already has the mean of all.
-        filtered: ignore nonfinite losses, unless none is finite.
+        accelerator: reduces the losses across ranks; in the exact modes, each rank already has the global mean.
+        filtered: ignore nonfinite losses, unless all are nonfinite.
     """
 
     def __init__(self, accelerator: Accelerator, *, filtered: bool) -> None:
@@ -99,26 +99,26 @@ class MeanLoss:
         self._filtered = filtered
 
     def take(self) -> float:
-        """Return the mean loss of the steps since the last call.
+        """Return the mean loss over the steps since the last call.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         num_steps, sums = self.window.num_steps, self._sum_over_ranks(self.window.take())
         self._total += sums[1]
         return self._mean(sums[0], num_steps=num_steps)
 
     def sum(self) -> float:
-        """Return the sum of the losses that ``take`` has returned, as a mean over the ranks."""
+        """Return the sum of the losses that ``take`` has returned, averaged over ranks."""
         return float(self._total[3]) / self._num_ranks
 
     def total(self, *, num_steps: int) -> float:
-        """Return the mean loss of all ``num_steps`` steps since training started."""
+        """Return the mean loss over all ``num_steps`` steps since training started."""
         return self._mean(self._total, num_steps=num_steps)
 
     def state(self) -> dict[str, Any]:
-        """Return the window to save: the mean over the ranks, so that any number of ranks can restore it.
+        """Return the window to save, averaged over ranks so that any number of ranks can restore it.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         sums, num_steps = self.window.state()
         if self._num_ranks > 1:

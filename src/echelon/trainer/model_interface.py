@@ -1,4 +1,4 @@
-"""The signatures of a model and of the methods that compute its loss."""
+"""Inspects the signatures of a model and of the methods that compute its loss."""
 
 from __future__ import annotations
 
@@ -25,35 +25,36 @@ class ModelInterface:
     computes_own_loss: bool
     """Whether the loss is computed outside the model."""
     num_positional: int | None
-    """Number of positional parameters of forward; None for any number."""
+    """Number of positional parameters that forward takes; None for any number."""
     is_causal: bool
     infers_labels: bool
-    """Whether the label column is assumed to be ``labels``: forward takes no labels, and ``label_names`` is not set."""
+    """Whether the label column is assumed to be ``labels``, because forward takes no labels and ``label_names`` is not
+    set."""
     compute_loss_takes_items: bool
     loss_func_takes_items: bool
     counts_items: bool
     """Whether the loss is divided by the number of labels in the whole update."""
     watches_items: bool
-    """Whether to check that the next loss uses that number."""
+    """Whether to check that computing the next loss uses that number of labels."""
     counts_flops: bool
     num_parameters: int | None
-    """Number of parameters without embeddings, for models that count them; None for others."""
+    """Number of parameters without embeddings, or None for models that do not count them."""
     overrides_save_model: bool
 
 
 def inspect_model(hooks: TrainerHooks, *, base: type[Any]) -> ModelInterface:
-    """Set the hooks' attributes that depend on the model, and return its interface.
+    """Set the hooks' model-dependent attributes, and return the model's interface.
 
     Args:
         hooks: sets ``label_names``, ``can_return_loss`` and ``model_accepts_loss_kwargs``; may clear ``label_smoother``.
-        base: class whose methods count as not overridden.
+        base: the class whose methods do not count as overridden.
     """
     model, args = hooks.model, hooks.args
     config: Any = getattr(model, "config", None)
     if hooks.label_smoother is not None and getattr(config, "problem_type", None) == "multi_label_classification":
         warn(
-            f"label_smoothing_factor={args.label_smoothing_factor} is ignored: {type(model).__name__} is for "
-            "multi_label_classification, and label smoothing needs one label per sample"
+            f"label_smoothing_factor={args.label_smoothing_factor} is ignored: label smoothing needs one label per "
+            f"sample, but {type(model).__name__} is set up for multi_label_classification"
         )
         hooks.label_smoother = None
     if hasattr(config, "use_cache"):
@@ -110,9 +111,10 @@ def columns_of(hooks: TrainerHooks, interface: ModelInterface) -> KeptColumns | 
 
 
 def flops_of(model: Any, interface: ModelInterface, inputs: Any) -> float:
-    """Return the floating-point operations of one forward and backward pass; 0 if the model does not count them.
+    """Return the number of floating-point operations in a forward and backward pass, or 0 if the model does not count
+    them.
 
-    Source: 6 per token and parameter, as transformers estimates them.
+    Source: transformers' estimate of 6 operations per token and parameter.
     """
     count = getattr(model, "floating_point_ops", None)
     if callable(count):

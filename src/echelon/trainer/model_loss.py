@@ -1,4 +1,4 @@
-"""Finding the loss in the model's outputs, and the loss with label smoothing."""
+"""Finds the loss in the model's outputs, and computes the loss with label smoothing."""
 
 from __future__ import annotations
 
@@ -40,27 +40,34 @@ def loss_in(
     what = f"the model ({type(model).__name__}) returned no loss"
     if not isinstance(inputs, Mapping):
         raise UsageError(
-            f"{what}: the batch is a {type(inputs).__name__}, whose elements are passed to forward as positional arguments",
+            f"{what}; the batch is a {type(inputs).__name__}, whose elements are passed to forward as positional "
+            "arguments",
             where="Trainer.compute_loss",
-            do="pass compute_loss_func, which receives the outputs and the last element; override compute_loss; or let forward "
-            "accept all elements and return the loss first",
+            do=(
+                "pass a compute_loss_func, which receives the outputs and the batch's last element; override "
+                "compute_loss; or have forward accept all elements and return the loss as its first output"
+            ),
         )
     if getattr(model, "base_model", None) is model:  # a base model of transformers
         raise UsageError(
-            f"{what}: it is a base model of transformers, without a head",
+            f"{what}, because it is a transformers base model without a head",
             where="Trainer.compute_loss",
-            do=f"use a class with a head, such as {type(model).__name__.removesuffix('Model')}ForSequenceClassification, or "
+            do=f"use a model class with a head, such as {type(model).__name__.removesuffix('Model')}ForSequenceClassification, or "
             "override compute_loss",
         )
     missing = [name for name in label_names if name not in inputs] or ([] if label_names else ["labels"])
     if missing:
         what += f", and the batch has no {' or '.join(repr(name) for name in missing)}"
     raise UsageError(
-        f"{what}: its columns are {', '.join(map(str, inputs)) or 'none'} (label_names: {', '.join(label_names) or 'none'})",
+        f"{what}; the batch has the columns {', '.join(map(str, inputs)) or 'none'} (label_names: "
+        f"{', '.join(label_names) or 'none'})",
         where="Trainer.compute_loss",
         do="name the label column 'labels', or set label_names to its name"
         if label_names
-        else "override compute_loss, pass compute_loss_func, or let forward accept labels and return the loss first",
+        else (
+            "override compute_loss, pass compute_loss_func, or have forward accept labels and return the loss as its "
+            "first output"
+        ),
     )
 
 
@@ -71,11 +78,11 @@ def _has_element_per_device(loss: torch.Tensor, num_devices: int) -> bool:
 def missing_column(
     name: str, inputs: Mapping[str, Any], *, kept: KeptColumns | None, label_names: Sequence[str]
 ) -> UsageError:
-    """Return the error for a ``compute_loss`` that reads the column ``name``, which the batch does not have."""
+    """Return the error for a ``compute_loss`` that reads column ``name``, which is missing from the batch."""
     hint = (
-        "set remove_unused_columns=False, to keep columns that the model's forward does not accept"
+        "set remove_unused_columns=False to keep columns that the model's forward does not accept"
         if kept is not None and not kept.keeps(name)
-        else "rename a column of the dataset, or set label_names"
+        else "rename a dataset column, or set label_names"
     )
     return UsageError(
         f"compute_loss needs {name!r}, but the batch has only {', '.join(map(str, inputs)) or 'no columns'} "
@@ -86,7 +93,7 @@ def missing_column(
 
 
 def without_labels(inputs: Any) -> tuple[Any, Any]:
-    """Split a batch into inputs and labels: the column ``labels`` or the last element; None if there are no labels."""
+    """Split a batch into inputs and labels (the column ``labels`` or the last element); labels are None if missing."""
     if isinstance(inputs, Mapping):
         return {name: value for name, value in inputs.items() if name != "labels"}, inputs.get("labels")
     if isinstance(inputs, (tuple, list)) and len(inputs) > 1:
@@ -95,7 +102,7 @@ def without_labels(inputs: Any) -> tuple[Any, Any]:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Return whether ``model``, possibly wrapped by PEFT, is a causal language model of transformers."""
+    """Return whether ``model``, possibly wrapped by PEFT, is a transformers causal language model."""
     inner = getattr(getattr(model, "base_model", None), "model", None)
     kinds = [type(one).__name__ for one in (model, inner) if one is not None]
     return getattr(model, "loss_type", None) == "ForCausalLM" or any(
@@ -110,7 +117,7 @@ class LabelSmoother:
     epsilon: float = 0.1
     """Label smoothing factor."""
     ignore_index: int = -100
-    """Label that the loss ignores."""
+    """Label value that the loss ignores."""
 
     @classmethod
     def of(cls, factor: float) -> LabelSmoother | None:
@@ -126,7 +133,7 @@ class LabelSmoother:
             model_output: outputs with ``logits`` [..., classes], by name or first in a tuple.
             labels: [...].
             shift_labels: whether position i predicts label i + 1.
-            num_items_in_batch: divisor of the sum (default: number of labels that are not ignored).
+            num_items_in_batch: number to divide the summed loss by (default: number of labels that are not ignored).
         """
         if isinstance(model_output, Mapping) or is_record(model_output):
             held: Any = contents(model_output) or {}

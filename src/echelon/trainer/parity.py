@@ -1,4 +1,4 @@
-"""The exact modes of a Trainer: unsupported settings, the batches of the loader, and the weight of a loss."""
+"""A Trainer's exact modes: checks for unsupported settings, the loader's batches, and the weight of a loss."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def check_exact(hooks: TrainerHooks) -> None:
 
     Raises:
         ConfigError: ``auto_find_batch_size`` is set.
-        UsageError: ``compute_loss`` divides by the items of the whole update, which are not known for a micro-batch.
+        UsageError: ``compute_loss`` divides by the whole update's item count, which is not known for a micro-batch.
     """
     parity = hooks.accelerator.parity
     if hooks.args.auto_find_batch_size:
         raise ConfigError(
             f"auto_find_batch_size does not work with parity={parity!r}",
             where="TrainingArguments.auto_find_batch_size",
-            do="set max_micro_batch_size, which does not change the updates",
+            do="set max_micro_batch_size instead, which does not change the updates",
         )
     if hooks.loss_is_scaled_for_ga:
         raise UsageError(
             f"loss_is_scaled_for_ga=True does not work with parity={parity!r}, which weights the loss of each micro-batch by "
             "its labels",
             where=f"{type(hooks).__name__}.loss_is_scaled_for_ga",
-            do="remove it, and return the mean over the batch from compute_loss",
+            do="remove it and return the mean over the batch from compute_loss",
         )
 
 
@@ -61,7 +61,7 @@ def exact_train_loader(hooks: TrainerHooks, batch_size: int) -> Any:
 
 
 def items_of(inputs: Any, *, model: nn.Module) -> int | None:
-    """Return the number of labels that the loss of a batch averages over; None if it averages over samples.
+    """Return the number of labels that a batch's loss averages over, or None if it averages over samples.
 
     Integer labels count unless they are -100, as in torch's cross entropy.
     """

@@ -1,4 +1,4 @@
-"""Return values of train, evaluate and predict, and the argument of compute_metrics."""
+"""The return values of train, evaluate and predict, and the argument of compute_metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class EvalPrediction:
-    """The argument of ``compute_metrics``: numpy arrays with one row per sample, in the order of the dataset.
+    """The argument of ``compute_metrics``: numpy arrays with one row per sample, in dataset order.
 
     Unpacks to ``predictions, label_ids``, followed by ``inputs`` and ``losses`` if ``include_for_metrics`` requests them.
     """
@@ -75,7 +75,7 @@ def speed_metrics(
     num_steps: int | None = None,
     num_tokens: int | None = None,
 ) -> dict[str, float]:
-    """Return the seconds since ``start_time`` (of ``time.time()``), and samples, steps and tokens per second."""
+    """Return the seconds since ``start_time`` (from ``time.time()``), and samples, steps and tokens per second."""
     runtime = time.time() - start_time
     metrics = {f"{split}_runtime": round(runtime, 4)}
     if runtime == 0:

@@ -1,4 +1,4 @@
-"""The state of a Trainer that is not in its public attributes."""
+"""A Trainer's state apart from its public attributes."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ class UpdateSize(NamedTuple):
 
 @dataclass
 class EvaluationState:
-    """The state of the running evaluation."""
+    """The running evaluation's state."""
 
     is_predicting: bool = False
-    """Whether ``predict`` is running, whose samples need no labels."""
+    """Whether ``predict`` is running, in which samples do not need labels."""
     is_repeatable: bool = False
-    """Whether a resumed run repeats this evaluation, so that preemption may interrupt it."""
+    """Whether a resumed run would repeat this evaluation, so that preemption may interrupt it."""
     real_samples: tuple[int, int] | None = None
-    """Number of samples in the current batch without padding, on this rank and on all ranks; None if unknown."""
+    """Number of non-padding samples in the current batch, on this rank and across all ranks; None if unknown."""
     rows_per_sample: int = 1
-    """Number of rows that the collator makes of a sample, on several processes; it weighs the loss of a batch."""
+    """Number of rows that the collator makes from each sample (with several processes); it weights a batch's loss."""
     preparation_time: float | None = None
-    """Seconds spent on preparing the model for an evaluation before any training."""
+    """Seconds spent preparing the model for an evaluation before any training."""
 
 
 @dataclass
 class TrainerSession:
-    """The parts of one Trainer."""
+    """One Trainer's components."""
 
     base: type[Any]
-    """Class whose methods count as not overridden."""
+    """The class whose methods do not count as overridden."""
     points: OverridePoints
-    """The overridden private methods, and the default implementations of the others."""
+    """The overridden private methods, and the other methods' default implementations."""
     cursor: TrainCursor = field(default_factory=TrainCursor)
     optimizer: PreparedOptimizer = field(default_factory=PreparedOptimizer)
     evaluation: EvaluationState = field(default_factory=EvaluationState)
@@ -61,26 +61,26 @@ class TrainerSession:
     memory: MemoryMeter = field(init=False)
     hub: HubUpload = field(init=False)
     fitted: UpdateSize | None = None
-    """Size of an update in the latest training run; None before the first."""
+    """Size of an update in the latest training run; None before the first run."""
     wanted_batch_size: int | None = None
-    """Batch size that a subclass has set instead of that of the arguments."""
+    """Batch size that a subclass has set in place of the arguments' batch size."""
     plan: TrainingPlan | None = None
-    """Plan of the latest training run."""
+    """The latest training run's plan."""
     own_attributes: frozenset[str] = frozenset()
-    """Attributes that the Trainer had after its construction, and those that were reported later."""
+    """Attributes that the Trainer had after construction, and those that have been reported since."""
     default_columns: list[str] | None = None
-    """The columns of ``_signature_columns`` that no subclass has changed."""
+    """The value of ``_signature_columns``, if no subclass has changed it."""
     keeps_weights_with_state: bool = False
-    """Whether the checkpoint that is loaded holds the weights beside the training state, not in files of their own."""
+    """Whether the checkpoint being loaded stores the weights along with the training state, not in separate files."""
     loads_weights_with_state: bool = False
-    """Whether these weights are wanted."""
+    """Whether to load these weights."""
 
     def update_size(self, args: TrainingArguments) -> UpdateSize:
         """Return the size of an update, which ``auto_find_batch_size`` may have changed."""
         return self.fitted or UpdateSize(args.train_batch_size, args.gradient_accumulation_steps)
 
     def output_dir(self, args: TrainingArguments) -> Path:
-        """Return the absolute path of the output directory, or of the running trial's directory in it."""
+        """Return the absolute path of the output directory, or of the running trial's subdirectory."""
         return self._of_trial(resolve_path(args))
 
     def output_dir_as_given(self, args: TrainingArguments) -> Path:
@@ -98,9 +98,9 @@ class TrainCall(NamedTuple):
     hooks: TrainerHooks
     session: TrainerSession
     ignore_keys: list[str] | None
-    """Outputs of the model that evaluations ignore."""
+    """Model outputs that evaluations ignore."""
 
 
 def global_batch_size(args: TrainingArguments, num_processes: int) -> int:
-    """Return the number of samples per optimizer step over all ranks, in the exact modes."""
+    """Return the number of samples per optimizer step across all ranks, in the exact modes."""
     return args.global_batch_size or args.train_batch_size * args.gradient_accumulation_steps * num_processes

@@ -1,4 +1,4 @@
-"""Inspecting the signatures of user functions, which may have fewer parameters than the current interface."""
+"""Inspects user functions, which may have fewer parameters than the current interface."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["new_model", "num_positional", "parameters_of", "takes", "takes_anyth
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Return whether ``function`` accepts the keyword ``name``."""
+    """Return whether ``function`` accepts ``name`` as a keyword argument."""
     parameters = inspect.signature(_called(function)).parameters
     return name in parameters or takes_anything(function)
 
@@ -45,7 +45,7 @@ def new_model(model_init: Callable[..., nn.Module] | None, trial: Any) -> nn.Mod
 
 
 def num_positional(function: Callable[..., Any]) -> int | None:
-    """Return the number of positional parameters of ``function``; None for any number."""
+    """Return the number of positional parameters that ``function`` takes; None for any number."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None

@@ -1,4 +1,4 @@
-"""TrainerState (the progress of a run; trainer_state.json) and TrainerControl (requests of callbacks)."""
+"""TrainerState (a run's progress, saved in trainer_state.json) and TrainerControl (callback requests)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["ExportableState", "TrainerControl", "TrainerState", "callback_states
 
 
 class ExportableState:
-    """Base of callbacks with a state, which ``trainer_state.json`` stores; override ``state``."""
+    """Base class for callbacks whose state is saved in ``trainer_state.json``; override ``state``."""
 
     def state(self) -> dict[str, Any]:
-        """Return ``{"args": arguments of the constructor, "attributes": values to set afterwards}``."""
+        """Return ``{"args": constructor arguments, "attributes": values to set afterwards}``."""
         raise NotImplementedError(f"{type(self).__name__} must define state()")
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Any:
-        """Return an object with the state that ``state`` returned."""
+        """Create a callback from what ``state`` returned."""
         instance = cls(**state["args"])
         for name, value in state["attributes"].items():
             setattr(instance, name, value)
@@ -32,7 +32,7 @@ class ExportableState:
 
 @dataclass
 class TrainerState:
-    """The counters and the log history of a run; saved with each checkpoint."""
+    """A run's counters and log history, which are saved with each checkpoint."""
 
     epoch: float | None = 0
     global_step: int = 0
@@ -68,13 +68,13 @@ class TrainerState:
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:
-        """Read a state; keys that this version does not know are ignored."""
+        """Read a state; unknown keys are ignored."""
         values = json.loads(Path(json_path).read_text(encoding="utf-8"))
         known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def compute_steps(self, args: TrainingArguments, max_steps: int) -> None:
-        """Set the intervals from ``args``; one below 1 is a fraction of ``max_steps``, rounded up."""
+        """Set the intervals from ``args``; an interval below 1 is a fraction of ``max_steps``, rounded up."""
         self.logging_steps = _interval(args.logging_steps, max_steps)
         self.save_steps = _interval(args.save_steps, max_steps)
         if args.eval_steps is not None:
@@ -83,7 +83,7 @@ class TrainerState:
 
 @dataclass
 class TrainerControl(ExportableState):
-    """Requests of callbacks to the loop; a callback modifies the control it receives, or returns a new one."""
+    """Requests from callbacks to the loop; a callback modifies the control that it receives, or returns a new one."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -96,20 +96,20 @@ class TrainerControl(ExportableState):
         return {"args": asdict(self), "attributes": {}}
 
     def _new_training(self) -> None:
-        """Clear the request of a new training run."""
+        """Clear requests at the start of a training run."""
         self.should_training_stop = False
 
     def _new_epoch(self) -> None:
-        """Clear the request of a new epoch."""
+        """Clear requests at the start of an epoch."""
         self.should_epoch_stop = False
 
     def _new_step(self) -> None:
-        """Clear the requests of a new step."""
+        """Clear requests at the start of a step."""
         self.should_save = self.should_evaluate = self.should_log = False
 
 
 def callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """Return the states of the callbacks that have one, by class name; a list for several of one class."""
+    """Return the state of each stateful callback by class name, or a list of states for several of the same class."""
     states: dict[str, Any] = {}
     for callback in callbacks:
         state = getattr(callback, "state", None)  # optional in callbacks, as in transformers

@@ -63,37 +63,39 @@ __all__ = ["Trainer"]
 class Trainer(TrainerInternals):
     """Trains, evaluates and predicts, on one process or many.
 
-    Names, order and defaults of the arguments are those of transformers' Trainer. Every method can be overridden, also the
-    private ones of transformers (``TrainerInternals``): ``compute_loss`` with three or four parameters, ``training_step``
-    with two or three, ``log`` with one or two.
+    The arguments' names, order and defaults match transformers' Trainer. Every method can be overridden, including
+    transformers' private methods (``TrainerInternals``). An override of ``compute_loss`` may have three or four
+    parameters, ``training_step`` two or three, and ``log`` one or two.
 
     Args:
-        model: a module whose forward returns the loss first or as ``loss``; any module if ``compute_loss`` is overridden
-            or ``compute_loss_func`` is given.
-        args: training arguments (default: all defaults, with the output directory tmp_trainer).
-        data_collator: builds a batch from a list of samples (default: pads with ``processing_class``, or stacks).
+        model: a module whose forward returns the loss as its first output or as ``loss``; any module if
+            ``compute_loss`` is overridden or ``compute_loss_func`` is given.
+        args: training arguments (default: ``TrainingArguments("tmp_trainer")``).
+        data_collator: builds a batch from a list of samples (default: pads samples with ``processing_class`` if given,
+            otherwise stacks them).
         train_dataset: training data.
         eval_dataset: evaluation data, or a dict of several datasets.
-        processing_class: a tokenizer or similar object, which is saved with the model.
+        processing_class: a tokenizer or similar object, saved with the model.
         model_init: returns a new model for each call of ``train``; replaces ``model``.
         compute_loss_func: ``compute_loss_func(outputs, labels, num_items_in_batch=)`` returns the loss.
         compute_metrics: computes a dict of metrics from an ``EvalPrediction``.
         callbacks: callback classes or objects.
-        optimizers: optimizer and scheduler; None to create them from ``args``.
-        optimizer_cls_and_kwargs: class and arguments of the optimizer.
+        optimizers: the optimizer and the scheduler; pass None for either one to create it from ``args``.
+        optimizer_cls_and_kwargs: the optimizer's class and arguments.
         preprocess_logits_for_metrics: ``preprocess_logits_for_metrics(logits, labels)`` returns the value to gather
             instead of the logits.
         tokenizer: old name of ``processing_class``.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
         EchelonError: arguments conflict.
     """
 
     loss_is_scaled_for_ga: bool | None = None
-    """Whether an overridden ``compute_loss`` normalizes by the whole update. If False, the loss is a mean over its batch, and
-    the Trainer divides it by the number of batches of the update; None means True if it receives the number of labels."""
+    """Whether an overridden ``compute_loss`` normalizes by the whole update. If False, the loss is a mean over its
+    batch, and the Trainer divides it by the update's number of batches. None means True if ``compute_loss`` receives
+    the number of labels."""
 
     label_names: list[str]
     can_return_loss: bool
@@ -182,7 +184,7 @@ class Trainer(TrainerInternals):
         notify(self, "on_init_end")
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create ``self.accelerator`` from the arguments. Collective: every rank."""
+        """Create ``self.accelerator`` from the arguments. Collective: call on every rank."""
         self.accelerator: Accelerator = build_accelerator(self.args, self._build_accelerator_args)
         self.gather_function: Callable[..., Any] = self.accelerator.gather_for_metrics
         self.is_deepspeed_enabled = self.accelerator.state.deepspeed_plugin is not None
@@ -204,18 +206,18 @@ class Trainer(TrainerInternals):
 
         Args:
             resume_from_checkpoint: path of a checkpoint; True for the newest valid one in ``output_dir``; ``auto`` for
-                the same, or to start from scratch if none exists; False to start from scratch; None for
-                ``args.resume_from_checkpoint``.
-            trial: settings as a dict, or the trial of ``hyperparameter_search``.
-            ignore_keys_for_eval: outputs of the model that evaluations ignore.
-            kwargs: ``allow_changed_data``, which overrides the argument of this name. Old programs pass ``model_path``.
+                the same if one exists; False to start from scratch; None for ``args.resume_from_checkpoint``.
+            trial: settings as a dict, or a ``hyperparameter_search`` trial.
+            ignore_keys_for_eval: model outputs that evaluations ignore.
+            kwargs: ``allow_changed_data``, which overrides the training argument of the same name, and ``model_path``,
+                the old name of ``resume_from_checkpoint``.
 
-        Collective: every rank.
+        Collective: call on every rank.
 
         Raises:
             UsageError: no checkpoint exists.
             CheckpointError: the checkpoint is damaged, belongs to another model or does not fit this run
-                (docs/checkpoints.md), or another process trains in ``output_dir``.
+                (docs/checkpoints.md), or another process is training in ``output_dir``.
         """
         self._session.points.refresh()
         check_attributes(self, Trainer, self._session.own_attributes)
@@ -224,17 +226,18 @@ class Trainer(TrainerInternals):
         return TrainingRun(call, trial=trial).start(resume_from_checkpoint, kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Compute the loss of a batch and run the backward pass.
+        """Compute a batch's loss and run the backward pass.
 
         Args:
             model: the wrapped model.
             inputs: a batch.
-            num_items_in_batch: number of labels in the whole update, over all ranks; None if the loss is not divided by it.
+            num_items_in_batch: number of labels in the whole update across all ranks; None if the loss is not divided
+                by it.
 
         Returns:
-            The detached loss, divided by the number of batches of the update.
+            The detached loss, divided by the update's number of batches.
 
-        Collective: at the last batch of an update.
+        Collective: call on every rank for an update's last batch.
         """
         if "_prepare_context_parallel_inputs" not in self._session.points.overridden:
             return run_training_step(self, self._session, model, self._prepare_inputs(inputs), num_items_in_batch)
@@ -245,9 +248,9 @@ class Trainer(TrainerInternals):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """Return the loss of a batch; with ``return_outputs``, also the model's outputs.
+        """Return a batch's loss and, if ``return_outputs``, the model's outputs.
 
-        Called in training and evaluation. Override it if the model does not compute the loss.
+        Called during training and evaluation. Override it if the model does not compute the loss.
 
         Raises:
             UsageError: the model returned no loss, for example because the batch has no labels.
@@ -266,9 +269,9 @@ class Trainer(TrainerInternals):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the batches of one update, and the number of their labels if the loss is divided by it.
+        """Return one update's batches and, if the loss is divided by it, their number of labels.
 
-        Collective: if labels are counted over all ranks.
+        Collective: call on every rank if labels are counted across ranks.
         """
         samples = list(itertools.islice(epoch_iterator, num_batches))
         return samples, self._get_num_items_in_batch(samples, device)
@@ -296,17 +299,17 @@ class Trainer(TrainerInternals):
     def get_optimizer_cls_and_kwargs(
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[type[Optimizer], dict[str, Any]]:
-        """Return the class and the arguments of the optimizer."""
+        """Return the optimizer's class and arguments."""
         return optimizer_class_and_arguments(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names of the parameters with weight decay: all except biases and normalization layers."""
+        """Return the names of the parameters to decay: all except biases and normalization layers."""
         return decay_parameter_names(model)
 
     # ---- data --------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the training data, sharded over the ranks."""
+        """Return the training data loader, sharded across ranks."""
         data_loaders.require_train_dataset(self.train_dataset)
         size = self._train_batch_size
         if self.accelerator.parity != "off":
@@ -320,9 +323,9 @@ class Trainer(TrainerInternals):
         )
 
     def get_eval_dataloader(self, eval_dataset: str | Any | None = None) -> DataLoader[Any]:
-        """Return the loader of ``eval_dataset``, a dataset or the name of one of several, sharded over the ranks.
+        """Return a loader for ``eval_dataset`` (a dataset, or the name of one of several), sharded across ranks.
 
-        With ``dataloader_persistent_workers``, the loader of a name is built once.
+        With ``dataloader_persistent_workers``, each named dataset's loader is built only once.
         """
         key = eval_dataset if isinstance(eval_dataset, str) else "eval"
         kept: dict[str, DataLoader[Any]] = self.__dict__.get("_eval_dataloaders", {})
@@ -337,7 +340,7 @@ class Trainer(TrainerInternals):
         )
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Return the loader of ``test_dataset``, sharded over the ranks."""
+        """Return a loader for ``test_dataset``, sharded across ranks."""
         return self._get_dataloader(
             dataset=data_loaders.as_dataset(test_dataset),
             description="test",
@@ -356,18 +359,19 @@ class Trainer(TrainerInternals):
         """Evaluate, log the metrics, and return them.
 
         Args:
-            eval_dataset: overrides the Trainer's dataset; each dataset of a dict is evaluated, with its name in the metrics.
-            ignore_keys: outputs of the model to ignore.
-            metric_key_prefix: prefix of the metric names.
+            eval_dataset: overrides the Trainer's dataset; if it is a dict, each dataset is evaluated and its key added
+                to the metric names.
+            ignore_keys: model outputs to ignore.
+            metric_key_prefix: prefix for the metric names.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         return evaluate(self, self._session, eval_dataset, ignore_keys=ignore_keys, prefix=metric_key_prefix)
 
     def predict(
         self, test_dataset: Dataset[Any] | Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Return predictions for ``test_dataset``, its labels if it has any, and metrics. Collective: every rank."""
+        """Return predictions for ``test_dataset``, any labels, and metrics. Collective: call on every rank."""
         return predict(self, self._session, test_dataset, ignore_keys=ignore_keys, prefix=metric_key_prefix)
 
     def evaluation_loop(
@@ -378,7 +382,7 @@ class Trainer(TrainerInternals):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run the model over ``dataloader``; called by ``evaluate`` and ``predict``. Collective: every rank."""
+        """Run the model over ``dataloader``; called by ``evaluate`` and ``predict``. Collective: call on every rank."""
         return run_evaluation(
             self,
             self._session,
@@ -392,7 +396,7 @@ class Trainer(TrainerInternals):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Return loss, logits and labels of one batch; each may be None."""
+        """Return one batch's loss, logits and labels; each may be None."""
         return predict_batch(
             self,
             self._session,
@@ -410,16 +414,16 @@ class Trainer(TrainerInternals):
         record_logs(self, logs, start_time)
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback, or instantiate and add a class."""
+        """Add a callback, given as an instance or a class."""
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Remove and return a callback, or the first one of a class."""
+        """Remove and return a callback or, given a class, its first instance."""
         found: TrainerCallback | None = self.callback_handler.pop_callback(callback)
         return found
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Remove a callback, or the first one of a class."""
+        """Remove a callback or, given a class, its first instance."""
         self.callback_handler.remove_callback(callback)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
@@ -439,7 +443,7 @@ class Trainer(TrainerInternals):
     # ---- files and search --------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Write the weights, the tokenizer and the arguments to ``output_dir``. Collective: every rank."""
+        """Write the weights, the tokenizer and the arguments to ``output_dir``. Collective: call on every rank."""
         folder = Path(output_dir) if output_dir is not None else self._session.output_dir(self.args)
         save_model(self, folder, write_files=self._save)
         if not _internal_call:
@@ -461,14 +465,14 @@ class Trainer(TrainerInternals):
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the model, write its card, and upload both; in the background if not ``blocking``.
+        """Save the model, write its model card, and upload both; if not ``blocking``, upload in the background.
 
-        ``kwargs`` are the arguments of ``create_model_card``.
+        ``kwargs`` are passed to ``create_model_card``.
 
         Returns:
-            The commit or, if not ``blocking``, a future; None on other ranks than zero.
+            The commit or, if not ``blocking``, a future; None on ranks other than zero.
 
-        Collective: every rank.
+        Collective: call on every rank.
 
         Raises:
             MissingExtraError: huggingface_hub is not installed.
@@ -515,18 +519,19 @@ class Trainer(TrainerInternals):
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> BestRun | list[BestRun] | None:
-        """Train with different settings, and return the best run on every rank.
+        """Train with different settings and return the best run on every rank.
 
         Args:
-            hp_space: optuna's trial -> settings (default: learning rate, epochs, seed and batch size).
-            compute_objective: metrics of an evaluation -> number (default: the loss, or the sum of all other metrics).
+            hp_space: takes an optuna trial and returns settings (default: learning rate, epochs, seed and batch size).
+            compute_objective: takes an evaluation's metrics and returns a number (default: the sum of all metrics
+                except the loss, or the loss if there are no others).
             n_trials: number of trials.
-            direction: ``minimize``, ``maximize``, or a list of these for an objective of several numbers.
+            direction: ``minimize``, ``maximize``, or a list of these if the objective returns several numbers.
             backend: ``optuna``.
-            hp_name: trial -> name of its directory (default: run-<number>).
-            kwargs: options of ``optuna.create_study`` (pruner, sampler, storage, ...) and ``optimize`` (timeout, ...).
+            hp_name: takes a trial and returns its directory name (default: run-<number>).
+            kwargs: options for ``optuna.create_study`` (pruner, sampler, storage, ...) and ``optimize`` (timeout, ...).
 
-        Collective: every rank.
+        Collective: call on every rank.
 
         Raises:
             UsageError: the Trainer has no ``model_init``.
@@ -545,7 +550,7 @@ class Trainer(TrainerInternals):
         )
 
     def end(self) -> None:
-        """Close the trackers and the process group at the end of the program. Collective: every rank."""
+        """Close the trackers and the process group at the end of the program. Collective: call on every rank."""
         self.accelerator.end_training()
 
     # ---- for scripts and subclasses ----------------------------------------------------------------------------------
@@ -560,11 +565,11 @@ class Trainer(TrainerInternals):
         self.processing_class = processing_class
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Return a new model from ``model_init``, which takes no argument or the trial."""
+        """Return a new model from ``model_init``, which takes no argument or takes the trial."""
         return new_model(self.model_init, trial)
 
     def is_local_process_zero(self) -> bool:
-        """Return whether this is the first process of its machine."""
+        """Return whether this is the first process on its machine."""
         return self.accelerator.is_local_main_process
 
     def is_world_process_zero(self) -> bool:
@@ -572,12 +577,12 @@ class Trainer(TrainerInternals):
         return self.accelerator.is_main_process
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Return the number of samples of ``dataloader`` over all ranks; an estimate if its dataset has no length."""
+        """Return the number of samples in ``dataloader`` across all ranks; an estimate if the data has no length."""
         known = num_examples_of(dataloader)
         return known if known is not None else len(dataloader) * self.args.per_device_train_batch_size
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """Return the floating-point operations of one forward and backward pass; 0 if the model does not count them."""
+        """Return the floating-point operations in a forward and backward pass; 0 if the model does not count them."""
         return flops_of(self.model, self._session.interface, inputs)
 
     def get_num_trainable_parameters(self) -> int:
@@ -589,5 +594,5 @@ class Trainer(TrainerInternals):
         return [group["lr"] for group in param_groups_of(self.optimizer, "get_learning_rates")]
 
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
-        """Return the parameter group that contains ``param``; without ``param``, the parameters of all groups."""
+        """Return the parameter group that contains ``param``, or the parameters of all groups if ``param`` is None."""
         return find_param_group(self.optimizer, self.model, param)

@@ -1,4 +1,4 @@
-"""The plan of a run: its length in steps, epochs and samples."""
+"""A run's training plan: its length in steps, epochs and samples."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """The length of a run, as seen by this rank."""
+    """A run's length, as seen by this rank."""
 
     max_steps: int
     """Total number of optimizer steps."""
     num_epochs: int
-    """Number of epochs, including a partial last one; ``sys.maxsize`` if only steps count."""
+    """Number of epochs, including a partial last one; ``sys.maxsize`` if only the number of steps limits the run."""
     steps_per_epoch: int
     """Optimizer steps per epoch."""
     batches_per_epoch: int
-    """Batches per epoch on this rank; batches of all steps if the data has no length."""
+    """Batches per epoch on this rank; if the data has no length, batches in all steps."""
     num_examples: int
-    """Samples per epoch; samples of all steps if the data has no length."""
+    """Samples per epoch; if the data has no length, samples in all steps."""
     num_train_samples: int
-    """Samples of all epochs and ranks, for throughput metrics."""
+    """Samples in all epochs across all ranks, for throughput metrics."""
     total_train_batch_size: int
-    """Samples per optimizer step, over all ranks."""
+    """Samples per optimizer step across all ranks."""
     batch_size: int
-    """Samples per batch on this rank; in the exact modes, on all ranks."""
+    """Samples per batch on this rank; in the exact modes, across all ranks."""
     is_sized: bool
     """Whether the data has a length."""
     is_limited: bool = False
-    """Whether a user limit ends an epoch after ``batches_per_epoch``."""
+    """Whether a limit set by the user ends an epoch after ``batches_per_epoch`` batches."""
     ends_with_data: bool = False
-    """Whether the run ends when the data of its last epoch is exhausted, instead of after ``max_steps``."""
+    """Whether the run ends when its last epoch's data is exhausted, rather than after ``max_steps``."""
 
     def with_initial_values(self, values: tuple[int, int, int, int, int, int, int]) -> TrainingPlan:
         """Return the plan with the values that an override of ``Trainer.set_initial_training_values`` returned."""
@@ -86,18 +86,18 @@ def make_plan(
     world_size: int,
     gather_rows: Callable[[list[int]], list[list[int]]] | None = None,
 ) -> TrainingPlan:
-    """Return the plan of a run over ``loader``.
+    """Return the training plan for a run over ``loader``.
 
     Args:
         args: training arguments; ``max_steps`` takes precedence over ``num_train_epochs``.
-        loader: loader of this rank.
-        num_examples: samples of its dataset; None if it has no length.
+        loader: this rank's data loader.
+        num_examples: number of samples in its dataset; None if it has no length.
         batch_size: samples per batch on this rank.
         accumulation: batches per optimizer step.
-        world_size: number of ranks; 1 if ``loader`` yields the batches of all ranks.
+        world_size: number of ranks; 1 if ``loader`` yields all ranks' batches.
         gather_rows: gathers a row of integers from every rank; None if all ranks have the same number of batches.
 
-    Collective: every rank, with ``gather_rows``; the rank with the most batches determines the plan.
+    Collective: call on every rank if ``gather_rows`` is given; the rank with the most batches determines the plan.
 
     Raises:
         UsageError: the data is empty, or it has no length and ``max_steps`` is not set.
@@ -128,7 +128,7 @@ def make_plan(
         raise UsageError(
             f"there is no batch to train on (samples: {num_examples})",
             where="Trainer.train",
-            do="check train_dataset; with dataloader_drop_last=True it must have at least one full batch",
+            do="check train_dataset; with dataloader_drop_last=True, it must contain at least one full batch",
         )
     is_limited = limit is not None and limit < batches
     if limit is not None and is_limited:
@@ -161,9 +161,9 @@ def make_plan(
 def _max_over_ranks(
     batches: int, limit: int | None, gather_rows: Callable[[list[int]], list[list[int]]]
 ) -> tuple[int, int | None]:
-    """Return the largest number of batches of any rank (-1 if unknown on some rank), and the largest limit.
+    """Return the largest number of batches on any rank (-1 if some rank does not know it), and the largest limit.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     by_rank, limits = zip(*gather_rows([batches, -1 if limit is None else limit]))
     if min(by_rank) == 0 < max(by_rank):
@@ -176,29 +176,30 @@ def _no_batch_on_some(batches: Sequence[int]) -> DesyncError:
     idle = [str(rank) for rank, number in enumerate(batches) if number == 0]
     who = f"rank {idle[0]} has" if len(idle) == 1 else f"ranks {', '.join(idle)} have"
     return DesyncError(
-        f"{who} no batch to train on, but rank {batches.index(most)} has {most}: the ranks do not have the same number of batches",
+        f"{who} no batch to train on, but rank {batches.index(most)} has {most}; all ranks must have the same number "
+        "of batches",
         where="Trainer.train",
         do="set accelerator_config={'even_batches': True} (the default), reduce per_device_train_batch_size, or use fewer processes",
     )
 
 
 def num_examples_of(dataloader: Any) -> int | None:
-    """Return the number of samples of ``dataloader``'s dataset; None if it has no length."""
+    """Return the number of samples in ``dataloader``'s dataset, or None if it has no length."""
     num_examples = length_of(getattr(dataloader, "dataset", None))
     return None if num_examples < 0 else num_examples
 
 
 def no_length_error() -> UsageError:
-    """Return the error for data without a length and no ``max_steps``."""
+    """Return the error for data without a length if ``max_steps`` is not set."""
     return UsageError(
-        "train_dataset has no length, and max_steps is not set: training would never end",
+        "train_dataset has no length and max_steps is not set, so training would never end",
         where="TrainingArguments.max_steps",
         do="set max_steps, or add __len__ to the dataset",
     )
 
 
 def log_plan(plan: TrainingPlan, *, batch_size: int, num_devices: int, accumulation: int, num_parameters: int) -> None:
-    """Log the plan; ``batch_size`` is the total of the ``num_devices`` devices of this process."""
+    """Log the plan; ``batch_size`` is the total across this process's ``num_devices`` devices."""
     logger.info("***** Running training *****")
     logger.info("  Num examples = %s", f"{plan.num_examples:,}")
     logger.info("  Num Epochs = %s", f"{plan.num_epochs:,}")

@@ -1,4 +1,4 @@
-"""One call of ``Trainer.train``: sets up the data, model, optimizer and checkpoint, and runs the loop."""
+"""One ``Trainer.train`` call: sets up the data, model, optimizer and checkpoint, and runs the loop."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ __all__ = ["TrainingRun", "plan_training"]
 
 
 class TrainingRun:
-    """One call of ``Trainer.train``.
+    """One ``Trainer.train`` call.
 
     Args:
         call: the objects to work with.
-        trial: settings of a trial as a dict, or optuna's trial.
+        trial: a trial's settings as a dict, or an optuna trial.
     """
 
     def __init__(self, call: TrainCall, *, trial: Any) -> None:
@@ -59,9 +59,9 @@ class TrainingRun:
 
         Args:
             resume_from_checkpoint: argument of ``Trainer.train``.
-            options: other keyword arguments of ``Trainer.train``.
+            options: the other keyword arguments of ``Trainer.train``.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         hooks, args, accelerator = self._hooks, self._hooks.args, self._hooks.accelerator
         self._allows_changed_data = bool(
@@ -109,7 +109,7 @@ class TrainingRun:
                 points.release()
 
     def _set_global_batch_size(self) -> None:
-        """Set ``global_batch_size`` if it is not given: from the checkpoint, or from the batch size per process."""
+        """Set ``global_batch_size``, if it is not given, from the checkpoint or from the batch size per process."""
         args = self._hooks.args
         if args.global_batch_size is None and self._folder is not None:
             args.global_batch_size = saved_arguments(self._folder).get("global_batch_size")
@@ -156,7 +156,8 @@ class TrainingRun:
             preemption, is_wanted = hooks.accelerator.preemption, args.save_on_signal or args.enable_jit_checkpoint
             if is_wanted and not stack.enter_context(preemption.during(hooks.accelerator.session.watcher)):
                 warn(
-                    "save_on_signal has no effect: the program handles the signals itself, or train() does not run in the main thread"
+                    "save_on_signal has no effect, because the program handles the signals itself or train() does not "
+                    "run in the main thread"
                 )
             elif args.save_strategy != "no":
                 preemption.join()
@@ -168,9 +169,9 @@ class TrainingRun:
                 raise
 
     def _prepare_loop(self) -> TrainingLoop:
-        """Prepare data, state, model and optimizer, load the checkpoint, and return the loop.
+        """Prepare the data, state, model and optimizer, load the checkpoint, and return the loop.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         hooks, session, points = self._hooks, self._session, self._session.points
         if hooks.accelerator.parity == "off":
@@ -193,8 +194,8 @@ class TrainingRun:
         if tuple(position) != self._saved_position(plan):
             warn(
                 f"_init_training_state returned {tuple(position)}, but training starts at "
-                f"{self._saved_position(plan)} (epochs, batches): the position comes from the checkpoint. To start elsewhere, "
-                "set ignore_data_skip=True, or skip batches in get_train_dataloader"
+                f"{self._saved_position(plan)} (epochs, batches), because the checkpoint determines the position. To "
+                "start elsewhere, set ignore_data_skip=True or skip batches in get_train_dataloader"
             )
         prepare = points.bind("_prepare_for_training", self._prepare)
         hooks.model_wrapped, loader = prepare(plan.max_steps, loader, checkpoint)
@@ -228,7 +229,7 @@ class TrainingRun:
         return self._saved_position(plan)
 
     def _saved_position(self, plan: TrainingPlan) -> tuple[int, int]:
-        """Return the number of complete epochs, and of batches of the next one, that the steps of the checkpoint amount to."""
+        """Convert the checkpoint's steps to the number of complete epochs and the number of batches in the next one."""
         epochs, steps = divmod(self._hooks.state.global_step, max(plan.steps_per_epoch, 1))
         steps = 0 if self._hooks.args.ignore_data_skip else steps
         return epochs, steps * self._session.update_size(self._hooks.args).accumulation_steps
@@ -262,9 +263,9 @@ class TrainingRun:
 
 
 def plan_training(hooks: TrainerHooks, session: TrainerSession, loader: Any) -> TrainingPlan:
-    """Return the plan of a run over ``loader``; in the exact modes a batch holds the samples of all ranks for one update.
+    """Return the plan for a run over ``loader``; in the exact modes, a batch holds all ranks' samples for one update.
 
-    Collective: every rank, with ``parity="off"``.
+    Collective: call on every rank if ``parity="off"``.
     """
     args, accelerator, points = hooks.args, hooks.accelerator, session.points
     world_size = accelerator.num_processes
@@ -301,7 +302,7 @@ def plan_training(hooks: TrainerHooks, session: TrainerSession, loader: Any) -> 
 
 
 def _checkpoint_argument(given: Any, options: Mapping[str, Any]) -> Any:
-    """Return the checkpoint passed to ``train``, also under the old name ``model_path``."""
+    """Return the checkpoint passed to ``train``, possibly under its old name ``model_path``."""
     unknown = [name for name in options if name != "model_path"]
     if unknown:
         raise UsageError(

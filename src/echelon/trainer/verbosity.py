@@ -1,4 +1,4 @@
-"""The log level of echelon."""
+"""echelon's log level."""
 
 from __future__ import annotations
 

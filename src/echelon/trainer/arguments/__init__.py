@@ -1,1 +1,1 @@
-"""TrainingArguments: the validated settings of a Trainer."""
+"""TrainingArguments: a Trainer's validated settings."""

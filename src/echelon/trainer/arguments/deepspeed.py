@@ -12,9 +12,9 @@ __all__ = ["deepspeed_optimizer", "deepspeed_plugin", "deepspeed_schedule"]
 
 
 def deepspeed_plugin(args: Any) -> DeepSpeedPlugin | None:
-    """Return the plugin for ``args.deepspeed`` of a TrainingArguments, or None if DeepSpeed is not requested.
+    """Return the plugin for ``TrainingArguments.deepspeed``, or None if DeepSpeed is not requested.
 
-    Values that depend on the model or the number of steps stay "auto" until these are known.
+    Values that depend on the model or the number of steps remain "auto" until both are known.
 
     Raises:
         ConfigError: the config and the arguments conflict.
@@ -55,9 +55,9 @@ def deepspeed_optimizer(args: Any, groups: list[dict[str, Any]]) -> DummyOptim |
 def deepspeed_schedule(
     args: Any, optimizer: Any, *, num_steps: int, num_shares: int, make: Callable[[Any], Any]
 ) -> DummyScheduler | None:
-    """Return a placeholder for the scheduler in DeepSpeed's config, or for the one that ``make`` builds; None without either.
+    """Return a placeholder for the scheduler that DeepSpeed's config or ``make`` defines, or None if neither does.
 
-    ``num_shares``: divisor of the step count of a ``DummyScheduler``.
+    ``num_shares`` divides the step count of a ``DummyScheduler``.
     """
     if not isinstance(args.deepspeed, dict):
         return None

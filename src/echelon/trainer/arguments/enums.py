@@ -53,7 +53,7 @@ class HubStrategy(_Names):
 
 
 class SchedulerType(_Names):
-    """The learning-rate schedules of ``lr_schedules.py``."""
+    """The learning-rate schedules in ``lr_schedules.py``."""
 
     LINEAR = "linear"
     COSINE = "cosine"
@@ -70,7 +70,7 @@ class SchedulerType(_Names):
 
 
 class OptimizerNames(_Names):
-    """The optimizers of ``optimizers.py``, from torch and other packages."""
+    """The optimizers in ``optimizers.py``, from torch and other packages."""
 
     ADAMW_TORCH = "adamw_torch"
     ADAMW_TORCH_FUSED = "adamw_torch_fused"
@@ -127,7 +127,7 @@ _Choice = TypeVar("_Choice", bound=_Names)
 
 
 def choose(kind: type[_Choice], value: object, *, setting: str) -> _Choice:
-    """Return the member of ``kind`` for ``value``: a member, the member of another library's enum, or a string.
+    """Return the member of ``kind`` for ``value``, which is a member, a string or another library's enum member.
 
     Raises:
         ConfigError: no member matches; the message lists the choices.

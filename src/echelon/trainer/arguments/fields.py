@@ -1,4 +1,4 @@
-"""The fields of TrainingArguments: those of transformers in its order, then keyword-only fields of echelon."""
+"""The fields of TrainingArguments: transformers' fields in their original order, then echelon's keyword-only fields."""
 
 # ruff: noqa: RUF009, RUF036 - `setting` wraps `dataclasses.field`; argument parsers of other libraries read the second
 # member of a union
@@ -38,18 +38,20 @@ class TrainingFields:
     # Optimizer and scheduler.
     learning_rate: float = setting(5e-5, "Peak learning rate.")
     lr_scheduler_type: SchedulerType | str = setting("linear", "Learning rate scheduler.")
-    lr_scheduler_kwargs: dict[str, Any] | str | None = setting(None, "Extra arguments of the scheduler, as a dict.")
+    lr_scheduler_kwargs: dict[str, Any] | str | None = setting(None, "Extra arguments for the scheduler, as a dict.")
     warmup_steps: float = setting(0, "Steps of linear warm-up from 0; below 1, a fraction of all steps.")
     optim: OptimizerNames | str = setting("adamw_torch_fused", "Name of the optimizer.")
-    optim_args: str | None = setting(None, "Extra arguments of the optimizer, as 'name=value,name=value'.")
+    optim_args: str | None = setting(None, "Extra arguments for the optimizer, as 'name=value,name=value'.")
     weight_decay: float = setting(0.0, "Weight decay, not applied to biases and normalization layers.")
     adam_beta1: float = setting(0.9, "Adam's beta1.")
     adam_beta2: float = setting(0.999, "Adam's beta2.")
     adam_epsilon: float = setting(1e-8, "Adam's epsilon.")
-    optim_target_modules: None | str | list[str] = setting(None, "Modules that a low-rank optimizer is applied to.")
+    optim_target_modules: None | str | list[str] = setting(None, "Modules to apply a low-rank optimizer to.")
     # Update.
     gradient_accumulation_steps: int = setting(1, "Forward and backward passes per optimizer step.")
-    average_tokens_across_devices: bool = setting(True, "Normalize token losses by the token count of all processes.")
+    average_tokens_across_devices: bool = setting(
+        True, ("Normalize token losses by the token count across all processes.")
+    )
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; 0 disables clipping.")
     label_smoothing_factor: float = setting(0.0, "Label smoothing factor; 0 disables smoothing.")
     # Precision.
@@ -61,7 +63,7 @@ class TrainingFields:
     # Memory and speed.
     activation_checkpointing: bool | None = setting(None, "Recompute activations in the backward pass to save memory.")
     activation_checkpointing_kwargs: dict[str, Any] | str | None = setting(
-        None, "Arguments of activation checkpointing, as a dict."
+        None, "Arguments for activation checkpointing, as a dict."
     )
     gradient_checkpointing: bool | None = setting(None, "Alias of activation_checkpointing.")
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = setting(
@@ -72,10 +74,10 @@ class TrainingFields:
     torch_compile_mode: str | None = setting(None, "Mode of torch.compile; enables torch_compile.")
     use_liger_kernel: bool = setting(False, "Apply Liger kernels to the model.")
     liger_kernel_config: dict[str, Any] | None = setting(None, "Which Liger kernels to apply, as a dict.")
-    use_cache: bool = setting(False, "Enable the model's key-value cache, which training does not use.")
+    use_cache: bool = setting(False, "Enable the model's key-value cache, which training does not need.")
     neftune_noise_alpha: float | None = setting(None, "Noise alpha of NEFTune.")
     torch_empty_cache_steps: int | None = setting(None, "Empty the device memory cache every N steps.")
-    auto_find_batch_size: bool = setting(False, "Retry with smaller batches when memory runs out.")
+    auto_find_batch_size: bool = setting(False, "Retry with a smaller batch size when memory runs out.")
     # Logging.
     logging_strategy: IntervalStrategy | str = setting("steps", "When to log: no, steps or epoch.")
     logging_steps: float = setting(500, "Log every N optimizer steps; below 1, a fraction of all steps.")
@@ -83,19 +85,21 @@ class TrainingFields:
     log_on_each_node: bool = setting(True, "Log on one process per machine instead of one process overall.")
     logging_nan_inf_filter: bool = setting(True, "Exclude nan and infinite losses from the logged mean.")
     include_num_input_tokens_seen: str | bool = setting("no", "Count input tokens: no, all or non_padding.")
-    log_level: str = setting("passive", "Log level of the main process: debug ... critical; passive keeps it.")
+    log_level: str = setting(
+        "passive", ("Log level of the main process, from debug to critical; passive leaves it unchanged.")
+    )
     log_level_replica: str = setting("warning", "Log level of the other processes.")
-    disable_tqdm: bool | None = setting(None, "Disable progress bars (default: by the log level).")
+    disable_tqdm: bool | None = setting(None, "Disable progress bars (default: depends on the log level).")
     report_to: None | str | list[str] = setting("none", "Trackers that receive the logs.")
-    run_name: str | None = setting(None, "Name of the run in the trackers.")
+    run_name: str | None = setting(None, "Run name to show in the trackers.")
     project: str = setting("huggingface", "Project in the trackers.")
-    trackio_space_id: str | None = setting(None, "Space in which Trackio shows the run.")
-    trackio_bucket_id: str | None = setting(None, "Bucket in which Trackio stores the run.")
-    trackio_static_space_id: str | None = setting(None, "Space for a static Trackio view of the run.")
+    trackio_space_id: str | None = setting(None, "Hugging Face Space in which Trackio shows the run.")
+    trackio_bucket_id: str | None = setting(None, "Hugging Face bucket in which Trackio stores the run.")
+    trackio_static_space_id: str | None = setting(None, "Hugging Face Space for a static Trackio view of the run.")
     # Evaluation.
     eval_strategy: IntervalStrategy | str = setting("no", "When to evaluate: no, steps or epoch.")
     eval_steps: float | None = setting(None, "Evaluate every N optimizer steps (default: logging_steps).")
-    eval_delay: float = setting(0, "Epochs or steps, by eval_strategy, before the first evaluation.")
+    eval_delay: float = setting(0, "Epochs or steps (depending on eval_strategy) before the first evaluation.")
     per_device_eval_batch_size: int = setting(8, "Evaluation samples per device in one forward pass.")
     prediction_loss_only: bool = setting(False, "Gather only the loss, not the predictions.")
     eval_on_start: bool = setting(False, "Evaluate before the first step.")
@@ -103,15 +107,15 @@ class TrainingFields:
     eval_use_gather_object: bool = setting(False, "Gather arbitrary objects, not only tensors.")
     eval_accumulation_steps: int | None = setting(None, "Move predictions to the CPU every N batches.")
     include_for_metrics: list[str] = field(
-        default_factory=list, metadata={"help": "Additional inputs of compute_metrics: inputs, loss."}
+        default_factory=list, metadata={"help": "Additional data to pass to compute_metrics: inputs, loss."}
     )
     batch_eval_metrics: bool = setting(False, "Call compute_metrics for each batch.")
     # Checkpoints.
-    save_only_model: bool = setting(False, "Save only the weights; training cannot resume from them.")
+    save_only_model: bool = setting(False, "Save only the weights, from which training cannot resume.")
     save_strategy: SaveStrategy | str = setting("steps", "When to save: no, steps, epoch or best.")
     save_steps: float = setting(500, "Save every N optimizer steps; below 1, a fraction of all steps.")
     save_on_each_node: bool = setting(False, "Save on every machine.")
-    save_total_limit: int | None = setting(None, "Number of checkpoints to keep, always including the best.")
+    save_total_limit: int | None = setting(None, "Maximum number of checkpoints to keep; the best one is always kept.")
     enable_jit_checkpoint: bool = setting(False, "Save on SIGTERM.")
     # Upload.
     push_to_hub: bool = setting(False, "Upload the model when it is saved.")
@@ -124,34 +128,38 @@ class TrainingFields:
     # The best model.
     load_best_model_at_end: bool = setting(False, "Load the best checkpoint at the end of training.")
     metric_for_best_model: str | None = setting(None, "Evaluation metric that selects the best checkpoint.")
-    greater_is_better: bool | None = setting(None, "Whether a larger metric is better (default: unless it is a loss).")
+    greater_is_better: bool | None = setting(
+        None, ("Whether a larger metric is better (default: True unless the metric is a loss).")
+    )
     # Resuming and reproducibility.
     ignore_data_skip: bool = setting(False, "Restart the epoch when resuming.")
-    restore_callback_states_from_checkpoint: bool = setting(False, "Restore the state of callbacks when resuming.")
+    restore_callback_states_from_checkpoint: bool = setting(False, "Restore the callbacks' state when resuming.")
     full_determinism: bool = setting(False, "Use only deterministic algorithms; slower.")
     seed: int = setting(42, "Random seed.")
     data_seed: int | None = setting(None, "Seed of the data order (default: seed).")
     # Devices.
     use_cpu: bool = setting(False, "Use the CPU even if an accelerator is available.")
-    accelerator_config: dict[str, Any] | str | None = setting(
-        None, "Settings of the Accelerator: a dict or a JSON file."
-    )
+    accelerator_config: dict[str, Any] | str | None = setting(None, "Accelerator settings: a dict or a JSON file.")
     parallelism_config: dict[str, Any] | str | Any | None = setting(
-        None, "Parallelism of the model: a dict or an object."
+        None, "Model parallelism settings: a dict or a ParallelismConfig."
     )
     # Data.
     dataloader_drop_last: bool = setting(False, "Drop an incomplete last batch.")
-    dataloader_num_workers: int = setting(0, "Number of data loader workers; 0 loads in the main process.")
+    dataloader_num_workers: int = setting(0, "Number of data loader worker processes; 0 loads in the training process.")
     dataloader_pin_memory: bool = setting(True, "Use pinned memory in data loaders.")
-    dataloader_persistent_workers: bool = setting(False, "Keep the workers alive between epochs.")
-    dataloader_prefetch_factor: int | None = setting(None, "Number of batches that each worker prefetches.")
+    dataloader_persistent_workers: bool = setting(False, "Keep data loader workers alive between epochs.")
+    dataloader_prefetch_factor: int | None = setting(None, "Number of batches that each data loader worker prefetches.")
     dataloader_multiprocessing_context: str | None = setting(
-        None, "Start method of the workers: fork, spawn or forkserver."
+        None, "Start method for data loader workers: fork, spawn or forkserver."
     )
-    dataloader_in_order: bool = setting(True, "Return batches in order instead of as workers finish them.")
+    dataloader_in_order: bool = setting(
+        True, ("Return batches in order, not as soon as a data loader worker finishes them.")
+    )
     remove_unused_columns: bool = setting(True, "Remove columns that the model's forward does not accept.")
-    label_names: list[str] | None = setting(None, "Batch keys that are labels (default: inferred from forward).")
-    train_sampling_strategy: str = setting("random", "Order of the data: random, sequential, group_by_length.")
+    label_names: list[str] | None = setting(
+        None, ("Batch keys that hold labels (default: inferred from the signature of forward).")
+    )
+    train_sampling_strategy: str = setting("random", "Data order: random, sequential or group_by_length.")
     length_column_name: str = setting("length", "Column that holds the length of each sample.")
     # Distributed training.
     ddp_find_unused_parameters: bool | None = setting(None, "find_unused_parameters of DistributedDataParallel.")
@@ -159,12 +167,12 @@ class TrainingFields:
     ddp_broadcast_buffers: bool | None = setting(None, "broadcast_buffers of DistributedDataParallel.")
     ddp_static_graph: bool | None = setting(None, "static_graph of DistributedDataParallel.")
     ddp_backend: str | None = setting(None, "Backend of torch.distributed.")
-    ddp_timeout: int = setting(1800, "Timeout of a collective, in seconds.")
+    ddp_timeout: int = setting(1800, "Timeout for collectives, in seconds.")
     fsdp: None | str | list[str] = setting(
         None, "Shard the model: True, or full_shard, shard_grad_op, offload, auto_wrap."
     )
-    fsdp_config: dict[str, Any] | str | None = setting(None, "Settings of FSDP: a dict or a JSON file.")
-    deepspeed: dict[str, Any] | str | None = setting(None, "DeepSpeed's config: a dict or a JSON file.")
+    fsdp_config: dict[str, Any] | str | None = setting(None, "FSDP settings: a dict or a JSON file.")
+    deepspeed: dict[str, Any] | str | None = setting(None, "DeepSpeed config: a dict or a JSON file.")
     # Debugging.
     debug: str | list[str] = setting("", "underflow_overflow reports the first module with a nonfinite output.")
     skip_memory_metrics: bool = setting(True, "Do not report memory metrics.")
@@ -173,30 +181,42 @@ class TrainingFields:
     do_eval: bool = setting(False, "For scripts: whether to evaluate.")
     do_predict: bool = setting(False, "For scripts: whether to predict.")
     resume_from_checkpoint: str | None = setting(None, "Checkpoint to resume from; True or auto selects the newest.")
-    local_rank: int = setting(-1, "Set by old launchers; use local_process_index instead.")
+    local_rank: int = setting(-1, "Set by old launchers; read local_process_index instead.")
     # Specific to echelon.
-    engine: str | None = extra(None, "single, dp, ddp, zero1, fsdp2 or deepspeed (default: by processes and devices).")
-    max_time: float | str | timedelta | None = extra(
-        None, "Stop training after this time: seconds, 90m, 12h or h:mm:ss."
+    engine: str | None = extra(
+        None, ("single, dp, ddp, zero1, fsdp2 or deepspeed (default: chosen from the number of processes and devices).")
     )
-    fast_dev_run: int = extra(0, "Run only N steps and batches (True: 1), without checkpoints and trackers.")
-    limit_train_batches: float | None = extra(None, "Batches per epoch; below 1, a fraction of all.")
-    limit_eval_batches: float | None = extra(None, "Batches per evaluation; below 1, a fraction of all.")
+    max_time: float | str | timedelta | None = extra(
+        None, "Stop training after this time, given in seconds or as 90m, 12h or h:mm:ss."
+    )
+    fast_dev_run: int = extra(
+        0, ("Smoke test: run only N steps and N evaluation batches (True: 1), without checkpoints or trackers.")
+    )
+    limit_train_batches: float | None = extra(
+        None, ("Maximum number of batches per epoch; below 1, a fraction of all batches.")
+    )
+    limit_eval_batches: float | None = extra(
+        None, ("Maximum number of batches per evaluation; below 1, a fraction of all batches.")
+    )
     stop_on_nan: bool = extra(False, "Raise at the first nonfinite loss or gradient, and name the tensor.")
     checkpoint_format: str | None = extra(None, "Checkpoint format: echelon or transformers (default: echelon).")
-    max_failed_saves: int = extra(3, "Number of consecutive failed saves that ends training.")
+    max_failed_saves: int = extra(3, "Stop training after this many consecutive failed saves.")
     save_on_exception: bool = extra(False, "Save a checkpoint when an error ends training.")
     save_on_signal: bool = extra(False, "On SIGTERM or SIGUSR1, save after the current step and exit with code 143.")
-    parity: str | None = extra(None, "exact: same updates on any number of processes; bitwise: same bits.")
-    global_batch_size: int | None = extra(None, "With parity: samples per optimizer step, over all processes.")
+    parity: str | None = extra(
+        None, ("exact: the same updates on any number of processes; bitwise: bit-identical results.")
+    )
+    global_batch_size: int | None = extra(None, "With parity: samples per optimizer step across all processes.")
     max_micro_batch_size: int | None = extra(
         None, "With parity: largest micro-batch (default: the batch size per device)."
     )
-    canonical_shards: int | None = extra(None, "With parity='bitwise': shards of an update, summed in a fixed order.")
-    already_sharded: str | None = extra(  # no bool: transformers' argument parser accepts one type and None
-        None, "Which data each process already reads its own shard of: True, train, eval or False (default: detected)."
+    canonical_shards: int | None = extra(
+        None, ("With parity='bitwise': number of shards per update, summed in a fixed order.")
     )
-    allow_changed_data: bool = extra(False, "Resume in the middle of an epoch even if the dataset has changed.")
+    already_sharded: str | None = extra(  # no bool: transformers' argument parser accepts one type and None
+        None, "Datasets that are already sharded by process: True (all), train, eval or False (default: detected)."
+    )
+    allow_changed_data: bool = extra(False, "Allow resuming mid-epoch after the dataset has changed.")
     log_throughput: bool = extra(False, "Log samples and steps per second since the last log.")
 
     logging_dir: ClassVar[str | None] = None

@@ -37,7 +37,7 @@ def read_fsdp(given: Any) -> list[str] | None:
     """Return the options in ``fsdp`` (True, ``"full_shard auto_wrap"`` or a list), or None if FSDP is off.
 
     Raises:
-        ConfigError: an option is unknown, or two strategies are given.
+        ConfigError: an option is unknown, or ``fsdp`` names two strategies.
     """
     if given is None or given is False or given in ("", [], "false", "False"):
         return None
@@ -50,7 +50,7 @@ def read_fsdp(given: Any) -> list[str] | None:
             raise ConfigError(
                 f"fsdp={given!r}: {option!r} is not one of {', '.join(_OPTIONS)}",
                 where="TrainingArguments.fsdp",
-                do=f"did you mean {near[0]!r}?" if near else "set fsdp=True, and the details in fsdp_config",
+                do=f"did you mean {near[0]!r}?" if near else "set fsdp=True and configure the details in fsdp_config",
             )
     if len([option for option in options if option in _STRATEGIES]) > 1:
         raise ConfigError(

@@ -33,7 +33,7 @@ _TRANSFORMERS_ONLY = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", 
 
 
 def parse_duration(given: timedelta | float | str) -> timedelta:
-    """Parse a duration: seconds, ``"1:30:00"`` (optionally with days in front), or ``"90m"`` (s, m, h, d).
+    """Parse a duration: seconds, ``"1:30:00"`` (or ``"2:01:30:00"`` with days), or ``"90m"`` (units: s, m, h, d).
 
     Raises:
         ConfigError: the value has another form or is not positive.
@@ -55,13 +55,13 @@ def parse_duration(given: timedelta | float | str) -> timedelta:
         raise ConfigError(
             f"max_time={given!r} is not a positive duration",
             where="TrainingArguments.max_time",
-            do="give seconds, 'hours:minutes:seconds', 'days:hours:minutes:seconds', '90m' or '12h'",
+            do="pass seconds, 'hours:minutes:seconds', 'days:hours:minutes:seconds', '90m' or '12h'",
         )
     return timedelta(seconds=seconds)
 
 
 def parse_report_to(given: Any) -> list[str]:
-    """Return the tracker names in ``report_to``; ``all`` selects those whose package is installed.
+    """Return the tracker names in ``report_to``; ``all`` selects every tracker whose package is installed.
 
     Raises:
         ConfigError: a name is unknown, or only transformers supports it.
@@ -76,7 +76,7 @@ def parse_report_to(given: Any) -> list[str]:
             raise ConfigError(
                 f"report_to={name!r} is not supported by echelon",
                 where="TrainingArguments.report_to",
-                do="pass its callback from transformers.integrations: Trainer(callbacks=[...])",
+                do="pass its callback from transformers.integrations to Trainer(callbacks=[...])",
             )
         if name not in _SERVICES and name not in _FILES:
             known = [*_SERVICES, *_FILES, "all", "none"]
@@ -90,7 +90,7 @@ def parse_report_to(given: Any) -> list[str]:
 
 
 def as_dict(name: str, value: Any) -> Any:
-    """Return a dict from a dict, JSON text that starts with a brace, or the path of a JSON file."""
+    """Return the dict given as a dict, as JSON text that starts with a brace, or as the path of a JSON file."""
     if not isinstance(value, (str, Path)) or not str(value):
         return value
     text = str(value)

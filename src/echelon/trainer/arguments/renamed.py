@@ -1,4 +1,4 @@
-"""Old keyword arguments of TrainingArguments and their current names."""
+"""TrainingArguments' old keyword arguments and their current names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
     "jit_mode_eval": "it was removed without replacement",
     "mp_parameters": "it was removed without replacement",
     "ray_scope": "it was removed without replacement",
-    "use_legacy_prediction_loop": "existing is only one evaluation loop",
+    "use_legacy_prediction_loop": "there is only one evaluation loop",
     "tpu_num_cores": "the launcher sets the number of processes",
     "use_ipex": "torch selects the CPU kernels itself",
     "use_mps_device": "the accelerator is detected automatically",
@@ -60,14 +60,15 @@ _OLD_VALUES: Mapping[tuple[str, str], str] = {("optim", "adamw_hf"): "adamw_torc
 
 
 def translate(given: Mapping[str, Any], *, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``given`` under the current names, with a warning for each old name; names in ``KEPT`` stay.
+    """Rename old keyword arguments to their current names, with a warning for each; names in ``KEPT`` are left
+    unchanged.
 
     Args:
-        given: keyword arguments as the user wrote them.
-        fields: current names and their defaults.
+        given: the keyword arguments that the user passed.
+        fields: the current names and their defaults.
 
     Raises:
-        ConfigError: a name is unknown, or an old and its new name have different values.
+        ConfigError: a name is unknown, or an old name and its new name have different values.
     """
     result = {name: _rename_value(name, value) for name, value in given.items() if name in fields}
     for name, value in given.items():

@@ -1,4 +1,4 @@
-"""TrainingArguments, with the names, the order and the defaults of transformers."""
+"""TrainingArguments, with the same field names, order and defaults as in transformers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _SECRETS = ("hub_token",)
 
 
 class _AcceptsOldNames(type):
-    """Metaclass that accepts old keyword arguments, for TrainingArguments and its subclasses."""
+    """Metaclass through which TrainingArguments and its subclasses accept old keyword arguments."""
 
     if not TYPE_CHECKING:  # type checkers see the dataclass signature
 
@@ -95,17 +95,17 @@ class _AcceptsOldNames(type):
 
 @dataclass
 class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
-    """The settings of a Trainer.
+    """A Trainer's settings.
 
-    Names, order and defaults are those of transformers 5; names of older versions are accepted with a warning. An
-    unsupported setting raises an error (``unsupported.py``) and is never ignored. ``device``, ``world_size`` and similar
-    properties are derived from the environment of the process.
+    Names, order and defaults match transformers 5; names from older versions are accepted with a warning. An
+    unsupported setting is never ignored: it raises an error (``unsupported.py``). ``device``, ``world_size`` and
+    similar properties are derived from the process's environment.
     """
 
     _n_gpu: ClassVar[int | None] = None  # existing scripts set this attribute
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = list(_DICTS)
-    """Fields that take a dict as JSON text; a subclass adds its own."""
+    """Fields that accept a dict as JSON text; a subclass adds its own."""
 
     def __post_init__(self) -> None:
         self.output_dir = str(Path(self.output_dir or "trainer_output").expanduser())
@@ -166,7 +166,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 
     @property
     def distributed_state(self) -> PartialState:
-        """The process group's state. Collective: on first use with several processes."""
+        """The process group's state. Collective: call on every rank on first use with several processes."""
         options = {"backend": self.ddp_backend, "timeout": self.ddp_timeout_delta}
         return PartialState(cpu=self.use_cpu, **options)
 
@@ -182,7 +182,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether the Trainer moves the model to the device; models split over several devices are never moved."""
+        """Whether the Trainer moves the model to the device; a model split over several devices is never moved."""
         return True
 
     @property
@@ -192,7 +192,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """Whether work is shared among processes, among devices of this process, or not at all."""
+        """Whether training is distributed over processes, over this process's devices, or not at all."""
         if self.world_size > 1:
             return ParallelMode.DISTRIBUTED
         return ParallelMode.NOT_DISTRIBUTED if self.n_gpu > 1 else ParallelMode.NOT_PARALLEL
@@ -209,20 +209,21 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 
     @property
     def local_process_index(self) -> int:
-        """Rank of this process on its machine."""
+        """The local rank of this process."""
         return self.distributed_state.local_process_index
 
     @property
     def train_batch_size(self) -> int:
-        """Training samples per forward pass of this process, over all its devices.
+        """Training samples per forward pass in this process, across all its devices.
 
-        In the exact modes, while ``get_train_dataloader`` runs: ``global_batch_size``, the samples of one batch of the loader.
+        In the exact modes, while ``get_train_dataloader`` runs: ``global_batch_size``, because one batch of the loader is a
+        whole update.
         """
         return loader_batch_size(self) or self.per_device_train_batch_size * max(1, self.n_gpu)
 
     @property
     def eval_batch_size(self) -> int:
-        """Evaluation samples per forward pass of this process, over all its devices."""
+        """Evaluation samples per forward pass in this process, across all its devices."""
         return self.per_device_eval_batch_size * max(1, self.n_gpu)
 
     @property
@@ -246,15 +247,15 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         return timedelta(seconds=self.ddp_timeout)
 
     def get_process_log_level(self) -> int:
-        """Return the ``logging`` level of this process."""
+        """Return this process's ``logging`` level."""
         name = self.log_level if self.should_log else self.log_level_replica
         return logger.getEffectiveLevel() if name == "passive" else _LEVELS[name]
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Run the block on the main process first, then on the others, for example to fill a cache once.
+        """Run the block on the main process first and then on the others, for example to fill a cache only once.
 
-        Collective: every process must enter.
+        Collective: enter on every process.
         """
         state = self.distributed_state
         logger.debug("main process first: %s", desc)
@@ -262,13 +263,13 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
             yield
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Return the number of warm-up steps of a run of ``num_training_steps`` steps."""
+        """Return the number of warm-up steps in a run of ``num_training_steps`` steps."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * self.warmup_steps)
 
     def batches_of(self, limit: float | None, loader: Any) -> int | None:
-        """Return the number of batches of ``loader`` that ``limit`` allows, at least one; None for all.
+        """Return how many batches of ``loader`` the setting ``limit`` allows (at least one), or None if it allows all.
 
         Raises:
             ConfigError: ``limit`` is a fraction, and ``loader`` has no length.
@@ -281,7 +282,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
             return max(1, int(len(loader) * limit))
         except TypeError:
             raise ConfigError(
-                f"a limit of {limit} is a fraction of all batches, but the data has no length",
+                f"the limit {limit} is a fraction of all batches, but the data has no length",
                 where="TrainingArguments.limit_train_batches, .limit_eval_batches",
                 do="set the limit to a number of batches",
             ) from None
@@ -476,7 +477,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         return json.dumps(self.to_dict(), indent=2, default=str)
 
     def to_sanitized_dict(self) -> dict[str, bool | int | float | str]:
-        """Return ``to_dict`` with all values except numbers and strings converted to text, for trackers."""
+        """Return ``to_dict()`` for trackers, with all values except numbers and strings converted to strings."""
         values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
         return {
             name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in values.items()
@@ -504,7 +505,7 @@ def loader_batch_size(args: TrainingArguments) -> int | None:
 
 
 def resolve_path(args: TrainingArguments, path: str | Path | None = None) -> Path:
-    """Resolve ``path`` (default: ``output_dir``) against the working directory in which ``args`` were created."""
+    """Resolve ``path`` (default: ``output_dir``) against the directory that was current when ``args`` was created."""
     return args._creation_dir / Path(path or args.output_dir or "trainer_output").expanduser()
 
 

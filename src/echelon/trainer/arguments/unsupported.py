@@ -1,4 +1,4 @@
-"""Settings of transformers' TrainingArguments that echelon does not support: setting one raises an error."""
+"""The transformers TrainingArguments settings that echelon does not support; setting one raises an error."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["UNSUPPORTED", "refuse_optimizer", "refuse_unsupported"]
 
 # setting -> what to do instead
 UNSUPPORTED: Mapping[str, str] = {
-    "trackio_static_space_id": "remove it, and create the static view with trackio's command line",
+    "trackio_static_space_id": "remove it and create the static view with the trackio command line",
 }
 # name -> (reason, optimizer to use instead)
-_EARLY = "it steps during the backward pass, before gradients are accumulated over batches and reduced over ranks"
+_EARLY = "it steps during the backward pass, before gradients are accumulated over batches and reduced across ranks"
 _OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("lomo", "adalomo"), (_EARLY, "adafactor")),
     **{
@@ -31,7 +31,7 @@ def refuse_unsupported(values: Mapping[str, Any], defaults: Mapping[str, Any]) -
     """Check that no unsupported setting differs from its default.
 
     Raises:
-        ConfigError: a setting would be silently ignored.
+        ConfigError: a setting that would have no effect differs from its default.
     """
     for name, instead in UNSUPPORTED.items():
         # None, 0, "" and [] are equivalent.
@@ -47,7 +47,7 @@ def refuse_optimizer(name: str) -> None:
     """Check that the optimizer is supported.
 
     Raises:
-        ConfigError: echelon does not support it; the message gives the reason.
+        ConfigError: echelon does not support the optimizer; the message gives the reason.
     """
     if name in _OPTIMIZERS:
         why, instead = _OPTIMIZERS[name]

@@ -1,4 +1,4 @@
-"""Derived values of TrainingArguments, and checks for invalid and conflicting values."""
+"""Derives TrainingArguments values from one another, and checks for invalid and conflicting values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 
 def set_derived_values(args: TrainingFields) -> None:
-    """Set the values that follow from others."""
+    """Set the values that are derived from other values."""
     if args.eval_strategy != IntervalStrategy.NO:
         args.do_eval = True
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
@@ -75,7 +75,8 @@ def check_values(args: TrainingFields) -> None:
     follows_metric = args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
     if follows_metric and args.eval_strategy == IntervalStrategy.NO:
         raise ConfigError(
-            f"lr_scheduler_type={str(args.lr_scheduler_type)!r} follows the metric of evaluations, but eval_strategy is 'no'",
+            f"lr_scheduler_type={str(args.lr_scheduler_type)!r} depends on an evaluation metric, but eval_strategy is "
+            "'no'",
             where="TrainingArguments.lr_scheduler_type",
             do="set eval_strategy='epoch', or 'steps' with eval_steps",
         )
@@ -96,9 +97,9 @@ def check_values(args: TrainingFields) -> None:
             limit < 0 or (limit > 1 and limit != int(limit)) or (limit == 0 and name != "fast_dev_run")
         ):
             raise ConfigError(
-                f"{name}={limit} is neither a number of batches nor a fraction of them",
+                f"{name}={limit} is neither a number of batches nor a fraction of all batches",
                 where=f"TrainingArguments.{name}",
-                do="give a positive integer, or a fraction such as 0.1",
+                do="pass a positive integer, or a fraction such as 0.1",
             )
     if not 0 <= args.label_smoothing_factor < 1:
         raise ConfigError(

@@ -20,7 +20,7 @@ __all__ = ["built_in_callbacks", "progress_callback"]
 def built_in_callbacks(
     args: TrainingArguments, accelerator: Callable[[], Accelerator]
 ) -> list[TrainerCallback | type[TrainerCallback]]:
-    """Return the callbacks that precede the user's."""
+    """Return the callbacks that run before the user's callbacks."""
     found: list[TrainerCallback | type[TrainerCallback]] = [DefaultFlowCallback]
     if args.report_to:
         folder = run_folder(args)
@@ -35,7 +35,7 @@ def built_in_callbacks(
 
 
 def progress_callback(args: TrainingArguments) -> type[TrainerCallback]:
-    """Return the callback that shows progress: plain output, a bar in a terminal, or a bar in a notebook."""
+    """Return the callback that shows progress as plain text, a terminal progress bar or a notebook progress bar."""
     if args.disable_tqdm:
         return PrinterCallback
     ipython = sys.modules.get("IPython")

@@ -1,4 +1,4 @@
-"""Callbacks: the events of training, the handler that dispatches them, and the callbacks that control the loop."""
+"""Callbacks: the training events, the handler that dispatches them, and the callbacks that control the loop."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ _Control = TrainerControl | None
 
 
 class TrainerCallback:
-    """Base class of callbacks: override the events of interest.
+    """Base class for callbacks; override the events you need.
 
-    Every event receives ``(args, state, control)`` and the keyword arguments ``model``, ``processing_class`` (also as
-    ``tokenizer``), ``optimizer``, ``lr_scheduler``, ``train_dataloader`` and ``eval_dataloader``; ``on_log`` also
-    receives ``logs``, and ``on_evaluate`` and ``on_predict`` receive ``metrics``. Modify ``control`` or return a new one.
+    Every event receives ``(args, state, control)`` and the keyword arguments ``model``, ``processing_class`` (also
+    passed as ``tokenizer``), ``optimizer``, ``lr_scheduler``, ``train_dataloader`` and ``eval_dataloader``; ``on_log``
+    also receives ``logs``, and ``on_evaluate`` and ``on_predict`` receive ``metrics``. Modify ``control`` or return a
+    new one.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
@@ -58,11 +59,11 @@ class TrainerCallback:
         return None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Called before the first forward pass of an update."""
+        """Called before an update's first forward pass."""
         return None
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Called after each backward pass of an update except the last."""
+        """Called after each backward pass in an update except the last."""
         return None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
@@ -108,9 +109,9 @@ EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 class CallbackHandler:
     """Dispatches each event to the callbacks that override it, in order.
 
-    The Trainer calls the ``on_...`` methods, which clear the flags of ``control`` that belong to the event and call
-    ``call_event``; a subclass may override both. Callbacks receive ``model``, ``optimizer`` and the other attributes, which
-    the Trainer keeps up to date. ``callbacks`` may be edited at any time.
+    The Trainer calls the ``on_...`` methods, which clear the event's flags in ``control`` and call ``call_event``; a
+    subclass may override both. Callbacks receive ``model``, ``optimizer`` and the other attributes, which the Trainer
+    keeps up to date. ``callbacks`` may be edited at any time.
     """
 
     def __init__(
@@ -134,24 +135,24 @@ class CallbackHandler:
             self.add_callback(callback)
         if not any(isinstance(one, DefaultFlowCallback) for one in self.callbacks):
             logger.warning(
-                "there is no DefaultFlowCallback among the callbacks (%s): nothing requests logs, evaluations, checkpoints and "
-                "the end of training; add one with trainer.add_callback(DefaultFlowCallback)",
+                "DefaultFlowCallback is not among the callbacks (%s), so nothing triggers logging, evaluation, saving "
+                "or the end of training; add it with trainer.add_callback(DefaultFlowCallback)",
                 ", ".join(type(one).__name__ for one in self.callbacks) or "none",
             )
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback or instantiate and add a class; warn if one of the same class exists."""
+        """Add a callback, given as an instance or a class; warn if one of the same class is already present."""
         added = callback() if isinstance(callback, type) else callback
         if any(type(other) is type(added) for other in self.callbacks):
             warnings.warn(
-                f"a {type(added).__name__} is already among the callbacks "
-                f"({', '.join(type(one).__name__ for one in self.callbacks)}); both are called",
+                f"a {type(added).__name__} has already been added (callbacks: "
+                f"{', '.join(type(one).__name__ for one in self.callbacks)}); both will be called",
                 stacklevel=3,
             )
         self.callbacks.append(added)
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Remove and return a callback, or the first one of a class or its subclasses; None if there is none."""
+        """Remove and return a callback or, given a class, its first instance; return None if nothing matches."""
         for other in self.callbacks:
             if isinstance(other, callback) if isinstance(callback, type) else other == callback:
                 self.callbacks.remove(other)
@@ -159,12 +160,12 @@ class CallbackHandler:
         return None
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Remove a callback, or the first one of a class or its subclasses."""
+        """Remove a callback or, given a class, its first instance."""
         self.pop_callback(callback)
 
     @property
     def callback_list(self) -> str:
-        """Names of the callbacks, one a line."""
+        """The callbacks' names, one per line."""
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def restore(self, states: Mapping[str, Any]) -> None:
@@ -172,7 +173,7 @@ class CallbackHandler:
 
         Args:
             states: class name -> ``{"args": constructor arguments, "attributes": values set afterwards}``, or a list of
-                these for several callbacks of one class.
+                such dicts for several callbacks of the same class.
         """
         for name, saved in states.items():
             here = [position for position, one in enumerate(self.callbacks) if type(one).__name__ == name]
@@ -180,7 +181,7 @@ class CallbackHandler:
             if name == "TrainerControl":
                 continue
             if len(here) < len(parts):
-                logger.warning("the checkpoint has state for %d %s, but this run has %d", len(parts), name, len(here))
+                logger.warning("the checkpoint holds state for %d %s, but this run has %d", len(parts), name, len(here))
             for position, part in zip(here, parts):
                 callback = type(self.callbacks[position])(**part.get("args", {}))
                 for attribute, value in part.get("attributes", {}).items():
@@ -290,7 +291,7 @@ class CallbackHandler:
 def _listens(callback: object, event: str) -> bool:
     """Return whether ``callback`` overrides ``event``.
 
-    The base class may also be the ``TrainerCallback`` of transformers, whose methods are empty too.
+    The base class may also be transformers' ``TrainerCallback``, whose methods are empty too.
     """
     if event in getattr(callback, "__dict__", ()):
         return True
@@ -301,7 +302,7 @@ def _listens(callback: object, event: str) -> bool:
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Requests logs, evaluations, checkpoints and the end of training according to the arguments."""
+    """Triggers logging, evaluation, saving and the end of training as the arguments specify."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
         """Request what is due after this step."""
@@ -339,7 +340,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     """Stops training when ``metric_for_best_model`` has stopped improving.
 
     Args:
-        early_stopping_patience: number of consecutive evaluations without improvement after which training stops.
+        early_stopping_patience: training stops after this many consecutive evaluations without improvement.
         early_stopping_threshold: smallest change that counts as an improvement.
     """
 
@@ -368,10 +369,11 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             self.early_stopping_patience_counter += 1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check that the arguments define a metric and evaluations."""
+        """Check that the arguments define a metric and enable evaluation."""
         if not args.load_best_model_at_end:
             logger.warning(
-                "EarlyStoppingCallback without load_best_model_at_end=True: the model of the last step stays, not the best one"
+                "EarlyStoppingCallback is used without load_best_model_at_end=True, so training ends with the last "
+                "model, not the best one"
             )
         if args.metric_for_best_model is None or args.eval_strategy == IntervalStrategy.NO:
             raise ConfigError(
@@ -389,7 +391,9 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if value is None:
             # Another of several evaluation sets may have it; the Trainer raises if none has.
             logger.warning(
-                "early stopping ignores this evaluation: no %s among its metrics (%s)", name, ", ".join(metrics or {})
+                "early stopping ignores this evaluation, because its metrics do not include %s (metrics: %s)",
+                name,
+                ", ".join(metrics or {}),
             )
             return
         self.check_metric_value(args, state, control, value)

@@ -1,4 +1,4 @@
-"""The summary table of a run: epoch or step, training loss and metrics of each evaluation."""
+"""A run's summary table: each evaluation's epoch or step, training loss and metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NOT_SHOWN = ("_runtime", "_per_second", "_time")
 
 
 def loss_table(log_history: Sequence[Mapping[str, Any]], *, by: str) -> str | None:
-    """Return the table of ``loss_rows`` as text, or None without evaluations."""
+    """Return ``loss_rows`` formatted as a text table, or None if there are no evaluations."""
     table = loss_rows(log_history, by=by)
     if table is None:
         return None
@@ -20,11 +20,11 @@ def loss_table(log_history: Sequence[Mapping[str, Any]], *, by: str) -> str | No
 
 
 def loss_rows(log_history: Sequence[Mapping[str, Any]], *, by: str) -> list[list[str]] | None:
-    """Return the rows of the table, headings first, or None without evaluations.
+    """Return the table's rows, headings first, or None if there are no evaluations.
 
     Args:
-        log_history: log entries; a row shows the last training loss logged before its evaluation.
-        by: first column, ``epoch`` or ``step``.
+        log_history: log entries; each row shows the last training loss that was logged before that evaluation.
+        by: the first column, ``epoch`` or ``step``.
     """
     rows: dict[Any, dict[str, Any]] = {}
     training: Any = None

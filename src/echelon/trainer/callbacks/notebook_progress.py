@@ -1,4 +1,4 @@
-"""Progress in a notebook: a bar, and a table of the losses that grows with each evaluation."""
+"""Progress display for notebooks: a bar, and a loss table that gains a row with each evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EVERY_S = 0.2
 
 
 class NotebookProgressCallback(TrainerCallback):
-    """Draws the bar and the table as one HTML block, which is updated in place.
+    """Draws the bar and the table as one HTML block and updates it in place.
 
     Args:
         show: displays HTML and returns a function that replaces it (default: IPython's display).
@@ -46,7 +46,7 @@ class NotebookProgressCallback(TrainerCallback):
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Count the batches of the evaluation."""
+        """Count the evaluation batches."""
         if self._evaluated is None:
             try:
                 total = len(eval_dataloader)
@@ -63,16 +63,16 @@ class NotebookProgressCallback(TrainerCallback):
             self._draw(state, at_once=True)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the count of the evaluation."""
+        """Remove the evaluation progress bar."""
         self._evaluated = None
         self._draw(state, at_once=True)
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Remove the count of the prediction."""
+        """Remove the prediction progress bar."""
         self.on_evaluate(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Draw the final state; later output gets a new block."""
+        """Draw the final state; later output goes into a new block."""
         self._draw(state, at_once=True)
         self._replace = None
         self._history = []

@@ -1,4 +1,4 @@
-"""Console output of the main process: a progress bar, the logged metrics, and a summary table at the end."""
+"""The main process's console output: a progress bar, the logged metrics, and a summary table at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PrinterCallback", "ProgressCallback"]
 
 
 class PrinterCallback(TrainerCallback):
-    """Prints the logged metrics, and a table of the evaluations at the end of training."""
+    """Prints the logged metrics and, at the end of training, a table of all evaluations."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print the metrics."""
@@ -29,12 +29,12 @@ class PrinterCallback(TrainerCallback):
 
 
 class ProgressCallback(TrainerCallback):
-    """Shows a progress bar with the last loss, and prints the logged metrics above it.
+    """Shows a progress bar with the latest loss and prints the logged metrics above it.
 
     The bar goes to stderr if that is a terminal or a notebook; metrics go to stdout.
 
     Args:
-        max_str_len: maximum length of printed strings; longer ones are truncated.
+        max_str_len: longer strings are truncated when printed.
     """
 
     def __init__(self, max_str_len: int = 100) -> None:
@@ -59,7 +59,7 @@ class ProgressCallback(TrainerCallback):
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Advance the bar of the evaluation, which is removed afterwards."""
+        """Advance the evaluation progress bar, which is removed afterwards."""
         if not state.is_world_process_zero or not _shows_bars():
             return
         if self.prediction_bar is None:
@@ -71,11 +71,11 @@ class ProgressCallback(TrainerCallback):
         self.prediction_bar.update(1)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the bar of the evaluation."""
+        """Close the evaluation progress bar."""
         self._close("prediction_bar")
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Close the bar of the prediction."""
+        """Close the prediction progress bar."""
         self._close("prediction_bar")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The time limit of training: ``max_time``."""
+"""The training time limit, ``max_time``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 
 class TimeLimitCallback(TrainerCallback):
-    """Stops training after the step in which the limit expires; evaluates and saves as at a regular end."""
+    """Stops training after the step in which the limit expires, with the usual final evaluation and checkpoint."""
 
     def __init__(
         self, limit: timedelta, accelerator: Accelerator, *, clock: Callable[[], float] = time.monotonic
@@ -37,13 +37,13 @@ class TimeLimitCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop training if the limit has expired on any rank.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         if self._clock() - self._started_at >= self._limit_s:
             self._accelerator.set_trigger()
         if not self._accelerator.check_trigger() or state.global_step >= state.max_steps:
             return
-        logger.warning("max_time has expired: training stops at step %d of %d", state.global_step, state.max_steps)
+        logger.warning("max_time has expired, so training stops at step %d of %d", state.global_step, state.max_steps)
         control.should_training_stop = True
         control.should_evaluate |= args.eval_strategy == IntervalStrategy.STEPS
         control.should_save |= args.save_strategy == SaveStrategy.STEPS

@@ -24,7 +24,7 @@ _IN_FOLDERS = frozenset({"tensorboard", "jsonl", "csv", "dvclive"})
 
 
 def tracker_settings(args: TrainingArguments) -> dict[str, Any]:
-    """Return the Accelerator's keyword arguments for the trackers: their names and directory."""
+    """Return the keyword arguments that give the Accelerator its trackers' names and directory."""
     names = [name for name in args.report_to or () if name != "csv"]
     if not names:
         return {}
@@ -37,7 +37,7 @@ def tracker_settings(args: TrainingArguments) -> dict[str, Any]:
 
 
 def run_folder(args: TrainingArguments) -> Path:
-    """Return the directory of this run's logs: ``logging_dir``, or ``output_dir/runs/<time>_<machine>``."""
+    """Return this run's log directory: ``logging_dir``, or ``output_dir/runs/<time>_<machine>``."""
     if args.logging_dir is not None:
         return resolve_path(args, args.logging_dir)
     given = environ.get("TENSORBOARD_LOGGING_DIR")
@@ -57,7 +57,7 @@ def add_split_prefixes(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TrackerCallback(TrainerCallback):
-    """Sends logs to the trackers of the Accelerator, which start with the first training run or log."""
+    """Sends logs to the Accelerator's trackers, which start with the first training run or log entry."""
 
     def __init__(self, accelerator: Callable[[], Accelerator], folder: Path) -> None:
         self._accelerator = accelerator
@@ -65,7 +65,7 @@ class TrackerCallback(TrainerCallback):
         self._started: Accelerator | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Start the trackers and store the settings of the run."""
+        """Start the trackers and store the run's settings."""
         self._start(args, model)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
@@ -96,7 +96,7 @@ class TrackerCallback(TrainerCallback):
 
 
 class CSVCallback(TrainerCallback):
-    """Writes logs to ``metrics.csv``, with a row per log and a column per metric; new metrics add columns."""
+    """Writes logs to ``metrics.csv``, one row per log entry and one column per metric; new metrics add columns."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.csv"
@@ -104,7 +104,7 @@ class CSVCallback(TrainerCallback):
         self._rows: list[dict[str, Any]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Append a row; rewrite the file if there are new columns."""
+        """Append a row; rewrite the file if the logs contain new metrics."""
         if not state.is_world_process_zero or not logs:
             return
         row = {"step": state.global_step, **logs}

@@ -1,1 +1,1 @@
-"""Saving and resuming checkpoint-N directories."""
+"""Saving and resuming from checkpoint-N directories."""

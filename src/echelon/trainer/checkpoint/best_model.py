@@ -1,4 +1,4 @@
-"""The best model so far: the metric that selects it, its checkpoint, and loading it at the end."""
+"""Tracks the best model so far by a metric, and loads its checkpoint at the end of training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 
 def update_best_metric(hooks: TrainerHooks, metrics: dict[str, float]) -> bool:
-    """Record the metric of an evaluation if it is the best so far, and return whether it is."""
+    """Record an evaluation's metric if it is the best so far, and return whether it is."""
     if hooks.args.metric_for_best_model is None:
         return False
     args, state, value = hooks.args, hooks.state, metric_for_best(hooks, metrics)
@@ -35,10 +35,10 @@ def update_best_metric(hooks: TrainerHooks, metrics: dict[str, float]) -> bool:
 
 
 def metric_for_best(hooks: TrainerHooks, metrics: dict[str, float]) -> float:
-    """Return the value of ``metric_for_best_model``, whose name may omit the prefix ``eval_``.
+    """Return the value of ``metric_for_best_model``, which may be written without the prefix ``eval_``.
 
     Raises:
-        ConfigError: the evaluation does not return this metric.
+        ConfigError: the evaluation did not return this metric.
     """
     name = hooks.args.metric_for_best_model or "loss"
     name = name if name.startswith("eval_") else f"eval_{name}"
@@ -47,7 +47,7 @@ def metric_for_best(hooks: TrainerHooks, metrics: dict[str, float]) -> float:
             f"metric_for_best_model={hooks.args.metric_for_best_model!r}, but the evaluation returned no {name!r}; "
             f"it returned {', '.join(metrics)}",
             where="TrainingArguments.metric_for_best_model",
-            do="set it to one of these, or return it from compute_metrics",
+            do="set it to one of these metrics, or return it from compute_metrics",
         )
     return metrics[name]
 
@@ -56,11 +56,11 @@ def load_best(hooks: TrainerHooks, output_dir: Path, *, report: Callable[[Any], 
     """Load the weights of the best checkpoint, if there is one.
 
     Args:
-        hooks: hooks of the Trainer.
-        output_dir: directory of the checkpoints, in case it was moved.
-        report: called with the missing and unexpected weights.
+        hooks: the Trainer's hooks.
+        output_dir: current directory of the checkpoints, which may have been moved since they were saved.
+        report: called with the names of missing and unexpected weights.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -74,7 +74,7 @@ def load_best(hooks: TrainerHooks, output_dir: Path, *, report: Callable[[Any], 
 
 
 def remove_last_checkpoint(hooks: TrainerHooks, output_dir: Path) -> None:
-    """Delete the last checkpoint if ``save_total_limit=1`` kept it only for resuming and another one is the best."""
+    """Delete the last checkpoint if it is not the best one and ``save_total_limit=1`` kept it only for resuming."""
     best = hooks.state.best_model_checkpoint
     if hooks.args.should_save and best is not None and hooks.args.save_total_limit == 1:
         remove_last(output_dir, best=best)

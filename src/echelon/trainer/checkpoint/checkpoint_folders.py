@@ -1,4 +1,4 @@
-"""checkpoint-N directories: names and formats, finding the newest valid one, and deleting surplus ones."""
+"""Names and formats of checkpoint-N directories; finds the newest valid one and deletes surplus ones."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ def checkpoint_format(args: TrainingArguments) -> str:
 
 
 def get_last_checkpoint(folder: str | Path) -> str | None:
-    """Return the newest valid checkpoint-N in ``folder``, or None; skipped checkpoints are logged."""
+    """Return the newest valid checkpoint-N in ``folder``, or None; log every checkpoint that is skipped."""
     for path in reversed(checkpoints_in(Path(folder), prefix=PREFIX)):
         problems = problems_in(path)
         if not problems:
             return str(path)
-        logger.warning("%s is damaged or incomplete (%s): trying an older checkpoint", path, problems[0])
+        logger.warning("%s is damaged or incomplete (%s); trying an older checkpoint", path, problems[0])
     return None
 
 
@@ -109,7 +109,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def remove_surplus(folder: Path, *, limit: int | None, best: str | None, newest: Path) -> None:
-    """Delete the oldest checkpoints beyond ``limit``, but never the best or the newest one."""
+    """Keep at most ``limit`` checkpoints: delete the oldest, but never the best or the newest one."""
     if limit is None or limit <= 0:
         return
     keep = {newest} | ({Path(best)} if best is not None else set())

@@ -1,4 +1,4 @@
-"""Resuming: finding a checkpoint, checking that it fits, and computing the position in the data."""
+"""Resuming: finds a checkpoint, checks that it fits this run, and computes the position in the data."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class ResumePoint:
     """The checkpoint that the run resumes from."""
     epoch: int = 0
     num_batches: int = 0
-    """Batches of this epoch that the saved run has consumed."""
+    """Number of batches of this epoch that the saved run has consumed."""
     num_to_skip: int = 0
-    """Consumed batches that the loop must skip, because the loader's state does not cover them."""
+    """Number of consumed batches that the loop must skip because the loader does not resume after them."""
     random_states: Mapping[str, Any] | None = None
-    """RNG states of the saved run."""
+    """The saved run's RNG states."""
     restores_rng_after_reading: bool = False
-    """Restore the RNG states after the batches of the first update are read, as transformers does."""
+    """Whether to restore the RNG states only after the first update's batches are read, as transformers does."""
 
 
 # ---- finding a checkpoint -------------------------------------------------------------------------------------------------------
@@ -81,17 +81,17 @@ class ResumePoint:
 def find_checkpoint(
     args: TrainingArguments, accelerator: Accelerator, output_dir: Path, wanted: str | Path | bool | None
 ) -> Path | None:
-    """Return the checkpoint to resume from, verified on every machine; None starts from scratch.
+    """Return the checkpoint to resume from, verified on every machine, or None to start from scratch.
 
     Args:
-        output_dir: directory that True and ``auto`` search.
-        wanted: a checkpoint; True for the newest; ``auto`` for the newest if one exists.
+        output_dir: directory to search if ``wanted`` is True or ``auto``.
+        wanted: path of a checkpoint, True for the newest one, or ``auto`` for the newest one if any exists.
 
-    Collective: every rank, if a checkpoint is requested.
+    Collective: call on every rank if a checkpoint is requested.
 
     Raises:
         UsageError: no checkpoint exists.
-        CheckpointError: the named checkpoint is damaged or holds weights only.
+        CheckpointError: the requested checkpoint is damaged or holds only weights.
     """
     wanted = _WORDS.get(str(wanted).lower(), wanted)  # from a command line
     if wanted is None or wanted is False:
@@ -102,7 +102,9 @@ def find_checkpoint(
             folder = resolve_path(args, folder)
         require_whole(accelerator.world, folder)
         if (problem := _no_training_in(folder)) is not None:
-            raise CheckpointError(f"{folder} {problem}", do="load its weights into the model and start a new run")
+            raise CheckpointError(
+                f"{folder} {problem}", do=("load its weights into the model and start a new training run")
+            )
         return folder_of(folder)
     found, skipped = newest_whole(accelerator.world, output_dir, prefix=PREFIX, usable=_no_training_in)
     reasons = "\n".join(f"    {path.name}: {why}" for path, why in skipped)
@@ -110,7 +112,7 @@ def find_checkpoint(
         raise UsageError(
             f"No valid checkpoint found in output directory ({output_dir})" + (f"\n{reasons}" if reasons else ""),
             where="Trainer.train(resume_from_checkpoint=True)",
-            do="pass the path of a checkpoint, or 'auto', which starts from scratch if none exists",
+            do="pass the path of a checkpoint, or pass 'auto' to start from scratch if none exists",
         )
     if found is None and reasons:
         warn(f"no usable checkpoint in {output_dir}: starting from scratch\n{reasons}")
@@ -125,11 +127,11 @@ def find_checkpoint(
 def _no_training_in(folder: Path) -> str | None:
     if holds_training(folder):
         return None
-    return "holds weights only (save_only_model), so training cannot resume from it"
+    return "holds only weights (save_only_model), so training cannot resume from it"
 
 
 def saved_arguments(folder: Path) -> dict[str, Any]:
-    """Return the training arguments stored in ``folder``; empty if they are not stored as JSON."""
+    """Return the training arguments stored in ``folder``; empty if ``folder`` does not store them as JSON."""
     path = folder / ARGUMENTS_FILE
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
@@ -153,9 +155,10 @@ class ResumedTraining:
         self._saved_batch_size: int | None = None
 
     def extend_plan(self, plan: TrainingPlan) -> TrainingPlan:
-        """Return ``plan`` with ``max_steps`` raised if the saved run made more steps up to its position than ``plan`` counts.
+        """Return ``plan`` with ``max_steps`` raised if the saved run took more steps than ``plan`` needs to reach its
+        position.
 
-        With fewer steps per epoch than the saved run (fewer samples, larger batches), training would end too early.
+        Otherwise, a run with fewer steps per epoch (fewer samples or larger batches) would end too early.
         """
         hooks, folder = self._hooks, self._folder
         if hooks.args.max_steps > 0 or not plan.is_sized:
@@ -177,7 +180,8 @@ class ResumedTraining:
             return plan
         max_steps = plan.max_steps + more
         logger.warning(
-            "%s was saved after %d steps; with the current data and batch size this position is step %d. Training for %d steps "
+            "%s was saved after %d steps, but its position is step %d with the current data and batch size. Training "
+            "runs for %d steps "
             "instead of %d to complete all epochs",
             folder,
             state.global_step,
@@ -210,17 +214,18 @@ class ResumedTraining:
         if state.train_batch_size not in (None, batch_size):
             others.append(f"per_device_train_batch_size={batch_size} (saved: {state.train_batch_size})")
         if others:
-            warn(f"the arguments differ from those of the run saved in {folder}: {', '.join(others)}")
+            warn(f"the training arguments differ from those saved in {folder}: {', '.join(others)}")
         self._saved_batch_size, state.train_batch_size = state.train_batch_size, batch_size
         return state
 
     def load(self, loader: Any, plan: TrainingPlan) -> ResumePoint:
         """Load the checkpoint into the prepared objects and return the position in the data.
 
-        Collective: every rank.
+        Collective: call on every rank.
 
         Raises:
-            CheckpointError: the checkpoint belongs to another model, or its position in the data is not valid here.
+            CheckpointError: the checkpoint belongs to another model, or its position in the data is not valid in this
+                run.
         """
         start = (self._load_own if is_own_format(self._folder) else self._load_transformers)(loader, plan)
         start = replace(start, checkpoint=str(self._folder))
@@ -273,8 +278,8 @@ class ResumedTraining:
         num_used = place.num_batches * place.batch_size // plan.batch_size
         if num_used * plan.batch_size != place.num_batches * place.batch_size:
             warn(
-                f"the saved run consumed {place.num_batches * place.batch_size} samples of this epoch per process, which is not a "
-                f"multiple of the batch size {plan.batch_size}: some samples are repeated"
+                f"the saved run consumed {place.num_batches * place.batch_size} samples of this epoch per process, "
+                f"which is not a multiple of the batch size {plan.batch_size}, so some samples are repeated"
             )
         is_exact = accelerator.parity != "off"  # then load_state has restored the loader's position
         return ResumePoint(
@@ -286,10 +291,10 @@ class ResumedTraining:
         )
 
     def _load_unless_overridden(self, load_all: Callable[[], None]) -> None:
-        """Load the whole training state, except what an override of a private method keeps from loading.
+        """Load the training state, except for parts whose private loading method is overridden.
 
-        An override that does not call ``super()._load_optimizer_and_scheduler(...)`` keeps the optimizer and the scheduler as
-        it leaves them, and one that does not call ``super()._load_scaler(...)`` keeps the loss scaler.
+        If an override does not call ``super()._load_optimizer_and_scheduler(...)``, the optimizer and the scheduler
+        stay as the override leaves them. The same applies to ``_load_scaler`` and the loss scaler.
         """
         hooks, points, folder = self._hooks, self._session.points, str(self._folder)
         scaler = hooks.accelerator.scaler
@@ -318,7 +323,7 @@ class ResumedTraining:
         points.bind("_load_scaler", load_scaler)(folder)
 
     def _load_weights(self, models: list[nn.Module], input_dir: str) -> None:
-        """Load the weights from the files of ``save_model``, unless the checkpoint itself holds them."""
+        """Load the weights from the files that ``save_model`` wrote, unless the checkpoint itself holds them."""
         folder, session = Path(input_dir), self._session
         holds = is_own_format(folder) and holds_model(folder)
         if holds and not session.points.is_overridden("_load_from_checkpoint"):
@@ -335,7 +340,7 @@ class ResumedTraining:
         hooks, folder, accelerator = self._hooks, self._folder, self._hooks.accelerator
         if accelerator.parity != "off":
             raise CheckpointError(
-                f"{folder} has the layout of transformers, which lacks the state that parity={accelerator.parity!r} needs",
+                f"{folder} is in transformers' format, which lacks the state that parity={accelerator.parity!r} needs",
                 do="train with parity='off', or resume from a checkpoint that was saved with this parity",
             )
         points = self._session.points
@@ -344,7 +349,8 @@ class ResumedTraining:
         random_states = read_random_states(folder, rank=accelerator.process_index)
         if random_states is None:
             warn(
-                f"{folder} has no RNG states of rank {accelerator.process_index}: its random generators keep their current state"
+                f"{folder} has no RNG states for rank {accelerator.process_index}; its random number generators keep "
+                "their current state"
             )
         epoch, used = self._infer_position(loader, plan)
         if hooks.args.ignore_data_skip or not used:
@@ -359,13 +365,14 @@ class ResumedTraining:
         )
 
     def _infer_position(self, loader: Any, plan: TrainingPlan) -> tuple[int, int]:
-        """Return the epoch and the number of its consumed batches, for a checkpoint in the layout of transformers.
+        """Return the epoch and the number of its consumed batches, for a checkpoint in transformers' format.
 
-        The global step determines them if an epoch has as many steps here as in the saved run; if not, the saved
-        fractional epoch does.
+        The global step determines both if an epoch has the same number of steps as in the saved run; otherwise, the
+        saved fractional epoch does.
 
         Raises:
-            CheckpointError: the data changed in the middle of an epoch, and ``allow_changed_data`` is not set.
+            CheckpointError: the checkpoint was saved mid-epoch, the data has changed since, and ``allow_changed_data``
+                is not set.
         """
         hooks, folder = self._hooks, self._folder
         args, state, batches = hooks.args, hooks.state, plan.batches_per_epoch
@@ -384,8 +391,8 @@ class ResumedTraining:
         has_other_batches = self._saved_batch_size not in (None, self._size.batch_size)  # already reported
         if has_other_steps and is_within and facts is None and not has_other_batches:
             wrong.append(
-                f"step {state.global_step} was in epoch {saved_epoch:g} of the saved run and is in epoch {expected:g} of this one (the "
-                "data, the number of processes or gradient_accumulation_steps differ)"
+                f"step {state.global_step} was in epoch {saved_epoch:g} of the saved run and is in epoch {expected:g} "
+                "of this run (the data, the number of processes or gradient_accumulation_steps has changed)"
             )
         saved_fields = _saved_cursor_fields(folder)
         if saved_fields and not changes and not has_other_batches:
@@ -414,11 +421,11 @@ class ResumedTraining:
         if wrong and not self._allows_changed_data:
             raise changed_data_error(folder, wrong, [place])
         if wrong:
-            warn(f"{folder} was saved in the middle of an epoch over different data ({'; '.join(wrong)}): {place}")
+            warn(f"{folder} was saved in the middle of an epoch over different data ({'; '.join(wrong)}); {place}")
         return epoch, used
 
     def _require_same_run(self, place: TrainCursor) -> None:
-        """Raise if the saved position is not valid with the settings of this run."""
+        """Raise if the saved position is not valid with this run's settings."""
         folder, accelerator = self._folder, self._hooks.accelerator
         if place.parity != accelerator.parity:
             raise CheckpointError(
@@ -430,14 +437,15 @@ class ResumedTraining:
         shards = accelerator.config.value.canonical_shards
         if accelerator.parity == "bitwise" and place.canonical_shards != shards:
             raise CheckpointError(
-                f"{folder} was saved with canonical_shards={place.canonical_shards}, but this run has {shards}: the results would "
-                "not be bit-identical",
+                f"{folder} was saved with canonical_shards={place.canonical_shards}, but this run has {shards}, so "
+                "the results would not be bit-identical",
                 do=f"set canonical_shards={place.canonical_shards}",
             )
         here = global_batch_size(self._hooks.args, accelerator.num_processes)
         if place.batch_size != here:
             raise CheckpointError(
-                f"{folder} was saved with global_batch_size={place.batch_size}, but this run has {here}: its updates would differ",
+                f"{folder} was saved with global_batch_size={place.batch_size}, but this run has {here}, so its "
+                "updates would differ",
                 do=f"remove global_batch_size, or set global_batch_size={place.batch_size}",
             )
 
@@ -445,35 +453,37 @@ class ResumedTraining:
         folder, here = self._folder, self._hooks.accelerator.num_processes
         if within and self._hooks.accelerator.parity == "off" and saved not in (0, here):
             raise CheckpointError(
-                f"{folder} was saved in the middle of an epoch on {saved} processes, but this run has {here}: samples would be "
-                "repeated or lost",
+                f"{folder} was saved in the middle of an epoch on {saved} processes, but this run has {here}, so "
+                "samples would be repeated or skipped",
                 where="parity='off'",
-                do=f"resume on {saved} processes, set ignore_data_skip=True, which restarts the epoch, or train with "
-                "parity='exact', which resumes on any number",
+                do=(
+                    f"resume on {saved} processes, set ignore_data_skip=True to restart the epoch, or train with "
+                    "parity='exact', which can resume on any number of processes"
+                ),
             )
 
 
 class _Loaded(NamedTuple):
-    """The result of loading weights, as torch's ``load_state_dict`` returns it."""
+    """The result of loading weights, with the fields that torch's ``load_state_dict`` returns."""
 
     missing_keys: tuple[str, ...] = ()
     unexpected_keys: tuple[str, ...] = ()
 
 
 def best_folder(args: TrainingArguments, output_dir: Path, best: str) -> Path:
-    """Return the path of the best checkpoint: the saved path, or ``output_dir`` if the run's directory was moved."""
+    """Return the best checkpoint's path, looked up in ``output_dir`` if the run's directory has been moved."""
     saved_epoch, beside = resolve_path(args, best), output_dir / Path(best).name
     return beside if beside.is_dir() and not saved_epoch.is_dir() else saved_epoch
 
 
 def _saved_cursor_fields(folder: Path) -> Mapping[str, Any]:
-    """Return the cursor fields that echelon saves beside transformers' files; empty if transformers wrote them."""
+    """Return the cursor fields that echelon adds to transformers' files; empty for transformers' own checkpoints."""
     place: Mapping[str, Any] = read_optional_json(folder / ECHELON_DATA).get("place", {})
     return place if place.keys() >= set(CURSOR_FIELDS) else {}
 
 
 def _restart_pass(loader: Any, epoch: int) -> None:
-    """Make the next pass start at its first batch, whatever state was loaded."""
+    """Make the next pass start at its first batch, regardless of the state that was loaded."""
     if isinstance(loader, SupportsSetEpoch):
         loader.set_epoch(epoch + 1)
         loader.set_epoch(epoch)
@@ -483,12 +493,12 @@ def _restart_pass(loader: Any, epoch: int) -> None:
 
 
 def load_model_from(model: nn.Module, folder: Path, *, report: Callable[[Any], None]) -> None:
-    """Load the weights in ``folder`` into ``model``; for a PEFT model, the adapter's weights.
+    """Load the weights in ``folder`` into ``model``, or the adapter's weights for a PEFT model.
 
     Args:
-        model: a module, not wrapped.
-        folder: a checkpoint, or the files of ``save_model``.
-        report: called with the missing and unexpected weights, of which there are none: others are errors.
+        model: the unwrapped module.
+        folder: a checkpoint, or a directory that ``save_model`` wrote.
+        report: called with empty lists of missing and unexpected weights, because any such weight raises an error.
 
     Raises:
         UsageError: ``folder`` has no weights.

@@ -1,4 +1,4 @@
-"""Saving a checkpoint: the complete training state, and the model files that other programs read."""
+"""Saves a checkpoint: the complete training state, and the model files that other programs read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["CheckpointWriter"]
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run."""
+    """Writes a run's checkpoints."""
 
     def __init__(self, hooks: TrainerHooks, session: TrainerSession) -> None:
         self._hooks = hooks
@@ -38,7 +38,7 @@ class CheckpointWriter:
     def save(self, trial: Any = None) -> bool:
         """Write ``checkpoint-<step>`` and delete surplus checkpoints; return whether the write succeeded.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         hooks, session = self._hooks, self._session
         args, state, points = hooks.args, hooks.state, session.points
@@ -86,7 +86,7 @@ class CheckpointWriter:
         return accelerator.checkpoints.store.is_saved
 
     def _before_save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        """Write the files that other programs read; weights that they hold completely are not written twice."""
+        """Write the files that other programs read; if they hold all weights, the checkpoint omits them."""
         folder, state = Path(output_dir), weights[0]
         self._write_beside(state, folder)
         if self._hooks.args.should_save and (has_adapters(self._hooks.model) or _holds_weights(folder, state)):
@@ -98,7 +98,7 @@ class CheckpointWriter:
             self._hooks.state.save_to_json(folder / STATE_FILE)
 
     def _write_model(self, folder: Path, weights: Any) -> None:
-        """Write the files of ``save_model``, through the user's ``save_model`` if it is overridden."""
+        """Write the model files, through the user's ``save_model`` if it is overridden."""
         if self._session.interface.overrides_save_model:
             self._hooks.save_model(str(folder), _internal_call=True)
         elif self._hooks.args.should_save:
@@ -106,7 +106,7 @@ class CheckpointWriter:
 
 
 def _holds_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether the safetensors files in ``folder`` hold every tensor of ``state``, with tied weights stored once."""
+    """Return whether the safetensors files in ``folder`` hold every tensor in ``state``; tied weights count as one."""
     found: dict[str, list[int]] = {}
     for path in folder.glob("*.safetensors"):
         with safetensors.safe_open(path, framework="pt") as file:

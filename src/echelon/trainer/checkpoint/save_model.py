@@ -1,4 +1,4 @@
-"""Writing the files of ``save_model``: weights, tokenizer and arguments, as other programs read them."""
+"""Implements ``save_model``: writes weights, tokenizer and arguments in the formats that other programs read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["save_model", "write_model_files"]
 def save_model(hooks: TrainerHooks, folder: Path, *, write_files: Callable[..., None]) -> None:
     """Gather the weights and call ``write_files(folder, state_dict=)`` on the saving ranks.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
         ConfigError: ``save_on_each_node`` is set and the model is sharded.
@@ -36,7 +36,7 @@ def save_model(hooks: TrainerHooks, folder: Path, *, write_files: Callable[..., 
         return
     if state_dict is None:  # only rank zero gathers a sharded model
         raise ConfigError(
-            "save_on_each_node=True does not work with a sharded model: only rank zero gathers its weights",
+            "save_on_each_node=True does not work with a sharded model, because only rank zero gathers its weights",
             where="TrainingArguments.save_on_each_node",
             do="remove save_on_each_node and put output_dir on a file system that all machines share",
         )
@@ -44,7 +44,7 @@ def save_model(hooks: TrainerHooks, folder: Path, *, write_files: Callable[..., 
 
 
 def write_model_files(hooks: TrainerHooks, folder: Path, state_dict: dict[str, Any] | None) -> None:
-    """Write the files of ``save_model`` on the saving rank.
+    """Write the model files on the saving rank.
 
     Raises:
         UsageError: ``state_dict`` is None and the model is sharded.
@@ -52,8 +52,10 @@ def write_model_files(hooks: TrainerHooks, folder: Path, state_dict: dict[str, A
     if state_dict is None and hooks.accelerator.capabilities.shards_parameters:
         raise UsageError(
             "_save() without state_dict would write only this rank's shards of the model",
-            do="call save_model() on every rank, or pass the state_dict that accelerator.get_state_dict() returned on "
-            "rank zero to _save()",
+            do=(
+                "call save_model() on every rank, or pass _save() the state_dict that accelerator.get_state_dict() "
+                "returns on rank zero"
+            ),
         )
     folder.mkdir(parents=True, exist_ok=True)
     model, tokenizer = hooks.model, hooks.processing_class

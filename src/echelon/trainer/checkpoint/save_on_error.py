@@ -1,4 +1,4 @@
-"""Saving a checkpoint when an error ends training (``save_on_exception``)."""
+"""Saves a checkpoint when an error ends training (``save_on_exception``)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _TIMEOUT = timedelta(seconds=10)  # for the other ranks to fail as well
 
 
 def save_checkpoint_after_error(error: BaseException, loop: TrainingLoop) -> None:
-    """Save a checkpoint of the last completed step if possible; otherwise log why not.
+    """Save a checkpoint of the last completed step if possible; otherwise log the reason.
 
-    If only one rank fails, no checkpoint is possible, because the other ranks wait in a collective.
+    If only some ranks fail, no checkpoint can be saved, because the other ranks are waiting in a collective.
 
-    Collective: every rank that failed.
+    Collective: call on every rank that failed.
     """
     accelerator, step = loop.hooks.accelerator, loop.hooks.state.global_step
     why = None

@@ -1,4 +1,4 @@
-"""The position of a run in its data and logs, which a checkpoint holds beside weights, optimizer and scheduler."""
+"""A run's position in its data and logs, which a checkpoint holds along with weights, optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ __all__ = ["TrainCursor"]
 
 @dataclass(kw_only=True)
 class TrainCursor:
-    """The position of a run; registered for checkpointing, so that ``Accelerator.save_state`` saves it."""
+    """A run's position; registered for checkpointing, so that ``Accelerator.save_state`` saves it."""
 
     epoch: int = 0
     num_batches: int = 0
-    """Number of batches of this epoch that this rank has consumed; in the exact modes, number of updates."""
+    """Number of batches of this epoch that this rank has consumed; in the exact modes, the number of updates."""
     is_over: bool = False
     """Whether the epoch is complete, including its evaluation."""
     is_read: bool = False
     """Whether the data of this epoch is exhausted."""
     has_no_end: bool = False
-    """Whether the data yielded far more batches than its length and is not exhausted; epochs then end at this limit."""
+    """Whether the data yielded far more batches than its length and is still not exhausted; later epochs end as
+    planned."""
     num_steps_beyond: int = 0
-    """Number of steps, over all epochs, made with batches beyond the data's length."""
+    """Number of steps, over all epochs, taken with batches beyond the data's length."""
     is_within_update: bool = False
     """Whether training stopped in the middle of an update, which a resumed run repeats from its start."""
     batch_size: int = 0
-    """Samples per batch of one rank; in the exact modes, of all ranks."""
+    """Samples per batch on one rank; in the exact modes, across all ranks."""
     world_size: int = 0
     parity: str = "off"
     canonical_shards: int | None = None
     window: dict[str, Any] = field(default_factory=dict)
-    """State of the losses that are not logged yet."""
+    """State of the losses that have not been logged yet."""
     last_logged_step: int = 0
     learning_rate: float = 0.0
     grad_norm: float | None = None

@@ -1,4 +1,4 @@
-"""Saving and loading training state in the layout of transformers' Trainer."""
+"""Saves and loads training state in the format of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 LENGTH_FIELDS = ("num_steps_beyond", "has_no_end")
-"""Fields of ``TrainCursor`` that describe data whose length is wrong; a resumed run keeps them."""
+"""``TrainCursor`` fields that describe data with a wrong length; a resumed run keeps them."""
 CURSOR_FIELDS = ("epoch", "num_batches", "is_over", *LENGTH_FIELDS)
-"""Fields of ``TrainCursor`` saved in ``ECHELON_DATA``; the global step alone is ambiguous if the epoch length changes."""
+"""``TrainCursor`` fields saved in ``ECHELON_DATA``; the global step alone is ambiguous if the epoch length changes."""
 
 
 def save_transformers(
@@ -48,9 +48,10 @@ def save_transformers(
 ) -> bool:
     """Write ``folder`` and return whether the write succeeded.
 
-    ``_save_optimizer_and_scheduler``, ``_save_scaler`` and ``_save_rng_state`` of ``points`` write their files.
+    The methods ``_save_optimizer_and_scheduler``, ``_save_scaler`` and ``_save_rng_state`` in ``points`` each write
+    their own files.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
         UsageError: the engine does not expose its optimizer state.
@@ -58,8 +59,8 @@ def save_transformers(
     accelerator, args = hooks.accelerator, hooks.args
     if not accelerator.capabilities.exposes_state:
         raise UsageError(
-            f"checkpoint_format='transformers' does not work with the engine {accelerator.capabilities.name}, which writes its "
-            "state in its own format",
+            f"checkpoint_format='transformers' does not work with the {accelerator.capabilities.name} engine, which "
+            "writes its state in its own format",
             where="TrainingArguments.checkpoint_format",
             do="remove checkpoint_format='transformers'",
         )
@@ -103,9 +104,9 @@ def save_transformers(
 def load_transformers(hooks: TrainerHooks, folder: Path, scheduler: Any, points: OverridePoints) -> None:
     """Load the optimizer, the scheduler and the loss scaler without executing code from the files.
 
-    ``_load_optimizer_and_scheduler`` and ``_load_scaler`` of ``points`` load them.
+    The methods ``_load_optimizer_and_scheduler`` and ``_load_scaler`` in ``points`` load them.
 
-    Collective: if the optimizer state is sharded.
+    Collective: call on every rank if the optimizer state is sharded.
 
     Raises:
         CheckpointError: a file is missing, damaged or contains code.
@@ -132,6 +133,6 @@ def _whole_state(folder: Path) -> OptimizationState:
     if missing:
         raise CheckpointError(
             f"{folder} has no {' and no '.join(missing)}, so training cannot resume from it",
-            do="load its weights into the model and start a new run",
+            do="load its weights into the model and start a new training run",
         )
     return state

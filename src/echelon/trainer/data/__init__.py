@@ -1,1 +1,1 @@
-"""Samplers, collators and data loaders of the Trainer."""
+"""The Trainer's samplers, collators and data loaders."""

@@ -10,23 +10,23 @@ from torch.utils.data import Sampler
 __all__ = ["BalancedBatchSampler", "balanced_sizes"]
 
 _QUADRATIC = 0.001
-"""Cost of attention per squared length, relative to the cost per length."""
+"""Cost of attention per squared token, relative to the cost of everything else per token."""
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
-    """Yields the batches of all ranks in turn, balanced by cost within each update.
+    """Yields batches for each rank in turn, balanced by cost within each update.
 
-    The cost of a batch counts all samples padded to the longest one. Every update has the same number of random samples,
-    but its batches differ in size. The most expensive batches of an update come first, one per rank.
+    A batch's cost counts all samples padded to the longest one. Every update has the same number of random samples, but
+    its batches differ in size. An update's most expensive batches come first, one per rank.
 
     Args:
         lengths: length of every sample.
-        samples_per_update: samples per update, over all ranks.
+        samples_per_update: samples per update across all ranks.
         num_ranks: number of ranks; consecutive batches go to consecutive ranks.
-        num_rounds: batches per rank in an update.
-        seed: epoch e uses a generator with the seed ``seed + e``.
-        drop_last: drop an incomplete last update; otherwise it has fewer rounds, and repeats samples from the start of
-            the epoch only if it has fewer samples than ranks.
+        num_rounds: batches per rank and update.
+        seed: epoch e uses a generator seeded with ``seed + e``.
+        drop_last: drop an incomplete last update. Otherwise it has fewer rounds, and if it has fewer samples than
+            ranks, samples from the start of the epoch are repeated.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Operations on the tensors of a batch: move, detach, cut, concatenate, count samples."""
+"""Operations on a batch's tensors: move, detach, truncate, concatenate and count samples."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["batch_size", "concatenate", "cut", "detach", "fill", "map_tensors", 
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Return ``data`` on ``device``; the same object if it is already there."""
+    """Move ``data`` to ``device``; return the same object if it is already there."""
     return data if _is_on(data, device) else map_tensors(lambda tensor: tensor.to(device), data)
 
 
 def detach(data: Any) -> Any:
-    """Detach the tensors of ``data`` from the graph."""
+    """Detach the tensors in ``data`` from the graph."""
     return map_tensors(lambda tensor: tensor.detach(), data)
 
 
 def to_numpy(data: Any) -> Any:
-    """Convert the tensors of ``data`` to numpy arrays; bfloat16 becomes float32."""
+    """Convert the tensors in ``data`` to numpy arrays; bfloat16 becomes float32."""
     return map_tensors(_array, data)
 
 
 def batch_size(data: Any) -> int | None:
-    """Return the number of samples in ``data``, the rows of its first tensor; None without tensors."""
+    """Return the number of samples in ``data`` (the rows of its first tensor), or None if it holds no tensor."""
     for leaf in leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return int(leaf.shape[0])
@@ -37,12 +37,12 @@ def batch_size(data: Any) -> int | None:
 
 
 def cut(data: Any, *, rows: int, of: int) -> Any:
-    """Return the first ``rows`` samples of a batch of ``of`` samples; tensors without a row per sample stay unchanged."""
+    """Return the first ``rows`` of a batch's ``of`` samples; tensors that do not have ``of`` rows stay unchanged."""
     return map_tensors(lambda tensor: tensor[:rows] if tensor.dim() and tensor.shape[0] == of else tensor, data)
 
 
 def fill(data: Any, *, rows: int, of: int) -> Any:
-    """Undo ``cut``: repeat the last row of each tensor with ``rows`` rows up to ``of`` rows."""
+    """Undo ``cut``: extend each tensor with ``rows`` rows to ``of`` rows by repeating its last row."""
 
     def _filled(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != rows:
@@ -55,7 +55,7 @@ def fill(data: Any, *, rows: int, of: int) -> Any:
 def concatenate(parts: list[Any], *, padding: int = -100) -> Any:
     """Concatenate batches of the same structure along the first dimension.
 
-    Tensors that differ in their second dimension are padded to the longest with ``padding``.
+    Tensors whose second dimensions differ are padded to the longest one with ``padding``.
     """
     first = parts[0]
     if isinstance(first, torch.Tensor):

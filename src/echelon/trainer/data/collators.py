@@ -1,4 +1,4 @@
-"""The default collators of the Trainer."""
+"""The Trainer's default collators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PaddingCollator", "Tokenizer", "default_data_collator"]
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """An object that pads samples, such as a tokenizer or feature extractor of transformers."""
+    """An object that pads samples, such as a transformers tokenizer or feature extractor."""
 
     def pad(self, features: Any, **options: Any) -> Any:
         """Pad ``features`` and return a batch."""
@@ -22,12 +22,12 @@ class Tokenizer(Protocol):
 
 
 def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -> Any:
-    """Stack samples: mappings by key, other samples with torch's ``default_collate``.
+    """Stack samples into a batch: mappings key by key, other samples with torch's ``default_collate``.
 
-    In a mapping, ``label`` and ``label_ids`` become ``labels`` (int64 for integers, otherwise float32); strings and None
-    are dropped. Other objects are treated as the mapping of their attributes.
+    In a mapping, ``label`` and ``label_ids`` become ``labels`` (int64 for integers, otherwise float32); strings and
+    None are dropped. Any other object is treated as a mapping of its attributes.
 
-    Source: the function of this name in transformers.
+    Source: the transformers function of the same name.
     """
     first = features[0]
     if isinstance(first, (tuple, list, torch.Tensor, np.ndarray, int, float)):
@@ -43,7 +43,7 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
 
 
 class PaddingCollator:
-    """Pads samples to the longest one of the batch with the tokenizer's ``pad``."""
+    """Pads samples to the longest one in the batch with the tokenizer's ``pad``."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

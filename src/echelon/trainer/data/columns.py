@@ -1,4 +1,4 @@
-"""Selecting the columns of a dataset that the model's forward accepts, and the labels."""
+"""Selects the dataset columns that the model's forward accepts, and the labels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LABEL_LETTERS = ("y",)
 
 @runtime_checkable
 class Table(Protocol):
-    """A dataset with named columns, as in the library `datasets`."""
+    """A dataset with named columns, as in the `datasets` library."""
 
     column_names: Any
 
@@ -41,7 +41,7 @@ class Table(Protocol):
 
 @runtime_checkable
 class _Wrapper(Protocol):
-    """A PEFT model, whose ``forward`` names only some parameters of the base model's."""
+    """A PEFT model, whose ``forward`` names only some of the base model's parameters."""
 
     def get_base_model(self) -> nn.Module:
         """Return the base model."""
@@ -49,13 +49,13 @@ class _Wrapper(Protocol):
 
 
 def forward_of(model: nn.Module) -> Callable[..., Any]:
-    """Return the ``forward`` of ``model``, or of the base model in a PEFT model."""
+    """Return the ``forward`` of ``model``, or the base model's if it is a PEFT model."""
     inner = model.get_base_model() if isinstance(model, _Wrapper) else model
     return inner.forward
 
 
 def find_labels(forward: Callable[..., Any]) -> list[str]:
-    """Return the parameters of ``forward`` that are labels, judged by their names."""
+    """Return the parameters of ``forward`` whose names suggest that they are labels."""
     names = parameters_of(forward)
     if "start_positions" in names and "end_positions" in names:  # question answering
         return [name for name in names if "label" in name or name in ("start_positions", "end_positions")]
@@ -68,7 +68,7 @@ class KeptColumns:
 
     names: frozenset[str]
     by_word: bool
-    """Whether to keep columns named like labels, which an overridden compute_loss may read."""
+    """Whether to keep columns with label-like names, which an overridden compute_loss may read."""
 
     def keeps(self, name: str) -> bool:
         """Return whether the column ``name`` is kept."""
@@ -87,8 +87,8 @@ def kept_columns(model: nn.Module, *, label_names: Sequence[str], own_loss: bool
     """Return the columns that ``model`` uses; None if its forward accepts any.
 
     Args:
-        model: model whose ``forward`` is inspected.
-        label_names: labels, including those that forward does not accept.
+        model: the model whose ``forward`` is inspected.
+        label_names: names of the label columns, including those that forward does not accept.
         own_loss: whether the loss is computed outside the model.
     """
     forward = forward_of(model)
@@ -99,16 +99,16 @@ def kept_columns(model: nn.Module, *, label_names: Sequence[str], own_loss: bool
 
 
 def drop_columns(table: Table, kept: KeptColumns, *, model: nn.Module) -> tuple[Any, list[str]]:
-    """Drop the other columns from ``table``, and return it with the names of the dropped columns.
+    """Drop all other columns from ``table``; return the table and the names of the dropped columns.
 
     Raises:
-        UsageError: no column would be left.
+        UsageError: no column would remain.
     """
     columns = [str(name) for name in table.column_names]
     dropped = [name for name in columns if not kept.keeps(name)]
     if len(dropped) == len(columns):
         raise UsageError(
-            f"{type(model).__name__}.forward accepts none of the columns of the dataset ({', '.join(columns)}); "
+            f"{type(model).__name__}.forward accepts none of the dataset's columns ({', '.join(columns)}); "
             f"it accepts {', '.join(parameters_of(model.forward))}",
             where="TrainingArguments.remove_unused_columns",
             do="rename the columns, or set remove_unused_columns=False if compute_loss or the collator reads them",
@@ -117,7 +117,7 @@ def drop_columns(table: Table, kept: KeptColumns, *, model: nn.Module) -> tuple[
 
 
 class ColumnFilter:
-    """A collator that drops columns from samples that are mappings."""
+    """A collator that drops unused columns from samples that are mappings."""
 
     def __init__(self, collator: Callable[[Any], Any], kept: KeptColumns) -> None:
         self.collator = collator

@@ -1,4 +1,4 @@
-"""Building the data loaders of a Trainer."""
+"""Builds a Trainer's data loaders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_dataset(data: Any) -> Any:
     lengths = [len(part) for part in data]
     if len(set(lengths)) > 1:
         raise UsageError(
-            f"the tensors of a dataset have different lengths: {', '.join(map(str, lengths))}",
+            f"the dataset's tensors have different lengths: {', '.join(map(str, lengths))}",
             where="Trainer(train_dataset=, eval_dataset=)",
             do="pass tensors with one row per sample, such as (x, y)",
         )
@@ -56,18 +56,18 @@ def train_sampler(
     tokenizer: Any,
     whole: Any = None,
 ) -> Sampler[Any] | None:
-    """Return the sampler of the training data, or the batch sampler for the strategy ``batch_rebalance``.
+    """Return the training data's sampler, or a batch sampler for the ``batch_rebalance`` strategy.
 
-    The prepared loader makes the order depend only on seed and epoch.
+    The prepared loader makes the order depend only on the seed and the epoch.
 
     Args:
         args: training arguments.
-        dataset: training data; without a length, there is no sampler.
+        dataset: the training data; if it has no length, no sampler is returned.
         batch_size: samples per rank in one forward pass.
         accumulation: forward passes per optimizer step.
         num_ranks: number of ranks.
-        tokenizer: its first input names the column that defines the length of a sample (default: ``input_ids``).
-        whole: the dataset with all its columns, which may have one with the lengths.
+        tokenizer: the name of its first input is the column that defines a sample's length (default: ``input_ids``).
+        whole: the dataset with all its columns, one of which may hold the lengths.
     """
     if dataset is None or length_of(dataset) < 0:
         return None
@@ -106,10 +106,10 @@ def require_train_dataset(dataset: Any) -> None:
 
 
 def choose_eval_dataset(given: Any, own: Any) -> Any:
-    """Return the dataset to evaluate: ``given``, the one of ``own`` that it names, or ``own``.
+    """Return the dataset to evaluate: ``given``, the dataset in ``own`` that it names, or ``own`` itself.
 
     Raises:
-        UsageError: there is no dataset, or none with this name.
+        UsageError: there is no evaluation dataset, or none with this name.
     """
     if isinstance(given, str) and isinstance(own, dict) and given in own:
         return own[given]
@@ -136,15 +136,15 @@ def build_loader(
     sampler_fn: Callable[..., Sampler[Any] | None] | None,
     purpose: Literal["train", "eval"],
 ) -> DataLoader[Any]:
-    """Return the loader of ``dataset``, with the columns that the model accepts, sharded over the ranks.
+    """Return a loader for ``dataset``, sharded across ranks, with the columns that the model accepts.
 
     Args:
-        hooks: hooks of the Trainer.
-        points: ``_remove_unused_columns`` and ``_get_collator_with_removed_columns`` choose the columns.
+        hooks: the Trainer's hooks.
+        points: its ``_remove_unused_columns`` and ``_get_collator_with_removed_columns`` choose the columns.
         dataset: a dataset.
-        description: name of the dataset, for messages.
-        batch_size: samples per batch of this rank; in the exact modes, of all ranks.
-        sampler_fn: dataset -> sampler; not called for an iterable dataset.
+        description: the dataset's name in messages.
+        batch_size: samples per batch on this rank; in the exact modes, across all ranks.
+        sampler_fn: takes the dataset and returns its sampler; not called for an iterable dataset.
         purpose: whether ``already_sharded`` applies.
     """
     args, accelerator = hooks.args, hooks.accelerator

@@ -1,4 +1,4 @@
-"""The batches of one epoch, whose number the data determines; its length is only used for planning."""
+"""The batches of one epoch. The data determines how many there are; its length is used only for planning."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["EpochBatches", "warn_of_wrong_length"]
 class EpochBatches(Iterator[Any]):
     """Iterates over one pass of ``loader`` and detects whether more batches follow.
 
-    A prepared loader reads one batch ahead. From any other iterable, ``has_more`` reads a batch ahead.
+    A prepared loader always reads one batch ahead. For any other iterable, ``has_more`` reads one batch ahead.
 
     Args:
         loader: a prepared loader, or any iterable.
-        accelerator: makes ``has_more`` agree on all its ranks; None for a local answer.
+        accelerator: makes all its ranks agree on ``has_more``; None for a local answer.
         num_planned: number of batches after which iteration stops if the data is known to be exhausted.
     """
 
@@ -65,9 +65,9 @@ class EpochBatches(Iterator[Any]):
         return self._is_over or (self._has_started and self._prepared is not None and self._prepared.end_of_dataloader)
 
     def has_more(self) -> bool:
-        """Return whether a batch follows the current one; may read it from a loader that is not prepared.
+        """Return whether a batch follows the current one; if the loader is not prepared, this may read it.
 
-        Collective: with an ``accelerator``, if the loader is not prepared.
+        Collective: call on every rank if there is an ``accelerator`` and the loader is not prepared.
         """
         if self._prepared is not None and self._has_started:
             return not self.is_known_to_be_over
@@ -83,8 +83,10 @@ class EpochBatches(Iterator[Any]):
         num_with = round(float(accelerator.reduce(flag, "sum")))
         if 0 < num_with < num_ranks:
             warn(
-                f"the epoch ends early: only {num_with} of {num_ranks} ranks have more batches, which are not trained on. Return "
-                "accelerator.prepare(loader) from get_train_dataloader, which yields equally many batches on every rank"
+                f"the epoch ends early: only {num_with} of {num_ranks} ranks have more batches, and these are skipped. "
+                "Return "
+                "accelerator.prepare(loader) from get_train_dataloader, which yields the same number of batches on "
+                "every rank"
             )
         if num_with < num_ranks:
             self._ahead, self._is_over = [], True
@@ -102,30 +104,31 @@ def warn_of_wrong_length(
     """Warn that an epoch has more or fewer batches than planned.
 
     Args:
-        plan: plan of the run.
-        loader: loader of the training data.
-        epoch: index of the epoch, from zero.
+        plan: the run's training plan.
+        loader: the training data loader.
+        epoch: zero-based index of the epoch.
         num_batches: number of batches trained on.
         has_more: whether more batches follow.
-        ends: whether the epoch ends nevertheless, because the data seems infinite.
-        max_steps: as set by the user.
+        ends: whether the epoch ends even so, because the data seems infinite.
+        max_steps: the value that the user set.
     """
     is_short = num_batches < plan.batches_per_epoch
     more = " and has more" if has_more else ""
-    text = f"epoch {epoch + 1} had {num_batches} batches on this process{more}, but the length of the data "
-    text += f"({_where(loader)}) announced {plan.batches_per_epoch}."
+    text = f"epoch {epoch + 1} had {num_batches} batches on this process{more}, but the data's length "
+    text += f"({_where(loader)}) is {plan.batches_per_epoch}."
     if ends:
-        text += " The data seems infinite: the rest of this epoch is skipped, and later epochs end as planned."
+        text += " The data seems infinite, so the rest of this epoch is skipped, and later epochs end as planned."
     elif not is_short:
         text += " Training uses all of them."
     if max_steps <= 0:
-        text += f" The learning rate scheduler is set up for {plan.max_steps} steps" + (
-            ", which training does not reach." if is_short else " and keeps its last rate afterwards."
+        text += f" The learning rate schedule was set up for {plan.max_steps} steps" + (
+            ", which training does not reach." if is_short else " and stays at its final value afterwards."
         )
     num_workers = getattr(loader, "num_workers", 0)
     if num_workers > 1 and not is_short:
         text += (
-            f" With num_workers={num_workers}, each worker has its own last batch, and reads the whole dataset unless the dataset "
+            f" With num_workers={num_workers}, each worker produces its own incomplete last batch, and reads the whole "
+            "dataset unless the dataset "
             "shards itself with get_worker_info()."
         )
     steps = "" if max_steps > 0 else "Set max_steps= to the number of steps, or return "

@@ -17,9 +17,9 @@ def length_grouped_order(lengths: Sequence[int], *, batch_size: int, generator: 
     """Return an order in which groups of ``batch_size`` samples have similar lengths.
 
     A random permutation is split into chunks of at most 50 batches, at least four chunks if possible, and each chunk is
-    sorted, longest first. The longest sample of all comes first, so that an out-of-memory error occurs immediately.
+    sorted, longest first. The longest sample comes first, so that an out-of-memory error occurs right away.
 
-    Source: transformers' sampler of this name.
+    Source: the transformers sampler of the same name.
     """
     size = batch_size * max(1, min(len(lengths) // (batch_size * 4), 50))
     order = torch.randperm(len(lengths), generator=generator).tolist()
@@ -38,7 +38,7 @@ class LengthGroupedSampler(Sampler[int]):
     Args:
         batch_size: samples per optimizer step.
         lengths: length of every sample.
-        seed: epoch e uses a generator with the seed ``seed + e``.
+        seed: epoch e uses a generator seeded with ``seed + e``.
     """
 
     def __init__(self, batch_size: int, *, lengths: Sequence[int], seed: int) -> None:
@@ -60,10 +60,10 @@ class LengthGroupedSampler(Sampler[int]):
 
 
 def lengths_of(dataset: Any, *, column: str, name: str) -> list[int]:
-    """Return the length of every sample: the value of ``column`` if it exists, otherwise the length of the value of ``name``.
+    """Return every sample's length: the value of ``column`` if it exists, otherwise ``len()`` of the value of ``name``.
 
     Raises:
-        UsageError: the samples have neither.
+        UsageError: the samples have neither column.
     """
     if column in (getattr(dataset, "column_names", None) or ()):
         return [int(length) for length in dataset[column]]
@@ -77,5 +77,8 @@ def lengths_of(dataset: Any, *, column: str, name: str) -> list[int]:
     raise UsageError(
         f"this train_sampling_strategy needs the length of each sample, but a sample has only {columns}",
         where="TrainingArguments.length_column_name",
-        do=f"add a column {column!r}, set length_column_name to the column with the length, or add {name!r} to the samples",
+        do=(
+            f"add a column {column!r}, set length_column_name to the column that holds the length, or add {name!r} to "
+            "the samples"
+        ),
     )

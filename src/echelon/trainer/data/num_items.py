@@ -1,4 +1,4 @@
-"""Counting the labels of a batch, and detecting whether a loss is divided by their number."""
+"""Counts a batch's labels, and detects whether a loss is divided by their number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHIFTED = ("ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGenerat
 
 
 def count_items(batch: Any, *, model: nn.Module) -> torch.Tensor | None:
-    """Return the number of labels in ``batch`` that are not -100; None if the labels are not a tensor."""
+    """Return the number of labels in ``batch`` that are not -100, or None if the labels are not a tensor."""
     if not isinstance(batch, Mapping):
         return None
     labels = batch.get("shift_labels", batch.get("labels"))
@@ -28,13 +28,13 @@ def count_items(batch: Any, *, model: nn.Module) -> torch.Tensor | None:
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """Return whether the loss of ``model`` compares position i with label i + 1; encoder-decoders shift the inputs instead."""
+    """Return whether the loss compares position i with label i + 1; encoder-decoders shift the inputs instead."""
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return getattr(model, "loss_type", None) in _SHIFTED and not has_encoder
 
 
 class WatchedNumber(torch.Tensor):
-    """A tensor that records whether it is used in a computation; the results are plain tensors."""
+    """A tensor that records whether a computation uses it; the results are plain tensors."""
 
     is_used: bool
 
@@ -49,7 +49,7 @@ class WatchedNumber(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Record the use, and compute with plain tensors."""
+        """Record that the tensor was used, and compute with plain tensors."""
         with torch._C.DisableTorchFunctionSubclass():
             plain, named = _plain(args), _plain(kwargs or {})
             return func(*plain, **named)
@@ -70,12 +70,13 @@ def ignored_number(*, who: str, factor: int, of: str, do: str) -> str:
     """Return the warning for a loss that is not divided by the number of items.
 
     Args:
-        who: function that computes the loss.
+        who: the function that computes the loss.
         factor: factor by which the loss is too large.
-        of: origin of the factor.
+        of: what the factor consists of.
         do: advice to the user.
     """
     return (
-        f"{who} accepts num_items_in_batch, the number of labels in the whole update, but does not use it: its loss counts "
+        f"{who} accepts num_items_in_batch, the number of labels in the whole update, but does not use it, so its loss "
+        "counts "
         f"{factor} times in the gradients and in the logs ({of}), as in transformers. {do}"
     )

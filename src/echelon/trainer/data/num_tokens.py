@@ -1,4 +1,4 @@
-"""Counting the tokens of a batch."""
+"""Counts a batch's tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["count_tokens", "num_tokens"]
 
 
 def count_tokens(hooks: TrainerHooks, group: list[Any]) -> None:
-    """Add the tokens of the batches in ``group``, over all ranks, to the state. Collective: every rank."""
+    """Add the number of tokens in ``group``'s batches across all ranks to the state. Collective: call on every rank."""
     options = {
         "with_padding": hooks.args.include_num_input_tokens_seen == "all",
         "tokenizer": hooks.processing_class,
@@ -34,7 +34,7 @@ def num_tokens(inputs: Any, *, model: nn.Module, with_padding: bool, tokenizer: 
         inputs: a batch.
         model: defines the column.
         with_padding: count all tokens; otherwise, exclude padding by the attention mask or the padding token.
-        tokenizer: its ``pad_token_id`` is used without an attention mask.
+        tokenizer: its ``pad_token_id`` is used if there is no attention mask.
 
     Raises:
         UsageError: the batch has no such column, or padding cannot be identified.
@@ -47,7 +47,7 @@ def num_tokens(inputs: Any, *, model: nn.Module, with_padding: bool, tokenizer: 
         raise UsageError(
             f"cannot count tokens: the batch has no {name!r}, only {columns}",
             where="TrainingArguments.include_num_input_tokens_seen",
-            do=f"set {type(model).__name__}.main_input_name to the column with the tokens",
+            do=f"set {type(model).__name__}.main_input_name to the column that holds the tokens",
         )
     tokens: torch.Tensor = inputs[name]
     if with_padding:
@@ -57,7 +57,8 @@ def num_tokens(inputs: Any, *, model: nn.Module, with_padding: bool, tokenizer: 
     token = getattr(tokenizer, "pad_token_id", None)
     if token is None:
         raise UsageError(
-            "cannot count tokens without padding: there is neither an attention_mask nor a pad_token_id",
+            "cannot exclude padding from the token count, because there is neither an attention_mask nor a "
+            "pad_token_id",
             where="TrainingArguments.include_num_input_tokens_seen",
             do="set it to 'all', or pass the tokenizer to the Trainer as processing_class",
         )

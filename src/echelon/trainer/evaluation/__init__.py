@@ -1,1 +1,1 @@
-"""Evaluation, prediction and metric reports of the Trainer."""
+"""The Trainer's evaluation, prediction and metric reports."""

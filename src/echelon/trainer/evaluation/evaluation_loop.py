@@ -1,4 +1,4 @@
-"""The evaluation loop: gathers losses, predictions and labels of every sample, and computes the metrics."""
+"""The evaluation loop: gathers every sample's loss, predictions and labels, and computes the metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Implement ``Trainer.evaluate``.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     given = dataset if dataset is not None else hooks.eval_dataset
     if isinstance(given, dict):
@@ -67,7 +67,7 @@ def predict(
 ) -> PredictionOutput:
     """Implement ``Trainer.predict``.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     session.memory.begin("test")
     dataloader = hooks.get_test_dataloader(dataset)
@@ -109,10 +109,10 @@ def run_evaluation(
 ) -> EvalLoopOutput:
     """Return the model's outputs for every sample of ``dataloader``, and the metrics.
 
-    Padding samples in the last batch of a rank are removed before the forward pass, so that every sample counts once and
-    the loss equals that of a single process.
+    Padding samples in a rank's last batch are removed before the forward pass, so that every sample counts once and the
+    loss matches a single-process evaluation.
 
-    Collective: every rank, with the same number of batches.
+    Collective: call on every rank, with the same number of batches.
     """
     args, state = hooks.args, session.evaluation
     loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
@@ -199,7 +199,7 @@ def _evaluate_batches(
 
 
 def _end_batch(hooks: TrainerHooks, session: TrainerSession) -> None:
-    """Notify the callbacks, and stop if the run is preempted and can resume from here.
+    """Notify the callbacks; stop if the run has been preempted and can resume from this point.
 
     Raises:
         Preempted: the run stops.
@@ -225,7 +225,7 @@ def _prepared_model(hooks: TrainerHooks, session: TrainerSession) -> nn.Module:
 
 @contextmanager
 def _cast_to(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
-    """Cast ``model``, which must not be sharded, to ``dtype`` inside the block; a copy on the host restores the values.
+    """Cast ``model``, which must not be sharded, to ``dtype`` inside the block; restore it from a host copy afterwards.
 
     ``dtype=None`` changes nothing.
     """
@@ -245,7 +245,7 @@ def _cast_to(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
 
 
 def _main_input(inputs: Any, hooks: TrainerHooks, points: OverridePoints) -> Any:
-    """Return the main input column of a batch: ``main_input_name`` of the model, or ``input_ids``.
+    """Return a batch's main input column: the model's ``main_input_name``, or ``input_ids``.
 
     Raises:
         UsageError: the batch has no such column.
@@ -281,7 +281,7 @@ def _metrics_of(
 
 
 class _Collected:
-    """The outputs of all batches, gathered over all ranks."""
+    """The outputs of all batches, gathered from all ranks."""
 
     def __init__(self, hooks: TrainerHooks) -> None:
         self._hooks = hooks
@@ -291,9 +291,9 @@ class _Collected:
         self._weights: list[torch.Tensor] = []  # of the losses, per sample; empty for equal weights
 
     def gather(self, loss: Any, logits: Any, labels: Any, inputs: Any, *, size: int | None) -> dict[str, Any]:
-        """Gather the outputs of one batch over all ranks, padded to the longest with -100.
+        """Gather one batch's outputs from all ranks, padded to the longest with -100.
 
-        Collective: every rank, once a batch.
+        Collective: call on every rank, once per batch.
         """
         hooks = self._hooks
         losses = None if loss is None else loss.detach().reshape(1).repeat(size or 1)
@@ -304,15 +304,15 @@ class _Collected:
         return {name: None if part is None else self._gathered(part) for name, part in found.items()}
 
     def keep(self, **found: Any) -> None:
-        """Store outputs to join after the last batch."""
+        """Store outputs, which are concatenated after the last batch."""
         for name, part in found.items():
             if part is not None:
                 self.columns[name].add(part)
 
     def weigh(self, inputs: Any, *, size: int | None) -> None:
-        """Weight the loss of a batch by its items, because micro-batches of the exact modes differ in size.
+        """Weight a batch's loss by its number of items, because micro-batches differ in size in the exact modes.
 
-        Collective: every rank, once a batch.
+        Collective: call on every rank, once per batch.
         """
         rows = batches.batch_size(inputs) or 1
         items = items_of(inputs, model=self._hooks.model)
@@ -321,10 +321,10 @@ class _Collected:
         self._weights.append(self._gathered(weights).cpu())
 
     def mean_loss(self, *, filtered: bool) -> float | None:
-        """Return the mean loss over all samples in float64, or None without losses.
+        """Return the mean loss over all samples in float64, or None if there are no losses.
 
         Args:
-            filtered: ignore nonfinite losses, unless none is finite.
+            filtered: ignore nonfinite losses, unless all are nonfinite.
         """
         return self.columns["losses"].mean(filtered=filtered, weights=self._weights)
 
@@ -344,11 +344,11 @@ class _Collected:
 
 
 def _batches_and_rows(hooks: TrainerHooks, dataloader: Any) -> tuple[EpochBatches, int]:
-    """Return the batches of an evaluation, and the number of rows that its collator makes of a sample.
+    """Return an evaluation's batches, and the number of rows that its collator makes from each sample.
 
-    Padding samples cannot be cut off from a batch of several rows a sample, whose layout is unknown, and the mean loss of the batch
-    would contain them. (trl gathers a value of each row, too, so that all ranks need as many rows.) Therefore no batch has both
-    padding and new samples.
+    If a sample has several rows, padding samples cannot be removed from a batch, because its layout is unknown, and would
+    count in the batch's mean loss. (trl also gathers one value per row, so that all ranks need the same number of rows.)
+    Therefore, no batch contains both padding and real samples.
     """
     numbered = EpochBatches(dataloader)
     divide = getattr(dataloader, "divide_last_step", None)  # only prepared loaders have it
@@ -375,7 +375,7 @@ def _num_samples_of(hooks: TrainerHooks, dataloader: Any) -> int | None:
 
 
 def _real_samples(hooks: TrainerHooks, dataloader: Any, size: int | None) -> tuple[int, int] | None:
-    """Return the number of samples without padding in a batch of ``size``, on this rank and on all; None if unknown."""
+    """Return how many of ``size`` samples are not padding, on this rank and across all ranks, or None if unknown."""
     accelerator = hooks.accelerator
     if accelerator.num_processes == 1:
         return None
@@ -386,7 +386,7 @@ def _real_samples(hooks: TrainerHooks, dataloader: Any, size: int | None) -> tup
 
 
 def _refuse_without_labels(hooks: TrainerHooks, session: TrainerSession, inputs: Any) -> None:
-    """Raise if an evaluation with ``compute_metrics`` has no labels; a prediction needs none."""
+    """Raise if an evaluation with ``compute_metrics`` has no labels; a prediction does not need any."""
     if session.evaluation.is_predicting:
         return
     seen = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"a {type(inputs).__name__}"
@@ -410,7 +410,7 @@ class _Column:
         self.num_samples = 0
 
     def add(self, part: Any) -> None:
-        """Store a batch; every eval_accumulation_steps batches are moved to the CPU."""
+        """Store a batch; move stored batches to the CPU every eval_accumulation_steps batches."""
         self._parts.append(part)
         self.num_samples += batches.batch_size(part) or 0
         self._on_device += 1
@@ -421,7 +421,7 @@ class _Column:
             self._on_device = 0
 
     def joined(self) -> Any:
-        """Return the batches as numpy arrays, concatenated or as a list; None without batches."""
+        """Return the batches as numpy arrays, concatenated or as a list, or None if there are no batches."""
         if not self._parts:
             return None
         if not self._joins:
@@ -436,15 +436,18 @@ class _Column:
             raise UsageError(
                 f"the predictions of {len(self._parts)} batches cannot be concatenated: {error}",
                 where="TrainingArguments.eval_do_concat_batches",
-                do="set eval_do_concat_batches=False, or return tensors of one shape from preprocess_logits_for_metrics",
+                do=(
+                    "set eval_do_concat_batches=False, or return tensors of the same shape from "
+                    "preprocess_logits_for_metrics"
+                ),
             ) from error
 
     def mean(self, *, filtered: bool, weights: list[torch.Tensor]) -> float | None:
-        """Return the mean of all rows in float64, or None without rows.
+        """Return the mean of all rows in float64, or None if there are no rows.
 
         Args:
-            filtered: ignore nonfinite values, unless none is finite.
-            weights: weights of the rows, by batch; empty for equal weights.
+            filtered: ignore nonfinite values, unless all are nonfinite.
+            weights: each batch's row weights; empty for equal weights.
         """
         if not self._parts:
             return None

@@ -1,4 +1,4 @@
-"""The table of ``log_metrics`` and the JSON files of ``save_metrics``."""
+"""The table that ``log_metrics`` prints and the JSON files that ``save_metrics`` writes."""
 
 from __future__ import annotations
 

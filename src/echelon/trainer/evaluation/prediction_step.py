@@ -1,4 +1,4 @@
-"""Loss, logits and labels of one evaluation batch."""
+"""Computes the loss, logits and labels of one evaluation batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["evaluation_dtype", "predict_batch"]
 
 
 def evaluation_dtype(hooks: TrainerHooks) -> torch.dtype | None:
-    """Return the dtype to cast the model to for an evaluation outside training; None for no cast.
+    """Return the dtype to cast the model to for an evaluation outside training, or None for no cast.
 
     Raises:
         ConfigError: the model is sharded.
@@ -31,7 +31,7 @@ def evaluation_dtype(hooks: TrainerHooks) -> torch.dtype | None:
         raise ConfigError(
             "a sharded model cannot be cast for an evaluation",
             where="TrainingArguments.bf16_full_eval, .fp16_full_eval",
-            do="remove it: bf16=True and fp16=True also apply to evaluations",
+            do="remove it; bf16=True and fp16=True also apply to evaluations",
         )
     return torch.bfloat16 if hooks.args.bf16_full_eval else torch.float16
 
@@ -46,16 +46,16 @@ def predict_batch(
     ignore_keys: list[str] | None,
     count_items: Callable[[list[Any], torch.device], Any],
 ) -> tuple[torch.Tensor | None, Any, Any]:
-    """Return loss, logits and labels of one batch, each of which may be None; see ``Trainer.prediction_step``.
+    """Return one batch's loss, logits and labels, each of which may be None; see ``Trainer.prediction_step``.
 
     Args:
-        hooks: hooks of the Trainer.
-        session: session of the Trainer.
+        hooks: the Trainer's hooks.
+        session: the Trainer's session.
         model: the wrapped model.
-        inputs: a batch, on the device.
+        inputs: a batch on the device.
         prediction_loss_only: return no logits and no labels.
-        ignore_keys: outputs of the model that are not logits (default: from its config).
-        count_items: ``count_items(batches, device)`` returns the divisor of the loss.
+        ignore_keys: the model's outputs that are not logits (default: taken from its config).
+        count_items: ``count_items(batches, device)`` returns the number to divide the loss by.
     """
     if ignore_keys is None:
         config = getattr(hooks.model, "config", None)
@@ -76,7 +76,7 @@ def predict_batch(
                     raise UsageError(
                         f"compute_loss(..., return_outputs=True) returned a {type(result).__name__}, not (loss, outputs)",
                         where=f"{type(hooks).__name__}.compute_loss",
-                        do="end it with: return (loss, outputs) if return_outputs else loss",
+                        do="end it with `return (loss, outputs) if return_outputs else loss`",
                     )
                 loss, outputs = result
             loss = loss.detach().mean()

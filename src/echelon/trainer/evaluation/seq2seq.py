@@ -35,11 +35,11 @@ class Seq2SeqTrainingArguments(TrainingArguments):
     """``TrainingArguments`` with settings for generation."""
 
     sortish_sampler: bool = setting(False, "Not supported; use train_sampling_strategy.")
-    predict_with_generate: bool = setting(False, "Generate text in evaluations, for metrics such as ROUGE and BLEU.")
-    generation_max_length: int | None = setting(None, "max_length of generate (default: the model's).")
-    generation_num_beams: int | None = setting(None, "num_beams of generate (default: the model's).")
+    predict_with_generate: bool = setting(False, "Generate text during evaluation, for metrics such as ROUGE and BLEU.")
+    generation_max_length: int | None = setting(None, "Value of max_length for generate (default: the model's).")
+    generation_num_beams: int | None = setting(None, "Value of num_beams for generate (default: the model's).")
     generation_config: str | Path | Any = setting(
-        None, "A generation config: an object, or the path of a directory or file."
+        None, "Generation config: an object, or the path of a directory or file."
     )
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Seq2SeqTrainer(Trainer):
             self.model.generation_config = self.load_generation_config(config)
 
     def load_generation_config(self, gen_config_arg: Any) -> Any:
-        """Return a copy of a config, or load one from a path with the class of the model's config.
+        """Return a copy of a generation config, or load one from a path with the class of the model's own config.
 
         Raises:
             UsageError: a path is given, but the model has no generation config.
@@ -98,7 +98,7 @@ class Seq2SeqTrainer(Trainer):
     ) -> dict[str, float]:
         """Evaluate; ``gen_kwargs`` are passed to ``generate`` (max_length, num_beams, ...).
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         self._gen_kwargs = self._generation(gen_kwargs)
         return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
@@ -112,7 +112,7 @@ class Seq2SeqTrainer(Trainer):
     ) -> PredictionOutput:
         """Predict; ``gen_kwargs`` are passed to ``generate``.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         self._gen_kwargs = self._generation(gen_kwargs)
         return super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
@@ -133,7 +133,7 @@ class Seq2SeqTrainer(Trainer):
             raise UsageError(
                 f"predict_with_generate=True, but {type(self.model).__name__} has no generate() or no generation_config",
                 where="Seq2SeqTrainingArguments.predict_with_generate",
-                do="remove it, or use a generative model of transformers",
+                do="remove it, or use a generative transformers model",
             )
         inputs = self._prepare_inputs(inputs)
         labels = inputs.get("labels")
@@ -145,7 +145,7 @@ class Seq2SeqTrainer(Trainer):
         return loss, self._padded(tokens, wanted), None if labels is None else self._padded(labels.detach(), wanted)
 
     def _generation(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of ``generate``, from the call or from the training arguments."""
+        """Return the arguments for ``generate``, taken from the call or from the training arguments."""
         wanted = {name: value for name, value in given.items() if value is not None}
         if not {"max_length", "max_new_tokens"} & wanted.keys():
             wanted["max_length"] = getattr(self.args, "generation_max_length", None)
@@ -186,7 +186,7 @@ class Seq2SeqTrainer(Trainer):
 
 
 def _generation_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs of ``generate``, without labels and decoder inputs derived from them."""
+    """Return the inputs for ``generate``, without labels and decoder inputs derived from them."""
     labels, decoder = inputs.get("labels"), inputs.get("decoder_input_ids")
     from_labels = labels is not None and decoder is not None and labels.shape == decoder.shape
     excluded = {"labels"} | ({"decoder_input_ids", "decoder_attention_mask"} if from_labels else set())

@@ -1,4 +1,4 @@
-"""``auto_find_batch_size``: restart training with smaller batches and more accumulation when memory runs out."""
+"""``auto_find_batch_size``: restarts training with smaller batches and more accumulation steps when memory runs out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["evaluation_memory_error", "smaller_batch_sizes", "find_batch_size_an
 
 
 def smaller_batch_sizes(batch_size: int, *, accumulation: int) -> list[int]:
-    """Return the smaller batch sizes that divide the total batch size, largest first."""
+    """Return the batch sizes to try next: all smaller divisors of the total batch size, largest first."""
     total = batch_size * accumulation
     return [size for size in range(batch_size - 1, 0, -1) if total % size == 0]
 
@@ -29,13 +29,14 @@ def find_batch_size_and_train(
 ) -> TrainOutput:
     """Call ``attempt(batch_size)`` with decreasing batch sizes until one fits into memory.
 
-    Every size divides ``batch_size * accumulation``, which stays constant. Each attempt starts with the same weights, optimizer and RNG states.
+    Every size divides ``batch_size * accumulation``, which stays constant. Each attempt starts with the same weights,
+    optimizer state and RNG states.
 
-    Collective: every rank; all ranks try the same sizes.
+    Collective: call on every rank; all ranks try the same sizes.
 
     Raises:
         ConfigError: the model is sharded.
-        UsageError: even a batch of one sample does not fit.
+        UsageError: even a batch of one sample does not fit into memory.
     """
     if hooks.accelerator.capabilities.shards_parameters:
         raise ConfigError(
@@ -79,7 +80,8 @@ def evaluation_memory_error(error: BaseException, *, batch_size: int) -> UsageEr
     if not should_reduce_batch_size(error):
         return None
     return UsageError(
-        f"the evaluation ran out of memory with batches of {batch_size}; auto_find_batch_size changes only training batches",
+        f"the evaluation ran out of memory with batches of {batch_size}; auto_find_batch_size changes only the "
+        "training batch size",
         where="TrainingArguments.per_device_eval_batch_size",
         do="reduce it, or set eval_accumulation_steps to move predictions to the host earlier",
     )

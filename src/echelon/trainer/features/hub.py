@@ -1,4 +1,4 @@
-"""Uploading a model and its model card (README.md) to the Hugging Face Hub."""
+"""Uploads a model and its model card (README.md) to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _SETTINGS = (
 
 
 class HubUpload:
-    """The Hub repository of a Trainer; used only on the saving rank."""
+    """A Trainer's Hub repository; used only on the saving rank."""
 
     def __init__(self, args: TrainingArguments, output_dir: Path) -> None:
         self._args = args
         self._output_dir = output_dir
         self._running: list[Any] = []
         self.repository: str | None = None
-        """Full name of the repository, once it exists."""
+        """The repository's full name, once it exists."""
 
     def open(self, token: str | None = None, private: bool | None = None) -> str:
         """Create the repository if it does not exist, and return its name.
@@ -75,7 +75,7 @@ class HubUpload:
         return self.repository
 
     def upload(self, message: str, *, blocking: bool, token: str | None, revision: str | None) -> Any:
-        """Upload the output directory, and return the commit or, if not ``blocking``, a future."""
+        """Upload the output directory; return the commit or, if not ``blocking``, a future."""
         result = self._send(
             self._output_dir, message, token=token, revision=revision, blocking=blocking, ignore_patterns=_NOT_UPLOADED
         )
@@ -86,7 +86,8 @@ class HubUpload:
     def upload_checkpoint(self, checkpoint: Path, *, step: int, before: Callable[[], Any]) -> bool:
         """Start the uploads that ``hub_strategy`` requires after a checkpoint, and return whether one was started.
 
-        An upload is skipped while another one is running, unless ``hub_always_push`` is set. ``before`` is called before it.
+        An upload is skipped while another one is running, unless ``hub_always_push`` is set. ``before`` is called
+        before each upload.
         """
         args = self._args
         self._running = [one for one in self._running if not one.done()]
@@ -113,7 +114,7 @@ class HubUpload:
         return True
 
     def wait(self) -> None:
-        """Wait for the background uploads; raise the error of a failed one."""
+        """Wait for the background uploads; raise the error if one failed."""
         if self._running:
             logger.info("waiting for the upload to %s", self.repository)
         running, self._running = self._running, []
@@ -149,16 +150,16 @@ def push(
     """Implement ``Trainer.push_to_hub``.
 
     Args:
-        hooks: hooks of the Trainer.
-        hub: the repository, which exists.
-        message: message of the commit.
+        hooks: the Trainer's hooks.
+        hub: an existing repository.
+        message: the commit message.
         blocking: wait for the upload.
-        token: token of the Hub.
+        token: a Hub access token.
         revision: branch.
-        card: the arguments of ``create_model_card``.
-        wait: waits for the uploads in the background.
+        card: the arguments for ``create_model_card``.
+        wait: function that waits for the background uploads.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     notify(hooks, "on_push_begin")
     hooks.save_model(_internal_call=True)
@@ -178,7 +179,7 @@ def push(
 
 
 def _tags_of(model: Any, given: Any) -> list[str]:
-    """Return ``given``, a tag or several, and those of the model."""
+    """Return the tags in ``given`` (one or several) followed by the model's own tags."""
     tags = [given] if isinstance(given, str) else list(given or ())
     return [*tags, *(tag for tag in getattr(model, "model_tags", None) or () if tag not in tags)]
 
@@ -215,7 +216,7 @@ def model_card(
     data: Any,
     versions: Mapping[str, str],
 ) -> str:
-    """Return the text of a model card: metadata as YAML, results, settings and versions."""
+    """Return a model card's text: metadata as YAML, results, settings and versions."""
     import yaml  # noqa: PLC0415 - slows down imports
 
     head = {key: value for key, value in metadata.items() if value}

@@ -1,4 +1,4 @@
-"""``hyperparameter_search``: train with different settings and return the best ones."""
+"""``hyperparameter_search``: trains with different settings and returns the best ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OPTIMIZE_OPTIONS = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial"
 
 
 class BestRun(NamedTuple):
-    """The best run of a search."""
+    """The best run in a search."""
 
     run_id: str
     objective: float | list[float]
@@ -31,7 +31,7 @@ class BestRun(NamedTuple):
 
 
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
-    """Return the evaluation loss, or the sum of the other metrics, except times and rates, if there are any."""
+    """Return the sum of all metrics except the loss, times and rates, or the evaluation loss if there are none."""
     ignored = ("_runtime", "_per_second", "_model_preparation_time")
     others = {name: value for name, value in metrics.items() if not name.endswith(ignored)}
     loss = others.pop("eval_loss", None)
@@ -40,7 +40,7 @@ def default_compute_objective(metrics: Mapping[str, float]) -> float:
 
 
 def default_space(trial: Any) -> dict[str, Any]:
-    """Suggest learning rate, number of epochs, seed and batch size."""
+    """Suggest the learning rate, number of epochs, seed and batch size."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
         "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
@@ -50,7 +50,7 @@ def default_space(trial: Any) -> dict[str, Any]:
 
 
 def set_arguments(args: Any, values: Mapping[str, Any]) -> None:
-    """Set fields of the arguments.
+    """Set fields in the training arguments.
 
     Raises:
         ConfigError: a field does not exist.
@@ -58,9 +58,9 @@ def set_arguments(args: Any, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if not hasattr(args, name):
             raise ConfigError(
-                f"hp_space returned {name!r}, which is not a setting of TrainingArguments",
+                f"hp_space returned {name!r}, which is not a TrainingArguments setting",
                 where="Trainer.hyperparameter_search(hp_space=)",
-                do="return only settings of TrainingArguments; read parameters of the model in model_init(trial)",
+                do="return only TrainingArguments settings; read model parameters from the trial in model_init(trial)",
             )
         old = getattr(args, name)
         setattr(args, name, type(old)(value) if isinstance(old, (Enum, float)) else value)
@@ -78,22 +78,23 @@ def search(
     name_of: Callable[[Any], str] | None,
     options: Mapping[str, Any],
 ) -> BestRun | list[BestRun] | None:
-    """Run the trials with optuna and return the best run on every rank; a list for several directions.
+    """Run the trials with optuna; return the best run, or a list of the best runs for several directions, on every
+    rank.
 
     The training arguments are restored afterwards.
 
     Args:
-        hooks: hooks of a Trainer with ``model_init``.
+        hooks: the hooks of a Trainer that has a ``model_init``.
         state: holds the running trial.
         space: trial -> settings.
-        objective: metrics -> a number, or one per direction.
+        objective: takes the metrics and returns a number, or one number per direction.
         num_trials: number of trials.
         direction: ``minimize``, ``maximize``, or a list of these.
         backend: ``optuna`` or None.
-        name_of: optuna's trial -> name of its directory (default: ``run-<number>``).
-        options: options of ``optuna.create_study`` and of its ``optimize``.
+        name_of: takes an optuna trial and returns its directory name (default: ``run-<number>``).
+        options: options for ``optuna.create_study`` and for the study's ``optimize``.
 
-    Collective: every rank; rank zero chooses the settings.
+    Collective: call on every rank; rank zero chooses the settings.
 
     Raises:
         UsageError: the Trainer has no ``model_init``.
@@ -127,22 +128,22 @@ def search(
 
 
 class Trial:
-    """A trial of the search: its settings, and its pruning after evaluations."""
+    """One trial in a search: its settings, and its pruning after evaluations."""
 
     def __init__(self, ranks: _Ranks, trial: Any, values: Mapping[str, Any]) -> None:
         self.trial = trial
-        """optuna's trial; on other ranks than zero, a ``FixedTrial`` with the same parameters."""
+        """The optuna trial; on ranks other than zero, a ``FixedTrial`` with the same parameters."""
         self.values = values
         self.name = f"run-{trial.number}"
         """Name of its directory."""
         self.objective: Any = None
-        """Objective of the last evaluation."""
+        """The last evaluation's objective."""
         self._ranks = ranks
 
     def report_evaluation(self, metrics: dict[str, float], *, step: int) -> None:
-        """Report the objective to optuna, and end the trial on all ranks if optuna prunes it.
+        """Report the objective to optuna; end the trial on all ranks if optuna prunes it.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         self.objective = self.of(metrics)
         prunes = False
@@ -153,7 +154,7 @@ class Trial:
             raise self._ranks.optuna.TrialPruned()
 
     def of(self, metrics: dict[str, float]) -> Any:
-        """Return the objective of ``metrics``."""
+        """Return the objective computed from ``metrics``."""
         return self._ranks.objective(metrics)
 
 
@@ -166,7 +167,7 @@ class SearchState:
 
 
 class _Ranks:
-    """Shares the decisions of rank zero with all ranks: settings, pruning, and the end of the search."""
+    """Shares rank zero's decisions with all ranks: settings, pruning and the end of the search."""
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class _Ranks:
         self._name_of = name_of
 
     def make_objective(self, space: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], Any]:
-        """Return the function that optuna calls for each trial on rank zero."""
+        """Return the function that optuna calls on rank zero for each trial."""
 
         def _run(trial: Any) -> Any:
             values = dict(space(trial))
@@ -195,7 +196,7 @@ class _Ranks:
         return _run
 
     def follow(self) -> BestRun | list[BestRun] | None:
-        """Run the trials of rank zero, and return its result when the search ends; None if it failed."""
+        """Run the trials that rank zero sends; return its result when the search ends, or None if the search failed."""
         while (message := self.broadcast(None))[0] == "trial":
             number, values, params = message[1]
             trial = self.optuna.trial.FixedTrial(params, number)
@@ -207,7 +208,7 @@ class _Ranks:
         return found
 
     def _run_trial(self, trial: Trial) -> Any:
-        """Train with the settings of ``trial``, and return its objective."""
+        """Train with the settings in ``trial`` and return the objective."""
         hooks = self._hooks
         set_arguments(hooks.args, trial.values)
         if self._name_of is not None:
@@ -221,7 +222,7 @@ class _Ranks:
         return trial.objective
 
     def end(self, found: BestRun | list[BestRun] | None) -> None:
-        """Send the result of the search, without optuna's study, to the other ranks."""
+        """Send the search result, without the optuna study, to the other ranks."""
         if isinstance(found, BestRun):
             self.broadcast(("end", BestRun(*found[:3])))
         else:
@@ -230,7 +231,7 @@ class _Ranks:
     def broadcast(self, value: Any) -> Any:
         """Return rank zero's ``value``.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         return self._hooks.accelerator.gather_for_metrics([value], use_gather_object=True)[0]
 
@@ -239,9 +240,9 @@ def _check(hooks: TrainerHooks, backend: Any, options: Mapping[str, Any]) -> Non
     name = str(getattr(backend, "value", backend or "optuna"))
     if name in _OTHER_BACKENDS:
         raise ConfigError(
-            f"backend={name!r} is not supported: it runs trials in separate processes",
+            f"backend={name!r} is not supported, because it runs trials in separate processes",
             where="Trainer.hyperparameter_search",
-            do=f"use backend='optuna', or let {name} call a function that creates a Trainer and trains",
+            do=f"use backend='optuna', or have {name} call a function that creates and runs a Trainer",
         )
     if name != "optuna":
         raise ConfigError(
@@ -249,9 +250,12 @@ def _check(hooks: TrainerHooks, backend: Any, options: Mapping[str, Any]) -> Non
         )
     if options.get("n_jobs", 1) != 1:
         raise ConfigError(
-            f"n_jobs={options['n_jobs']} is not supported: a Trainer trains one model at a time",
+            f"n_jobs={options['n_jobs']} is not supported, because a Trainer trains one model at a time",
             where="Trainer.hyperparameter_search",
-            do="remove n_jobs, and start the program several times with the same storage= and study_name=",
+            do=(
+                "remove n_jobs; to run trials in parallel, start the program several times with the same storage= and "
+                "study_name="
+            ),
         )
     if hooks.model_init is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Memory use of the stages of a run, on the host and on the accelerator: ``skip_memory_metrics=False``."""
+"""Host and accelerator memory use of each stage of a run (``skip_memory_metrics=False``)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _EVERY_S = 0.01
 
 
 class MemoryMeter:
-    """Measures one stage at a time; a nested stage, such as an evaluation during training, counts to the outer one.
+    """Measures one stage at a time; a nested stage, such as an evaluation during training, counts as part of the outer
+    one.
 
     Metrics in bytes: ``<stage>_mem_cpu_alloc_delta`` (growth from start to end), ``..._peaked_delta`` (peak above the
-    end), and both for the accelerator as ``..._mem_gpu_...``.
+    end), and both for the accelerator (``..._mem_gpu_...``).
     """
 
     def __init__(self, device: torch.device, *, is_on: bool) -> None:
@@ -46,7 +47,7 @@ class MemoryMeter:
         self._sampler.start()
 
     def end(self, stage: str) -> dict[str, int]:
-        """Return the metrics of ``stage`` and pending ones; empty if another stage is being measured."""
+        """Return the metrics for ``stage`` and all pending ones; empty if another stage is being measured."""
         if self._stage != stage:
             return {}
         self.cancel()
@@ -64,12 +65,12 @@ class MemoryMeter:
         return metrics
 
     def keep(self, metrics: dict[str, int]) -> None:
-        """Add ``metrics`` of a stage without a report to the next report."""
+        """Keep the metrics of a stage that has no report, and add them to the next report."""
         if metrics:
             self._pending = {**metrics, "before_init_mem_cpu": self._begin_host}
 
     def cancel(self) -> None:
-        """Stop measuring, also after an error."""
+        """Stop measuring, even after an error."""
         if self._stage is not None:
             self._stage = None
             self._stop.set()

@@ -1,4 +1,4 @@
-"""Changes to a model before training: activation checkpointing and Liger kernels."""
+"""Changes that are made to a model before training: activation checkpointing and Liger kernels."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _METHOD_OPTIONS = ("every_n_layers", "offload")
 
 
 def enable_activation_checkpointing(model: nn.Module, options: Any) -> None:
-    """Enable activation checkpointing through the model's method.
+    """Enable activation checkpointing by calling the model's own method.
 
     Args:
-        model: a model of transformers, or any model with ``gradient_checkpointing_enable``.
-        options: options of ``torch.utils.checkpoint.checkpoint``, ``every_n_layers`` and ``offload``; None for the
+        model: a transformers model, or any model with ``gradient_checkpointing_enable``.
+        options: options for ``torch.utils.checkpoint.checkpoint``, ``every_n_layers`` and ``offload``; None for the
             model's defaults.
 
     Raises:
@@ -53,12 +53,12 @@ def enable_activation_checkpointing(model: nn.Module, options: Any) -> None:
         f"activation_checkpointing=True, but {type(model).__name__} does not support it"
         + (f" with {', '.join(more)}" if more else ""),
         where="TrainingArguments.activation_checkpointing",
-        do="use torch.utils.checkpoint in the model, or add a method gradient_checkpointing_enable to it",
+        do="use torch.utils.checkpoint in the model, or add a gradient_checkpointing_enable method to it",
     )
 
 
 def apply_liger_kernel(model: nn.Module, options: dict[str, Any] | None) -> None:
-    """Replace layers of ``model`` with those of liger_kernel.
+    """Replace layers in ``model`` with their liger_kernel versions.
 
     Raises:
         MissingExtraError: liger_kernel is not installed.

@@ -1,4 +1,4 @@
-"""NEFTune: uniform noise on the embeddings of a language model during training."""
+"""NEFTune: adds uniform noise to a language model's embeddings during training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["noisy_embeddings"]
 @runtime_checkable
 class _HasEmbeddings(Protocol):
     def get_input_embeddings(self) -> nn.Module:
-        """Return the module that embeds tokens."""
+        """Return the token embedding module."""
         ...
 
 
@@ -42,7 +42,7 @@ def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
         raise UsageError(
             f"neftune_noise_alpha={alpha}, but {type(model).__name__} has no method get_input_embeddings()",
             where="TrainingArguments.neftune_noise_alpha",
-            do="add get_input_embeddings() to the model, which returns the embedding module",
+            do="add a get_input_embeddings() method that returns the embedding module to the model",
         )
 
     def _add_noise(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Finding the first tensor with a nan or an infinity, by name."""
+"""Finds and names the first tensor that contains a nan or an infinity."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NonFiniteError(EchelonError, FloatingPointError):
 
 @contextmanager
 def checked_forward(model: nn.Module) -> Iterator[None]:
-    """Make a forward pass of ``model`` raise at the first module with a nonfinite output.
+    """Make the forward pass of ``model`` raise at the first module with a nonfinite output.
 
     Synchronizes with the device after every module.
 
@@ -75,13 +75,13 @@ def checked_forward(model: nn.Module) -> Iterator[None]:
 def first_bad(
     model: nn.Module, group: list[Any], *, compute_loss: Callable[[nn.Module, Any], torch.Tensor] | None
 ) -> str | None:
-    """Return the first nonfinite tensor of an update, by name, or None if all tensors of this rank are finite.
+    """Return the name of an update's first nonfinite tensor, or None if all tensors on this rank are finite.
 
     Searches the batches, the weights, a repeated forward pass, and the gradients.
 
     Args:
-        model: the model with the gradients of the update.
-        group: batches of the update.
+        model: the model, which holds the update's gradients.
+        group: the update's batches.
         compute_loss: ``compute_loss(model, batch)`` for the repeated forward pass; None skips it.
     """
     for inputs in group:
@@ -92,7 +92,7 @@ def first_bad(
         )
         for name, column in columns.items():
             if (found := _count(column)) is not None:
-                return f"{name!r} of the batch contains {found}"
+                return f"{name!r} in the batch contains {found}"
     for name, parameter in model.named_parameters():
         if (found := _count(parameter)) is not None:
             return f"the weight {name} contains {found}"
@@ -102,14 +102,14 @@ def first_bad(
                 with torch.no_grad(), checked_forward(model):
                     loss = compute_loss(model, inputs)
                 if (found := _count(loss)) is not None:
-                    return f"the loss contains {found}, but all outputs of the model are finite"
+                    return f"the loss contains {found}, but all model outputs are finite"
         except NonFiniteError as error:
             return error.what
     return _first_bad_gradient(model)
 
 
 def _first_bad_gradient(model: nn.Module) -> str | None:
-    """Return the nonfinite gradient of the last parameter, which the backward pass computed first, or None."""
+    """Return the nonfinite gradient that the backward pass computed first, that is, the last parameter's, or None."""
     for name, parameter in reversed(list(model.named_parameters())):
         if parameter.grad is not None and (found := _count(parameter.grad)) is not None:
             return f"the gradient of {name} contains {found}"
@@ -117,7 +117,7 @@ def _first_bad_gradient(model: nn.Module) -> str | None:
 
 
 def _count(data: Any) -> str | None:
-    """Return the number of nan and infinite values in ``data`` as text, or None if all are finite."""
+    """Describe how many values in ``data`` are nan and infinite, or return None if all are finite."""
     nans = infinities = total = 0
 
     def _add(tensor: torch.Tensor) -> None:

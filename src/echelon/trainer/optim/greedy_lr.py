@@ -16,20 +16,21 @@ _IS_BETTER = (
 
 
 class GreedyLR(ReduceLROnPlateau):
-    """Divides the rate by ``factor`` after more than ``patience`` improvements in a row; multiplies it after as many failures.
+    """Divides the rate by ``factor`` after more than ``patience`` improvements in a row, and multiplies it by
+    ``factor`` after the same number of failures.
 
-    Derived from ``ReduceLROnPlateau``, so that code which steps that class with a metric also steps this one.
+    Derives from ``ReduceLROnPlateau``, so that code that passes a metric to its ``step`` also works with this class.
 
-    Source: GreedyLR, arXiv 2512.14527; names and defaults are those of transformers' class.
+    Source: GreedyLR, arXiv 2512.14527; names and defaults match transformers' class.
 
     Args:
-        optimizer: optimizer whose learning rates are changed.
-        mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps: arguments of ``ReduceLROnPlateau``.
-        warmup: number of values to ignore after an increase, as ``cooldown`` after a decrease.
+        optimizer: the optimizer whose learning rates change. mode, factor, patience, threshold, threshold_mode,
+        cooldown, min_lr, eps: the same as in ``ReduceLROnPlateau``.
+        warmup: number of values to ignore after an increase, as ``cooldown`` does after a decrease.
         max_lr: maximum rate, for all groups or per group.
-        smooth: use the mean of the last ``window_size`` values.
+        smooth: compare the mean of the last ``window_size`` values.
         window_size: see ``smooth``.
-        reset_start: number of decreases at the minimum rate after which rates and counters are reset.
+        reset_start: reset the rates and counters after this many decreases at the minimum rate.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class GreedyLR(ReduceLROnPlateau):
         self._window: deque[float] = deque(maxlen=self.window_size)
 
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
-        """Update the rate with the metric of an evaluation."""
+        """Update the rate with an evaluation's metric."""
         current = float(metrics)
         if self.smooth:
             self._window.append(current)
@@ -112,7 +113,7 @@ class GreedyLR(ReduceLROnPlateau):
             self._reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the names of transformers."""
+        """Return the state, with the same names as in transformers."""
         state = {name: value for name, value in vars(self).items() if name not in ("optimizer", "_window")}
         if self.smooth:
             values = list(self._window)
@@ -120,7 +121,7 @@ class GreedyLR(ReduceLROnPlateau):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class or of transformers' class."""
+        """Load a state saved by this class or by transformers' class."""
         window = (state_dict.get("_streaming_avg") or {}).get("values", [])
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "_streaming_avg"})
         self._window = deque(window, maxlen=self.window_size)

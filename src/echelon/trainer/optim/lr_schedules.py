@@ -1,4 +1,4 @@
-"""Learning rate schedulers: for each name, a factor on the peak rate as a function of the optimizer step."""
+"""Learning rate schedulers by name; each multiplies the peak rate by a function of the optimizer step."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def get_scheduler(
     num_training_steps: int | None = None,
     scheduler_specific_kwargs: dict[str, Any] | None = None,
 ) -> LRScheduler:
-    """Return the scheduler ``name`` for ``optimizer``; call its ``step`` once per optimizer step.
+    """Return the scheduler called ``name`` for ``optimizer``; call its ``step`` once per optimizer step.
 
     Args:
         name: see ``SchedulerType``.
-        optimizer: optimizer whose learning rates are the peak.
+        optimizer: its learning rates are the peak rates.
         num_warmup_steps: number of warm-up steps (default: 0).
         num_training_steps: total number of steps, including warm-up; constant schedulers do not need it.
-        scheduler_specific_kwargs: extra arguments of the scheduler.
+        scheduler_specific_kwargs: extra arguments for the scheduler.
 
     Raises:
         ConfigError: a name or argument is unknown, or ``num_training_steps`` is missing.
@@ -44,7 +44,7 @@ def get_scheduler(
         return GreedyLR(optimizer, **more)
     if num_training_steps is None and kind in _NEED_NUM_STEPS:
         raise ConfigError(
-            f"the scheduler {kind.value!r} needs num_training_steps",
+            f"the {kind.value!r} scheduler needs num_training_steps",
             where="get_scheduler",
             do="pass num_training_steps",
         )
@@ -59,7 +59,7 @@ def get_scheduler(
         factor(0)
     except TypeError as error:
         raise ConfigError(
-            f"the scheduler {kind.value!r} does not accept these arguments: {error}",
+            f"the {kind.value!r} scheduler does not accept these arguments: {error}",
             where="lr_scheduler_kwargs",
             do="see the functions of echelon.trainer.optim.lr_schedules",
         ) from error
@@ -164,7 +164,7 @@ def _warmup_stable_decay(
 
 
 def _shape(kind: str, part: float, *, num_cycles: float, setting: str) -> float:
-    """Return the factor after the fraction ``part`` of a decay from 1 to 0."""
+    """Return the factor after fraction ``part`` of a decay from 1 to 0."""
     if kind == "linear":
         return 1.0 - part
     if kind == "cosine":
@@ -186,7 +186,8 @@ def _min_lr_rate(kind: SchedulerType, more: dict[str, Any], *, peak: float) -> f
     rate, lr = more.pop("min_lr_rate", None), more.pop("min_lr", None)
     if (rate is None) == (lr is None):
         raise ConfigError(
-            f"the scheduler {kind.value!r} needs either min_lr (a learning rate) or min_lr_rate (a fraction of the peak)",
+            f"the {kind.value!r} scheduler needs either min_lr (a learning rate) or min_lr_rate (a fraction of the "
+            "peak)",
             where="lr_scheduler_kwargs",
             do="set one of them, for example lr_scheduler_kwargs={'min_lr_rate': 0.1}",
         )
@@ -196,7 +197,7 @@ def _min_lr_rate(kind: SchedulerType, more: dict[str, Any], *, peak: float) -> f
 def _end_rate(lr_end: float, *, peak: float) -> float:
     if not peak > lr_end:
         raise ConfigError(
-            f"lr_end={lr_end} of the polynomial scheduler is not below the learning rate {peak}",
+            f"the polynomial scheduler's lr_end={lr_end} is not below the learning rate {peak}",
             where="lr_scheduler_kwargs",
             do="set a smaller lr_end",
         )

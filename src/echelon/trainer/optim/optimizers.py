@@ -33,16 +33,16 @@ _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(
 def optimizer_class_and_arguments(
     args: TrainingArguments, model: nn.Module | None = None
 ) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Return the optimizer class for ``args.optim`` and its arguments, except parameters and weight decay.
+    """Return the optimizer class for ``args.optim`` and its arguments, without parameters and weight decay.
 
-    Optimizers with their own parameter groups have them under ``params``.
+    For optimizers that define their own parameter groups, the arguments include them as ``params``.
 
     Args:
         args: training arguments.
-        model: needed by optimizers with their own parameter groups.
+        model: required by optimizers that define their own parameter groups.
 
     Raises:
-        MissingExtraError: the package of the optimizer is not installed.
+        MissingExtraError: the optimizer's package is not installed.
     """
     kind = OptimizerNames(args.optim)
     more = _parse_arguments(args.optim_args)
@@ -67,10 +67,11 @@ def optimizer_class_and_arguments(
 
 
 def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return ``kind``, or an equivalent class that does not import torch's compiler, if nothing has imported it yet.
+    """Return ``kind``, or an equivalent class that does not import torch's compiler if nothing has imported it yet.
 
-    The first optimizer of a process imports ``torch._dynamo`` only to mark its methods with ``torch._disable_dynamo``, which
-    takes longer than importing torch. The returned class has the unmarked methods. Pickles and copies are of ``kind``.
+    A process's first optimizer imports ``torch._dynamo`` only to mark its methods with ``torch._disable_dynamo``, which
+    takes longer than importing torch. The returned class has the unmarked methods. Pickling or copying an instance
+    yields an instance of ``kind``.
 
     Args:
         kind: any class; classes outside torch are returned unchanged.
@@ -93,7 +94,7 @@ def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def _is_foreign(function: Any) -> bool:
-    """Return whether ``function`` is a wrapper that does not come from torch."""
+    """Return whether ``function`` is a wrapper defined outside torch."""
     return not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.")
 
 
@@ -161,13 +162,13 @@ def _target_weights(wanted: Any, model: nn.Module | None, *, optimizer: str) -> 
     Args:
         wanted: ``all-linear``, a regular expression that matches the full name, or a list of substrings or expressions.
         model: the model.
-        optimizer: name of the optimizer, for the error.
+        optimizer: the optimizer's name for the error message.
     """
     if wanted is None or model is None:
         raise ConfigError(
-            f"optim={optimizer!r} needs optim_target_modules, the layers to which it applies",
+            f"optim={optimizer!r} requires optim_target_modules, the layers to apply it to",
             where="TrainingArguments.optim_target_modules",
-            do="set it to 'all-linear', a regular expression, or a list of parts of names, such as ['attn', 'mlp']",
+            do="set it to 'all-linear', a regular expression, or a list of name parts such as ['attn', 'mlp']",
         )
 
     def _is_wanted(name: str) -> bool:
@@ -179,9 +180,10 @@ def _target_weights(wanted: Any, model: nn.Module | None, *, optimizer: str) -> 
     if not found:
         layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         raise ConfigError(
-            f"optim_target_modules={wanted!r} matches no linear layer; the model has {', '.join(layers[:8]) or 'none'}",
+            f"optim_target_modules={wanted!r} does not match any linear layer; the model has "
+            f"{', '.join(layers[:8]) or 'none'}",
             where="TrainingArguments.optim_target_modules",
-            do="name one or more of these layers, or set it to 'all-linear'",
+            do="set it to one or more of these layers, or to 'all-linear'",
         )
     return found
 
@@ -210,7 +212,7 @@ _FROM_PACKAGES: Mapping[str, Callable[..., _Found]] = {
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters with weight decay: all except biases and normalization layers."""
+    """Return the names of the parameters that weight decay applies to: all except biases and normalization layers."""
     in_layer_norm = {
         f"{module_name}.{name}" if module_name else name
         for module_name, module in model.named_modules()
@@ -225,7 +227,7 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
 
 
 def param_groups_of(optimizer: Any, method: str) -> list[dict[str, Any]]:
-    """Return the parameter groups of ``optimizer``, for ``Trainer.<method>``.
+    """Return the optimizer's parameter groups, for ``Trainer.<method>``.
 
     Raises:
         UsageError: ``optimizer`` is None.
@@ -248,7 +250,7 @@ def find_param_group(optimizer: Any, model: nn.Module, param: str | nn.Parameter
 
 
 def parameter_groups(model: nn.Module, *, decaying: list[str], weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups of trainable parameters: with decay, then without; checkpoints depend on this order."""
+    """Return the trainable parameters in two groups, with decay first; checkpoints depend on this order."""
     names = set(decaying)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [

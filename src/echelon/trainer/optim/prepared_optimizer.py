@@ -1,4 +1,4 @@
-"""Creating the optimizer and the scheduler of a run, and preparing them."""
+"""Creates and prepares a run's optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -62,23 +62,23 @@ def create_scheduler(hooks: TrainerHooks, optimizer: Optimizer, num_steps: int) 
 
 @dataclass
 class PreparedOptimizer:
-    """State of the optimizer and the scheduler that is not in the Trainer's attributes."""
+    """Optimizer and scheduler state that is not in the Trainer's attributes."""
 
     is_prepared: bool = False
-    """Whether model, optimizer and scheduler are prepared."""
+    """Whether the model, optimizer and scheduler are prepared."""
     scheduler: Any = None
-    """Scheduler as returned by ``prepare``."""
+    """The scheduler that ``prepare`` returned."""
     is_foreign_scheduler: bool = False
     """Whether the scheduler is not a torch ``LRScheduler``, so that the Accelerator does not save it."""
     steps_per_update: bool = True
-    """Whether the scheduler steps after each update; otherwise, with the metric of each evaluation."""
+    """Whether the scheduler steps after each update; otherwise, it steps with each evaluation's metric."""
     _has_other_gradients: bool = False  # trainable weights that the optimizer does not contain
     _created_scheduler: bool = False
 
     def prepare(self, hooks: TrainerHooks, max_steps: int, points: OverridePoints) -> None:
         """Create the optimizer and the scheduler if they were not given, and prepare them with the model.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         hooks.optimizer = _unwrapped(hooks.optimizer)
         if self._created_scheduler:
@@ -110,7 +110,7 @@ class PreparedOptimizer:
         handler.model, handler.optimizer, handler.lr_scheduler = hooks.model, hooks.optimizer, hooks.lr_scheduler
 
     def zero_grad(self, hooks: TrainerHooks) -> None:
-        """Zero the gradients of the model, including weights that the optimizer does not contain."""
+        """Zero the model's gradients, including those of weights that the optimizer does not contain."""
         (hooks.model_wrapped if self._has_other_gradients else hooks.optimizer).zero_grad()
 
 
