@@ -113,7 +113,7 @@ def test_a_label_column_is_missing(tmp_path: Path) -> None:
         error.value,
         what="compute_loss needs 'labels', but the batch has only x, target_value (label_names: labels)",
         where="Trainer.compute_loss",
-        do="rename a column of the dataset, or set label_names",
+        do="rename a dataset column, or set label_names",
     )
     with pytest.raises(UsageError, match="compute_loss needs 'labels'"):
         OwnLoss(Bare(), _args(tmp_path), eval_dataset=rows).evaluate()
@@ -190,7 +190,7 @@ def test_a_wrong_key_for_the_accelerator(tmp_path: Path) -> None:
 
 
 def test_two_callbacks_of_one_class_are_told(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="a EarlyStoppingCallback is already among the callbacks"):
+    with pytest.warns(UserWarning, match="a EarlyStoppingCallback has already been added"):
         Trainer(Line(), _args(tmp_path), callbacks=[EarlyStoppingCallback, EarlyStoppingCallback()])
 
 

@@ -520,7 +520,7 @@ def test_data_without_a_length_train_for_max_steps_and_start_again(tmp_path: Pat
     trainer = Trainer(Line(), _args(tmp_path, max_steps=8), train_dataset=Stream(), callbacks=[recorder])
     assert trainer.train().global_step == 8
     assert recorder.events.count("on_epoch_begin") == 2
-    with pytest.raises(UsageError, match="train_dataset has no length, and max_steps is not set"):
+    with pytest.raises(UsageError, match="train_dataset has no length and max_steps is not set"):
         Trainer(Line(), _args(tmp_path), train_dataset=Stream())
 
 

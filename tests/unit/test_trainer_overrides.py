@@ -32,7 +32,7 @@ OWN_FORMAT_LACKS = {"_save_optimizer_and_scheduler", "_save_rng_state", "_save_s
 @pytest.mark.parametrize("layout", ["transformers", "echelon"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_each_override_is_called_as_often_as_in_transformers(scenario: str, layout: str, tmp_path: Path) -> None:
-    with pytest.warns(EchelonWarning, match="the Trainer of transformers uses these definitions") as warned:
+    with pytest.warns(EchelonWarning, match="transformers' Trainer uses these definitions") as warned:
         counts = count_calls(echelon.trainer, scenario, tmp_path, checkpoint_format=layout)
     named = "; ".join(str(one.message) for one in warned)
     silent = {}
@@ -102,7 +102,7 @@ def test_an_attribute_that_is_set_later_is_named_when_training_starts(tmp_path: 
             self.mine = 3
 
     trainer = Mine(Line(), arguments(tmp_path, max_steps=1), train_dataset=DATA)
-    with pytest.warns(EchelonWarning, match=r"echelon's does not: Mine\(\)\._loss_shifts_labels \("):
+    with pytest.warns(EchelonWarning, match=r"echelon's Trainer does not: Mine\(\)\._loss_shifts_labels \("):
         trainer.train()
     trainer.train()  # named once: a second warning would be an error here
 
@@ -351,7 +351,7 @@ def test_a_model_is_placed_by_the_override_or_not_at_all(tmp_path: Path) -> None
 
 def test_private_methods_outside_of_a_training_say_when_they_work(tmp_path: Path) -> None:
     trainer = Trainer(Line(), arguments(tmp_path), train_dataset=DATA)
-    with pytest.raises(UsageError, match="_evaluate\\(\\) works only while the Trainer trains"):
+    with pytest.raises(UsageError, match="_evaluate\\(\\) works only while the Trainer is training"):
         trainer._evaluate(None, None)
     assert trainer._get_output_dir(None) == str(tmp_path)
     assert trainer._train_batch_size == 2

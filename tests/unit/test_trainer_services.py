@@ -107,7 +107,7 @@ def test_what_a_search_cannot_do_is_told(tmp_path: Path, monkeypatch: pytest.Mon
             trainer.hyperparameter_search(backend=backend)
     with pytest.raises(ConfigError, match="n_jobs=2"):
         trainer.hyperparameter_search(n_jobs=2)
-    with pytest.raises(ConfigError, match="hp_space returned 'learning_rat', which is not a setting"):
+    with pytest.raises(ConfigError, match="hp_space returned 'learning_rat', which is not a TrainingArguments setting"):
         trainer.train(trial={"learning_rat": 1.0})
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'echelon\[optuna\]'"):

@@ -176,8 +176,8 @@ def _no_batch_on_some(batches: Sequence[int]) -> DesyncError:
     idle = [str(rank) for rank, number in enumerate(batches) if number == 0]
     who = f"rank {idle[0]} has" if len(idle) == 1 else f"ranks {', '.join(idle)} have"
     return DesyncError(
-        f"{who} no batch to train on, but rank {batches.index(most)} has {most}; all ranks must have the same number "
-        "of batches",
+        f"{who} no batch to train on, but rank {batches.index(most)} has {most}: the ranks do not have the same "
+        "number of batches",
         where="Trainer.train",
         do="set accelerator_config={'even_batches': True} (the default), reduce per_device_train_batch_size, or use fewer processes",
     )
