@@ -91,7 +91,7 @@ FIRST = {
     "SIGKILL": r"rank {bad} failed first: killed by SIGKILL \(signal 9\)",
     "SIGTERM": r"rank {bad} failed first: killed by SIGTERM \(signal 15\)",
     "SIGSTOP": r"stall \(a stopped process\): rank {bad} is stopped \(SIGSTOP\)",
-    "exit 0": r"rank {bad} failed first: it exited \(code 0\) while other ranks still waited for it",
+    "exit 0": r"rank {bad} failed first: it exited \(code 0\) while other ranks were still waiting for it",
     "memory limit": r"rank {bad} failed first: RuntimeError: .*can't allocate memory",
     # gloo aborts, or all wait: by what the operations send, and when.
     "collective": r"(stall \()?(different collectives|uneven data)\)?: rank {bad} ",

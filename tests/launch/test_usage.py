@@ -132,7 +132,7 @@ CASES = {
     "gpus by the default file": (
         ["ok.py"],
         "distributed_type: MULTI_GPU requests accelerators",
-        "use_cpu: true in a file",
+        "use_cpu: true in a config file",
     ),
     "megatron": (["--use_megatron_lm", "ok.py"], "Megatron-LM is not supported", "--use_fsdp or --use_deepspeed"),
     "config file": (["--config_file", "gone.yaml", "ok.py"], "cannot read the config file gone.yaml", "check the path"),

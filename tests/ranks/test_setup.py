@@ -152,7 +152,7 @@ def test_a_missing_rank_is_a_setup_error() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_on_ranks(_late, 1, world_size=2, init_group=False)
     assert isinstance(failed.value.errors[0], SetupError)
-    assert "cannot create the process group of 2 processes" in str(failed.value.errors[0])
+    assert "cannot create a process group of 2 processes" in str(failed.value.errors[0])
 
 
 def _again_and_again() -> list[list[int]]:

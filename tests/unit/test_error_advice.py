@@ -62,7 +62,7 @@ def test_the_attribute_that_cannot_be_pickled_is_named(options: dict[str, Any], 
     what, do = _say(_error_of(**options), tmp_path)
     assert part in what
     assert "make the object picklable for the DataLoader workers" in do
-    assert "__getitem__ on first use" in do
+    assert "on first use in __getitem__" in do
 
 
 def test_other_errors_are_unchanged() -> None:

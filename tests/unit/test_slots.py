@@ -51,7 +51,7 @@ def test_the_accelerators_named_are_used(name: str, text: str, num_accelerators:
         ({"deepspeed_inclusion_filter": "a:0@b:0"}, 4, "a is not this machine"),
         ({"deepspeed_exclusion_filter": "localhost:0,1"}, 2, "localhost:0,1 excludes all accelerators"),
         ({"deepspeed_exclusion_filter": "localhost"}, 2, "localhost excludes all accelerators"),
-        ({"deepspeed_exclusion_filter": "localhost:0"}, 0, "uses no accelerators, so that none can be excluded"),
+        ({"deepspeed_exclusion_filter": "localhost:0"}, 0, "does not use accelerators, so none can be excluded"),
         ({"deepspeed_inclusion_filter": "localhost", "gpu_ids": "0"}, 2, "both select accelerators"),
     ],
 )

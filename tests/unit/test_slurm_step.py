@@ -59,7 +59,7 @@ def test_one_machine_needs_no_list_of_them() -> None:
     ("variables", "without", "what", "do"),
     [
         ({"SLURM_STEP_TASKS_PER_NODE": "1,4(x2)"}, "", "4 launchers on one machine", "srun --ntasks-per-node=1"),
-        ({"SLURM_NODEID": "$SLURM_NODEID"}, "", "SLURM_NODEID='$SLURM_NODEID'", "no shell has expanded"),
+        ({"SLURM_NODEID": "$SLURM_NODEID"}, "", "SLURM_NODEID='$SLURM_NODEID'", "was not expanded by a shell"),
         ({"SLURM_NODEID": "3"}, "", "machine 3 (from env SLURM_NODEID) is not in 0..2", "directly with srun"),
         ({"MASTER_PORT": "auto"}, "", "MASTER_PORT='auto' is not an integer", "set MASTER_PORT to an integer"),
         (

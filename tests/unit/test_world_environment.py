@@ -140,7 +140,7 @@ def test_an_empty_environment_is_one_process() -> None:
             ["rank=2 (from env RANK) is outside 0..1", "world_size=2 (from env WORLD_SIZE)"],
         ),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, ["RANK='zero' is not an integer"]),
-        ({"RANK": "$SLURM_PROCID", "WORLD_SIZE": "2"}, ["RANK='$SLURM_PROCID'", "no shell has expanded"]),
+        ({"RANK": "$SLURM_PROCID", "WORLD_SIZE": "2"}, ["RANK='$SLURM_PROCID'", "was not expanded by a shell"]),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "3"}, ["rank=3 (from env LOCAL_RANK)"]),
         ({**SLURM, "SLURM_PROCID": "6"}, ["rank=6 (from env SLURM_PROCID)"]),
     ],

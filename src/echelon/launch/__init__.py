@@ -1,1 +1,1 @@
-"""Start and monitor the processes of a run, and report how they end."""
+"""Starts and monitors a run's processes, and reports how they ended."""

@@ -1,4 +1,4 @@
-"""The launcher's elastic agent: torch drives the generations; echelon starts, monitors and stops the ranks."""
+"""The launcher's elastic agent: torch manages the generations; echelon starts, monitors and stops the ranks."""
 
 from __future__ import annotations
 
@@ -57,31 +57,32 @@ _GRACE_AFTER_SIGNAL = timedelta(seconds=3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The part of a run on one machine."""
+    """One machine's part of a run."""
 
     script: Script
     num_processes: int
     environment: Mapping[str, str]
-    """Variables of every rank in addition to the launcher's own environment."""
+    """Environment variables for every rank, in addition to the launcher's own environment."""
     outputs: Outputs
     run_id: str
     monitor_interval: timedelta
     is_warm: bool = True
-    """Whether restarted ranks are forked from a process that has imported torch, or started as new programs."""
+    """Whether restarted ranks are forked from a process that has already imported torch, rather than started as new
+    programs."""
     rules: RunRules
 
 
 def run_job(job: Job, interrupts: Interrupts, node: Node) -> GoodputReport:
-    """Run ``job`` until it ends, and return the goodput of this machine. ``node`` reports how the run ended.
+    """Run ``job`` until it ends and return this machine's goodput. ``node`` reports how the run ended.
 
     Args:
-        job: the part of the run on this machine.
-        interrupts: signals to the launcher.
-        node: interface to the run.
+        job: this machine's part of the run.
+        interrupts: the signals that the launcher has received.
+        node: the interface to the run.
 
     Raises:
-        Interrupted: a signal was received; the processes are stopped.
-        LaunchError: the processes cannot be started.
+        Interrupted: the launcher received a signal and stopped the processes.
+        LaunchError: the processes could not be started.
     """
     handler = NodeRendezvous(node, job.run_id)
     spec = WorkerSpec(
@@ -105,9 +106,10 @@ def run_job(job: Job, interrupts: Interrupts, node: Node) -> GoodputReport:
 
 @final
 class _Agent(SimpleElasticAgent):
-    """Implements the abstract methods of torch's agent.
+    """Implements torch's abstract elastic agent.
 
-    Not a ``LocalElasticAgent``, which takes up to 30 s to stop ranks, in three places, and replaces our signal handlers.
+    It does not derive from ``LocalElasticAgent``, which takes up to 30 s to stop ranks and replaces our signal
+    handlers.
     """
 
     def __init__(self, spec: WorkerSpec, job: Job, interrupts: Interrupts, node: Node, handler: NodeRendezvous) -> None:
@@ -122,7 +124,7 @@ class _Agent(SimpleElasticAgent):
         self._goodput = GoodputRecorder(job.rules.directory / GOODPUT_FILE, began_ns=job.rules.began_ns)
 
     def close(self) -> GoodputReport:
-        """Stop the helper processes, remove the board of the last attempt, and return the goodput."""
+        """Stop the helper processes, remove the last attempt's board, and return the goodput."""
         self._warm.close()
         self._guardian.close()
         self._end_attempt(noticed_ns=time.monotonic_ns())  # if the attempt was interrupted
@@ -147,7 +149,7 @@ class _Agent(SimpleElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Number the ranks as the node determines. torch would exchange them through a store and wait minutes for a lost agent."""
+        """Assign the ranks that the node chose; torch would use a store and wait minutes for a lost agent."""
         first, size = self._handler.generation.first_rank, self._handler.generation.world_size
         return [
             Worker(local_rank=i, global_rank=first + i, role_rank=first + i, world_size=size, role_world_size=size)
@@ -186,7 +188,7 @@ class _Agent(SimpleElasticAgent):
     def _rank_environments(
         self, group: WorkerGroup, num_restarts: int, directory: Path, board: Board
     ) -> dict[int, dict[str, str]]:
-        """Return local rank -> environment: the variables that torchrun sets, and those of the job."""
+        """Map each local rank to its environment: the variables that torchrun sets, and the job's own variables."""
         common = {
             **environ.snapshot(),
             **self._job.environment,
@@ -238,7 +240,7 @@ class _Agent(SimpleElasticAgent):
         return _failed(worker_group, ends)
 
     def _prepare_warm(self) -> None:
-        """Let the warm server import torch once the ranks communicate; before that, they need the CPU themselves."""
+        """Let the warm server import torch once the ranks communicate, because they need the CPU until then."""
         if not self._job.is_warm or not self._node.may_restart or not self._have_communicated():
             return
         assert self._board is not None
@@ -261,7 +263,7 @@ class _Agent(SimpleElasticAgent):
             self._workers = None
 
     def _shutdown(self, *_args: object, **_kwargs: object) -> None:
-        """Stop the processes that are still running when ``run`` ends with an exception."""
+        """Stop any processes that are still running when ``run`` ends with an exception."""
         if self._workers is None or all(code is not None for code in self._workers.exit_codes()):
             return
         number: int = _STOP_SIGNAL

@@ -1,4 +1,4 @@
-"""Environment variables that the launcher sets for its ranks."""
+"""The environment variables that the launcher sets for its ranks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ def rank_variables(
     has_accelerator: bool,
     interface: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the variables that are equal for all ranks on this machine.
+    """Return the variables that are the same for all ranks on this machine.
 
     Args:
-        resolved: settings, passed to the ranks as JSON.
+        resolved: settings to pass to the ranks as JSON.
         num_processes: number of processes on this machine.
-        num_threads: OMP_NUM_THREADS of each process; None for the user's value or, if unset, an equal share of the cores.
+        num_threads: OMP_NUM_THREADS for each process; None keeps the user's value or, if unset, divides the cores
+            equally.
         has_accelerator: whether this machine has an accelerator.
-        interface: variables that bind the ranks to the network of the other machines; None on a single machine.
+        interface: variables that bind the ranks to the network they share with other machines; None on a single
+            machine.
     """
     own = loopback_variables() if interface is None else interface
     variables = {**own, CONFIG_VARIABLE: encode(resolved), **_for_accelerate(resolved)}
@@ -56,7 +58,7 @@ def rank_variables(
 
 
 def _for_accelerate(resolved: Resolved[RunConfig]) -> Mapping[str, str]:
-    """Return the variables that accelerate's launcher sets. echelon's plugins also read them."""
+    """Return the variables that accelerate's launcher sets, which echelon's plugins also read."""
     used = section_in_use(resolved)
     # Defaults are omitted, because a rank would treat them as choices of the user.
     variables = {

@@ -15,7 +15,7 @@ _SIGNALS = (signal.SIGINT, *SIGNALS, *((signal.SIGHUP,) if hasattr(signal, "SIGH
 
 
 class Interrupted(BaseException):  # not an Exception, because it is not a failure
-    """Raised after the launcher received the signal ``number``."""
+    """Raised after the launcher has received signal ``number``."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -23,7 +23,7 @@ class Interrupted(BaseException):  # not an Exception, because it is not a failu
 
 
 class Interrupts:
-    """The signals received so far."""
+    """The signals that the launcher has received so far."""
 
     def __init__(self) -> None:
         self._received: list[int] = []
@@ -31,7 +31,7 @@ class Interrupts:
 
     @property
     def count(self) -> int:
-        """Number of received signals. The second one stops the run immediately."""
+        """Number of received signals; the second one stops the run immediately."""
         return len(self._received)
 
     @property
@@ -40,17 +40,17 @@ class Interrupts:
         return self._received[0] if self._received else None
 
     def check(self) -> None:
-        """Raise ``Interrupted`` if a signal was received."""
+        """Raise ``Interrupted`` if a signal has been received."""
         if self._received:
             raise Interrupted(self._received[0])
 
     def hold(self) -> None:
-        """Raise only in ``check`` from now on, because an exception while a process is being started would leak the process."""
+        """Raise only in ``check`` from now on, because an exception during a process start would leak the process."""
         self._held = True
         self.check()
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Record the signal ``number``; the signal handler."""
+        """Record signal ``number``; used as the signal handler."""
         self._received.append(number)
         if not self._held:
             raise Interrupted(number)
@@ -58,7 +58,7 @@ class Interrupts:
 
 @contextmanager
 def handle_signals() -> Iterator[Interrupts]:
-    """Handle the signals inside the ``with`` block. Signals that are ignored (nohup, a shell's ``&``) stay ignored."""
+    """Handle the signals inside the ``with`` block. Signals already ignored (nohup, a shell's ``&``) stay ignored."""
     interrupts = Interrupts()
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     replaced = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}

@@ -1,1 +1,1 @@
-"""Mixed precision: the dtype of the forward pass, and loss scaling for fp16."""
+"""Mixed precision: the forward pass's dtype, and loss scaling for fp16."""

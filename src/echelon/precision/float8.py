@@ -25,25 +25,25 @@ __all__ = [
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of the first and last ``Linear`` of ``model``, or None twice if it has none."""
+    """Return the names of the first and last ``Linear`` in ``model``, or ``(None, None)`` if it has none."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence[str | None]) -> bool:
-    """Return whether to convert a module. The named layers, and a ``Linear`` whose sizes are not multiples of 16, stay."""
+    """Return False for the named layers and for a ``Linear`` whose sizes are not multiples of 16, otherwise True."""
     if isinstance(module, nn.Linear) and (module.in_features % 16 or module.out_features % 16):
         return False  # fp8 matrix units work on tiles of 16
     return fqn not in layers_to_filter
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Return whether to convert ``module``; the first and last ``Linear`` inside it stay."""
+    """Call ``filter_linear_layers`` with the names of the first and last ``Linear`` in ``module``."""
     return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Return whether torchao has converted a layer of ``model``.
+    """Return whether torchao has converted any layer in ``model``.
 
     Raises:
         MissingExtraError: torchao is not installed.
@@ -55,13 +55,13 @@ def has_ao_layers(model: nn.Module) -> bool:
 def convert_model_to_fp8_ao(
     model: nn.Module, config: Any = None, module_filter_func: Callable[[nn.Module, str], bool] | None = None
 ) -> None:
-    """Convert the linear layers of ``model`` to fp8 in place. The parameters keep their names.
+    """Convert the linear layers in ``model`` to fp8 in place. Parameter names do not change.
 
     Args:
-        model: the model, on its device.
+        model: the model, already on its device.
         config: a ``torchao.float8.Float8LinearConfig``; None uses torchao's default.
-        module_filter_func: returns whether to convert a module; None converts every ``Linear`` of suitable size except the
-            first and last.
+        module_filter_func: returns whether to convert a module; None converts every ``Linear`` with suitable sizes
+            except the first and last.
 
     Raises:
         MissingExtraError: torchao is not installed.
@@ -76,22 +76,24 @@ def convert_model_to_fp8_ao(
         )
     if not has_ao_layers(model):
         warn(
-            f"no layer of {type(model).__name__} computes in fp8, so the model runs in bf16. By default, a Linear is converted if "
-            "both sizes are multiples of 16 and it is neither the first nor the last (AORecipeKwargs(module_filter_func=))"
+            f"no layer of {type(model).__name__} computes in fp8, so the model runs in bf16. By default, a Linear is "
+            "converted if both its sizes are multiples of 16 and it is neither the first nor the last; "
+            "AORecipeKwargs(module_filter_func=) changes this"
         )
 
 
 def check_fp8_device(config: Any, *, device: torch.device) -> None:
-    """Check that ``device`` supports fp8 matrix products or ``config`` emulates them.
+    """Check that ``device`` supports fp8 matrix products or that ``config`` emulates them.
 
     Raises:
-        ConfigError: ``device`` does not support them.
+        ConfigError: ``device`` does not support fp8 matrix products, and ``config`` does not emulate them.
     """
     if config.emulate or has_fp8(device):
         return
     raise ConfigError(
-        f"mixed_precision='fp8' on the device {device}: fp8 matrix products need an NVIDIA GPU of compute capability 8.9 "
+        f"mixed_precision='fp8' is not supported on the device {device}: fp8 matrix products need an NVIDIA GPU of "
+        "compute capability 8.9 "
         "(Ada, Hopper) or an AMD MI300, or newer",
-        do="use bf16; or emulate fp8, slowly, with "
+        do="use bf16, or emulate fp8 (slow) with "
         "kwargs_handlers=[AORecipeKwargs(config=torchao.float8.Float8LinearConfig(emulate=True))]",
     )

@@ -32,22 +32,22 @@ class PrecisionPolicy:
     mode: Precision
     device_type: str
     autocast_options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments ``enabled`` and ``cache_enabled`` of ``torch.autocast``."""
+    """Values of ``enabled`` and ``cache_enabled`` for ``torch.autocast``."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of matrix products in the forward pass."""
+        """Dtype for matrix products in the forward pass."""
         return _DTYPES.get(self.mode, torch.float32)
 
     def autocast(self, options: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
-        """Return the context of the forward pass; ``options`` (enabled, cache_enabled) replace those of the policy."""
+        """Return the forward pass's context; ``options`` (enabled, cache_enabled) override the policy's options."""
         if self.mode == "no":
             return nullcontext()
         chosen = self.autocast_options if options is None else options
         return torch.autocast(self.device_type, dtype=self.dtype, **chosen)
 
     def make_scaler(self, options: Mapping[str, Any] | None = None) -> torch.amp.GradScaler | None:
-        """Return the loss scaler for fp16, with options of ``torch.amp.GradScaler``, or None for other modes."""
+        """Return a ``torch.amp.GradScaler`` with these options for fp16, or None for other modes."""
         if self.mode != "fp16":
             return None
         return torch.amp.GradScaler(self.device_type, **(options or {}))
@@ -68,7 +68,7 @@ def is_wrapped(model: nn.Module) -> bool:
 
 
 def unwrap_forward(model: nn.Module) -> None:
-    """Restore the original forward of ``model``."""
+    """Restore the model's original forward."""
     forward = model.__dict__.get("forward")
     if isinstance(forward, _Autocast):
         del model.__dict__["forward"]  # exposes the method of the class
@@ -77,7 +77,7 @@ def unwrap_forward(model: nn.Module) -> None:
 
 
 def rebind_forward(model: nn.Module, *, original: nn.Module) -> None:
-    """Bind a wrapped forward that ``model`` copied from ``original`` to ``model``."""
+    """If ``model`` copied a wrapped forward from ``original``, rebind it to ``model``."""
     forward = model.__dict__.get("forward")
     if isinstance(forward, _Autocast) and getattr(forward.__wrapped__, "__self__", None) is original:
         wrapped: Any = forward.__wrapped__
@@ -107,7 +107,7 @@ class _Autocast:
         return converted
 
     def _warn_of_object(self, outputs: Any) -> None:
-        """Warn once about an output object whose tensors stay in half precision."""
+        """Warn once that an output object's tensors stay in half precision."""
         held = (
             leaves(dict(getattr(outputs, "__dict__", {}))) if not isinstance(outputs, (torch.Tensor, nn.Module)) else ()
         )
@@ -117,7 +117,7 @@ class _Autocast:
             warn(
                 f"the forward pass of {type(model).__name__} returned a {type(outputs).__name__}. Mixed precision does not "
                 f"convert the attributes of such an object to float32, so its tensors stay {self.policy.dtype}. Return a dict, a "
-                "named tuple or a dataclass, or call .float() on the inputs of the loss"
+                "named tuple or a dataclass, or call .float() on the loss's inputs"
             )
 
 

@@ -1,4 +1,4 @@
-"""Experiment trackers: one interface over files and tracking services."""
+"""Experiment trackers: one interface to log files and tracking services."""
 
 from echelon.trackers.aim import AimTracker
 from echelon.trackers.base import GeneralTracker, on_main_process

@@ -16,7 +16,7 @@ class AimTracker(GeneralTracker):
     """Logs to an ``aim.Run``.
 
     Args:
-        run_name: name of the run.
+        run_name: the run's name.
         logging_dir: Aim repository.
         kwargs: arguments of ``aim.Run``.
     """
@@ -39,7 +39,7 @@ class AimTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The run; None before ``start``, and on ranks that do not write."""
+        """The run; None before ``start`` and on ranks that do not write."""
         return self.writer
 
     @on_main_process
@@ -57,12 +57,12 @@ class AimTracker(GeneralTracker):
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Track images, or pairs of an image and its caption.
+        """Track images or (image, caption) pairs.
 
         Args:
             values: images by name.
             step: global step.
-            kwargs: ``{"aim_image": {...}, "track": {...}}``, the arguments of ``aim.Image`` and ``Run.track``.
+            kwargs: arguments for ``aim.Image`` and ``Run.track``, as ``{"aim_image": {...}, "track": {...}}``.
         """
         given = kwargs or {}
         for name, value in values.items():

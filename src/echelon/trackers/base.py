@@ -27,21 +27,21 @@ def on_main_process(function: F) -> F:
 
 
 class GeneralTracker:
-    """Base class of trackers, including custom ones.
+    """Base class for trackers, including custom ones.
 
-    A subclass defines the attributes ``name`` and ``requires_logging_directory`` (whether its constructor takes a directory
-    as second argument) and the property ``tracker`` (the object of the tracking library), and overrides methods as needed.
-    Its constructor takes the project name first and must not start the run; ``start``, which runs on every rank, does.
-    Exceptions of a tracker propagate to the caller of ``Accelerator.log``.
+    A subclass defines the attributes ``name`` and ``requires_logging_directory`` (whether its constructor takes a
+    directory as its second argument) and the property ``tracker`` (the tracking library's object), and overrides
+    methods as needed. Its constructor takes the project name first and must not start the run, because ``start`` does
+    so on every rank. A tracker's exceptions propagate to the caller of ``Accelerator.log``.
 
     Raises:
-        NotImplementedError: a subclass does not define one of the three.
+        NotImplementedError: a subclass does not define all three.
     """
 
     main_process_only = True
-    """Whether methods under ``@on_main_process`` run on rank zero only."""
+    """Whether methods decorated with ``@on_main_process`` run only on rank zero."""
     registered: ClassVar[Mapping[str, type[GeneralTracker]]] = MappingProxyType({})
-    """The classes given to ``register_tracker_class`` in this process, by name."""
+    """The classes that were passed to ``register_tracker_class`` in this process, by name."""
 
     def __init__(self, _blank: bool = False) -> None:
         needed = () if _blank else ("name", "requires_logging_directory", "tracker")
@@ -49,7 +49,7 @@ class GeneralTracker:
         missing = [f"`{attribute}`" for attribute in needed if attribute not in known]
         if missing:
             raise NotImplementedError(
-                f"the tracker class {type(self).__name__} does not define {', '.join(missing)}: every tracker needs "
+                f"the tracker class {type(self).__name__} does not define {', '.join(missing)}; every tracker needs "
                 "`name`, `requires_logging_directory` and `tracker`"
             )
 
@@ -57,7 +57,7 @@ class GeneralTracker:
         """Start the run."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store ``values`` as the configuration of the run."""
+        """Store ``values`` as the run's configuration."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log ``values`` at ``step``; ``kwargs`` are passed to the tracking library."""

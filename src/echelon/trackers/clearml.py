@@ -14,7 +14,7 @@ __all__ = ["ClearMLTracker"]
 
 
 class ClearMLTracker(GeneralTracker):
-    """Logs to the current ClearML task of the script, or to a new one.
+    """Logs to the script's current ClearML task, or to a new one.
 
     Args:
         run_name: name of a new project and task, unless CLEARML_PROJECT and CLEARML_TASK are set.
@@ -47,7 +47,7 @@ class ClearMLTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The task; None before ``start``, and on ranks that do not write."""
+        """The task; None before ``start`` and on ranks that do not write."""
         return self.task
 
     @on_main_process
@@ -57,12 +57,13 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Report numbers as scalars of ``step``, or as single values without ``step``.
+        """Report numbers as scalars at ``step``, or as single values if ``step`` is None.
 
         Args:
-            values: values by name; the prefixes ``eval_``, ``test_`` and ``train_`` select the series (default: ``train``).
+            values: values by name; the name prefixes ``eval_``, ``test_`` and ``train_`` select the series (default:
+                ``train``).
             step: iteration.
-            kwargs: arguments of ``report_scalar`` or ``report_single_value``.
+            kwargs: arguments for ``report_scalar`` or ``report_single_value``.
         """
         reporter = self.task.get_logger()
         for name, value in plain(values).items():
@@ -91,7 +92,7 @@ class ClearMLTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Report a table, as ``dataframe`` or as ``columns`` and ``data``; without ``columns``, the first row names them.
+        """Report a table, given as ``dataframe`` or as ``columns`` and ``data`` (default columns: the first row).
 
         Raises:
             UsageError: neither ``data`` nor ``dataframe`` is given.

@@ -15,8 +15,8 @@ class CometMLTracker(GeneralTracker):
     """Logs to a ``comet_ml`` experiment; comet_ml reads the API key from its own configuration.
 
     Args:
-        run_name: name of the project.
-        kwargs: arguments of ``comet_ml.start`` (before comet_ml 3.41, of ``comet_ml.Experiment``).
+        run_name: the project's name.
+        kwargs: arguments for ``comet_ml.start`` (for ``comet_ml.Experiment`` before comet_ml 3.41).
     """
 
     name = "comet_ml"
@@ -39,7 +39,7 @@ class CometMLTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The experiment; None before ``start``, and on ranks that do not write."""
+        """The experiment; None before ``start`` and on ranks that do not write."""
         return self.writer
 
     @on_main_process
@@ -49,7 +49,7 @@ class CometMLTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers with ``log_metric``, strings with ``log_other`` and dicts with ``log_metrics``, which receive ``kwargs``."""
+        """Log each value with ``log_metric``, ``log_other`` or ``log_metrics``, which receive ``kwargs``."""
         if step is not None:
             self.writer.set_step(step)
         for name, value in plain(values).items():

@@ -31,14 +31,14 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Create the ``Live``, unless it was given."""
+        """Create the ``Live`` object unless one was given."""
         if self.live is None:
             dvclive: Any = require("dvclive", extra="dvclive", purpose="log_with='dvclive'")
             self.live = dvclive.Live(**self.init_kwargs)
 
     @property
     def tracker(self) -> Any:
-        """The ``Live``; None before ``start``, and on ranks that do not write."""
+        """The ``Live`` object; None before ``start`` and on ranks that do not write."""
         return self.live
 
     @on_main_process

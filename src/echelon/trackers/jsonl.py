@@ -1,4 +1,4 @@
-"""A JSON Lines file with the logs of a run, which echelon's reports also read."""
+"""Writes a run's logs to a JSON Lines file, which echelon's reports also read."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ FILE_NAME = "metrics.jsonl"
 class JSONLTracker(GeneralTracker):
     """Appends to ``<logging_dir>/<run_name>/metrics.jsonl`` and flushes after each line.
 
-    A line is ``{"kind": "metrics", "time": seconds since 1970, "step": int or null, "values": {...}}``; ``init_trackers``
-    writes a line of the kind ``config``. Numbers, strings, booleans, lists and nested objects keep their type. Nan and
-    infinities become ``{"float": "nan"}``, which is valid strict JSON; other objects become their ``repr``.
+    Each line has the form ``{"kind": "metrics", "time": seconds since 1970, "step": int or null, "values": {...}}``;
+    ``init_trackers`` writes a line of kind ``config``. Numbers, strings, booleans, lists and nested objects keep their
+    type. Because strict JSON has no nan or infinity, nan becomes ``{"float": "nan"}`` and infinities likewise; other
+    objects become their ``repr``.
     """
 
     name = "jsonl"
@@ -51,7 +52,7 @@ class JSONLTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write the configuration of the run, with secrets hidden."""
+        """Write the run's configuration, with secrets hidden."""
         self._write({"kind": "config", "time": time.time(), "values": _encode(plain(hide_secrets(values)))})
 
     @on_main_process
@@ -73,7 +74,7 @@ class JSONLTracker(GeneralTracker):
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records that a ``JSONLTracker`` wrote, with the original types; skip lines truncated by a crash."""
+    """Yield the records that a ``JSONLTracker`` wrote, with their original types; skip lines truncated by a crash."""
     with Path(path).open(encoding="utf-8") as file:
         for line in file:
             try:

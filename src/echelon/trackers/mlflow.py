@@ -1,4 +1,4 @@
-"""The tracker for MLflow, with a server or a directory (MLFLOW_TRACKING_URI=file:...)."""
+"""The tracker for MLflow, which logs to a server or a directory (MLFLOW_TRACKING_URI=file:...)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 class MLflowTracker(GeneralTracker):
     """Logs to an MLflow run.
 
-    The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN override the arguments.
+    The environment variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN override the
+    arguments.
 
     Args:
-        experiment_name: name of the experiment, which is created if it does not exist.
-        logging_dir: artifact location of a new experiment.
+        experiment_name: the experiment's name; it is created if it does not exist.
+        logging_dir: artifact location for a new experiment.
         run_id: run to resume.
-        tags: tags of the run and of a new experiment, as a dict or JSON text.
-        nested_run: whether to nest the run in the active one.
-        run_name: name of a new run.
-        description: description of the run.
+        tags: tags for the run and for a new experiment, as a dict or JSON text.
+        nested_run: whether to nest the run in the active run.
+        run_name: name for a new run.
+        description: the run's description.
     """
 
     name = "mlflow"
@@ -85,12 +86,12 @@ class MLflowTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The run; None before ``start``, and on ranks that do not write."""
+        """The run; None before ``start`` and on ranks that do not write."""
         return self.active_run
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the settings as parameters, in batches of MLflow's maximum size; skip values that are too long."""
+        """Store the settings as parameters, in batches that MLflow accepts; skip values that are too long."""
         mlflow = _mlflow()
         limits: Any = require("mlflow.utils.validation", extra="mlflow", purpose="log_with='mlflow'")
         kept: list[tuple[str, Any]] = []

@@ -65,7 +65,7 @@ _PACKAGES: Mapping[LoggerType, tuple[str, ...]] = MappingProxyType(
 
 
 class _Classes(Mapping[str, Any]):
-    """Read-only mapping from names to tracker classes, including those registered later."""
+    """Read-only mapping from names to tracker classes, including classes registered later."""
 
     def __getitem__(self, name: str) -> Any:
         return tracker_class(name)
@@ -101,18 +101,21 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     It is instantiated with the project name, the logging directory if it requires one, and its ``init_kwargs``.
 
     Raises:
-        UsageError: it is not a ``GeneralTracker``, or lacks ``name`` or ``requires_logging_directory``.
+        UsageError: the class is not a ``GeneralTracker`` subclass, or lacks ``name`` or ``requires_logging_directory``.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise UsageError(
             f"register_tracker_class() got {tracker_class!r}, which is not a subclass of GeneralTracker",
-            do="pass a class derived from GeneralTracker, not an object",
+            do="pass a subclass of GeneralTracker, not an instance",
         )
     for attribute in ("name", "requires_logging_directory"):
         if attribute not in dir(tracker_class) or (attribute == "name" and not tracker_class.name):  # type: ignore[attr-defined]
             raise UsageError(
                 f"the tracker class {tracker_class.__name__} has no {attribute!r}",
-                do=f"define the class attribute {attribute}: {'a string' if attribute == 'name' else 'True or False'}",
+                do=(
+                    f"define the class attribute {attribute} as "
+                    f"{'a string' if attribute == 'name' else 'True or False'}"
+                ),
             )
     name: str = tracker_class.name  # type: ignore[attr-defined]
     if name in LOGGER_TYPE_TO_CLASS:
@@ -123,15 +126,16 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 def filter_trackers(
     log_with: Any, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[LoggerType | str | GeneralTracker]:
-    """Return the available trackers of ``log_with``, without duplicates.
+    """Return the trackers in ``log_with`` that are available, without duplicates.
 
     Args:
-        log_with: a name, a ``LoggerType``, a tracker object, or a list of these; ``all`` selects every installed tracker,
-            after the objects in the list. Trackers that are not installed are skipped with a warning.
+        log_with: a name, a ``LoggerType``, a tracker object, or a list of these; ``all`` selects every installed
+            tracker and places them after the list's tracker objects. Trackers that are not installed are skipped with a
+            warning.
         logging_dir: directory for trackers that write files.
 
     Raises:
-        UsageError: a name is unknown, or a tracker needs ``logging_dir``, which is None.
+        UsageError: a name is unknown, or ``logging_dir`` is None but a tracker needs it.
     """
     if log_with is None:
         return []

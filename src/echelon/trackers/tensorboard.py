@@ -15,10 +15,11 @@ __all__ = ["TensorBoardTracker"]
 
 
 class TensorBoardTracker(GeneralTracker):
-    """Writes to ``<logging_dir>/<run_name>`` with the ``SummaryWriter`` of ``torch.utils.tensorboard`` or tensorboardX.
+    """Writes to ``<logging_dir>/<run_name>`` with the ``SummaryWriter`` from ``torch.utils.tensorboard`` or
+    tensorboardX.
 
     Args:
-        run_name: name of the run and of its directory.
+        run_name: name for the run and its directory.
         logging_dir: parent directory.
         kwargs: arguments of ``SummaryWriter``.
     """
@@ -46,14 +47,14 @@ class TensorBoardTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The ``SummaryWriter``; None before ``start``, and on ranks that do not write."""
+        """The ``SummaryWriter``; None before ``start`` and on ranks that do not write."""
         return self.writer
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the settings as hyperparameters and to ``<time>/hparams.yml``.
 
-        In the event file, nested settings get names with slashes, and other values than numbers, strings and booleans
+        In the event file, nested settings get names with slashes, and values other than numbers, strings and booleans
         become strings.
         """
         import yaml  # noqa: PLC0415 - slows down imports
@@ -69,12 +70,12 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write numbers as scalars, strings as text, and dicts of numbers as several curves in one chart.
+        """Write numbers as scalars, strings as text, and dicts of numbers as multiple curves in one chart.
 
         Args:
             values: values by name.
             step: global step.
-            kwargs: arguments of ``add_scalar``, ``add_text`` or ``add_scalars``.
+            kwargs: arguments for ``add_scalar``, ``add_text`` or ``add_scalars``.
         """
         for name, value in plain(values).items():
             if is_number(value):

@@ -1,4 +1,4 @@
-"""Conversion of values for logging: plain numbers, flat settings, hidden secrets."""
+"""Converts values for logging: tensors to plain numbers, nested settings to flat ones, and secrets to placeholders."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _logger = get_logger(__name__)
 
 
 class DroppedValues:
-    """Warns once per name about values that a tracking library does not accept."""
+    """Warns once for each name whose value the tracking library does not accept."""
 
     def __init__(self, library: str) -> None:
         self._library = library
         self._warned: set[str] = set()
 
     def warn_once(self, name: str, value: Any, accepted: str) -> None:
-        """Warn that ``name`` is not logged; its value is not shown."""
+        """Warn that ``name`` is not logged, without showing its value."""
         if name not in self._warned:
             self._warned.add(name)
             _logger.warning(
@@ -41,7 +41,7 @@ class DroppedValues:
 
 
 def plain(value: Any) -> Any:
-    """Convert the tensors and numpy values in ``value`` to Python numbers, or lists for several elements.
+    """Convert the tensors and numpy values in ``value`` to Python numbers, or to lists if they have several elements.
 
     Synchronizes with the device.
     """
@@ -61,12 +61,12 @@ def plain(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether the plain ``value`` is a scalar that can be plotted."""
+    """Return whether ``value`` is a scalar that can be plotted."""
     return isinstance(value, (int, float))
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten nested ``settings`` to pairs (name/of/setting, value)."""
+    """Flatten nested ``settings`` into (name/of/setting, value) pairs."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{key}/")
@@ -75,9 +75,9 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def hide_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` with passwords, keys and access tokens replaced, which are recognized by their names.
+    """Return ``settings`` with passwords, keys and access tokens (recognized by name) replaced.
 
-    Special tokens of a tokenizer (``pad_token``) and numbers (``num_tokens``) are kept.
+    A tokenizer's special tokens (``pad_token``) and numbers (``num_tokens``) are kept.
     """
     hidden: dict[str, Any] = {}
     for key, value in settings.items():

@@ -1,4 +1,4 @@
-"""Trackers for Weights & Biases, and for SwanLab and Trackio, which have the same interface.
+"""Trackers for Weights & Biases, and for SwanLab and Trackio, which share its interface.
 
 wandb works offline with ``init_kwargs={"wandb": {"mode": "offline"}}`` or WANDB_MODE=offline.
 """
@@ -16,11 +16,11 @@ __all__ = ["SwanLabTracker", "TrackioTracker", "WandBTracker"]
 
 
 class _RunTracker(GeneralTracker):
-    """Logs to the run that ``init(project=)`` of a library starts.
+    """Logs to the run that the library's ``init(project=)`` starts.
 
     Args:
-        run_name: name of the project.
-        kwargs: arguments of the library's ``init``.
+        run_name: the project's name.
+        kwargs: arguments for the library's ``init``.
     """
 
     requires_logging_directory = False
@@ -76,7 +76,7 @@ class WandBTracker(_RunTracker):
     """Logs to a ``wandb`` run. Tensors with several elements become histograms.
 
     Args:
-        run_name: name of the project.
+        run_name: the project's name.
         kwargs: arguments of ``wandb.init``.
     """
 
@@ -103,7 +103,7 @@ class WandBTracker(_RunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table of any objects, as ``columns`` and ``data`` or as ``dataframe``."""
+        """Log a table of arbitrary objects, given as ``columns`` and ``data`` or as ``dataframe``."""
         table = self._library().Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step=step, **kwargs)
 
@@ -112,7 +112,7 @@ class SwanLabTracker(_RunTracker):
     """Logs to a ``swanlab`` run.
 
     Args:
-        run_name: name of the project.
+        run_name: the project's name.
         kwargs: arguments of ``swanlab.init``.
     """
 
@@ -134,7 +134,7 @@ class TrackioTracker(_RunTracker):
     """Logs to a ``trackio`` run.
 
     Args:
-        run_name: name of the project.
+        run_name: the project's name.
         kwargs: arguments of ``trackio.init``.
     """
 

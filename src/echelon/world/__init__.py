@@ -1,1 +1,1 @@
-"""The world of a process: its rank, the number of processes, and the process group."""
+"""A process's world: its rank, the number of processes, and the process group."""

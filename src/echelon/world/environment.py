@@ -24,7 +24,7 @@ Starter = Literal["torchrun", "slurm", "mpi", "single"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnvironment:
-    """Rank, world size and rendezvous address of this process, as set by its launcher."""
+    """A process's rank, world size and rendezvous address, as set by its launcher."""
 
     starter: Starter
     rank: int = 0
@@ -38,7 +38,7 @@ class LaunchEnvironment:
 
 
 def detect() -> LaunchEnvironment:
-    """Read the variables of torchrun, else Slurm, else MPI; without any of these, return a single process.
+    """Read the variables set by torchrun, Slurm or MPI, in this order; if none are set, return a single process.
 
     Raises:
         ConfigError: a variable is not an integer, only one of RANK and WORLD_SIZE is set, or the rank is outside the world.
@@ -59,7 +59,7 @@ def detect() -> LaunchEnvironment:
 
 
 def check_rank(rank: int, world_size: int, *, rank_from: str, world_size_from: str) -> None:
-    """Check that ``rank`` is in ``0 .. world_size - 1``; the message of the error has the origins of both values.
+    """Check that ``rank`` is in ``0 .. world_size - 1``; the error message gives the origin of both values.
 
     Raises:
         ConfigError: ``world_size`` is below 1, or the rank is outside the world.
@@ -124,18 +124,18 @@ def _from_slurm() -> LaunchEnvironment:
 
 
 def slurm_tasks_by_node() -> list[int]:
-    """Return the number of tasks of this Slurm step on each of its machines; empty if Slurm does not set it."""
+    """Return this Slurm step's number of tasks on each machine, or an empty list if Slurm does not set it."""
     return _expand_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE"))
 
 
 def slurm_first_host() -> str | None:
-    """Return the name of the first machine of this Slurm step; None if Slurm does not set it."""
+    """Return the name of this Slurm step's first machine, or None if Slurm does not set it."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     return None if nodes is None else _first_host(nodes)
 
 
 def slurm_port() -> int:
-    """Return MASTER_PORT, else a port derived from job and step, which is equal on all tasks without communication."""
+    """Return MASTER_PORT if set, otherwise a port that all tasks derive from the job and step without communication."""
     # Above the privileged and below the ephemeral ports.
     return integer("MASTER_PORT", 15000 + (integer("SLURM_JOB_ID", 0) * 16 + integer("SLURM_STEP_ID", 0)) % 15000)
 
@@ -170,7 +170,7 @@ def integer(name: str, default: int | None = None) -> int:
     """Return the variable ``name`` as an integer, or ``default`` if it is not set.
 
     Raises:
-        ConfigError: it is not an integer, or it is not set and there is no default.
+        ConfigError: the variable is not an integer, or it is not set and there is no default.
     """
     text = environ.get(name)
     if text is None:
@@ -182,7 +182,7 @@ def integer(name: str, default: int | None = None) -> int:
     except ValueError:
         do = f"set {name} to an integer"
         if "$" in text:
-            do += " (no shell has expanded the variable: check the quotes in the command that sets it)"
+            do += " (the value was not expanded by a shell; check the quotes in the command that sets it)"
         raise ConfigError(f"{name}={text!r} is not an integer", where=f"env {name}", do=do) from None
 
 

@@ -1,4 +1,4 @@
-"""Creates and destroys torch's default process group; on one machine it listens on loopback only."""
+"""Creates and destroys torch's default process group; on a single machine, it listens only on loopback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.world.world import World
 __all__ = ["DEFAULT_TIMEOUT", "close_group", "open_group", "serve_store"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""Torch's default, long enough for a first compilation or a slow file system."""
+"""torch's default timeout, which is long enough for a first compilation or a slow file system."""
 
 # gloo binds to the address to which the host name resolves, which may be public. The first variable is set while the group
 # exists; the second one records that echelon set it and must remove it.
@@ -36,18 +36,18 @@ def open_group(
     timeout: timedelta = DEFAULT_TIMEOUT,
     init_method: str | None = None,
 ) -> None:
-    """Create the default process group of ``world``.
+    """Create the default process group for ``world``.
 
     Args:
-        world: rank and size of this process's world.
-        environment: contains the address of rank 0.
+        world: this process's rank and world size.
+        environment: provides rank 0's address.
         timeout: timeout of collectives.
-        init_method: as in torch: ``env://``, ``tcp://host:port``, ``file:///path``; None: from ``environment``.
+        init_method: a URL as in torch (``env://``, ``tcp://host:port`` or ``file:///path``); None uses ``environment``.
 
-    Collective: every process of the world must call this.
+    Collective: call on every rank.
 
     Raises:
-        SetupError: the address of rank 0 is unknown, its port is in use, or other processes did not join.
+        SetupError: rank 0's address is unknown, its port is in use, or other processes did not join.
     """
     use_device(world.device)
     if _is_one_machine(world, environment, init_method) and environ.get(_INTERFACE) is None:
@@ -71,7 +71,7 @@ def open_group(
         if isinstance(error, SetupError):
             raise
         raise SetupError(
-            f"cannot create the process group of {world.world_size} processes: {_first_line(error)}",
+            f"cannot create a process group of {world.world_size} processes: {_first_line(error)}",
             where=init_method or f"{environment.master_addr}:{environment.master_port}",
             do="check that every process was started with the same address, port and world size",
         ) from error
@@ -79,16 +79,17 @@ def open_group(
 
 class _Closed:
     last: ClassVar[Any] = None
-    """The group that was closed last, if anything else references it.
+    """The most recently closed group, if anything else references it.
 
-    torch 2.13 can deadlock if DistributedDataParallel holds the last reference to a gloo group: its destructor waits for the
-    group's threads while it holds the GIL, which such a thread may need to free a tensor of the last collective. Destruction
-    through Python's reference releases the GIL, so this reference must outlive models that are freed after their group.
+    torch 2.13 can deadlock if DistributedDataParallel holds the last reference to a gloo group: its destructor holds
+    the GIL while it waits for the group's threads, and such a thread may need the GIL to free a tensor from the last
+    collective. Dropping a Python reference releases the GIL, so this reference must outlive models that are freed after
+    their group.
     """
 
 
 def close_group() -> None:
-    """Destroy the default process group; does nothing if there is none."""
+    """Destroy the default process group, if there is one."""
     if dist.is_initialized():
         group = dist.group.WORLD
         dist.destroy_process_group()
@@ -98,9 +99,9 @@ def close_group() -> None:
 
 
 def _clear_mesh_caches() -> None:
-    """Clear torch's sharding caches, whose keys are equal for a mesh of the next group.
+    """Clear torch's sharding caches, because a mesh in the next group has the same cache keys.
 
-    Their entries refer to ranks and groups of the destroyed group.
+    The cache entries refer to the destroyed group's ranks and subgroups.
     """
     if "torch.distributed.tensor" not in sys.modules:  # do not import it for programs without sharded tensors
         return
@@ -139,7 +140,7 @@ def _open_store(world: World, environment: LaunchEnvironment, timeout: timedelta
     if address is None or port is None:
         missing = "MASTER_ADDR" if address is None else "MASTER_PORT"
         raise SetupError(
-            f"{world.world_size} processes need the address and port of rank 0, but {missing} is not set",
+            f"{world.world_size} processes need rank 0's address and port, but {missing} is not set",
             where=f"env {missing}",
             do="start them with echelon launch, torchrun or echelon.distributed.spawn, or pass init_method='tcp://HOST:PORT'",
         )
@@ -175,7 +176,7 @@ def _store_error(error: Exception, address: str, port: int, *, serves: bool) -> 
     in_use = "EADDRINUSE" in str(error) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE)
     if serves and in_use:
         return SetupError(
-            f"port {port} of {address} is in use",
+            f"port {port} on {address} is in use",
             where=f"MASTER_PORT={port}",
             do="choose another MASTER_PORT, or start the program with echelon launch, which finds a free port",
         )
@@ -183,7 +184,7 @@ def _store_error(error: Exception, address: str, port: int, *, serves: bool) -> 
     return SetupError(
         f"this process cannot {action} {address}:{port}: {_first_line(error)}",
         where=f"MASTER_ADDR={address}, MASTER_PORT={port}",
-        do="check that rank 0 is running, and that address and port are the same on every rank",
+        do="check that rank 0 is running and that all ranks use the same address and port",
     )
 
 
@@ -196,12 +197,12 @@ def _first_line(error: Exception) -> str:
 
 
 def serve_store(listener: socket.socket, *, world_size: int | None = None, timeout: timedelta) -> dist.TCPStore:
-    """Serve a store on ``listener`` instead of on all interfaces, and return this process's connection to it.
+    """Serve a store on ``listener`` rather than on all interfaces, and return this process's connection to it.
 
     Args:
-        listener: bound and listening; this function takes ownership.
-        world_size: number of processes that will connect; None: unknown.
-        timeout: timeout of waiting for keys.
+        listener: a socket that is bound and listening; this function takes ownership of it.
+        world_size: number of processes that will connect; None if unknown.
+        timeout: how long to wait for keys.
     """
     host, port = listener.getsockname()[:2]
     return dist.TCPStore(

@@ -1,4 +1,4 @@
-"""The immutable facts about this process: its ranks, its device and its backend."""
+"""Immutable facts about this process: its ranks, device and backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["World"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Rank, device and backend of this process."""
+    """A process's rank, device and backend."""
 
     rank: int
     local_rank: int
@@ -24,7 +24,7 @@ class World:
     node_rank: int
     device: torch.device
     backend: str
-    """The ``torch.distributed`` backend by device, such as ``gloo`` or ``cpu:gloo,cuda:nccl``."""
+    """The ``torch.distributed`` backend for each device type, such as ``gloo`` or ``cpu:gloo,cuda:nccl``."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -38,13 +38,14 @@ class World:
 
     @staticmethod
     def current(*, cpu: bool = False) -> World:
-        """Return the current world, from the default process group if there is one, else from the environment.
+        """Return the current world, read from the default process group if there is one, otherwise from the
+        environment.
 
-        A group that was created without a launcher's variables is assumed to run on one machine, so its local rank is its
-        rank.
+        A group created without a launcher's variables is assumed to run on one machine, so that each local rank equals
+        the rank.
 
         Args:
-            cpu: use the CPU even if there are accelerators.
+            cpu: use the CPU even if accelerators are available.
         """
         environment = detect()
         if not dist.is_initialized():
@@ -65,7 +66,7 @@ class World:
 
 
 def world_of(environment: LaunchEnvironment, *, cpu: bool, backend: str | None = None) -> World:
-    """Return the world of ``environment``, with a device and its backend."""
+    """Return the world that ``environment`` describes, with a device and its backend."""
     device = choose_device(
         local_rank=environment.local_rank,
         local_world_size=environment.local_world_size,

@@ -1,1 +1,1 @@
-"""Find the first error of a run from the ends of its ranks."""
+"""Finds a run's first error from how its ranks ended."""

@@ -1,19 +1,21 @@
-"""Advice for torch errors whose messages do not tell a user of echelon what to do."""
+"""Advice for torch errors whose messages do not tell an echelon user what to do."""
 
 from __future__ import annotations
 
 __all__ = ["advice_for"]
 
 _WHOLE = (
-    "get full tensors with x.full_tensor() (on every rank), and full weights with accelerator.get_state_dict(model)"
+    "get full tensors with x.full_tensor() (call it on every rank) and full weights with "
+    "accelerator.get_state_dict(model)"
 )
 _NO_GPU = (
-    "replace x.cuda() and x.to('cuda') by x.to(accelerator.device) (at Level 1, setup().device), because this machine has no GPU "
+    "replace x.cuda() and x.to('cuda') with x.to(accelerator.device) (at Level 1, setup().device), because this "
+    "machine has no GPU "
     "or torch was built without CUDA; prepare() moves models and batches itself"
 )
 _PICKLE = (
-    "make the object picklable for the DataLoader workers: open files, locks and connections in __getitem__ on first "
-    "use, define functions at the top level of a module, or use num_workers=0"
+    "make the object picklable for the DataLoader workers (create files, locks and connections on first use in "
+    "__getitem__; define functions at module level), or set num_workers=0"
 )
 _ADVICE = (
     ("Torch not compiled with CUDA enabled", _NO_GPU),
@@ -24,22 +26,22 @@ _ADVICE = (
     ("Can't get local object", _PICKLE),
     (
         "got mixed torch.Tensor and DTensor",
-        "call the model that prepare() returned, not one of its submodules; a sharded tensor (engine fsdp2) was combined with a "
-        f"plain one; {_WHOLE}",
+        "call the model that prepare() returned, not one of its submodules; a sharded tensor (fsdp2 engine) was "
+        "combined with a plain tensor; {_WHOLE}",
     ),
     (
         "is not supported for tensor subclasses",
-        f"each rank holds only a shard of this tensor (engine fsdp2); {_WHOLE}",
+        f"each rank holds only a shard of this tensor (fsdp2 engine); {_WHOLE}",
     ),
     (
         "out of bounds for storage of size 0",
-        "use engine='ddp' or 'zero1' for second-order gradients (create_graph=True); the backward pass needed parameters that "
-        "engine fsdp2 had resharded",
+        "use engine='ddp' or 'zero1' for second-order gradients (create_graph=True); the backward pass needed "
+        "parameters that the fsdp2 engine had already resharded",
     ),
     (
         "Expected to mark a variable ready only once",
         "a parameter was used twice in one backward pass (for checkpointed layers, use use_reentrant=False or DistributedDataParallelKwargs("
-        "static_graph=True)), or was frozen in a compiled model after prepare() (freeze it before)",
+        "static_graph=True)), or it was frozen in a compiled model after prepare() (freeze it before prepare())",
     ),
     (
         "Expected to have finished reduction in the prior iteration",
@@ -50,5 +52,5 @@ _ADVICE = (
 
 
 def advice_for(message: str) -> str | None:
-    """Return advice for an exception with this message, or None."""
+    """Return advice for an exception with this message, or None if there is none."""
     return next((advice for part, advice in _ADVICE if part in message), None)

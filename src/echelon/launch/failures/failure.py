@@ -1,7 +1,7 @@
-"""The first error of a run: find the rank that failed first, and explain it in a few lines.
+"""A run's first error: finds the rank that failed first, and explains the failure in a few lines.
 
-Sorting by time alone would blame the wrong rank. When a rank dies, its sockets close before its exit is visible, so that the
-"connection closed" errors of the other ranks are earlier. Therefore, causes are compared before times.
+Sorting by time alone would blame the wrong rank. When a rank dies, its sockets close before its exit is visible, so
+that "connection closed" errors on other ranks appear earlier. Causes are therefore compared before times.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One frame of a stack."""
+    """One stack frame."""
 
     file: str
     line: int
     function: str
     source: str = ""
     user: bool = True
-    """Whether the file is user code, not part of an installed package."""
+    """Whether the file is user code rather than part of an installed package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRecord:
-    """An exception as recorded by the rank."""
+    """An exception, as recorded by the rank that raised it."""
 
     time_ns: int
-    """``time.monotonic_ns()``, which is comparable between the processes of a machine."""
+    """``time.monotonic_ns()`` when it was raised; comparable between processes on the same machine."""
     type: str
     message: str
     frames: tuple[Frame, ...] = ()
-    """Frames, outermost first as in a traceback."""
+    """Stack frames, outermost first as in a traceback."""
     chain: tuple[str, ...] = ()
-    """Causes and contexts as ``type: message``."""
+    """Chained causes and contexts, as ``type: message``."""
     thread: str | None = None
-    """Name of the thread, or None for the main thread."""
+    """Thread name, or None for the main thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,25 +67,25 @@ class RankEnd:
 
     rank: int
     exit_code: int | None
-    """Exit code; None while the rank is running, negative for the number of the signal that killed it."""
+    """Exit code; None while the rank is running, -n if signal n killed it."""
     ended_ns: int | None = None
     """``time.monotonic_ns()`` when the launcher saw the exit."""
     record: ErrorRecord | None = None
     stack: tuple[Frame, ...] = ()
-    """Python stack at a crash in native code, innermost frame first."""
+    """Python stack when native code crashed, innermost frame first."""
     last_words: Answer | None = None
-    """Call site and started collectives of the rank when it failed, or when they were requested after a failure."""
+    """The rank's call site and started collectives when it failed, or when they were requested after a failure."""
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has failed. An exception counts before the exit, which Python takes half a second to reach."""
+        """Whether the rank has failed. An exception counts even before the exit, which follows half a second later."""
         if self.exit_code is None:
             return self.record is not None and self.record.thread is None
         return self.exit_code != 0
 
 
 class Cause(IntEnum):
-    """Why a rank ended. The lowest cause among the ranks is the most likely origin of a failure."""
+    """Why a rank ended. The lowest cause among all ranks is the most likely origin of a failure."""
 
     OWN = 0  # signal, exception not caused by another rank, sys.exit, os._exit
     LEFT_EARLY = 1  # exit code 0 while other ranks still waited for it
@@ -112,7 +112,7 @@ def _is_communication(record: ErrorRecord) -> bool:
 
 
 def cause_of(end: RankEnd, ends: Sequence[RankEnd]) -> Cause:
-    """Return the cause of ``end`` among the ``ends`` of all ranks."""
+    """Return why a rank ended with ``end``, given the ``ends`` of all ranks."""
     if end.failed:
         lost = end.record is not None and _is_communication(end.record) and (end.exit_code is None or end.exit_code > 0)
         return Cause.COMMUNICATION if lost else Cause.OWN
@@ -133,9 +133,9 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
 
 
 def is_settled(ends: Sequence[RankEnd]) -> bool:
-    """Return whether it is certain which rank failed first, even if more ranks end.
+    """Return whether it is already certain which rank failed first, even if more ranks end later.
 
-    It is certain when a rank with an exit code has failed by itself, because other ends are later.
+    It is certain once a rank that failed by itself has an exit code, because other ranks end later.
     """
     first = first_failure(ends)
     if first is None or all(end.exit_code is not None for end in ends):
@@ -144,7 +144,7 @@ def is_settled(ends: Sequence[RankEnd]) -> bool:
 
 
 def exit_status(ends: Sequence[RankEnd]) -> int:
-    """Return the launcher's exit code: that of the rank that failed first, 128 + n for signal n, 0 if no rank failed."""
+    """Return the launcher's exit code: the first failed rank's code, 128 + n for signal n, or 0 without failure."""
     first = first_failure(ends)
     if first is None:
         return 0
@@ -168,9 +168,9 @@ def explain(
     """Return what happened, where, and what to do, in a few lines each.
 
     Args:
-        ends: ends of all ranks, at least one of which failed.
-        logs: location of the output of the ranks, or how to save it.
-        machines: rank -> name of its machine; empty on a single machine.
+        ends: how each rank ended; at least one rank failed.
+        logs: where the ranks' output is saved, or how to save it.
+        machines: maps each rank to its machine's name; empty on a single machine.
     """
     first = first_failure(ends)
     assert first is not None, ends
@@ -187,7 +187,7 @@ def explain(
 
 
 def lost_each_other(ends: Sequence[RankEnd]) -> bool:
-    """Return whether no rank is known to have failed by itself: ranks lost contact, or gloo aborted one."""
+    """Return whether no rank is known to have failed by itself, because ranks only lost contact or gloo aborted one."""
     first = first_failure(ends)
     return first is not None and (cause_of(first, ends) is Cause.COMMUNICATION or first.exit_code == -signal.SIGABRT)
 
@@ -222,13 +222,14 @@ def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
         return f"{who} failed first: killed by {name}", hint
     if cause_of(end, ends) is Cause.LEFT_EARLY:
         return (
-            f"{who} failed first: it exited (code 0) while other ranks still waited for it",
-            "make every rank run the same number of steps and collectives; look for an early return or break on one rank",
+            f"{who} failed first: it exited (code 0) while other ranks were still waiting for it",
+            "make every rank run the same number of steps and collectives; look for an early return or break on this "
+            "rank",
         )
     if record is None:
         return (
             f"{who} failed first: exit code {end.exit_code}, without a Python exception",
-            "look for os._exit or a native library that ends the process, and read the output of the program above",
+            "look for os._exit or a native library that ends the process, and read the program's output above",
         )
     message = _shorten(record.message)
     if record.type == "SystemExit":
@@ -240,11 +241,11 @@ def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
     if cause_of(end, ends) is Cause.COMMUNICATION:
         return (
             f"{who} lost contact with another rank{thread}: {record.type}: {message}",
-            "no rank failed by itself; look for a rank that hangs, skips a collective, or is slower than the timeout",
+            "no rank failed by itself; look for a rank that hangs, skips a collective or exceeds the timeout",
         )
     return (
         f"{who} failed first{thread}: {record.type}: {message}",
-        advice_for(record.message) or "fix this error; the full traceback is in the output of the rank",
+        advice_for(record.message) or "fix this error; the full traceback is in the rank's output",
     )
 
 
@@ -256,12 +257,14 @@ def _shorten(message: str) -> str:
 
 
 _SIGNAL_HINTS = {
-    "SIGKILL": "check dmesg for an out-of-memory kill, and use fewer processes or smaller batches; otherwise, someone ran kill -9",
+    "SIGKILL": (
+        "if dmesg shows an out-of-memory kill, use fewer processes or smaller batches; otherwise, someone ran kill -9"
+    ),
     "SIGSEGV": "a native library crashed at the line above; update it, or run without it",
     "SIGABRT": "run with --debug, because gloo aborts if ranks call different collectives or use different sizes",
     "SIGBUS": "enlarge /dev/shm, which is probably full, or use fewer DataLoader workers",
-    "SIGTERM": "find out who stopped this process, a user or the scheduler; echelon did not",
-    "SIGINT": "find out who interrupted this process; echelon did not",
+    "SIGTERM": "find out whether a user or the scheduler stopped this process; echelon did not stop it",
+    "SIGINT": "find out who interrupted this process; echelon did not interrupt it",
 }
 
 
@@ -274,7 +277,7 @@ def _signal(number: int) -> tuple[str, str]:
 
 
 def _shown_frames(end: RankEnd) -> list[Frame]:
-    """Return the last frames of user code, innermost first; without user code, the innermost frame."""
+    """Return the last user code frames, innermost first, or the innermost frame if none is user code."""
     if end.record is not None and (end.exit_code is None or end.exit_code >= 0):
         frames = list(reversed(end.record.frames))
     else:

@@ -1,4 +1,4 @@
-"""Read the records that the ranks wrote when they ended (``worker.py``). An unreadable file counts as missing."""
+"""Reads the records that ranks wrote when they ended (``worker.py``). An unreadable file counts as missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def read_record(path: Path) -> ErrorRecord | None:
-    """Return the error of the main thread or, if the main thread only called sys.exit after it, the error of another thread."""
+    """Return the main thread's error, or another thread's error if the main thread only called sys.exit after it."""
     try:
         records = [_record(data) for data in _load(path)]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -51,7 +51,7 @@ def _record(data: dict[str, Any]) -> ErrorRecord:
 
 
 def read_answer(path: Path) -> Answer | None:
-    """Return the answer of a rank, or None if it cannot be read."""
+    """Return a rank's answer, or None if it cannot be read."""
     try:
         data = _load(path)
         call_site = None if data["call_site"] is None else CallSite(**data["call_site"])
@@ -68,7 +68,7 @@ def read_answer(path: Path) -> Answer | None:
 
 
 def read_last_words(directory: Path) -> Answer | None:
-    """Return the call site and the started collectives of a rank when it failed, or None if it did not record them."""
+    """Return a rank's call site and started collectives when it failed, or None if it did not record them."""
     aborted = read_answer(directory / ABORT_FILE)
     if aborted is not None:
         return aborted
@@ -93,13 +93,13 @@ def _load(path: Path) -> Any:
 
 
 def _places(stack: Iterable[str]) -> list[tuple[str, int]]:
-    """Return (file, line) of the frames that ``traceback.format_stack`` wrote, innermost first."""
+    """Return (file, line) for each frame that ``traceback.format_stack`` wrote, innermost first."""
     matches = [_FORMATTED_LINE.match(text) for text in stack]
     return [(match[1], int(match[2])) for match in reversed(matches) if match]
 
 
 def _loops_around(places: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """Yield ``file:line`` of each loop whose body contains one of ``places`` (file, line), in their order."""
+    """Yield ``file:line`` for each loop whose body contains one of ``places`` (file, line), in the same order."""
     for file, line in places:
         if not _has_training_loops(file):
             continue
@@ -112,14 +112,14 @@ def _loops_around(places: Iterable[tuple[str, int]]) -> Iterator[str]:
 
 
 def _has_training_loops(file: str) -> bool:
-    """Return whether a loop in ``file`` may be a training loop: in user code, or in a library with a Trainer."""
+    """Return whether a loop in ``file`` may be a training loop: in user code or in a library with a Trainer."""
     if file.startswith(_PACKAGE):
         return file.startswith(_PACKAGE + "trainer/")
     return is_user_file(file) or (any(part in file for part in _INSTALLED) and "/torch/" not in file)
 
 
 def _loops_in(tree: ast.AST, line: int) -> list[int]:
-    """Return the lines of the loops whose body contains ``line``, outermost first, within its innermost function."""
+    """Return the lines of the loops around ``line``, outermost first, within its innermost function."""
     found: list[int] = []
     for node in ast.walk(tree):  # breadth first: outer nodes before those inside
         if isinstance(node, _FUNCTIONS):

@@ -1,1 +1,1 @@
-"""Start, monitor and stop the processes of one machine."""
+"""Starts, monitors and stops the processes on one machine."""

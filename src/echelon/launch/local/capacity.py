@@ -1,4 +1,4 @@
-"""Check that this machine can run the requested number of processes; an overloaded machine becomes unresponsive."""
+"""Checks that this machine can run the requested number of processes; an overloaded machine becomes unresponsive."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def check_capacity(num_processes: int, *, origin: str, imports_torch: bool, uses
 
     Args:
         num_processes: number of processes on this machine.
-        origin: origin of the number, for the error message.
-        imports_torch: whether the processes are Python programs; the needs of other programs are unknown.
-        uses_cpu: whether the processes compute on the CPU.
+        origin: where the number was set, for the error message.
+        imports_torch: whether the processes are Python programs; other programs' memory needs are unknown.
+        uses_cpu: whether the processes run computations on the CPU.
 
     Raises:
-        ConfigError: the cores, the memory, or a limit of the user or the container are not sufficient.
+        ConfigError: there are too few cores, there is too little memory, or a user or container limit is too low.
     """
     cores = usable_cores()
     most = max(_ALWAYS, _PER_CORE * cores, os.cpu_count() or 1)

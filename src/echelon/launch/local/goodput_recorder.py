@@ -1,4 +1,4 @@
-"""Goodput of a run: records the times on the board at the end of each attempt, and writes them and their sum to a file."""
+"""Measures a run's goodput: when an attempt ends, writes the times on the board and their sum to a file."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ __all__ = [
 ]
 
 GOODPUT_FILE = "goodput.jsonl"
-"""File in the run's folder with one line per attempt and a last line for the whole run."""
+"""File in the run's directory with one line per attempt and a last line for the whole run."""
 ALL_MACHINES_FILE = "goodput_all.jsonl"
-"""File with the same content for all machines, on the rendezvous host."""
+"""File on the rendezvous host with the same content for all machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputReport:
-    """Time breakdown of a run, and its slow rank."""
+    """A run's time breakdown, and its slow rank."""
 
     breakdown: TimeBreakdown
     steps: Steps | None
     machines: Mapping[int, str] = field(default_factory=dict)
-    """Rank -> name of its machine; empty on a single machine."""
+    """Maps each rank to its machine's name; empty on a single machine."""
 
     @property
     def is_notable(self) -> bool:
-        """Whether to print the report without ``--summary``: after a restart, or if a rank slowed a long run down."""
+        """Whether to print the report even without ``--summary``: after a restart, or if one rank slowed a long run."""
         slowed = self.steps is not None and self.steps.slowest is not None and self.breakdown.wall_s >= _LONG_S
         return self.breakdown.num_restarts > 0 or slowed
 
     def lines(self) -> list[str]:
-        """Return the report for the terminal."""
+        """Return the report as text for the terminal."""
         return [printable(line) for line in self._lines()]  # machine names come from other machines
 
     def _lines(self) -> list[str]:
@@ -67,11 +67,11 @@ _LONG_S = 60.0
 
 @final
 class GoodputRecorder:
-    """Records the times of each attempt of a run.
+    """Records the times of each attempt in a run.
 
     Args:
-        path: path of the file.
-        began_ns: ``time.monotonic_ns()`` at the start of the launcher.
+        path: the file to write.
+        began_ns: ``time.monotonic_ns()`` when the launcher started.
     """
 
     def __init__(self, path: Path, *, began_ns: int) -> None:
@@ -85,12 +85,12 @@ class GoodputRecorder:
         self._started_ns = time.monotonic_ns()
 
     def end_attempt(self, ranks: Sequence[RankTimes], *, failed_ns: int | None = None, noticed_ns: int) -> None:
-        """Record that the attempt has ended. Does nothing if that has been recorded already.
+        """Record that the attempt has ended. Does nothing if this has already been recorded.
 
         Args:
-            ranks: times of the ranks on the boards.
-            failed_ns: time of the first sign of a failure; None without a failure.
-            noticed_ns: time when the launcher detected the end.
+            ranks: the ranks' times, read from the boards.
+            failed_ns: time of the first sign of a failure; None if nothing failed.
+            noticed_ns: time at which the launcher detected the end.
         """
         if not self._started_ns:
             return
@@ -105,7 +105,7 @@ class GoodputRecorder:
         self._write({"kind": "attempt", "number": len(self._attempts) - 1, **self._attempt_in_json(attempt)})
 
     def finish(self) -> GoodputReport:
-        """Write and return the report of the whole run."""
+        """Write and return the report for the whole run."""
         ended_ns = time.monotonic_ns()
         spent: dict[int, list[float]] = {}
         num_steps = 0
@@ -155,7 +155,7 @@ class GoodputRecorder:
 
 
 def times_on(board: Board, ranks: Sequence[int]) -> list[RankTimes]:
-    """Return the times on ``board`` of ``ranks``, which are in the order of the slots."""
+    """Return the times that ``board`` holds for ``ranks``, which are in slot order."""
     found = []
     for index, rank in enumerate(ranks):
         watch = board.watch(index)
@@ -165,13 +165,13 @@ def times_on(board: Board, ranks: Sequence[int]) -> list[RankTimes]:
 
 
 def first_sign(ends: Sequence[RankEnd]) -> int | None:
-    """Return the time of the first exception or exit of a failed rank, or None if it is unknown."""
+    """Return the time of a failed rank's first exception or exit, or None if it is unknown."""
     signs = [end.record.time_ns if end.record is not None else end.ended_ns for end in ends if end.failed]
     return min((ns for ns in signs if ns is not None), default=None)
 
 
 def process_start_ns() -> int:
-    """Return the start time of this process on ``time.monotonic_ns``, or the current time if the system does not provide it."""
+    """Return this process's start time as ``time.monotonic_ns``, or the current time if it is unknown."""
     now = time.monotonic_ns()
     try:
         ticks = int(
@@ -184,7 +184,7 @@ def process_start_ns() -> int:
 
 
 def read_goodput(run: Path) -> GoodputReport | None:
-    """Return the goodput report of a finished run, for all machines if there is one; None without a report."""
+    """Return a finished run's goodput report, for all machines if possible, or None if there is no report."""
     try:
         path = run / ALL_MACHINES_FILE
         last = json.loads((path if path.exists() else run / GOODPUT_FILE).read_text(encoding="utf-8").splitlines()[-1])

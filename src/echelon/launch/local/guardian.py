@@ -1,9 +1,10 @@
 """The guardian: a process that outlives a killed launcher and kills its ranks with all their children.
 
-The kernel kills a rank with its parent (``worker.die_with``), but not the rank's children (loader workers, programs of a shell),
-and a launcher that gets SIGKILL cannot stop them. The guardian reads the pids of the ranks, which are session leaders, from a
-pipe. If the pipe closes without ``bye``, the launcher was killed, and the guardian kills the process groups of these sessions. It
-finds a rank that was just being started by the launcher's mark in its environment.
+The kernel kills a rank with its parent (``worker.die_with``), but not the rank's children (loader workers, programs
+started by a shell), and a launcher that receives SIGKILL cannot stop them. The guardian reads the pids of the ranks,
+which are session leaders, from a pipe. If the pipe closes without ``bye``, the launcher was killed, and the guardian
+kills the process groups in these sessions. It recognizes a rank that was just being started by the launcher's mark in
+the rank's environment.
 
 Like the worker, it is run by its path and imports only the standard library: ``python -I -S guardian.py PIPE MARK``.
 """
@@ -18,10 +19,10 @@ import time
 __all__ = ["BYE", "ENDED", "LAUNCHER_VARIABLE", "STARTED", "STARTING", "main"]
 
 STARTING, STARTED, ENDED, BYE = "?", "+", "-", "bye"
-"""Messages: ``?TICKS`` before a rank is started, ``+PID START`` after that, ``-PID`` after it has ended, ``bye`` when the launcher
-exits normally. Ticks have the unit of ``worker.start_of``."""
+"""Messages: ``?TICKS`` before a rank is started, ``+PID START`` after that, ``-PID`` after it has ended, ``bye`` when
+the launcher exits normally. Ticks are in the same unit as in ``worker.start_of``."""
 LAUNCHER_VARIABLE = "ECHELON_LAUNCHER"
-"""Variable that identifies the launcher in the environment of its ranks."""
+"""Environment variable that identifies the launcher to which a rank belongs."""
 _NUM_SCANS, _SCAN_EVERY_S = 10, 0.1
 
 
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> None:
 
 
 def _kill_marked(mark: bytes, since: int, known: set[int]) -> None:
-    """Kill processes with ``mark`` in their environment that started after ``since`` and are not in a session in ``known``."""
+    """Kill processes with ``mark`` in their environment that started after ``since``, outside ``known`` sessions."""
     for _ in range(_NUM_SCANS):  # before exec, a new rank still has the launcher's environment
         for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
             try:

@@ -1,4 +1,4 @@
-"""The node of a run on a single machine."""
+"""The node for a run on a single machine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["LocalNode"]
 
 @final
 class LocalNode(Node):
-    """The only node of a run.
+    """A run's only node.
 
     Args:
         num_processes: world size.
         port: port of the store; 0 for any free port.
-        rules: rules that the user set.
-        interrupts: signals to the launcher.
+        rules: the rules that the user set.
+        interrupts: the signals that the launcher has received.
     """
 
     def __init__(self, *, num_processes: int, port: int, rules: RunRules, interrupts: Interrupts) -> None:
@@ -51,7 +51,7 @@ class LocalNode(Node):
         self._ends: list[RankEnd] = []
 
     def next_generation(self) -> NodeGeneration:
-        """Open a new store on loopback. In the old one, gloo would find the addresses of dead ranks."""
+        """Open a new store on loopback, because in the old one gloo would find the addresses of dead ranks."""
         from echelon.launch.multinode.rendezvous import LoopbackStore  # noqa: PLC0415 - imports torch
 
         self._number += 1
@@ -72,7 +72,7 @@ class LocalNode(Node):
         )
 
     def watch(self, ranks: AttemptRanks | None) -> None:
-        """Watch the ranks of a new attempt."""
+        """Watch the ranks in a new attempt."""
         self._attempt = ranks
         self._preemption.watch(None if ranks is None else ranks.board)
         if ranks is not None:
@@ -83,16 +83,16 @@ class LocalNode(Node):
 
     @property
     def may_restart(self) -> bool:
-        """Whether a restart is left and the run is not being preempted."""
+        """Whether restarts remain and the run is not being preempted."""
         return self._number < self._rules.max_restarts and not self.is_preempting
 
     @property
     def is_preempting(self) -> bool:
-        """Whether the ranks have been requested to save and exit."""
+        """Whether the ranks have been asked to save and exit."""
         return self._barrier is not None
 
     def poll(self) -> GenerationResult | None:
-        """Return how the generation ended, or None if it continues."""
+        """Return how the generation ended, or None if it is still running."""
         assert self._attempt is not None
         self._preemption.check()
         codes = self._attempt.workers.exit_codes()
@@ -119,7 +119,7 @@ class LocalNode(Node):
         self._barrier = BarrierCoordinator(self._attempt.board, grace_s)
 
     def _poll_barrier(self, barrier: BarrierCoordinator, codes: Sequence[int | None]) -> GenerationResult | None:
-        """Return how a preempted run without a failed rank ended, or None if it continues."""
+        """Return how a preempted run without a failed rank ended, or None if it is still running."""
         assert self._attempt is not None
         if None not in codes:
             # If the ranks finished their last step before they could stop, the run is done.
@@ -156,11 +156,11 @@ class LocalNode(Node):
         )
 
     def connect_to_store(self) -> socket.socket:
-        """Raise an error, because the store is on this machine."""
-        raise AssertionError("the store of a run on one machine is local")
+        """Raise an error, because a single machine's store is always local."""
+        raise AssertionError("a run on one machine has a local store")
 
     def leave(self, reason: str, code: int) -> None:
-        """Do nothing, because there is no other machine."""
+        """Do nothing, because there are no other machines."""
 
     def report_end(self) -> int:
         """Print how the run ended, and return the launcher's exit code."""

@@ -1,4 +1,4 @@
-"""The output of each rank, which goes to the terminal, a file, or both."""
+"""Sends each rank's output to the terminal, a file, or both."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _BITS: Mapping[str, Streams] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Streams of each local rank that are copied to a file (``tee``) or only written to a file (``redirect``)."""
+    """Each local rank's streams that are copied to a file (``tee``) or only written to a file (``redirect``)."""
 
     tee: Mapping[int, Streams]
     redirect: Mapping[int, Streams]
     debugged: int | None = None
-    """Local rank that owns the terminal and its input, or None if no rank is debugged."""
+    """Local rank that owns the terminal and its input, or None if no rank is being debugged."""
 
     def destination(self, local_rank: int, stream: Literal["stdout", "stderr"]) -> Literal["terminal", "both", "file"]:
-        """Return where ``stream`` of ``local_rank`` goes."""
+        """Return where ``local_rank``'s ``stream`` goes."""
         if local_rank == self.debugged:
             return "terminal"
         if stream in self.tee.get(local_rank, frozenset()):
@@ -44,7 +44,8 @@ class Outputs:
 
 
 def parse_streams(text: str, *, num_processes: int, flag: str) -> dict[int, Streams]:
-    """Parse torchrun's notation: ``0`` none, ``1`` stdout, ``2`` stderr, ``3`` both; or per rank, ``0:3,1:2``.
+    """Parse torchrun's notation: ``0`` (none), ``1`` (stdout), ``2`` (stderr) or ``3`` (both), or per rank,
+    ``0:3,1:2``.
 
     Raises:
         ConfigError: the syntax is invalid.
@@ -57,7 +58,10 @@ def parse_streams(text: str, *, num_processes: int, flag: str) -> dict[int, Stre
         if match is None or int(match[1]) >= num_processes:
             raise ConfigError(
                 f"{flag} {text} is not valid",
-                do=f"use 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or for example 0:3,1:2 for ranks 0 to {num_processes - 1}",
+                do=(
+                    "use 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or set each rank separately, as in 0:3,1:2 "
+                    f"(ranks 0 to {num_processes - 1})"
+                ),
             )
         streams[int(match[1])] = _BITS[match[2]]
     return streams
@@ -68,9 +72,9 @@ _TERMINAL = threading.Lock()
 
 
 def relay(pipe: int, file: BinaryIO, terminal: Literal["stdout", "stderr"], *, prefix: str) -> threading.Thread:
-    """Start a thread that copies ``pipe`` unchanged to ``file``, and with ``prefix`` before each line to our ``terminal``.
+    """Start a thread that copies ``pipe`` unchanged to ``file``, and to ``terminal`` with ``prefix`` before each line.
 
-    When the last writer has closed the pipe, the thread closes ``pipe`` and ``file`` and ends.
+    When the last writer has closed the pipe, the thread closes ``pipe`` and ``file`` and exits.
     """
     thread = threading.Thread(
         target=_relay, args=(pipe, file, terminal, prefix.encode()), daemon=True, name=f"echelon-tee {prefix}"
@@ -100,5 +104,5 @@ def _show(target: BinaryIO, lines: list[bytes]) -> None:
 
 
 def log_file(directory: Path, stream: str) -> BinaryIO:
-    """Open the log file for a stream of the rank with this folder."""
+    """Open the log file for one of a rank's streams, in the rank's directory."""
     return (directory / f"{stream}.log").open("wb")

@@ -1,4 +1,4 @@
-"""The launcher's side of the guardian, which kills the processes of a run if the launcher is killed."""
+"""The launcher's side of the guardian, which kills a run's processes if the launcher is killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HAS_BOOT_TIME = hasattr(time, "CLOCK_BOOTTIME")
 
 
 def own_identity() -> str:
-    """Return the pid and start time of this process, for processes that must die with it. Its pid alone may be reused."""
+    """Return this process's pid and start time, for processes that must die with it; a pid alone may be reused."""
     return f"{os.getpid()}:{worker.start_of(os.getpid())}"
 
 
@@ -48,16 +48,16 @@ class Guardian:
             os.close(read_end)
 
     def announce_start(self) -> None:
-        """Announce a new rank, for which the guardian searches if this process is killed before ``add_rank``."""
+        """Announce a new rank, so that the guardian searches for it if this process is killed before ``add_rank``."""
         ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")) if _HAS_BOOT_TIME else 0
         self._write(f"{guardian.STARTING}{ticks}")
 
     def add_rank(self, pid: int) -> None:
-        """Add the process ``pid`` of a rank, which is a session leader."""
+        """Add a rank's process ``pid``, which is a session leader."""
         self._write(f"{guardian.STARTED}{pid} {worker.start_of(pid)}")
 
     def remove_rank(self, pid: int) -> None:
-        """Remove a rank that has ended with all its children, because its pid may be reused."""
+        """Remove a rank once it and all its children have ended, because its pid may be reused."""
         self._write(f"{guardian.ENDED}{pid}")
 
     def close(self) -> None:

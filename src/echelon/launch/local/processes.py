@@ -1,4 +1,4 @@
-"""The processes of one attempt: start them, record how they end, and stop them within a deadline."""
+"""The processes in one attempt: starts them, records how they end, and stops them within a deadline."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class _Worker:
     process: Process
     ended_ns: int | None = None
     is_finished: bool = False
-    """Whether its program succeeded before the process ended."""
+    """Whether the program succeeded before its process ended."""
     relays: list[threading.Thread] = field(default_factory=list)
 
 
 class Workers:
-    """The processes of the ranks. Each one leads a separate session, so that Ctrl-C in a terminal reaches only the launcher.
+    """The ranks' processes. Each one leads a separate session, so that Ctrl-C in a terminal reaches only the launcher.
 
     Args:
-        script: program of each rank.
-        directory: folder for ``rank_<n>/`` with the error record, the stacks of a crash, and logs.
-        outputs: destinations of stdout and stderr.
-        board: status board of the ranks.
-        warm: forks the ranks if it is ready; otherwise, they are started as new programs.
+        script: the program that each rank runs.
+        directory: contains ``rank_<n>/`` with the rank's error record, crash stacks and logs.
+        outputs: where stdout and stderr go.
+        board: the ranks' status board.
+        warm: forks the ranks if it is ready; otherwise, ranks are started as new programs.
         guardian: kills the ranks with all their children if this launcher is killed.
         check: called before each start; raises an exception if the launcher must stop.
     """
@@ -78,10 +78,10 @@ class Workers:
         self._lock = threading.RLock()
 
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> dict[int, int]:
-        """Start one process for each local rank with its environment, and return local rank -> process id.
+        """Start one process for each local rank with its environment; return a dict from local rank to process id.
 
         Raises:
-            LaunchError: a process cannot be started; the processes already started are stopped.
+            LaunchError: a process could not be started; the processes already started have been stopped.
             Interrupted: the launcher must stop; the processes already started keep running.
         """
         self._guardian.open()
@@ -97,13 +97,16 @@ class Workers:
                 self.stop(signal.SIGKILL, grace=timedelta())
                 raise LaunchError(
                     f"cannot start rank {rank}: {error.strerror}: {error.filename}",
-                    do="check that the program is executable, and the limits on processes and open files (ulimit -a)",
+                    do=(
+                        "check that the program is executable, and check the limits on processes and open files "
+                        "(ulimit -a)"
+                    ),
                 ) from error
             self._guardian.add_rank(self._workers[-1].process.pid)
         return {i: w.process.pid for i, w in enumerate(self._workers)}
 
     def running(self) -> dict[int, tuple[int, int | None]]:
-        """Return rank -> (process id, exit code or None), in the order of the slots."""
+        """Return a dict from rank to (process id, exit code or None), in slot order."""
         return {w.rank: (w.process.pid, self._exit_code(w)) for w in self._workers}
 
     def _start_one(self, local_rank: int, rank: int, directory: Path, environment: Mapping[str, str]) -> _Worker:
@@ -170,7 +173,7 @@ class Workers:
         return [sys.executable, worker.__file__, *settings, script.kind, script.target, *args]
 
     def ends(self) -> list[RankEnd]:
-        """Return for each rank how it has ended, or that it is running."""
+        """Return how each rank has ended, or that it is still running."""
         return [self._end(w) for w in self._workers]
 
     def _end(self, one: _Worker) -> RankEnd:
@@ -184,7 +187,7 @@ class Workers:
         )
 
     def exit_codes(self) -> list[int | None]:
-        """Return the exit code of each rank, or None while it is running. Reads no file."""
+        """Return each rank's exit code, or None while it is running, without reading any file."""
         return [self._exit_code(w) for w in self._workers]
 
     def _exit_code(self, one: _Worker) -> int | None:
@@ -206,12 +209,12 @@ class Workers:
         return 0 if code is not None and code < 0 and one.is_finished else code
 
     def stop(self, number: int, *, grace: timedelta, is_impatient: Callable[[], bool] = lambda: False) -> None:
-        """Send the signal ``number``, wait for ``grace``, and then kill the remaining processes with all their children.
+        """Send signal ``number``, wait for ``grace``, and then kill the remaining processes and all their children.
 
         Args:
             number: signal to send.
             grace: maximum time to wait.
-            is_impatient: polled during the wait; True ends the wait.
+            is_impatient: polled during the wait; the wait ends when it returns True.
         """
         running = [w for w in self._workers if self._exit_code(w) is None]
         for one in running:
@@ -236,7 +239,7 @@ class Workers:
             self._guardian.remove_rank(one.process.pid)
 
     def drain(self) -> None:
-        """Wait at most one second until the output of ended ranks has been shown."""
+        """Wait at most one second for the output of ended ranks to be shown."""
         deadline = time.monotonic() + 1.0
         for one in self._workers:
             for thread in one.relays:

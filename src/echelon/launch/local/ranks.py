@@ -1,4 +1,4 @@
-"""The launcher's view of the ranks of this machine: boards, processes, stacks."""
+"""The launcher's view of the ranks on this machine: boards, processes and stacks."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ class Ranks(Protocol):
     """The ranks that a supervisor monitors, on one machine or on all machines."""
 
     def views(self) -> list[RankView]:
-        """Return the current state of each rank. Times are on this machine's ``time.monotonic``."""
+        """Return each rank's current state. Times are on this machine's ``time.monotonic`` clock."""
 
     def request_stacks(self) -> dict[int, Answer]:
-        """Request the stacks of the running ranks, which save them; return the answers that arrive in time."""
+        """Ask the running ranks to save their stacks; return the answers that arrive in time."""
 
     def stack_of(self, view: RankView) -> Answer:
-        """Return the call site of a running rank that does not answer."""
+        """Return the call site of a running rank that does not respond."""
 
     def save_report(self, report: str) -> None:
         """Save ``report`` next to the stacks of the last request."""
 
 
 STALL_FILE = "stall_{}.txt"
-"""Stall report in the folder of the attempt; the placeholder is the number of the request."""
+"""Stall report in the attempt's directory; the placeholder is the request number."""
 
 
 @final
 class LocalRanks:
-    """The ranks of one attempt on this machine.
+    """One attempt's ranks on this machine.
 
     Args:
-        board: status board of the ranks.
-        directory: folder of the attempt, in which ``rank_<n>/`` contains the answers.
-        running: returns rank -> (process id, exit code or None), in the order of the slots.
+        board: the ranks' status board.
+        directory: the attempt's directory, in which ``rank_<n>/`` contains the answers.
+        running: returns a dict from rank to (process id, exit code or None), in slot order.
         check: called during waits; raises an exception if the launcher must stop.
     """
 
@@ -78,7 +78,7 @@ class LocalRanks:
         self._request = 0
 
     def views(self) -> list[RankView]:
-        """Return the current state of each rank."""
+        """Return each rank's current state."""
         views = []
         for index, (rank, (pid, code)) in enumerate(self._running().items()):
             state, cpu_s, num_faults = _process(pid) if code is None else ("", 0.0, 0)
@@ -96,7 +96,7 @@ class LocalRanks:
         return views
 
     def request_stacks(self) -> dict[int, Answer]:
-        """Request the stacks of the running ranks, which save them; return the answers that arrive in time."""
+        """Ask the running ranks to save their stacks; return the answers that arrive in time."""
         ranks = self._running()
         request = self._board.request_stacks()
         self._request = request
@@ -113,9 +113,9 @@ class LocalRanks:
         return {rank: answer for rank, answer in answers.items() if answer is not None}
 
     def stack_of(self, view: RankView) -> Answer:
-        """Return the call site of a running rank that does not answer, from the stack that it writes on a signal.
+        """Return the call site of a running rank that does not respond, from the stack that it writes on a signal.
 
-        Call this only for certain stalls, because the signal interrupts a sleep or a wait of native code.
+        Call this only when a stall is certain, because the signal interrupts a sleep or wait in native code.
         """
         watch = self._board.watch(list(self._running()).index(view.rank))
         assert watch is not None, view
@@ -159,7 +159,7 @@ def wait_for_verdict(
 
 
 def _process(pid: int) -> tuple[str, float, int]:
-    """Return the state of a process, its CPU seconds, and its number of major page faults."""
+    """Return a process's state, CPU seconds and number of major page faults."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The accelerators of this machine that a run uses (``--gpu_ids 0,2``, and DeepSpeed's ``--include host:0,2``)."""
+"""Selects the accelerators that a run uses on this machine (``--gpu_ids``, DeepSpeed's ``--include``)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Slots", "is_this_machine", "named_slots", "no_accelerator"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """Accelerators that the settings name."""
+    """The accelerators that the settings include or exclude."""
 
     numbers: tuple[int, ...]
-    """Numbers of the accelerators; empty for all accelerators of this machine."""
+    """Accelerator numbers; empty for all accelerators on this machine."""
     are_excluded: bool
-    """Whether these are the accelerators not to use."""
+    """Whether these accelerators are excluded rather than included."""
     text: str
     origin: Origin
 
@@ -28,7 +28,7 @@ class Slots:
         """Return the numbers of the accelerators to use.
 
         Args:
-            num_accelerators: number of accelerators of this machine.
+            num_accelerators: number of accelerators on this machine.
             on_cpu: whether the run uses the CPU; the numbers then only determine the number of processes.
 
         Raises:
@@ -38,7 +38,7 @@ class Slots:
         if num_accelerators == 0:
             if self.are_excluded:
                 raise self._error(
-                    f"{self.text}: this run uses no accelerators, so that none can be excluded", "remove it"
+                    f"{self.text}: this run does not use accelerators, so none can be excluded", "remove it"
                 )
             if not on_cpu:
                 raise no_accelerator(f"{self.text} names accelerators", str(self.origin))
@@ -64,21 +64,23 @@ def no_accelerator(request: str, where: str) -> ConfigError:
     return ConfigError(
         f"{request}, but this machine has no accelerator that torch can use",
         where=where,
-        do="add --cpu (or ECHELON_CPU=1, use_cpu: true in a file) to train on the CPU; if there is one, check the driver and the "
-        "torch build with echelon env",
+        do=(
+            "add --cpu (or ECHELON_CPU=1, use_cpu: true in a config file) to train on the CPU; if the machine has an "
+            "accelerator, check the driver and the torch build with echelon env"
+        ),
     )
 
 
 def is_this_machine(host: str) -> bool:
-    """Return whether ``host`` is a name of this machine."""
+    """Return whether ``host`` is one of this machine's names."""
     return host in ("localhost", "127.0.0.1", "::1", "[::1]", socket.gethostname())
 
 
 def named_slots(resolved: Resolved[RunConfig]) -> Slots | None:
-    """Return the accelerators that the settings name, or None if they name none.
+    """Return the accelerators that the settings specify, or None if they specify none.
 
     Raises:
-        ConfigError: a setting is not a list of accelerators of this machine, or two settings conflict.
+        ConfigError: a setting is not a list of accelerators on this machine, or two settings conflict.
     """
     names = ("gpu_ids", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter")
     given = [name for name in names if getattr(resolved.value, name) is not None]
@@ -105,7 +107,7 @@ def _of_this_machine(text: str, origin: Origin) -> str:
             raise ConfigError(
                 f"{host} is not this machine",
                 where=str(origin),
-                do=f"use localhost:0,1 instead of {text}, or remove --machine_rank to start the run on {host} by ssh",
+                do=f"use localhost:0,1 instead of {text}, or remove --machine_rank to start the run on {host} over ssh",
             )
     if len(hosts) != 1:
         raise ConfigError(f"{text!r} names no accelerators", where=str(origin), do="use localhost:0,1")
@@ -118,6 +120,6 @@ def _numbers(text: str, origin: Origin) -> tuple[int, ...]:
         raise ConfigError(
             f"{text!r} is not a list of accelerators",
             where=str(origin),
-            do="use comma-separated numbers, such as 0,2",
+            do="use comma-separated accelerator numbers, such as 0,2",
         )
     return tuple(int(part) for part in parts)

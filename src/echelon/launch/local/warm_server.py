@@ -1,14 +1,14 @@
 """The warm server: a process that has imported torch and forks ranks, which start in 0.1 s instead of seconds.
 
-It only imports modules; it starts no threads, runs no torch operations and uses no device. Like the worker, it is run by its
-path: ``python warm_server.py SOCKET PARENT``. Requests on the socket:
+It only imports modules; it does not start threads, run torch operations or use a device. Like the worker, it is run by
+its path: ``python warm_server.py SOCKET PARENT``. Requests on the socket:
 
-- ``{"import": [...]}``: import the modules, and answer ``{"ready": ...}``, which tells whether ranks can be forked;
-- ``{"argv": ..., "environment": ...}`` with two file descriptors for the rank's output: fork the rank, answer ``{"pid": ...}``, and
-  after the rank has ended send ``{"pid": ..., "status": ...}``.
+- ``{"import": [...]}``: import the modules, and answer ``{"ready": ...}``, which says whether ranks can be forked;
+- ``{"argv": ..., "environment": ...}`` with two file descriptors for the rank's output: fork the rank, answer ``{"pid":
+  ...}``, and send ``{"pid": ..., "status": ...}`` after the rank has ended.
 
-``multiprocessing.forkserver`` is not suitable: its children run a pickled function in the server's environment and session, it does
-not report whether the imports started threads, and it ignores failing imports of its preload list.
+``multiprocessing.forkserver`` is not suitable: its children run a pickled function in the server's environment and
+session, it does not report whether imports started threads, and it ignores failed imports in its preload list.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _send(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _load(folder: str, name: str) -> ModuleType:
-    """Load a file of echelon by its path, because the programs of ranks must not find echelon imported."""
+    """Load an echelon file by its path, because a rank's program must not find echelon already imported."""
     path = Path(__file__).resolve().parents[2] / folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"_echelon_{name}", path)
     assert spec is not None

@@ -24,44 +24,44 @@ _POLL_S = 0.01
 
 
 class Process(Protocol):
-    """The part of the interface of ``subprocess.Popen`` that the launcher uses."""
+    """The part of the ``subprocess.Popen`` interface that the launcher uses."""
 
     @property
     def pid(self) -> int:
-        """Process id, which is also the id of its session."""
+        """Process id, which is also its session id."""
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the process is running."""
+        """Return the exit code, or None if the process is still running."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process ends, and return its exit code."""
+        """Wait for the process to end and return its exit code."""
 
 
 @final
 class WarmStarter:
-    """Starts ranks by forking the warm server, which ``prepare`` starts."""
+    """Starts ranks by forking them from the warm server, which ``prepare`` starts."""
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._lock = threading.Lock()
         self._imported: list[str] = []
-        """Modules that the server was requested to import."""
+        """Modules that the server has been asked to import."""
         self._num_importing = 0
-        """Number of import requests that the server has not answered."""
+        """Number of import requests that the server has not answered yet."""
         self._can_fork = False
         self._is_over = False
         self._codes: dict[int, int | None] = {}
-        """Process id -> exit code of the forked ranks."""
+        """Maps each forked rank's process id to its exit code."""
         self._new_pids: list[int] = []
 
     def prepare(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
-        """Import modules in the background. No rank is forked until the imports are done.
+        """Import modules in the background. No rank is forked until all imports are done.
 
         Args:
-            environment: environment of the ranks, because torch reads some variables at import (OMP_NUM_THREADS). Only the first
-                call uses it.
-            modules: names of the modules, in order.
+            environment: the ranks' environment, because torch reads some variables on import (OMP_NUM_THREADS). Only
+                the first call uses it.
+            modules: module names, in import order.
         """
         self._open(environment)
         new = [name for name in modules if name not in self._imported]
@@ -91,7 +91,7 @@ class WarmStarter:
 
     @property
     def is_ready(self) -> bool:
-        """Whether ranks can be forked: the imports are done, and the server has a single thread."""
+        """Whether ranks can be forked, because all imports are done and the server has only one thread."""
         self.receive()
         return self._can_fork and not self._num_importing and not self._is_over
 
@@ -107,8 +107,8 @@ class WarmStarter:
         """Fork a rank and return its process, or None if it must be started as a new program instead.
 
         Args:
-            argv: arguments of the worker without PARENT, which is the server.
-            environment: complete environment of the rank.
+            argv: the worker's arguments except PARENT, which is the server.
+            environment: the rank's complete environment.
             stdout: file descriptor.
             stderr: file descriptor.
             check: called during the wait; raises an exception if the launcher must stop.
@@ -134,7 +134,7 @@ class WarmStarter:
         return None
 
     def receive(self) -> None:
-        """Read the answers of the server."""
+        """Read the server's answers."""
         with self._lock:  # on several machines, threads of the connection also call this method
             self._receive()
 
@@ -165,7 +165,7 @@ class WarmStarter:
             self._new_pids.append(int(message["pid"]))
 
     def code_of(self, pid: int) -> int | None:
-        """Return the exit code of a rank, or None while it is running."""
+        """Return a rank's exit code, or None while it is running."""
         self.receive()
         return self._codes[pid]
 

@@ -1,7 +1,7 @@
-"""The program of each rank: runs the user's script exactly like ``python script.py``, and records its errors.
+"""The program that each rank runs: it runs the user's script exactly like ``python script.py`` and records its errors.
 
-The launcher runs this file by its path, and it imports only the standard library:
-``python worker.py PARENT DIRECTORY BOARD|- default|line|debug script|module TARGET ARGS...``. It dies with the process PARENT.
+The launcher runs this file by its path, and it imports only the standard library: ``python worker.py PARENT DIRECTORY
+BOARD|- default|line|debug script|module TARGET ARGS...``. It dies when the process PARENT dies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CHECK_PARENT_S = 0.5
 
 
 class Recorder:
-    """Writes the errors of this process atomically to ``directory/error.json``."""
+    """Writes this process's errors atomically to ``directory/error.json``."""
 
     def __init__(self, directory: str, reporter: Any = None) -> None:
         self._reporter = reporter
@@ -45,7 +45,7 @@ class Recorder:
         self._pid = os.getpid()
 
     def add(self, error: BaseException, *, where: str) -> None:
-        """Record ``error``, which was raised in ``where`` (``main`` or the name of a thread). Never raises."""
+        """Record ``error``, which was raised in ``where`` (``main`` or a thread name). Never raises."""
         if os.getpid() != self._pid:
             return  # a child that the script forked; its errors are not errors of the rank
         self.has_failed = self.has_failed or where == "main"
@@ -78,7 +78,7 @@ def _type_name(error: BaseException) -> str:
 
 
 def _text_with_attribute(error: BaseException) -> str:
-    """Return the text of ``error``; for a pickling error, also the attribute of the DataLoader that caused it."""
+    """Return the text of ``error``; for a pickling error, add the DataLoader attribute that caused it."""
     text = _text(error)
     if "pickle" not in text or "torch.utils.data" not in sys.modules:
         return text
@@ -129,7 +129,7 @@ def _frames(traceback: TracebackType | None) -> list[dict[str, Any]]:
 
 
 def is_user_file(path: str) -> bool:
-    """Return whether ``path`` is user code, that is, not an installed package, the standard library, or echelon."""
+    """Return whether ``path`` is user code: not an installed package, the standard library or echelon."""
     if path.startswith("<"):
         return False
     installed = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
@@ -140,7 +140,7 @@ def is_user_file(path: str) -> bool:
 
 
 def main(argv: list[str]) -> None:
-    """Run the target in ``argv`` as ``__main__`` of this process."""
+    """Run the target in ``argv`` as this process's ``__main__``."""
     parent, directory, board, mode, kind, target, *args = argv
     die_with(parent)
     if hasattr(signal, "SIGHUP"):
@@ -185,7 +185,7 @@ def main(argv: list[str]) -> None:
 
 
 def _stand_in() -> None:
-    """Let echelon stand in for the libraries that ``echelon launch --as`` names, before the program can import them."""
+    """Replace the libraries that ``echelon launch --as`` names with echelon before the program can import them."""
     from echelon.compat.swap import install_from_environment  # noqa: PLC0415 - other programs do not need echelon
 
     install_from_environment()
@@ -201,7 +201,7 @@ def _debug_post_mortem(error: BaseException) -> None:
 
 
 def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:
-    """Start the reporter, whose files are loaded by their paths, like this file."""
+    """Start the reporter, whose files are loaded by path, like this file."""
     folder = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "status")
     modules = []
     for name in ("board", "call_site", "stack_reporter"):
@@ -224,12 +224,14 @@ def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:
 def die_with(parent: str, *, by_thread: bool = False) -> None:
     """Make this process die with its parent, so that kill -9 of a launcher leaves no orphans.
 
-    On Linux, the kernel does this (PR_SET_PDEATHSIG), even while native code holds the GIL. It monitors the *thread* that started
-    this process; if that thread may end before the parent, use ``by_thread``. Setuid programs and children lose the setting.
+    On Linux, the kernel does this (PR_SET_PDEATHSIG), even while native code holds the GIL. It monitors the *thread*
+    that started this process; if that thread may end before the parent, use ``by_thread``. Setuid programs and child
+    processes do not inherit the setting.
 
     Args:
-        parent: ``PID:START`` from ``parents.own_identity``. If the parent is already dead, ``getppid`` is another process.
-        by_thread: poll in a thread instead.
+        parent: ``PID:START`` from ``parents.own_identity``; if the parent is already dead, ``getppid`` returns another
+            process.
+        by_thread: poll the parent in a thread instead.
     """
     number, _, start = parent.partition(":")
     pid = int(number)
@@ -247,7 +249,7 @@ def _set_death_signal(number: int) -> bool:
 
 
 def start_of(pid: int) -> str:
-    """Return the start time of a process, which distinguishes it from a later process with the same pid; empty if it has ended."""
+    """Return a process's start time, to tell it apart from a later one with the same pid; empty if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()  # the process name before it may contain anything
@@ -286,7 +288,7 @@ def _without_worker(error: BaseException) -> BaseException:
 
 
 def _quiet_interrupt() -> NoReturn:
-    """Exit by SIGINT like an interrupted Python process, but without a traceback on every rank."""
+    """Exit through SIGINT like an interrupted Python process, but without printing a traceback on every rank."""
     sys.stdout.flush()
     sys.stderr.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
