@@ -70,7 +70,7 @@ def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in said[0]
     assert "different settings: mixed_precision is bf16 (from flag --mixed_precision) there and not set on" in said[1]
     assert re.search(r"this machine expects 3 machines, but \S+ expects 2", said[2])
-    assert "it has another token" in said[3]
+    assert "it has a different token" in said[3]
     assert [command.finish(process).code for process in wrong] == [1, 1, 1, 1]
     assert "missing machine rank 1" in says(first, "waiting for[^\n]*\n")
     right = launch(command, *flags, "--node_rank=1")
@@ -90,7 +90,7 @@ def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_
             "rendezvous backend 'etcd' is not supported",
         ),
         (["--nnodes=2", "--master_addr=no.such.host.invalid"], "cannot resolve the host name"),
-        (["--nnodes=3:2", "--master_addr=127.0.0.1"], "is not a range of machines"),
+        (["--nnodes=3:2", "--master_addr=127.0.0.1"], "is neither a number nor a range of machines"),
         (["--nnodes=2", "--node_rank=0", "--master_addr=192.0.2.7"], "192.0.2.7 is not one of its addresses"),
         (["--nnodes=2", "--master_addr=127.0.0.1", "--rdzv_conf=join_timeot=3"], "did you mean join_timeout?"),
         (

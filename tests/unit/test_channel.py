@@ -117,7 +117,7 @@ def test_peers_with_the_token_authenticate_each_other(door: Door) -> None:
 
 
 def test_another_token_is_rejected_without_information(door: Door) -> None:
-    with pytest.raises(ConnectionRefused, match="it has another token"):
+    with pytest.raises(ConnectionRefused, match="it has a different token"):
         connect("127.0.0.1", door.port, b"another token altogether", purpose=NODE, timeout_s=_LIMIT_S)
     with raw(door.port) as sock:
         sock.sendall(secrets.token_bytes(channel._CLAIM_BYTES))

@@ -50,10 +50,10 @@ def _say(error: BaseException, folder: Path) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"dataset": _Images(lock=threading.Lock())}, "dataset.lock, of the class _Images (a lock)"),
+        ({"dataset": _Images(lock=threading.Lock())}, "dataset.lock, of class _Images (a lock)"),
         (
             {"dataset": Subset(_Images(files={"a": threading.Lock()}), [0])},
-            "dataset.dataset.files['a'], of the class dict",
+            "dataset.dataset.files['a'], of class dict",
         ),
         ({"dataset": _Images(), "collate_fn": lambda batch: batch}, "collate_fn (<lambda>)"),
     ],

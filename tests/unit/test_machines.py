@@ -122,7 +122,7 @@ def test_a_file_of_accelerates_counts_the_processes_of_all_machines(tmp_path: Pa
 
 def test_ranges_and_settings_of_a_rendezvous() -> None:
     assert node_range(settings(num_machines=4), CliOverrides(nnodes="2:4")) == (2, 4)
-    with pytest.raises(ConfigError, match="not a range of machines"):
+    with pytest.raises(ConfigError, match="neither a number nor a range of machines"):
         node_range(settings(num_machines=4), CliOverrides(nnodes="5:4"))
     assert parse_rdzv_conf(CliOverrides(rdzv_conf="timeout=9,read_timeout=3")) == {
         "timeout": "9",

@@ -40,7 +40,7 @@ def test_two_machines_that_agree_are_admitted() -> None:
     [
         ({"machine_rank": 0}, "one (10.0.0.1) already has machine rank 0"),
         ({"machine_rank": 2}, "machine rank 2 is out of range for 2 machines"),
-        ({"run_id": "s"}, "this machine expects the run 's', but the rendezvous host runs 'r'"),
+        ({"run_id": "s"}, "this machine expects run 's', but the rendezvous host is running 'r'"),
         ({"min_nodes": 3, "max_nodes": 3}, "this machine expects 3 machines, but one expects 2"),
         ({"versions": {"torch": "2.12.0"}}, "different versions: torch is 2.12.0 there and 2.13.0 on one"),
         (

@@ -17,28 +17,28 @@ from echelon.status.board import Board
 __all__ = ["AttemptRanks", "GenerationResult", "Node", "NodeGeneration", "RunOver", "RunRules", "Then"]
 
 Then: TypeAlias = Literal["done", "restart", "stop", "preempted", "lost"]
-"""What follows a generation. ``lost`` means that this node lost the coordinator and tries to rejoin."""
+"""What follows a generation. ``lost`` means that this node has lost the coordinator and is trying to rejoin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRules:
-    """Rules of a run that the user sets, on one machine or several."""
+    """The rules that the user sets for a run, on one machine or several."""
 
     max_restarts: int
     stall: StallRules
     preemption_grace: timedelta
-    """Time the ranks get to agree on a step when preempted; with zero, they are stopped immediately."""
+    """How long preempted ranks may take to agree on a step; if zero, they are stopped immediately."""
     logs: str
-    """Location of the logs, or how to get logs, for reports."""
+    """For reports: where the logs are, or how to get them."""
     directory: Path
-    """Folder for records and logs, with a subfolder for each attempt and rank."""
+    """Directory for records and logs, with a subdirectory for each attempt and rank."""
     began_ns: int
-    """``time.monotonic_ns()`` at the start of the launcher."""
+    """``time.monotonic_ns()`` when the launcher started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGeneration:
-    """One start of all ranks, from the view of one node."""
+    """One start of all ranks, as seen by one node."""
 
     number: int
     group_rank: int
@@ -46,7 +46,7 @@ class NodeGeneration:
     first_rank: int
     world_size: int
     port: int
-    """Port of the store if the store is on this machine, else 0."""
+    """The store's port if the store is on this machine, otherwise 0."""
     num_restarts: int
 
 
@@ -56,15 +56,15 @@ class GenerationResult:
 
     then: Then
     code: int = 0
-    """Exit code of the launcher if the run ends."""
+    """The launcher's exit code if the run ends."""
     failed_ns: int | None = field(default=None, compare=False)
-    """``time.monotonic_ns()`` of the first sign of a failure; None without a failure."""
+    """``time.monotonic_ns()`` at the first sign of a failure; None if nothing failed."""
     noticed_ns: int | None = field(default=None, compare=False)
-    """``time.monotonic_ns()`` when the failure was detected; None for now."""
+    """``time.monotonic_ns()`` when the failure was detected; None for the current time."""
 
 
 class RunOver(BaseException):  # not an Exception, because it is not a failure
-    """Raised if the run ends while this node waits for a generation; ``result`` tells how it ended."""
+    """Raised if the run ends while this node waits for a generation; ``result`` says how it ended."""
 
     def __init__(self, result: GenerationResult) -> None:
         super().__init__(result)
@@ -73,41 +73,41 @@ class RunOver(BaseException):  # not an Exception, because it is not a failure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRanks:
-    """The running ranks of one attempt on this machine."""
+    """One attempt's running ranks on this machine."""
 
     board: Board
     workers: Workers
     directory: Path
     numbers: list[int]
-    """Global ranks in the order of the board's slots."""
+    """Global ranks, in the order of the board's slots."""
 
 
 class Node(ABC):
     """Decides when a generation starts and ends on this machine, and the launcher's exit code."""
 
     goodput: GoodputReport | None = None
-    """Goodput of all machines; set at the end of the run on the rendezvous host."""
+    """Goodput of all machines, set on the rendezvous host at the end of the run."""
 
     @abstractmethod
     def next_generation(self) -> NodeGeneration:
         """Wait for the next generation.
 
         Raises:
-            Interrupted: a signal was received.
+            Interrupted: the launcher received a signal.
             LaunchError: this node cannot join the run.
             RunOver: no generation follows.
         """
 
     @abstractmethod
     def watch(self, ranks: AttemptRanks | None) -> None:
-        """Watch the ranks of a new attempt; None stops watching the last attempt, whose board is being closed."""
+        """Watch the ranks in a new attempt; None stops watching the last attempt, whose board is being closed."""
 
     @abstractmethod
     def poll(self) -> GenerationResult | None:
-        """Return how the generation ended, or None if it continues.
+        """Return how the generation ended, or None if it is still running.
 
         Raises:
-            Interrupted: a signal stops the run.
+            Interrupted: a signal stopped the run.
         """
 
     @property
@@ -118,16 +118,16 @@ class Node(ABC):
     @property
     @abstractmethod
     def is_preempting(self) -> bool:
-        """Whether the ranks have been requested to save and exit."""
+        """Whether the ranks have been asked to save and exit."""
 
     @abstractmethod
     def connect_to_store(self) -> socket.socket:
-        """Open a connection to the store of this generation if the store is on another machine."""
+        """Open a connection to this generation's store if it is on another machine."""
 
     @abstractmethod
     def leave(self, reason: str, code: int) -> None:
-        """Notify the other machines, if any, that this machine leaves the run."""
+        """Notify any other machines that this machine is leaving the run."""
 
     @abstractmethod
     def report_end(self) -> int:
-        """Print how the run ended, unless that has been reported, and return the launcher's exit code."""
+        """Print how the run ended, unless this has been reported already, and return the launcher's exit code."""

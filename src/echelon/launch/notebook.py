@@ -1,13 +1,13 @@
-"""``notebook_launcher`` and ``debug_launcher``: run a function of a notebook on several processes forked from the kernel.
+"""``notebook_launcher`` and ``debug_launcher``: run a notebook function in several processes forked from the kernel.
 
-A function of a cell cannot be imported, and the data of cells may be large; a forked process has both. But a forked process
-has only one thread, and cannot use a device that the kernel has used. Therefore:
+A function defined in a cell cannot be imported, and a notebook's data may be large; a forked process has both. However,
+a forked process has only one thread and cannot use a device that the kernel has used. Therefore:
 
-* Each child computes on one thread, because torch's CPU threads do not exist in it and an operation that needs them would hang.
-  The thread pools of other libraries, such as scikit-learn, can still hang: use these libraries only in the children, or with
-  one thread.
-* If the kernel has used the device, or the system cannot fork, new processes are started. The function, its arguments and the
-  globals that they use are sent to them by value (cloudpickle).
+* Each child computes on one thread, because torch's CPU threads do not exist in it and an operation that needs them
+  would hang. Thread pools in other libraries, such as scikit-learn, can still hang; use these libraries only in the
+  children, or with one thread.
+* If the kernel has used the device, or the system cannot fork, new processes are started. They receive the function,
+  its arguments and the globals that these use by value (cloudpickle).
 * If the kernel has run a backward pass on the device, the child raises an error, because autograd's device threads do not exist
   in it.
 """
@@ -63,20 +63,20 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Call ``function(*args)`` on several processes of this machine, and show their output in the cell.
+    """Call ``function(*args)`` in several processes on this machine, and show their output in the cell.
 
-    The processes are forked, so that they have everything that the cells have defined and loaded. Pass models and data as
-    arguments or globals. To return a result, write it to a file on one rank. If a cell has used the device, the processes are
-    new and get copies of the function, its arguments, and the globals that they use.
+    The processes are forked, so that they have everything that the cells have defined and loaded. Pass models and data
+    as arguments or globals. To return a result, write it to a file on one rank. If a cell has used the device, new
+    processes are started, which receive copies of the function, its arguments and the globals that these use.
 
     Args:
-        function: training function, which creates its own Accelerator.
-        args: arguments of ``function``. Missing parameters named ``rank`` and ``world_size`` are filled in.
-        num_processes: number of processes; default: one per accelerator, or 1 without accelerators. With 1, the function runs
-            in this process.
-        mixed_precision: ``no``, ``fp16`` or ``bf16``; default of the Accelerators that the function creates.
-        use_port, master_addr, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, log_line_prefix_template: ignored with a
-            warning; the processes use a free port on loopback.
+        function: the training function, which creates its own Accelerator.
+        args: arguments for ``function``. Missing parameters named ``rank`` and ``world_size`` are filled in.
+        num_processes: number of processes (default: one per accelerator, or 1 without accelerators). With 1, the
+            function runs in this process.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``; the default for Accelerators that the function creates. use_port,
+        master_addr, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, log_line_prefix_template: ignored with a warning;
+        the processes use a free port on loopback.
         node_rank, num_nodes: must be 0 and 1; several machines are not supported.
         max_restarts: must be 0; restarts are not supported.
         monitor_interval: seconds between checks of the processes.
@@ -84,9 +84,9 @@ def notebook_launcher(
     Raises:
         ConfigError: ``mixed_precision`` or ``num_processes`` is invalid.
         UsageError: an argument is not supported, the kernel has a process group, or ``args`` do not match ``function``.
-        LaunchError: a rank failed (includes its traceback); the other ranks are stopped.
+        LaunchError: a rank failed, and the other ranks were stopped; includes the failed rank's traceback.
 
-    Source: accelerate.notebook_launcher. Unlike there, ``mixed_precision`` has an effect.
+    Source: accelerate.notebook_launcher. Unlike there, ``mixed_precision`` takes effect.
     """
     _check_supported(num_nodes=(num_nodes, 1), node_rank=(node_rank, 0), max_restarts=(max_restarts, 0))
     _warn_ignored(
@@ -123,10 +123,10 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., object], args: Sequence[object] = (), num_processes: int = 2) -> None:
-    """Call ``function(*args)`` on ``num_processes`` forked processes on the CPU, for a trial run.
+    """Call ``function(*args)`` in ``num_processes`` forked processes on the CPU, for a trial run.
 
     Raises:
-        LaunchError: a rank failed (includes its traceback); the other ranks are stopped.
+        LaunchError: a rank failed, and the other ranks were stopped; includes the failed rank's traceback.
 
     Source: accelerate.debug_launcher.
     """
@@ -140,7 +140,7 @@ def _check_supported(**settings: tuple[int, int]) -> None:
     for name, (value, only) in settings.items():
         if value != only:
             raise UsageError(
-                f"notebook_launcher({name}={value}) is not supported: the function runs once, on this machine",
+                f"notebook_launcher({name}={value}) is not supported, because the function runs once, on this machine",
                 where=f"code notebook_launcher({name}=)",
                 do=f"remove {name}, or move the function to a script and run it with echelon launch",
             )
@@ -149,7 +149,10 @@ def _check_supported(**settings: tuple[int, int]) -> None:
 def _warn_ignored(**settings: tuple[object, object]) -> None:
     names = [name for name, (value, default) in settings.items() if value != default]
     if names:
-        warn(f"notebook_launcher ignores {', '.join(names)}: processes of one machine use a free port on loopback")
+        warn(
+            f"notebook_launcher ignores {', '.join(names)}, because processes on one machine use a free port on "
+            "loopback"
+        )
 
 
 def _count_devices() -> int:
@@ -171,7 +174,7 @@ def _start_method(*, uses_device: bool) -> StartMethod:
 
 
 class _ByValue:
-    """A value that is pickled with cloudpickle, so that the other process need not import it.
+    """A value that is pickled with cloudpickle, so that the other process does not need to import it.
 
     Raises:
         LaunchError: cloudpickle is not installed.
@@ -183,8 +186,8 @@ class _ByValue:
             import cloudpickle  # noqa: PLC0415 - an optional package, needed only here
         except ImportError as error:
             raise LaunchError(
-                "the function needs new processes because the kernel has used the device (or the system cannot fork), but "
-                "cloudpickle, which sends functions of cells to new processes, is not installed",
+                "the function needs new processes because the kernel has used the device (or the system cannot fork), "
+                "but cloudpickle, which sends notebook functions to new processes, is not installed",
                 where="notebook_launcher or debug_launcher",
                 do="pip install 'echelon[notebook]', or restart the kernel and use the device only in the function",
             ) from error
@@ -193,7 +196,8 @@ class _ByValue:
             self._data: bytes = cloudpickle.dumps(value)
         except Exception as error:  # a user's __reduce__ may raise any exception
             raise UsageError(
-                f"the function, its arguments and globals cannot be sent to new processes: {type(error).__name__}: {error}",
+                f"the function, its arguments or its globals cannot be sent to new processes: {type(error).__name__}: "
+                f"{error}",
                 where="notebook_launcher or debug_launcher; ranks cannot be forked because the kernel has used the device or the system cannot fork",
                 do="create the object inside the function, or restart the kernel and use the device only in the function",
             ) from error
@@ -264,7 +268,7 @@ def _refuse_process_group() -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _Output:
-    """Pipes from the children: (read end, write end) of stdout and stderr of each rank."""
+    """Pipes from the children: (read end, write end) for each rank's stdout and stderr."""
 
     pipes: list[dict[Literal["stdout", "stderr"], tuple[int, int]]]
     readers: dict[int, tuple[Literal["stdout", "stderr"], codecs.IncrementalDecoder]] = field(default_factory=dict)
@@ -292,7 +296,7 @@ class _Output:
         return bool(self.readers)
 
     def redirect(self, rank: int) -> None:
-        """Redirect all output of Python and native code to the pipes of ``rank``; called in the child."""
+        """Redirect all output from Python and native code to ``rank``'s pipes; called in the child."""
         for name, number in (("stdout", 1), ("stderr", 2)):
             os.dup2(self.pipes[rank][name][1], number)  # type: ignore[index]
             stream = open(  # noqa: SIM115 - for the life of the process
@@ -315,7 +319,7 @@ class _Output:
                 os.close(end)
 
     def drain(self) -> None:
-        """Show the remaining output, without waiting long for pipes that stay open."""
+        """Show the remaining output without waiting long for pipes that stay open."""
         deadline = time.monotonic() + _DRAIN.total_seconds()
         while self.readers and (left := deadline - time.monotonic()) > 0:
             self.relay(timeout=left)
@@ -365,22 +369,22 @@ def _limit_to_one_thread() -> None:
     def ignore(nthreads: int) -> None:
         if nthreads > 1:
             warn(
-                f"torch.set_num_threads({nthreads}) is ignored: the kernel's threads do not exist in a forked process, and "
-                "torch would hang; a script that echelon launch starts can use more threads"
+                f"torch.set_num_threads({nthreads}) is ignored, because the kernel's threads do not exist in a forked "
+                "process and torch would hang; a script started by echelon launch can use more threads"
             )
 
     torch.set_num_threads = ignore
 
 
 def _check_device() -> None:
-    """Raise an error for a device that the kernel has used. Any use of it in a forked process fails, but less clearly."""
+    """Raise a clear error if the kernel has used the device, because any use of it in a forked process would fail."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     module: Any = torch.get_device_module()
     is_in_bad_fork: Callable[[], bool] = getattr(module, "_is_in_bad_fork", lambda: False)
     reason = ""
     if is_in_bad_fork():
-        reason = "a cell has used it (created a tensor on it, or called torch.cuda.is_available())"
+        reason = "a cell has used it (for example, created a tensor on it or called torch.cuda.is_available())"
     else:
         try:
             torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
@@ -391,5 +395,5 @@ def _check_device() -> None:
     if reason:
         raise LaunchError(
             f"the {torch.accelerator.current_accelerator()} device cannot be used in a process forked from this kernel: {reason}",
-            do="restart the kernel and do that only in the function, or train on the CPU (ECHELON_CPU=1)",
+            do="restart the kernel and use the device only in the function, or train on the CPU (ECHELON_CPU=1)",
         )

@@ -1,8 +1,9 @@
 """The launcher's part of preemption: detects requests to save and exit, and reports ranks that take too long.
 
-SIGTERM or SIGUSR1 reaches the launcher or any rank. The launcher does not forward it to the ranks, which instead read a command
-on the status board (``status/stop_barrier.py``); so a signal that stops ranks after a failure cannot be mistaken for a
-preemption. If no rank reads the board, because the script does not use echelon or is still starting, the run is stopped.
+SIGTERM or SIGUSR1 reaches the launcher or any rank. The launcher does not forward it to the ranks, which instead read a
+command on the status board (``status/stop_barrier.py``). A signal that stops ranks after a failure therefore cannot be
+mistaken for a preemption. If no rank reads the board, because the script does not use echelon or is still starting, the
+run is stopped.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ __all__ = ["PreemptionRequest", "report_preempted", "stop_barrier_timeout"]
 
 @final
 class PreemptionRequest:
-    """Detects a request to save and exit: a signal to the launcher, or to a rank of this machine.
+    """Detects a request to save and exit: a signal to the launcher, or to a rank on this machine.
 
     Args:
-        interrupts: signals to the launcher.
-        grace: time the ranks get to agree on a step; with zero, signals stop the run immediately.
+        interrupts: the signals that the launcher has received.
+        grace: how long the ranks may take to agree on a step; if zero, signals stop the run immediately.
         on_request: called once per attempt with a description of the requester.
     """
 
@@ -39,7 +40,7 @@ class PreemptionRequest:
         self.requester = ""
 
     def watch(self, board: Board | None) -> None:
-        """Watch the ranks of a new attempt."""
+        """Watch the ranks in a new attempt."""
         self._board = board
         self.is_pending = False
 
@@ -47,7 +48,8 @@ class PreemptionRequest:
         """Call ``on_request`` if there is a new request.
 
         Raises:
-            Interrupted: the run must stop: another signal or a second one was received, or no rank reads the board.
+            Interrupted: the run must stop, because another or a second signal was received, or because no rank reads
+                the board.
         """
         if not self.is_pending and (requester := self._find_requester()):
             self.is_pending, self.requester = True, requester
@@ -57,7 +59,7 @@ class PreemptionRequest:
             self._interrupts.check()
 
     def _find_requester(self) -> str:
-        """Return a description of the requester; empty if there is no request, or no rank reads the board."""
+        """Return a description of the requester; empty if there is no request or no rank reads the board."""
         if self._board is None or not self._grace or not any(self._board.read_positions()):
             return ""
         first = self._interrupts.first or 0
@@ -74,9 +76,9 @@ def stop_barrier_timeout(
 
     Args:
         requester: description of the requester.
-        grace: time limit of the ranks.
-        positions: position of each rank, in the encoding of ``stop_barrier.py``.
-        notes: last status note of each rank.
+        grace: the ranks' time limit.
+        positions: each rank's position, encoded as in ``stop_barrier.py``.
+        notes: each rank's last status note.
     """
     where: dict[str, list[int]] = {}
     for rank, position in positions.items():
@@ -87,7 +89,7 @@ def stop_barrier_timeout(
     return LaunchError(
         f"{requester}: the ranks did not reach a common step within {grace.total_seconds():g} s and were stopped",
         where="; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in where.items()),
-        do="the next start resumes from the last checkpoint; --preemption_grace SECONDS gives the ranks more time",
+        do="the next start resumes from the last checkpoint; set --preemption_grace to give the ranks more seconds",
     )
 
 

@@ -1,4 +1,4 @@
-"""Arguments of a function that runs on every rank; parameters such as ``rank`` and ``world_size`` are filled in."""
+"""Builds the arguments for a function that runs on every rank; fills in ``rank``, ``world_size`` and others."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def arguments_of_rank(
     caller: str,
     rank_first: bool,
 ) -> tuple[tuple[object, ...], Mapping[str, object]]:
-    """Return the positional and keyword arguments of ``function`` on ``rank``.
+    """Return the positional and keyword arguments for ``function`` on ``rank``.
 
     Args:
-        function: function of the user.
-        args: arguments of the user.
-        rank: rank of the process.
+        function: the user's function.
+        args: the user's arguments.
+        rank: the process's rank.
         world_size: number of ranks.
-        caller: name of the function that the user called, for the error.
+        caller: name of the function that the user called, for the error message.
         rank_first: whether ``caller`` passes the rank before ``args``, like torch's spawn.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The program to run, and checks of it that need neither a process nor torch."""
+"""The program to run, and checks for it that need neither a process nor torch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Script:
     """A program and its arguments."""
 
     kind: Literal["script", "module", "program"]
-    """Python file, Python module (``python -m``), or any executable."""
+    """A Python file, a Python module (``python -m``), or any executable."""
     target: str
     args: tuple[str, ...]
     has_local_rank: bool = False
     """Whether to insert ``--local_rank=N`` before ``args``, like DeepSpeed's launcher."""
 
     def args_of(self, local_rank: int) -> tuple[str, ...]:
-        """Return the arguments of the process ``local_rank``."""
+        """Return the arguments for process ``local_rank``."""
         return (f"--local_rank={local_rank}", *self.args) if self.has_local_rank else self.args
 
 
 def check(script: Script) -> None:
-    """Raise an error for a program that would fail on every rank when it starts.
+    """Raise an error if the program would fail at startup on every rank.
 
     Raises:
         ConfigError: the target does not exist, is a directory, cannot be read, or is not Python source.
@@ -56,7 +56,7 @@ def _check_module(name: str) -> None:
         do = (
             f"echelon launch {name} (without -m) runs a file"
             if os.path.exists(name)
-            else "check the name, or pip install it"
+            else "check the module's name, or install it with pip"
         )
         raise ConfigError(f"no module named {top!r}", where=f"-m {name}", do=do)
 
@@ -79,7 +79,7 @@ def _check_source(name: str) -> None:
         raise ConfigError(
             f"the script {name} does not exist",
             where=f"directory {os.getcwd()}",
-            do="check the path; use -m for a module, or --no_python for another program",
+            do="check the path; use -m for a module, or --no_python for a program that is not Python",
         ) from error
     except OSError as error:
         raise ConfigError(f"cannot read the script {name}: {error.strerror}", do="check its permissions") from error
@@ -91,13 +91,13 @@ def _check_source(name: str) -> None:
         raise ConfigError(
             f"{name} is not valid {error.encoding} text: byte 0x{data[error.start]:02x}",
             where=f"{name}:{line}",
-            do="save it as UTF-8, or declare its encoding in the first line: # -*- coding: latin-1 -*-",
+            do="save it as UTF-8, or declare its encoding in the first line, as in `# -*- coding: latin-1 -*-`",
         ) from error
     except SyntaxError as error:  # unknown encoding, or a first line that is not UTF-8
         raise ConfigError(
             f"{name} is not Python source: {error.msg}",
             where=f"{name}:1",
-            do="save it as UTF-8, or declare its encoding in the first line: # -*- coding: latin-1 -*-",
+            do="save it as UTF-8, or declare its encoding in the first line, as in `# -*- coding: latin-1 -*-`",
         ) from error
     try:
         with warnings.catch_warnings():

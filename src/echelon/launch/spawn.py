@@ -1,4 +1,4 @@
-"""``spawn``: like ``torch.multiprocessing.spawn``, but sets the environment variables of each rank."""
+"""``spawn``: like ``torch.multiprocessing.spawn``, but sets each rank's environment variables."""
 
 from __future__ import annotations
 
@@ -48,25 +48,24 @@ def spawn(
     daemon: bool = False,
     start_method: StartMethod = "spawn",
 ) -> SpawnContext | None:
-    """Call ``fn(rank, *args)`` on ``nprocs`` new processes of this machine.
+    """Call ``fn(rank, *args)`` in ``nprocs`` new processes on this machine.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, so that ``fn`` can call ``setup()``
-    without arguments. The store runs in this process, on loopback.
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, so that ``fn`` can call
+    ``setup()`` without arguments. The store runs on loopback in this process.
 
     Args:
-        fn: function at the top level of a module, so that the new processes can import it.
-        args: arguments after the rank. A missing ``world_size`` argument of ``fn`` is filled in.
+        fn: a function defined at module level, so that the new processes can import it.
+        args: arguments to pass after the rank. A missing ``world_size`` argument is filled in.
         nprocs: number of processes.
-        join: wait for all processes, and raise an error if one fails.
-        daemon: make the processes daemonic: they end with this process and cannot have children.
-        start_method: ``fork`` also runs functions of a notebook, if this process has not used a device.
+        join: wait for all processes and raise an error if one fails.
+        daemon: make the processes daemonic, so that they end with this process and cannot have children.
+        start_method: ``fork`` can also run notebook functions, if this process has not used a device.
 
-    Returns:
-        None if ``join``, else a context to join later.
+    Returns: None if ``join``, otherwise a context to join later.
 
     Raises:
         UsageError: ``nprocs`` is below 1, or ``args`` do not match the signature of ``fn``.
-        LaunchError: a rank failed (only if ``join``); includes the traceback of the rank that failed first.
+        LaunchError: a rank failed (only if ``join``); includes the first failed rank's traceback.
 
     Source: torch.multiprocessing.spawn.
     """
@@ -151,22 +150,22 @@ class SpawnContext:
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """The processes in the order of their ranks."""
+        """The processes, in rank order."""
         return list(self._context.processes)
 
     def pids(self) -> list[int]:
-        """Return the process ids in the order of the ranks."""
+        """Return the process ids, in rank order."""
         return [process.pid for process in self._context.processes]
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Wait until at least one rank ends. Return True if all ranks have ended; otherwise, call it again.
+        """Wait until at least one rank ends. Return True if all ranks have ended; otherwise, call this method again.
 
         Args:
-            timeout: maximum number of seconds to wait; None to wait until a rank ends.
-            grace_period: number of seconds after which the other ranks are stopped if a rank fails.
+            timeout: maximum number of seconds to wait; None for no limit.
+            grace_period: seconds to wait after a rank fails before the other ranks are stopped.
 
         Raises:
-            LaunchError: a rank failed; the other ranks are stopped.
+            LaunchError: a rank failed, and the other ranks were stopped.
         """
         from torch.multiprocessing.spawn import ProcessException  # noqa: PLC0415 - imports torch
 

@@ -1,4 +1,4 @@
-"""Detect stalls: request the stack of every rank, save the stacks, and report the cause."""
+"""Detects stalls: requests every rank's stack, saves the stacks, and reports the cause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from echelon.launch.local.ranks import Ranks
 __all__ = ["STALLED", "OnStall", "StallRules", "Supervisor"]
 
 STALLED = 124
-"""Exit code of a run that is stopped because of a stall; timeout(1) uses the same code."""
+"""Exit code of a run that is stopped because it stalled; timeout(1) uses the same code."""
 
 OnStall: TypeAlias = Literal["report", "restart", "stop"]
 
@@ -30,10 +30,10 @@ _REQUEST_EVERY_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallRules:
-    """Time limits for stalls, and the action after a stall."""
+    """Time limits for detecting stalls, and what to do about them."""
 
     timeout: timedelta
-    """How long a rank may wait for other ranks without progress; zero disables the limit."""
+    """How long a rank may wait for other ranks without making progress; zero disables the limit."""
     on_stall: OnStall
     slow_timeout: timedelta | None = None
     """How long a declared slow phase may last; None for ten times ``timeout``, zero for no limit."""
@@ -50,11 +50,11 @@ class Supervisor:
     """Detects and reports stalls in one attempt.
 
     Args:
-        ranks: ranks of the attempt.
-        directory: folder of the run, for the report.
+        ranks: the attempt's ranks.
+        directory: the run's directory, for the report.
         rules: limits and action.
-        machines: rank -> name of its machine; empty on a single machine.
-        clock: clock of the heartbeats, in seconds.
+        machines: maps each rank to its machine's name; empty on a single machine.
+        clock: the clock that heartbeats use, in seconds.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Supervisor:
         self._clock = StallClock(rules.timeout.total_seconds(), rules.slow_s)
         self._next_poll = 0.0
         self._suspicions: frozenset[tuple[str, int]] = frozenset()
-        """Suspicions that caused the last request for stacks."""
+        """The suspicions that caused the last request for stacks."""
         self._requested_at = float("-inf")
         self._reported: set[str] = set()
         """Alarms reported since the last progress."""
         self._last_note = ""
 
     def poll(self) -> Stall | None:
-        """Report and return a new stall; return None if there is none, or if it has been reported already."""
+        """Report and return a new stall, or return None if there is none or it has already been reported."""
         now = self._now()
         if now < self._next_poll or not self._rules.timeout:
             return None

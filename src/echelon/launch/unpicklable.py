@@ -1,4 +1,4 @@
-"""Find the attribute of a dataset that cannot be pickled for DataLoader workers. pickle reports only its type."""
+"""Finds the dataset attribute that cannot be pickled for DataLoader workers, because pickle reports only its type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_DEPTH = 6
 
 
 def unpicklable_part(error: BaseException) -> str:
-    """Return the unpicklable part of a DataLoader, such as ``dataset.lock, of the class Images``; empty for other errors."""
+    """Return a DataLoader's unpicklable part, such as ``dataset.lock, of class Images``; empty for other errors."""
     if "pickle" not in str(error):
         return ""
     traceback = error.__traceback__
@@ -46,7 +46,7 @@ def _find(value: Any, path: str, owner: str, depth: int) -> str:
             if found:
                 return found
     kind = value.__qualname__ if isinstance(value, FunctionType) else f"a {type(value).__name__}"
-    return f"{path}{f', of the class {owner}' if owner else ''} ({kind})"
+    return f"{path}{f', of class {owner}' if owner else ''} ({kind})"
 
 
 class _Nowhere:
@@ -55,7 +55,7 @@ class _Nowhere:
 
 
 class _Probe(pickle.Pickler):
-    """Pickler for a trial run. Tensors, which torch shares itself, count as picklable."""
+    """A pickler for a dry run. Tensors count as picklable, because torch shares them itself."""
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")

@@ -1,1 +1,1 @@
-"""Runs on several machines: one coordinator, one node per machine, and authenticated connections between them."""
+"""Multi-machine runs: one coordinator, one node per machine, and authenticated connections between them."""

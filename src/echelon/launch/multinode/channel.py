@@ -1,12 +1,13 @@
-"""Connections between the launchers of a run: TCP, mutual authentication by a shared token, then signed JSON frames.
+"""Connections between a run's launchers: TCP, mutual authentication by a shared token, then signed JSON frames.
 
-Authentication: The server sends a nonce. The client sends its own nonce, its purpose, and a code (HMAC-SHA256 under the token)
-over all of these. The server sends a code over the same data with another label. Neither side reveals the token, recorded
-traffic cannot open another connection because the server's nonce is new each time, and the client accepts only a server that
-knows the token.
+Authentication: The server sends a nonce. The client sends its own nonce, its purpose, and a code (HMAC-SHA256 under the
+token) over all of these. The server answers with a code over the same data with a different label. Neither side reveals
+the token. Recorded traffic cannot open another connection, because the server's nonce is new each time, and the client
+accepts only a server that knows the token.
 
-Frames: Length, code, JSON. The code covers the direction, the number of the frame and its text, under a key of this connection,
-so that frames cannot be changed, replayed, dropped or reflected. They are not encrypted. Uses only the standard library.
+Frames: Each frame consists of its length, a code and JSON. The code covers the direction, the frame number and the
+text, under a key that is unique to this connection, so that frames cannot be changed, replayed, dropped or reflected.
+They are not encrypted. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ _MAX_ANSWERING = 32
 """Maximum number of requests that are answered concurrently, so that a flood of requests does not create a thread for each."""
 
 START_S = 180.0
-"""How long a side may be silent while it imports torch from a slow disk; loading a library holds the GIL."""
+"""How long a side may be silent while it imports torch from a slow disk, because loading a library holds the GIL."""
 NODE, STORE = b"N", b"S"
-"""Purposes of a client: to join as a node, or to reach the store of a generation."""
+"""A client's purpose: to join as a node, or to reach a generation's store."""
 
 
 class ChannelError(Exception):
-    """Raised if the other side violates the protocol or does not answer."""
+    """Raised if the other side violates the protocol or does not respond."""
 
 
 class ConnectionRefused(ChannelError):
-    """Raised if the other side does not know the token or is another program."""
+    """Raised if the other side does not know the token or is a different program."""
 
 
 class ConnectionLost(ChannelError):
@@ -87,7 +88,7 @@ def accept(sock: socket.socket, token: bytes) -> tuple[bytes, int, bytes]:
 
     Raises:
         ConnectionRefused: the client does not know the token.
-        ConnectionLost: the client disconnected, or exceeded the timeout of ``sock``.
+        ConnectionLost: the client disconnected or exceeded the timeout of ``sock``.
     """
     ours = secrets.token_bytes(_NONCE_BYTES)
     _send(sock, _MAGIC + ours)
@@ -103,11 +104,11 @@ def accept(sock: socket.socket, token: bytes) -> tuple[bytes, int, bytes]:
 def connect(
     host: str, port: int, token: bytes, *, purpose: bytes, number: int = 0, timeout_s: float
 ) -> tuple[socket.socket, bytes]:
-    """Connect to a server that knows ``token``; return the socket and the key of the frames.
+    """Connect to a server that knows ``token``; return the socket and the frame key.
 
     Raises:
         OSError: no server is listening there.
-        ConnectionRefused: another program is listening there, or the server has another token.
+        ConnectionRefused: a different program is listening there, or the server has a different token.
         ConnectionLost: the server disconnected.
     """
     sock = socket.create_connection((host, port), timeout=timeout_s)
@@ -124,7 +125,7 @@ def connect(
         except ConnectionLost as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise  # a timeout is not a refusal
-            raise ConnectionRefused("the server closed the connection because it has another token") from error
+            raise ConnectionRefused("the server closed the connection because it has a different token") from error
         if not hmac.compare_digest(answer, _code(token, b"server", theirs, body)):
             raise ConnectionRefused("the server does not know the token")
         return sock, _code(token, b"session", theirs, body)
@@ -145,8 +146,8 @@ class Channel:
     """Signed JSON frames on an open connection. Any thread may send; one thread receives.
 
     Args:
-        sock: socket with a timeout after which a silent other side counts as lost.
-        key: key of this connection.
+        sock: a socket whose timeout is the time after which a silent other side counts as lost.
+        key: this connection's key.
         is_server: whether this is the server's side.
     """
 
@@ -185,7 +186,7 @@ class Channel:
         return json.loads(payload)
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the number of silent seconds after which the other side counts as lost, from the next message on."""
+        """Set how many seconds of silence count as a lost connection, starting with the next message."""
         self._sock.settimeout(seconds)
 
     def close(self) -> None:
@@ -197,14 +198,14 @@ class Channel:
 
 @final
 class Peer:
-    """The other side of a channel: exchanges messages, requests and heartbeats with it.
+    """The other side of a channel, with which this side exchanges messages, requests and heartbeats.
 
     Args:
         channel: open channel.
-        on_message: called in the receiving thread with the kind and content of a message.
-        on_request: called in a separate thread with the kind and content of a request; returns the answer.
+        on_message: called in the receiving thread with a message's kind and content.
+        on_request: called in a separate thread with a request's kind and content; returns the answer.
         on_lost: called once with the reason when the connection is lost.
-        heartbeat_s: seconds between heartbeats of each side.
+        heartbeat_s: seconds between each side's heartbeats.
     """
 
     def __init__(
@@ -237,24 +238,24 @@ class Peer:
         return self._is_closed.is_set()
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the number of silent seconds after which the other side counts as lost, from the next message on."""
+        """Set how many seconds of silence count as a lost connection, starting with the next message."""
         with suppress(OSError):  # the connection is closed
             self._channel.set_timeout(seconds)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send a message. Does nothing if the connection is lost, which ``on_lost`` reports."""
+        """Send a message. Does nothing if the connection is lost, because ``on_lost`` reports that."""
         self._send({"kind": kind, "content": content})
 
     def request(self, kind: str, *, timeout_s: float, **content: Any) -> Any:
         """Send a request and return the answer.
 
         Raises:
-            ConnectionLost: no answer within ``timeout_s``, or the other side failed to answer.
+            ConnectionLost: no answer arrived within ``timeout_s``, or the other side failed to answer.
         """
         return self.start_request(kind, **content)(timeout_s)
 
     def start_request(self, kind: str, **content: Any) -> Callable[[float], Any]:
-        """Send a request; return a function of a timeout in seconds that waits for the answer and returns it."""
+        """Send a request; return a function that takes a timeout in seconds, waits for the answer and returns it."""
         with self._changed:
             self._number += 1
             number = self._number

@@ -1,7 +1,7 @@
-"""The listener of a run on several machines. Clients that know the token connect as a node or to the ranks' store.
+"""The listener for a multi-machine run. Clients that know the token connect as a node or to the ranks' store.
 
 Other clients are disconnected after one short message. They cannot lock out legitimate clients, because the number of
-connections that have not authenticated is limited and the oldest one is dropped. Uses only the standard library.
+unauthenticated connections is limited and the oldest one is dropped. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ConnectionListener:
     """Accepts and authenticates connections until ``close``.
 
     Args:
-        listener: bound socket, closed by ``close``.
-        token: secret that clients must know.
-        on_node: called in a separate thread with the channel and the address of a new node.
-        port_of: returns the loopback port of a generation's store, or None if that generation is not running.
+        listener: a bound socket, which ``close`` closes.
+        token: the secret that clients must know.
+        on_node: called in a separate thread with a new node's channel and address.
+        port_of: returns the loopback port of the store of a generation, or None if that generation is not running.
     """
 
     def __init__(

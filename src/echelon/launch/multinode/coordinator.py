@@ -1,9 +1,9 @@
-"""The coordinator of a run on several machines: admits launchers, starts and ends generations, and monitors all ranks.
+"""The coordinator of a multi-machine run: admits launchers, starts and ends generations, and monitors all ranks.
 
-It runs in a thread of the launcher on the rendezvous host. Each launcher, including that one, is a *node* (``node.py``). All
-messages of nodes pass through one queue, so that they are handled one at a time. A *generation* is one start of all ranks on
-the nodes that are present at that time, with its own store. It ends for all nodes at the same time with "done", "restart",
-"stop" or "preempted".
+It runs in a thread of the launcher on the rendezvous host. Each launcher, including that one, is a *node*
+(``node.py``). All messages from nodes pass through one queue, so that they are handled one at a time. A *generation* is
+one start of all ranks on the nodes that are present at that time, with its own store. It ends on all nodes at the same
+time, with "done", "restart", "stop" or "preempted".
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Coordinator:
     """Serves ``listener`` in its own threads until ``close``.
 
     Args:
-        own: launcher in whose process the coordinator runs. It joins as a node, like all other launchers.
+        own: the launcher whose process the coordinator runs in; it joins as a node, like all other launchers.
         listener: bound socket.
-        token: secret that all launchers share.
-        times: time limits of the rendezvous.
-        rules: rules that the user set.
-        new_store: function that opens the store of a generation, which closes when it is garbage-collected.
+        token: the secret that all launchers share.
+        times: the rendezvous time limits.
+        rules: the rules that the user set.
+        new_store: function that opens a generation's store, which closes when it is garbage-collected.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class Coordinator:
         self._joiners_since: float | None = None
         self._end_of_run: tuple[Then, int] | None = None
         self._goodbye_deadline: float | None = None
-        """Of the nodes that are still connected when the run is closed."""
+        """Deadline for the nodes that are still connected when the run is closed."""
         self._goodput = GoodputRecorder(rules.directory / ALL_MACHINES_FILE, began_ns=rules.began_ns)
         self._connections = ConnectionListener(listener, token, on_node=self._on_node, port_of=self._port_of)
         self._thread = threading.Thread(target=self._run, daemon=True, name="echelon-coordinator")
         self._thread.start()
 
     def close(self, reason: str, code: int) -> GoodputReport:
-        """End the run because of ``reason`` unless it has ended, notify the nodes, and return the goodput of all machines."""
+        """End the run for ``reason`` if it is still running, notify the nodes, and return all machines' goodput."""
         self._events.put(("close", code, reason, {}))
         self._thread.join()
         self._connections.close()
@@ -138,7 +138,7 @@ class Coordinator:
             self._handle_events()
         except BaseException as error:
             for member in self._members:  # the launchers must not wait for a dead coordinator
-                member.peer.send("end", then="stop", code=1, text=f"the coordinator of the run failed: {error!r}")
+                member.peer.send("end", then="stop", code=1, text=f"the run's coordinator failed: {error!r}")
             raise
 
     def _handle_events(self) -> None:
@@ -264,7 +264,7 @@ class Coordinator:
             _print(f"{member.name} disconnected: {reason}")
 
     def _end_without(self, generation: Generation, member: NodeMember, what: str, code: int) -> None:
-        """End the generation that ``member`` has left, and also the run if it cannot continue."""
+        """End the generation that ``member`` has left, and end the run if it cannot continue."""
         left = [other for other in generation.members if other in self._members]
         slot = next(slot for slot in generation.slots if member.info is not None and slot.uid == member.info.uid)
         first, last = slot.first_rank, slot.first_rank + slot.num_processes - 1
@@ -278,12 +278,14 @@ class Coordinator:
             if continues
             else "the run ends"
         )
-        hint = "; with --nnodes MIN:MAX a run continues on fewer machines, with --max_restarts it waits for the machine"
+        hint = (
+            "; with --nnodes MIN:MAX, a run continues on fewer machines; with --max_restarts, it waits for the machine"
+        )
         _print(
             LaunchError(
                 f"{what}; {then}",
                 where=f"{ranks} of {generation.world_size}; detected by {name_of(self._own)}",
-                do=f"check that machine and its network connection{'' if continues else hint}",
+                do=f"check this machine and its network connection{'' if continues else hint}",
             )
         )
         for other in left:
@@ -334,7 +336,7 @@ class Coordinator:
         error = LaunchError(
             f"{missing}; waited {waited_s:.0f} s",
             where=f"{name_of(self._own)} ({timeout})",
-            do="run the same command on the missing machines, and read the messages there",
+            do="run the same command on the missing machines, and check the messages there",
         )
         _print(error)
         for member in self._members:
@@ -425,7 +427,7 @@ class Coordinator:
         if self._rules.preemption_grace and all(NodeCommands(generation).read_positions()):
             self._start_barrier(generation, f"{names} joined", "restart")
             return
-        _print(f"{names} joined: all ranks restart from the last checkpoint")
+        _print(f"{names} joined; all ranks restart from the last checkpoint")
         self._end("restart", failed_ns=time.monotonic_ns())
 
     def _start_barrier(self, generation: Generation, reason: str, then: Then) -> None:
@@ -442,7 +444,7 @@ class Coordinator:
         self._end_at_barrier(generation)
 
     def _end_at_barrier(self, generation: Generation) -> None:
-        """End a generation at the stop barrier. Preempted machines exit; the others continue if enough machines remain."""
+        """End a generation at the stop barrier. Preempted machines exit; the others continue if enough remain."""
         leaving = [member for member in generation.members if member.requester]
         num_staying = len(generation.members) - len(leaving)
         # The run cannot continue without the rendezvous host.
@@ -478,7 +480,7 @@ class Coordinator:
             self._end("stop", code=exit_status(ends), failed_ns=first_sign(ends))
 
     def _may_have_lost_a_node(self, generation: Generation, first: RankEnd, ends: Sequence[RankEnd]) -> bool:
-        """Return whether a machine may be lost. Ranks that lose contact reveal this before the heartbeat times out."""
+        """Return whether a machine may be lost, which ranks that lose contact reveal before the heartbeat times out."""
         if any(member.peer.is_lost for member in generation.members):
             return True  # the queue contains its "lost" event with the reason
         if cause_of(first, ends) is not Cause.COMMUNICATION:

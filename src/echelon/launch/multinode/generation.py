@@ -1,6 +1,6 @@
-"""One generation (one start of all ranks) on several machines: its members, and concurrent requests to all members.
+"""One generation (one start of all ranks) on several machines: its members, and concurrent requests to all of them.
 
-Each node reports times on its own clock. The functions here convert them to this machine's clock.
+Each node reports times on its own clock; the functions in this module convert them to this machine's clock.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
 T = TypeVar("T")
 
 ANSWER_S = 5.0
-"""Time limit for the answer of a node."""
+"""Time limit for a node's answer."""
 
 
 class RendezvousStore(Protocol):
-    """Store of a generation, on this machine's loopback."""
+    """A generation's store, on this machine's loopback."""
 
     port: int
 
@@ -53,15 +53,15 @@ class NodeMember:
     address: str
     info: NodeInfo | None = None
     is_waiting: bool = False
-    """Whether it is waiting for the next generation."""
+    """Whether this member is waiting for the next generation."""
     has_joined: bool = False
-    """Whether it has ever waited for a generation; until then it may be silent while it imports torch."""
+    """Whether this member has ever waited for a generation; until then, it may be silent while it imports torch."""
     offset_ns: int = 0
-    """Offset from its clock to ours."""
+    """Offset from this member's clock to ours."""
     codes: dict[int, int | None] = field(default_factory=dict)
-    """Exit codes of its ranks in this generation."""
+    """Exit codes of this member's ranks in this generation."""
     requester: str = ""
-    """Description of the requester if it must save and exit, else empty."""
+    """Description of the requester if this member must save and exit, otherwise empty."""
 
     @property
     def name(self) -> str:
@@ -76,14 +76,14 @@ class Generation:
     slots: list[MachineSlot]
     members: list[NodeMember]
     machines: dict[int, str]
-    """Rank -> name of its machine."""
+    """Maps each rank to its machine's name."""
     store: RendezvousStore
     supervisor: Supervisor | None = None
     barrier: BarrierCoordinator | None = None
-    """Stop barrier, if the ranks must save."""
+    """The stop barrier, if the ranks must save."""
     barrier_reason: str = ""
     then: Then = "preempted"
-    """What follows after all ranks have stopped at the barrier."""
+    """What happens after all ranks have stopped at the barrier."""
     lost_contact_since: float = 0.0
     """``time.monotonic()`` when ranks were first seen to have lost contact; 0 if never."""
 
@@ -93,7 +93,7 @@ class Generation:
 
 
 def ends_of(generation: Generation) -> list[RankEnd]:
-    """Return how each rank has ended. Ranks of a node that does not answer count as running."""
+    """Return how each rank has ended. The ranks of a node that does not answer count as running."""
     found: dict[int, RankEnd] = {}
     for member, ends in _request_all(generation, "ends", partial(decode, list[RankEnd])):
         for end in ends:
@@ -103,7 +103,7 @@ def ends_of(generation: Generation) -> list[RankEnd]:
 
 
 def times_of(generation: Generation) -> list[RankTimes]:
-    """Return the times of the ranks of all nodes that answer, sorted by rank."""
+    """Return the times for the ranks on all nodes that answer, sorted by rank."""
     found = []
     for member, times_of_ranks in _request_all(generation, "times", partial(decode, list[RankTimes])):
         for one in times_of_ranks:
@@ -122,13 +122,13 @@ def silent_members(generation: Generation, timeout_s: float) -> list[NodeMember]
 
 @final
 class RanksOfAllNodes:
-    """Implements ``Ranks`` for the ranks of a generation on all machines."""
+    """Implements ``Ranks`` for a generation's ranks on all machines."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
     def views(self) -> list[RankView]:
-        """Return the current state of each rank."""
+        """Return each rank's current state."""
         found: dict[int, RankView] = {}
         for member, views in _request_all(self._generation, "views", partial(decode, list[RankView])):
             for view in views:
@@ -141,7 +141,7 @@ class RanksOfAllNodes:
         return [found[rank] for rank in sorted(found)]
 
     def request_stacks(self) -> dict[int, Answer]:
-        """Request the stacks of the running ranks."""
+        """Ask the running ranks for their stacks."""
         found: dict[int, Answer] = {}
         read = partial(decode, dict[int, Answer])
         for _, answers in _request_all(self._generation, "stacks", read, timeout_s=2 * ANSWER_S):
@@ -149,7 +149,7 @@ class RanksOfAllNodes:
         return found
 
     def stack_of(self, view: RankView) -> Answer:
-        """Return the call site of a running rank that does not answer."""
+        """Return the call site of a running rank that does not respond."""
         slots = self._generation.slots
         index = next(i for i, slot in enumerate(slots) if 0 <= view.rank - slot.first_rank < slot.num_processes)
         peer = self._generation.members[index].peer
@@ -166,21 +166,21 @@ class RanksOfAllNodes:
 
 @final
 class NodeCommands:
-    """Implements ``SharedCommands`` of the stop barrier on the boards of all nodes."""
+    """Implements the stop barrier's ``SharedCommands`` through the boards on all nodes."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
     def write_command(self, command: int) -> None:
-        """Write ``command`` to the boards of all nodes, and wait until they have it."""
+        """Write ``command`` to the boards on all nodes, and wait until they have received it."""
         _request_all(self._generation, "command", bool, command=command)
 
     def read_positions(self) -> Sequence[int]:
-        """Return the position of each rank, read after the last command."""
+        """Return each rank's position, read after the last command."""
         return list(self.positions().values())
 
     def positions(self) -> dict[int, int]:
-        """Return the position of each rank; 0 if its node does not answer."""
+        """Return each rank's position, or 0 if its node does not answer."""
         found = dict.fromkeys(range(self._generation.world_size), 0)
         for _, positions in _request_all(self._generation, "positions", partial(decode, list[tuple[int, int]])):
             found.update(positions)

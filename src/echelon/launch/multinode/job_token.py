@@ -1,4 +1,4 @@
-"""The secret that the launchers of a run share to protect their connections and their store."""
+"""The secret that a run's launchers share to protect their connections and their store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def default_token_file() -> Path:
 
 
 def find_token() -> bytes | None:
-    """Return the token from ECHELON_TOKEN, ECHELON_TOKEN_FILE or the user's token file, in this order; None without a token.
+    """Return the token from ECHELON_TOKEN, ECHELON_TOKEN_FILE or the user's token file, in this order, or None if there
+    is no token.
 
     Raises:
         ConfigError: the token cannot be read, is too short, or is in a file that other users can read.
@@ -72,7 +73,7 @@ def _from_file(path: Path, where: str) -> bytes:
 def _checked(token: bytes, where: str) -> bytes:
     if len(token) < _MIN_CHARACTERS:
         raise ConfigError(
-            f"the token has only {len(token)} characters, so that it can be guessed",
+            f"the token has only {len(token)} characters, so it can be guessed",
             where=where,
             do="create a token with `echelon token`",
         )

@@ -1,4 +1,4 @@
-"""The plan of a run on several machines: number of machines, rank of this machine, rendezvous host, and listener."""
+"""The plan for a multi-machine run: number of machines, this machine's rank, rendezvous host and listener."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ _UNEXPANDED = re.compile(r"\$\w|\$\{|%\w+%")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CliOverrides:
-    """Rendezvous options of the command line that are not settings."""
+    """Command line rendezvous options that are not settings."""
 
     nnodes: str | None = None
-    """``--nnodes`` as typed: ``4`` or ``1:4``."""
+    """``--nnodes`` as the user typed it: ``4`` or ``1:4``."""
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None
     rdzv_conf: str | None = None
@@ -67,23 +67,23 @@ class CliOverrides:
     listen_on: str | None = None
     is_insecure: bool = False
     typed: Mapping[str, str] = field(default_factory=dict)
-    """Parameter name -> flag as the user typed it."""
+    """Maps each parameter name to the flag as the user typed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultinodePlan:
-    """The settings of a launcher for a run on several machines."""
+    """A launcher's settings for a multi-machine run."""
 
     info: NodeInfo
     host: str
-    """Address of the rendezvous host."""
+    """The rendezvous host's address."""
     port: int
     where: str
     token: bytes = field(repr=False)
     listener: socket.socket | None
     """Listening socket on the rendezvous host; None on the other machines."""
     interface: str | None
-    """Network interface through which the ranks of this machine reach the other ranks."""
+    """Network interface through which this machine's ranks reach the other ranks."""
     times: RendezvousTimes
 
 
@@ -100,7 +100,9 @@ def node_range(resolved: Resolved[RunConfig], overrides: CliOverrides) -> tuple[
         return max_nodes, max_nodes
     flag = f"flag {overrides.typed.get('num_machines', '--nnodes')}"
     if not min_nodes.isdigit() or not 1 <= int(min_nodes) <= max_nodes:
-        raise ConfigError(f"{text!r} is not a range of machines", where=flag, do="use MIN:MAX, such as 1:4")
+        raise ConfigError(
+            f"{text!r} is neither a number nor a range of machines", where=flag, do="use MIN:MAX, such as 1:4"
+        )
     return int(min_nodes), max_nodes
 
 
@@ -146,7 +148,10 @@ def check_rendezvous(resolved: Resolved[RunConfig], overrides: CliOverrides, ste
         raise ConfigError(
             f"rendezvous backend {backend!r} is not supported",
             where=str(resolved.origins["rdzv_backend"]),
-            do="remove it, or use c10d or static; the launchers connect to --rdzv_endpoint or --main_process_ip themselves",
+            do=(
+                "remove it, or set it to c10d or static; the launchers themselves connect to --rdzv_endpoint or "
+                "--main_process_ip"
+            ),
         )
     _endpoint(resolved, overrides, step)
     parse_rdzv_conf(overrides)
@@ -156,13 +161,13 @@ def check_rendezvous(resolved: Resolved[RunConfig], overrides: CliOverrides, ste
 def make_plan(
     resolved: Resolved[RunConfig], overrides: CliOverrides, *, num_processes: int, step: Step | None
 ) -> MultinodePlan:
-    """Return the plan for this machine. On the rendezvous host, also open the listener.
+    """Return this machine's plan. On the rendezvous host, also open the listener.
 
     Args:
         resolved: settings.
-        overrides: rendezvous options of the command line.
+        overrides: the command line's rendezvous options.
         num_processes: number of processes on this machine.
-        step: Slurm step that provides missing settings, or None.
+        step: the Slurm step that provides missing settings, or None.
 
     Raises:
         ConfigError: a setting is missing or invalid.
@@ -225,7 +230,7 @@ def _refuse_loopback_name(endpoint: str, address: str, where: str) -> None:
         raise ConfigError(
             f"{endpoint} resolves to the loopback address {address}, which no other machine can reach",
             where=where,
-            do=f"use an address that the other machines can reach, or correct the entry of {endpoint} in /etc/hosts",
+            do=f"use an address that the other machines can reach, or correct the entry for {endpoint} in /etc/hosts",
         )
 
 
@@ -254,7 +259,7 @@ def _endpoint(resolved: Resolved[RunConfig], overrides: CliOverrides, step: Step
         )
     if not host or _UNEXPANDED.search(host):
         raise ConfigError(
-            f"{host!r} is not a host name: its variable was not expanded",
+            f"{host!r} is not a host name, because its variable was not expanded",
             where=where,
             do="use double quotes on the command line (single quotes and files do not expand variables), and set the variable",
         )
@@ -296,8 +301,10 @@ def _listen(
         raise ConfigError(
             f"this machine is the rendezvous host, but {address} is not one of its addresses ({here})",
             where=where,
-            do="use the address of the machine with rank 0, and --machine_rank 0 only there; behind NAT, also set the address to "
-            "listen on: --listen_on ADDRESS",
+            do=(
+                "use the address of the machine with rank 0, and set --machine_rank 0 only there; behind NAT, also "
+                "set --listen_on to the address to listen on"
+            ),
         )
     target = overrides.listen_on or address
     try:
@@ -308,7 +315,10 @@ def _listen(
         raise LaunchError(
             f"cannot listen on {target}:{port}: {error.strerror}",
             where=where,
-            do="use a free --main_process_port, the same on all machines; `ss -ltnp` shows which process uses this port",
+            do=(
+                "use a free --main_process_port, the same on all machines; `ss -ltnp` shows which process is using "
+                "this port"
+            ),
         ) from error
 
 
@@ -324,9 +334,10 @@ def _token(overrides: CliOverrides, run_id: str, *, is_loopback: bool) -> bytes:
         return f"no secret: {run_id}".encode()
     raise ConfigError(
         "a run on several machines needs a token; without one, anyone who can reach the port could join or read the run",
-        where="env ECHELON_TOKEN, env ECHELON_TOKEN_FILE, and the file of `echelon token`",
-        do="run `echelon token` once and copy its file to all machines unless they share the home folder, or set "
-        "ECHELON_TOKEN to the same long secret on all machines; on an isolated network, --insecure_network runs without a token",
+        where="env ECHELON_TOKEN, env ECHELON_TOKEN_FILE, and the file that `echelon token` writes",
+        do="run `echelon token` once and copy its file to all machines (unless they share a home directory), or set "
+        "ECHELON_TOKEN to the same long secret on all machines; on an isolated network, add --insecure_network to run "
+        "without a token",
     )
 
 
@@ -339,7 +350,7 @@ def _interface(overrides: CliOverrides, own: str) -> str | None:
     raise ConfigError(
         f"{own!r} is not an IP address",
         where=f"flag {overrides.typed.get('local_addr', '--local_addr')}",
-        do="use an address of this machine, as shown by `ip addr`",
+        do="use one of this machine's addresses, as shown by `ip addr`",
     )
 
 
@@ -349,7 +360,7 @@ def _versions() -> dict[str, str]:
 
 
 def interface_variables(interface: str | None) -> dict[str, str]:
-    """Return the variables that bind gloo and NCCL to the interface towards the other machines, unless the user set them."""
+    """Return the variables that bind gloo and NCCL to the interface to the other machines, unless the user set them."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     chosen = {name: environ.get(name) for name in names}
     return {name: value for name in names if (value := chosen[name] or interface)}

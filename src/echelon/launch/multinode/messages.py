@@ -1,6 +1,6 @@
-"""Typed records that launchers exchange (dataclasses, named tuples, enums, mappings) as JSON.
+"""Converts the typed records that launchers exchange (dataclasses, named tuples, enums, mappings) to and from JSON.
 
-pickle would run code that another machine sends, and the standard library has no typed JSON decoder.
+pickle would run code sent by another machine, and the standard library has no typed JSON decoder.
 """
 
 from __future__ import annotations

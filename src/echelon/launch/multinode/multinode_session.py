@@ -1,4 +1,4 @@
-"""The session of a launcher in a run on several machines, from joining the run to leaving it."""
+"""A launcher's session in a multi-machine run, from joining the run to leaving it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["multinode_session"]
 
 @contextmanager
 def multinode_session(plan: MultinodePlan, rules: RunRules, interrupts: Interrupts) -> Iterator[MultinodeNode]:
-    """Join the run, and leave it at the end of the ``with`` block.
+    """Join the run and leave it at the end of the ``with`` block.
 
     Raises:
-        Interrupted: a signal was received.
-        LaunchError: the connection fails, or the coordinator refuses this machine.
+        Interrupted: the launcher received a signal.
+        LaunchError: the connection failed, or the coordinator refused this machine.
     """
     coordinator = None
     if plan.listener is not None:

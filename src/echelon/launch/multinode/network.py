@@ -13,7 +13,7 @@ _BACKLOG = 1024
 
 
 def addresses_of(host: str, *, where: str) -> list[str]:
-    """Return the addresses of the host with this name, IPv4 first.
+    """Return the addresses of ``host``, IPv4 first.
 
     Raises:
         ConfigError: the name cannot be resolved.
@@ -24,13 +24,13 @@ def addresses_of(host: str, *, where: str) -> list[str]:
         raise ConfigError(
             f"cannot resolve the host name {host!r}: {error}",
             where=where,
-            do="use a name that every machine can resolve, or the address of that machine (shown by `ip addr`)",
+            do="use a name that every machine can resolve, or that machine's address (shown by `ip addr`)",
         ) from error
     return sorted({str(entry[4][0]) for entry in found}, key=lambda text: (":" in text, text))
 
 
 def own_addresses() -> dict[str, str]:
-    """Return address -> interface, for all addresses of this machine."""
+    """Return a dict from each of this machine's addresses to its interface."""
     import psutil  # noqa: PLC0415 - takes 10 ms, and only runs on several machines need it
 
     found = {}
@@ -47,7 +47,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address_towards(address: str) -> str | None:
-    """Return this machine's address on the route to ``address``, or None without a route. Sends no packet."""
+    """Return this machine's address on the route to ``address``, or None if there is no route. Sends no packets."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
@@ -66,7 +66,7 @@ def interface_of(address: str) -> str | None:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on one address of this machine.
+    """Listen on one of this machine's addresses.
 
     Raises:
         OSError: the port is in use, or this machine does not have ``address``.

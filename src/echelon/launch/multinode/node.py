@@ -1,4 +1,4 @@
-"""A machine in a run on several machines: its connection to the coordinator, and the coordinator's requests to it."""
+"""One machine in a multi-machine run: its connection to the coordinator, and the coordinator's requests to it."""
 
 from __future__ import annotations
 
@@ -47,31 +47,31 @@ _MAX_REFUSALS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousTimes:
-    """Time limits of a rendezvous."""
+    """Rendezvous time limits."""
 
     join_timeout: timedelta
     """How long to wait for all machines to join."""
     last_call: timedelta
     """How long to wait for more machines after the minimum number has joined."""
     heartbeat: timedelta
-    """Interval between heartbeats of each side."""
+    """Interval between each side's heartbeats."""
     lost_after: timedelta
-    """Silence after which a side counts as lost."""
+    """How long a side may be silent before it counts as lost."""
 
 
 @final
 class MultinodeNode(Node):
-    """Node with a connection to the coordinator, which is reopened if it is lost.
+    """A node with a connection to the coordinator, which is reopened if it is lost.
 
     Args:
         info: facts about this launcher.
-        host: address of the rendezvous host.
-        port: port of the rendezvous host.
-        where: origin of the address, for error messages.
-        token: secret that all launchers share.
+        host: the rendezvous host's address.
+        port: the rendezvous host's port.
+        where: where the address was set, for error messages.
+        token: the secret that all launchers share.
         times: time limits.
-        interrupts: signals to the launcher, checked during waits.
-        preemption_grace: time the ranks get to agree on a step; with zero, signals stop the ranks immediately.
+        interrupts: the signals that the launcher has received, checked during waits.
+        preemption_grace: how long the ranks may take to agree on a step; if zero, signals stop the ranks immediately.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MultinodeNode(Node):
         self._service: LocalRanks | None = None
         self._peer: Peer | None = None
         self._inbox: queue.SimpleQueue[NodeGeneration | LaunchError | None] = queue.SimpleQueue()
-        """A generation, a refusal, or None after this node was admitted."""
+        """A generation, a refusal, or None after this node has been admitted."""
         self._result: GenerationResult | None = None
         self._reported: tuple[int, Any] = (-1, None)
         self._number = -1
@@ -103,11 +103,11 @@ class MultinodeNode(Node):
         self._lock = threading.Lock()
 
     def join(self) -> None:
-        """Connect to the coordinator, and wait until it admits this node.
+        """Connect to the coordinator and wait until it admits this node.
 
         Raises:
-            Interrupted: a signal was received.
-            LaunchError: the connection fails, or the coordinator refuses this node.
+            Interrupted: the launcher received a signal.
+            LaunchError: the connection failed, or the coordinator refused this node.
             RunOver: no generation follows.
         """
         started = time.monotonic()
@@ -133,7 +133,7 @@ class MultinodeNode(Node):
         return message
 
     def next_generation(self) -> NodeGeneration:
-        """Rejoin if the connection was lost, and wait for the next generation."""
+        """Rejoin if the connection has been lost, and wait for the next generation."""
         with self._lock:
             # Keep other results: the end of the run may have arrived while this launcher imported torch.
             if self._result is not None and self._result.then in ("restart", "lost"):
@@ -198,7 +198,7 @@ class MultinodeNode(Node):
 
     def _connect_error(self, error: Exception, waited_s: float) -> LaunchError:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-        do = "check that the launcher with machine rank 0 is running, and that no firewall blocks its port"
+        do = "check that the launcher with machine rank 0 is running and that no firewall blocks its port"
         if isinstance(error, ConnectionRefused):
             do = "use the same token on all machines: ECHELON_TOKEN, ECHELON_TOKEN_FILE, or the file that `echelon token` writes"
         elif is_loopback(self._host):
@@ -214,7 +214,7 @@ class MultinodeNode(Node):
         )
 
     def connect_to_store(self) -> socket.socket:
-        """Open a connection to the store of this generation.
+        """Open a connection to this generation's store.
 
         Raises:
             OSError, ChannelError: the store cannot be reached.
@@ -223,7 +223,7 @@ class MultinodeNode(Node):
         return sock
 
     def watch(self, ranks: AttemptRanks | None) -> None:
-        """Watch the ranks of a new attempt, and answer the coordinator's requests for them."""
+        """Watch the ranks in a new attempt, and answer the coordinator's requests about them."""
         self._preemption.watch(None if ranks is None else ranks.board)
         # Its check does nothing, because it runs in threads of the connection, and the main thread handles signals.
         self._attempt, self._service = ranks, None
@@ -233,7 +233,7 @@ class MultinodeNode(Node):
 
     @property
     def may_restart(self) -> bool:
-        """True, because the coordinator decides."""
+        """Always True, because the coordinator decides."""
         return True
 
     @property
@@ -242,7 +242,7 @@ class MultinodeNode(Node):
         return self._preemption.is_pending
 
     def poll(self) -> GenerationResult | None:
-        """Report the exit codes of this machine, and return how the generation ended for all machines, or None."""
+        """Report this machine's exit codes; return how the generation ended on all machines, or None if it has not."""
         attempt = self._attempt
         assert attempt is not None
         self._preemption.check()
@@ -253,12 +253,12 @@ class MultinodeNode(Node):
         return replace(result, failed_ns=first_sign(attempt.workers.ends()))
 
     def result(self) -> GenerationResult | None:
-        """Return how the generation ended, or None if it continues."""
+        """Return how the generation ended, or None if it is still running."""
         with self._lock:
             return self._result
 
     def report(self, codes: Mapping[int, int | None]) -> None:
-        """Send the exit codes of this node's ranks to the coordinator if they have changed."""
+        """Send this node's exit codes to the coordinator if they have changed."""
         report = (self._number, tuple(codes.items()))
         if report != self._reported and self._peer is not None:
             self._reported = report
@@ -276,13 +276,13 @@ class MultinodeNode(Node):
             self._peer.close()
 
     def close(self) -> None:
-        """Disconnect at the end of a run."""
+        """Disconnect at the end of the run."""
         if self._peer is not None:
             self._peer.send("bye")
             self._peer.close()
 
     def report_end(self) -> int:
-        """Print that the run was preempted; the coordinator reports all other ends. Return the launcher's exit code."""
+        """Return the launcher's exit code; print only a preemption, because the coordinator reports other ends."""
         result = self.result()
         if result is not None and result.then == "preempted":
             return report_preempted(self._preemption.requester)
@@ -311,7 +311,7 @@ class MultinodeNode(Node):
                 _log(content["text"])
 
     def _on_request(self, kind: str, content: Mapping[str, Any]) -> Any:
-        """Answer a request of the coordinator; runs in a thread of the connection."""
+        """Answer a request from the coordinator, in one of the connection's threads."""
         if kind == "clock":
             return time.monotonic_ns()
         attempt, ranks = self._attempt, self._service

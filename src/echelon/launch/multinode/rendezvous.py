@@ -1,8 +1,8 @@
 """Rendezvous: each generation gets a new store on a new socket, which listens only on loopback.
 
-On several machines, the store runs on one machine, and each other machine has a loopback port from which an authenticated
-connection leads to the store (``tunnel.py``). torch's dynamic rendezvous is not used, because it unpickles data from an open
-store and compares the clocks of the machines.
+In a multi-machine run, one machine hosts the store, and each other machine has a loopback port that is connected to the
+store through an authenticated connection (``tunnel.py``). torch's dynamic rendezvous is not used, because it unpickles
+data from an unprotected store and compares the machines' clocks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 class LoopbackStore:
-    """A ``TCPStore`` that only this machine can reach. Any user of the machine can, because torch's store has no password.
+    """A ``TCPStore`` that only this machine can reach. Any user on the machine can, because torch's store has no
+    password.
 
-    The store gets a socket that is already bound. torch itself would listen on all addresses, and another process could take
-    a port that is only looked up first.
+    The store receives a socket that is already bound. torch itself would listen on all addresses, and another process
+    could take a free port between its lookup and its use.
 
     Args:
         port: port to listen on; 0 for any free port.
@@ -57,8 +58,8 @@ class NodeRendezvous(RendezvousHandler):
     """torch's rendezvous interface, implemented by a node.
 
     Args:
-        node: interface to the run.
-        run_id: name of the run for torch's event log.
+        node: the interface to the run.
+        run_id: the run's name in torch's event log.
     """
 
     def __init__(self, node: Node, run_id: str) -> None:
@@ -69,25 +70,25 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def generation(self) -> NodeGeneration:
-        """The generation that was started last."""
+        """The most recently started generation."""
         assert self._generation is not None
         return self._generation
 
     @property
     def use_agent_store(self) -> bool:
-        """True: ranks connect to the store as clients. Otherwise, rank 0 would listen on all addresses."""
+        """Always True, so that ranks join the store as clients; otherwise, rank 0 would listen on all addresses."""
         return True
 
     def get_backend(self) -> str:
-        """Return the name of the backend for torch's event log."""
+        """Return the backend's name for torch's event log."""
         return "echelon"
 
     def get_run_id(self) -> str:
-        """Return the name of the run."""
+        """Return the run's name."""
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next generation, and open a tunnel to its store if necessary."""
+        """Wait for the next generation and open a tunnel to its store if necessary."""
         self.shutdown()
         generation = self._generation = self._node.next_generation()
         port = generation.port
@@ -108,7 +109,7 @@ class NodeRendezvous(RendezvousHandler):
         return self._closed
 
     def set_closed(self) -> None:
-        """Record that no generation follows."""
+        """Record that no more generations follow."""
         self._closed = True
 
     def shutdown(self) -> bool:

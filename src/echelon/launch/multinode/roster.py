@@ -1,4 +1,4 @@
-"""The machines of a run: what launchers report when they join, which ones are refused, and how ranks are numbered."""
+"""A run's machines: what launchers report when they join, which ones are refused, and how ranks are numbered."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NodeInfo:
     """Random identifier that the launcher keeps when it reconnects."""
     host: str
     address: str
-    """Address of the machine on the route to the other machines."""
+    """The machine's address on the route to the other machines."""
     machine_rank: int | None
     """Machine rank that the user gave, or None for any."""
     num_processes: int
@@ -38,27 +38,27 @@ class NodeInfo:
     run_id: str
     versions: Mapping[str, str]
     settings: Mapping[str, str]
-    """Name -> value with origin, for non-default settings that must be equal on all machines."""
+    """Maps the name of each non-default setting that must be the same on all machines to its value and origin."""
 
 
 def name_of(info: NodeInfo) -> str:
-    """Return the name of the machine for reports."""
+    """Return the machine's name for reports."""
     number = "" if info.machine_rank is None else f", machine rank {info.machine_rank}"
     return f"{info.host} ({info.address}{number})"
 
 
 def refusal(new: NodeInfo, here: Sequence[NodeInfo], host: NodeInfo) -> LaunchError | None:
-    """Return the reason for which ``new`` cannot join, or None if it can.
+    """Return the reason why ``new`` cannot join, or None if it can.
 
     Args:
-        new: launcher that wants to join.
-        here: launchers that have joined, without ``new``.
-        host: launcher on the rendezvous host.
+        new: the launcher that wants to join.
+        here: the launchers that have joined, without ``new``.
+        host: the launcher on the rendezvous host.
     """
     where = f"{name_of(new)}, joining at {name_of(host)}"
     if new.run_id != host.run_id:
         return LaunchError(
-            f"this machine expects the run {new.run_id!r}, but the rendezvous host runs {host.run_id!r}",
+            f"this machine expects run {new.run_id!r}, but the rendezvous host is running {host.run_id!r}",
             where=where,
             do="use the same --rdzv_id on all machines, and a different --main_process_port for each run",
         )
@@ -111,13 +111,13 @@ def _value(text: str | None) -> str | None:
 
 
 def node_range_text(info: NodeInfo) -> str:
-    """Return the number of machines that a run may have, as text."""
+    """Return the range of machines that a run may use, as text."""
     return f"{info.min_nodes}" if info.min_nodes == info.max_nodes else f"{info.min_nodes} to {info.max_nodes}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSlot:
-    """The ranks of one machine in a generation."""
+    """One machine's ranks in a generation."""
 
     uid: str
     group_rank: int
@@ -126,12 +126,12 @@ class MachineSlot:
 
 
 def assign_slots(infos: Sequence[NodeInfo], *, last_order: Sequence[str], first: str) -> list[MachineSlot]:
-    """Assign ranks to the machines, ordered by given machine rank, then rendezvous host first, then the last order.
+    """Assign ranks to the machines: first by given machine rank, then to the rendezvous host, then in the last order.
 
     Args:
         infos: machines in the order in which they joined.
-        last_order: uids of the last generation in the order of its ranks.
-        first: uid of the launcher on the rendezvous host.
+        last_order: the last generation's uids, in rank order.
+        first: the uid of the launcher on the rendezvous host.
     """
     last = {uid: i for i, uid in enumerate(last_order)}
 
@@ -151,7 +151,7 @@ def assign_slots(infos: Sequence[NodeInfo], *, last_order: Sequence[str], first:
 
 
 def machine_of_each_rank(infos: Mapping[str, NodeInfo], slots: Sequence[MachineSlot]) -> dict[int, str]:
-    """Return rank -> name of the machine that runs it."""
+    """Return a dict from each rank to its machine's name."""
     return {
         rank: name_of(infos[slot.uid])
         for slot in slots

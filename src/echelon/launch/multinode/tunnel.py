@@ -19,12 +19,12 @@ from echelon.launch.multinode.network import listen
 __all__ = ["CLOSE_S", "Tunnel", "TunnelPump"]
 
 CLOSE_S = 2.0
-"""Time limit for joining a thread in ``accept()``, which not every system wakes when its socket is closed."""
+"""Time limit for joining a thread in ``accept()``, because not every system wakes it when its socket is closed."""
 _LOOPBACK = "127.0.0.1"
 
 _CHUNK_BYTES = 1 << 16
 _MAX_PENDING_BYTES = 1 << 22
-"""Buffer limit for a side that reads slowly. When it is full, the other side is not read."""
+"""Size limit of the buffer for a side that reads slowly; when it is full, the other side is not read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +157,7 @@ class TunnelPump:
 
 @final
 class Tunnel:
-    """A port on this machine's loopback that leads to the store on another machine. Ranks use it without a token.
+    """A port on this machine's loopback that forwards to the store on another machine. Ranks use it without a token.
 
     Args:
         connect: function that opens an authenticated connection to the store.
@@ -178,7 +178,7 @@ class Tunnel:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the port and all connections through it."""
+        """Close the port and all connections that go through it."""
         self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -198,7 +198,7 @@ class Tunnel:
         try:
             store = self._connect()
         except (ChannelError, OSError) as error:
-            print(f"echelon: cannot connect to the store of the run: {printable(str(error))}", file=sys.stderr)
+            print(f"echelon: cannot connect to the run's store: {printable(str(error))}", file=sys.stderr)
             sock.close()
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,10 +1,10 @@
-"""The Kubernetes objects of a training job: an Indexed Job with its Service, or a TrainJob of Kubeflow.
+"""The Kubernetes objects for a training job: an Indexed Job with its Service, or a Kubeflow TrainJob.
 
-Each pod runs one launcher, whose machine rank is the pod's index. Pod 0 is the rendezvous host and is found by its DNS name. The
-manifest contains only the name of the Secret (``token_secret``) that the launchers share.
+Each pod runs one launcher, whose machine rank is the pod's index. Pod 0 is the rendezvous host and is found by its DNS
+name. The launchers share a Secret; the manifest contains only its name (``token_secret``).
 
-A preemption (exit code 143, for example of a drained node) is not a failure. The pod is recreated and resumes from the last
-checkpoint. An invalid command line (exit code 2) fails the Job immediately, because retries would fail again.
+A preemption (exit code 143, for example on a drained node) is not a failure: the pod is recreated and resumes from the
+last checkpoint. An invalid command line (exit code 2) fails the Job immediately, because retries would also fail.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PodJob:
     name: str
     image: str
     script: Script
-    """Path, module or program in the image."""
+    """Script path, module or program in the image."""
     nodes: int = 1
     """Number of pods."""
     processes: int = 1
@@ -63,19 +63,19 @@ class PodJob:
     shared_memory: str | None = None
     """Size limit of /dev/shm; None for the pod's memory."""
     volumes: tuple[tuple[str, str], ...] = ()
-    """(PersistentVolumeClaim, mount path) of storage that outlives the pods, for checkpoints."""
+    """(PersistentVolumeClaim, mount path) for storage that outlives the pods and holds the checkpoints."""
     variables: Mapping[str, str]
     namespace: str | None = None
     secret: str
-    """Name of the Secret whose key ``token`` the launchers share."""
+    """Name of the Secret whose ``token`` key the launchers share."""
     user: int = 1000
-    """User id in the container; 0 for the image's user, which may be root."""
+    """User id in the container; 0 keeps the image's user, which may be root."""
     preemption_grace_s: float
-    """Time the ranks get to agree on a step (``echelon launch --preemption_grace``)."""
+    """How long the ranks may take to agree on a step (``echelon launch --preemption_grace``)."""
     grace_s: int = 120
-    """Number of seconds between SIGTERM and SIGKILL, in which the ranks agree on a step and save."""
+    """Number of seconds between SIGTERM and SIGKILL, during which the ranks agree on a step and save."""
     retries: int = 3
-    """Number of failures of the run that the Job tolerates."""
+    """Number of run failures that the Job tolerates."""
     port: int = 29500
     python: str = "python"
     launch_args: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ def objects(job: PodJob, kind: Kind) -> list[Object]:
     """Return the objects to apply, without the Secret.
 
     Raises:
-        ConfigError: Kubernetes would reject a value, or the grace period would end before the ranks have saved.
+        ConfigError: Kubernetes would reject a value, or the grace period would end before the ranks could save.
     """
     _check(job)
     if kind == "trainjob":
@@ -96,7 +96,7 @@ def objects(job: PodJob, kind: Kind) -> list[Object]:
 
 
 def token_secret(job: PodJob, token: str) -> Object:
-    """Return the Secret with ``token``. Pass it only to the standard input of kubectl."""
+    """Return the Secret that contains ``token``. Pass it only to kubectl's standard input."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -151,7 +151,7 @@ def indexed_job(job: PodJob) -> Object:
 
 
 def train_job(job: PodJob) -> Object:
-    """Return the TrainJob of Kubeflow Trainer 2.2 or newer, whose runtime handles failed pods."""
+    """Return the TrainJob for Kubeflow Trainer 2.2 or newer, whose runtime handles failed pods."""
     patch = {
         "terminationGracePeriodSeconds": job.grace_s,
         **_pod_security(job),
@@ -301,7 +301,7 @@ def _check(job: PodJob) -> None:
             f"a pod is killed {job.grace_s} s after SIGTERM, but the ranks may take {job.preemption_grace_s:g} s "
             "to agree on a step",
             where="flag --grace",
-            do=f"use more than {job.preemption_grace_s:g} s plus the time of a save",
+            do=f"set it to more than {job.preemption_grace_s:g} s plus the time that a save takes",
         )
 
 

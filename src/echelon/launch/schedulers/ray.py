@@ -1,4 +1,4 @@
-"""``echelon.ray.run``: run a training function on the workers of Ray's TorchTrainer."""
+"""``echelon.ray.run``: runs a training function on the workers of Ray's TorchTrainer."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ def run(
     resources_per_worker: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Result:
-    """Run ``fn`` on the workers of a Ray cluster as one distributed training run, and return Ray's ``Result``.
+    """Run ``fn`` on a Ray cluster's workers as one distributed training run, and return Ray's ``Result``.
 
     Each worker is a rank. ``Accelerator``, ``Trainer`` and ``setup()`` use the process group that Ray creates.
-    ``result.return_value`` is the return value of ``fn`` on rank 0. Workers run in the current folder of this process if their
-    machine has it.
+    ``result.return_value`` is what ``fn`` returned on rank 0. Workers run in this process's current directory if it
+    exists on their machine.
 
     Args:
-        fn: training function, called with ``config`` if it is given.
-        scaling_config: Ray's scaling config; alternatively, pass ``num_workers``, ``use_gpu`` and ``resources_per_worker``.
+        fn: the training function, called with ``config`` if it is given.
+        scaling_config: a Ray ScalingConfig; alternatively, pass ``num_workers``, ``use_gpu`` and
+            ``resources_per_worker``.
         config: argument of ``fn``.
         num_workers: number of ranks.
         use_gpu: whether each rank gets a GPU.
         resources_per_worker: as in ``ScalingConfig``.
-        options: other arguments of Ray's ``TorchTrainer``: ``run_config``, ``datasets``, ``torch_config``, ...
+        options: other arguments for Ray's ``TorchTrainer``: ``run_config``, ``datasets``, ``torch_config``, ...
 
     Raises:
         MissingExtraError: Ray is not installed.
-        UsageError: the number of workers is given twice or not at all.
-        LaunchError: a worker failed; the message names the rank and its exception.
+        UsageError: the number of workers was given twice or not at all.
+        LaunchError: a worker failed; the message gives its rank and exception.
     """
     train = require("ray.train", extra="ray", purpose="echelon.ray.run")
     ray_torch = require("ray.train.torch", extra="ray", purpose="echelon.ray.run")
@@ -90,11 +91,14 @@ class _Worker:
     folder: str
 
     def run(self) -> object:
-        """Call the user's function in the folder from which the run was started."""
+        """Call the user's function in the directory from which the run was started."""
         if os.path.isdir(self.folder):
             os.chdir(self.folder)  # Ray runs workers in a folder that it deletes
         else:
-            warn(f"{self.folder} does not exist on this machine; relative paths start at Ray's folder {os.getcwd()}")
+            warn(
+                f"{self.folder} does not exist on this machine, so relative paths start at Ray's directory "
+                f"{os.getcwd()}"
+            )
         return self.fn() if self.config is None else self.fn(self.config)
 
 
@@ -109,7 +113,7 @@ def _explained(error: Any) -> LaunchError:
         return LaunchError(
             f"Ray could not run the training function: {error}",
             where="echelon.ray.run",
-            do="check the cluster with ray status",
+            do="check the cluster with `ray status`",
         )
     assert first.record is not None
     others = f"; {len(ends) - 1} other ranks also failed" if len(ends) > 1 else ""

@@ -1,4 +1,4 @@
-"""The Slurm step of this launcher: number of machines, rank of this machine, address of the first machine."""
+"""The Slurm step that started this launcher: number of machines, machine rank and the first machine's address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Step:
     num_nodes: int
     node_rank: int
     head: str
-    """Name of the first machine."""
+    """The first machine's name."""
     job_id: int
     step_id: int
     tasks_here: int
@@ -48,10 +48,12 @@ def current_step() -> Step | None:
     tasks = slurm_tasks_by_node() or [1] * num_nodes
     if max(tasks) > 1:
         raise ConfigError(
-            f"srun starts {max(tasks)} launchers on one machine, each of which would start all ranks of the machine",
+            f"srun starts {max(tasks)} launchers on one machine, each of which would start all the machine's ranks",
             where="env SLURM_STEP_TASKS_PER_NODE",
-            do="use srun --ntasks-per-node=1 echelon launch --nproc_per_node K script.py, or start one task per rank without the "
-            "launcher: srun python script.py",
+            do=(
+                "run `srun --ntasks-per-node=1 echelon launch --nproc_per_node K script.py`, or start one task per "
+                "rank without the launcher: `srun python script.py`"
+            ),
         )
     head = slurm_first_host()
     if head is None:
@@ -59,7 +61,7 @@ def current_step() -> Step | None:
             raise ConfigError(
                 f"SLURM_STEP_NODELIST, which lists the {num_nodes} machines, is not set",
                 where="env SLURM_STEP_NODELIST",
-                do="do not unset the SLURM_ variables, or set --main_process_ip and --machine_rank",
+                do="keep the SLURM_ variables, or set --main_process_ip and --machine_rank",
             )
         head = "127.0.0.1"
     return Step(

@@ -1,6 +1,6 @@
-"""The batch script of ``echelon submit slurm``.
+"""The batch script that ``echelon submit slurm`` writes.
 
-The job starts one launcher per machine or, with ``is_direct``, one task per rank:
+The job starts one launcher per machine or, if ``is_direct``, one task per rank:
 
 * The signal of ``--signal`` reaches the tasks before the time limit. They save and exit with code 143 (docs/preemption.md), and
   the script requeues the job. If Slurm itself ends the job (preemption, requeue, scancel, time limit), the script also receives
@@ -34,10 +34,10 @@ class BatchJob:
 
     script: Script
     python: str
-    """Python interpreter on the machines of the cluster."""
+    """Python interpreter on the cluster's machines."""
     name: str
     log_folder: str
-    """Absolute path on a shared disk, also for the token file."""
+    """Absolute path on a shared disk, which also holds the token file."""
     nodes: int = 1
     processes: int = 1
     """Number of processes per machine."""
@@ -45,7 +45,7 @@ class BatchJob:
     """Number of GPUs per machine."""
     cpus_per_task: int | None = None
     memory: str | None = None
-    """Memory per machine, in the format of sbatch's ``--mem``."""
+    """Memory per machine, in the same format as sbatch's ``--mem``."""
     time: str | None = None
     partition: str | None = None
     account: str | None = None
@@ -53,14 +53,15 @@ class BatchJob:
     constraint: str | None = None
     is_requeued: bool = True
     signal: str | None = "USR1@120"
-    """Signal (USR1 or TERM) and number of seconds before the time limit, in the format of sbatch's ``--signal``; or None."""
+    """Signal (USR1 or TERM) and number of seconds before the time limit, in the same format as sbatch's ``--signal``,
+    or None."""
     preemption_grace_s: float
-    """Time the ranks get to agree on a step (``echelon launch --preemption_grace``)."""
+    """How long the ranks may take to agree on a step (``echelon launch --preemption_grace``)."""
     variables: Mapping[str, str]
     setup: tuple[str, ...] = ()
     """Shell lines to run before the job."""
     launch_args: tuple[str, ...] = ()
-    """Additional flags of ``echelon launch``."""
+    """Additional flags for ``echelon launch``."""
     sbatch_options: tuple[str, ...] = ()
     srun_options: tuple[str, ...] = ()
     is_direct: bool = False
@@ -70,7 +71,7 @@ def batch_script(job: BatchJob) -> str:
     """Return the script for ``sbatch``.
 
     Raises:
-        ConfigError: Slurm would reject a value, or the job would get the signal too early or too late.
+        ConfigError: Slurm would reject a value, or the job would receive the signal too early or too late.
     """
     _check(job)
     parts = [
@@ -134,7 +135,7 @@ def _options(job: BatchJob) -> list[str]:
 
 
 def _command(job: BatchJob) -> list[str]:
-    """Return the quoted words of the srun command."""
+    """Return the srun command as quoted words."""
     script = job.script
     target = ["-m", script.target] if script.kind == "module" else [script.target]
     if job.is_direct:
@@ -180,7 +181,7 @@ def _check(job: BatchJob) -> None:
         raise ConfigError(
             f"the signal is sent {before} s before the time limit, but the ranks may take {job.preemption_grace_s:g} s to agree on a step",
             where="flag --signal",
-            do=f"use more than {job.preemption_grace_s:g} s plus the time of a save",
+            do=f"set it to more than {job.preemption_grace_s:g} s plus the time that a save takes",
         )
     if seconds is not None and before >= seconds:
         raise ConfigError(
@@ -199,7 +200,7 @@ def _check_form(flag: str, text: str | None, form: str, do: str) -> None:
 
 
 def _seconds(time: str) -> int | None:
-    """Return the number of seconds in a time limit of sbatch, or None for unlimited."""
+    """Return an sbatch time limit in seconds, or None for unlimited."""
     days, dash, rest = time.rpartition("-")
     if not rest.replace(":", "").isdigit():
         return None

@@ -1,1 +1,1 @@
-"""One command line on the machines of a hostfile, by ssh."""
+"""Runs one command line over ssh on all machines in a hostfile."""

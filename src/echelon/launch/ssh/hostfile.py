@@ -1,4 +1,4 @@
-"""Machines and slots of a run from DeepSpeed's hostfile and the filters ``--include`` and ``--exclude``."""
+"""Reads a run's machines and slots from a DeepSpeed hostfile and the filters ``--include`` and ``--exclude``."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Host:
 
 
 def read_hostfile(path: str | Path, *, where: str | None = None) -> tuple[Host, ...]:
-    """Return the machines of a hostfile in order. Its lines have the form ``worker-0 slots=8``; ``#`` starts a comment.
+    """Return a hostfile's machines, in order. Lines have the form ``worker-0 slots=8``; ``#`` starts a comment.
 
     Args:
-        path: path of the file.
-        where: origin of the path, for error messages.
+        path: path of the hostfile.
+        where: where the path was set, for error messages.
 
     Raises:
         ConfigError: the file cannot be read, a line is invalid, a machine is listed twice, or no machine is listed.
@@ -59,10 +59,10 @@ def read_hostfile(path: str | Path, *, where: str | None = None) -> tuple[Host, 
 
 
 def included(text: str, *, where: str) -> tuple[Host, ...]:
-    """Return the machines of a filter such as ``a:0,1@b:0`` without a hostfile; each machine must have slots.
+    """Return the machines in a filter such as ``a:0,1@b:0`` without a hostfile; each machine must list slots.
 
     Raises:
-        ConfigError: the syntax is invalid, or slots are missing.
+        ConfigError: the syntax is invalid, or a machine lists no slots.
     """
     hosts = []
     for name, slots in _filter(text, where).items():
@@ -70,7 +70,7 @@ def included(text: str, *, where: str) -> tuple[Host, ...]:
             raise ConfigError(
                 f"{text}: the number of slots of {name} is unknown",
                 where=where,
-                do=f"list them ({name}:0,1), or add --hostfile FILE",
+                do=f"list the slots ({name}:0,1), or add --hostfile FILE",
             )
         hosts.append(Host(name=name, slots=slots))
     return tuple(hosts)
@@ -79,7 +79,7 @@ def included(text: str, *, where: str) -> tuple[Host, ...]:
 def including(hosts: tuple[Host, ...], text: str, *, where: str) -> tuple[Host, ...]:
     """Return the machines and slots that a filter such as ``a@b:0,2`` selects, in the order of ``hosts``.
 
-    Without slots, all slots of a machine are selected.
+    If a machine lists no slots, all its slots are selected.
 
     Raises:
         ConfigError: the syntax is invalid, or a machine or slot is not in ``hosts``.
@@ -109,13 +109,13 @@ def excluding(hosts: tuple[Host, ...], text: str, *, where: str) -> tuple[Host, 
             left.append(Host(name=host.name, slots=slots))
     if not left:
         raise ConfigError(
-            f"{text} excludes all slots of all machines", where=where, do="exclude fewer machines or slots"
+            f"{text} excludes all slots on all machines", where=where, do="exclude fewer machines or slots"
         )
     return tuple(left)
 
 
 def _filter(text: str, where: str) -> Mapping[str, tuple[int, ...] | None]:
-    """Parse a filter such as ``a@b:0,2`` into machine -> slots; None means all slots."""
+    """Parse a filter such as ``a@b:0,2`` into a dict from machine to slots; None means all slots."""
     found: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
         match = re.fullmatch(r"([^\s:,@-][^\s:,@]*)(?::(\d+(?:,\d+)*))?", part.strip())
@@ -126,7 +126,7 @@ def _filter(text: str, where: str) -> Mapping[str, tuple[int, ...] | None]:
         slots = None if match[2] is None else tuple(sorted({int(slot) for slot in match[2].split(",")}))
         if match[1] in found:
             raise ConfigError(
-                f"{text} names {match[1]} twice", where=where, do=f"name it once, with all its slots: {match[1]}:0,1"
+                f"{text} names {match[1]} twice", where=where, do=f"list it once, with all its slots: {match[1]}:0,1"
             )
         found[match[1]] = slots
     return found

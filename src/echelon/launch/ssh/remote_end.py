@@ -1,8 +1,10 @@
-"""The remote end of ``ssh_launcher.py``: starts ``echelon launch`` on this machine, and stops it when the connection ends.
+"""The remote end of ``ssh_launcher.py``: starts ``echelon launch`` on this machine, and stops it when the connection
+closes.
 
-This file is run by its path, before echelon can be imported, so it uses only the standard library. The first line of stdin is
-JSON with the token and the environment, which other users could read in argv. The following lines are names of signals for the
-launcher. When stdin ends, the connection is closed, and the launcher gets SIGHUP and then SIGKILL.
+This file is run by its path, before echelon can be imported, so it uses only the standard library. The first line of
+stdin is JSON with the token and the environment, which other users could read in argv. Each following line is the name
+of a signal for the launcher. The end of stdin means that the connection is closed; the launcher then receives SIGHUP
+and later SIGKILL.
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ _GRACE_S = 10.0  # the launcher stops its ranks within 5
 
 
 def main(argv: list[str]) -> int:
-    """Run ``echelon launch`` with the arguments ``argv``, and return its exit code."""
+    """Run ``echelon launch`` with arguments ``argv`` and return its exit code."""
     greeting: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     try:
         os.chdir(greeting["directory"])
     except OSError as error:
         print(
-            f"echelon: cannot use the folder {greeting['directory']} on this machine: {error.strerror}", file=sys.stderr
+            f"echelon: cannot use the directory {greeting['directory']} on this machine: {error.strerror}",
+            file=sys.stderr,
         )
-        print("  do:    run the command in a folder that exists on every machine", file=sys.stderr)
+        print("  do:    run the command in a directory that exists on every machine", file=sys.stderr)
         return 1
     # Only the launcher can read the token from this pipe, once.
     read_end, write_end = os.pipe()
@@ -54,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """Return a function that makes a new process receive SIGHUP when ``parent`` dies."""
+    """Return a function that, called in a new process, makes it receive SIGHUP when ``parent`` dies."""
     import ctypes  # noqa: PLC0415 - Linux only; the child must not import between fork and exec
 
     prctl = ctypes.CDLL(None).prctl
@@ -68,7 +71,7 @@ def _die_with(parent: int) -> Callable[[], None]:
 
 
 def _own_environment() -> dict[str, str]:
-    """Return the environment as read by ``base/environ.py``, which is loaded by its path."""
+    """Return the environment, read through ``base/environ.py``, which is loaded by its path."""
     path = os.path.join(
         os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "base", "environ.py"
     )

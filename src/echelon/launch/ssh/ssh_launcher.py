@@ -1,7 +1,7 @@
-"""Start ``echelon launch`` on several machines by ssh, show its output, and stop all machines if one fails.
+"""Starts ``echelon launch`` on several machines over ssh, shows its output, and stops all machines if one fails.
 
-A remote terminal (``ssh -tt``) would stop the remote side with the connection, but would also echo the token and mix stdout with
-stderr. Instead, ``remote_end.py`` watches its stdin on the remote machine.
+A remote terminal (``ssh -tt``) would stop the remote side when the connection closes, but would also echo the token and
+mix stdout with stderr. Instead, ``remote_end.py`` watches its stdin on the remote machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from echelon.status.stop_barrier import EXIT_CODE
 __all__ = ["SSH_ARGS_VARIABLE", "run_on_hosts"]
 
 SSH_ARGS_VARIABLE = "ECHELON_SSH_ARGS"
-"""Variable with additional options for ssh, in shell syntax: ``-p 2222 -i key``."""
+"""Environment variable with additional ssh options in shell syntax, such as ``-p 2222 -i key``."""
 
 _STDOUT: Literal["stdout"] = "stdout"
 _STDERR: Literal["stderr"] = "stderr"
@@ -54,7 +54,7 @@ _KEPT = frozenset({TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, SSH_ARGS_VARIABLE, "ECHE
 
 @dataclass(slots=True, kw_only=True)
 class _Connection:
-    """Connection to the launcher on one machine."""
+    """A connection to the launcher on one machine."""
 
     host: str
     process: subprocess.Popen[bytes]
@@ -68,11 +68,11 @@ class _Connection:
             self.process.stdin.flush()
 
     def cut(self) -> None:
-        """Kill ssh. The remote end detects this and stops its launcher."""
+        """Kill ssh; the remote end detects this and stops its launcher."""
         self.process.kill()
 
     def close(self) -> None:
-        """Show the remaining output; the process has ended or was killed."""
+        """Show the remaining output after the process has ended or has been killed."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -95,16 +95,16 @@ def run_on_hosts(
     Signals to this process are forwarded to all launchers.
 
     Args:
-        hosts: machines; host i gets ``--machine_rank i`` and its slots as ``--gpu_ids``.
+        hosts: the machines; host i receives ``--machine_rank i`` and its slots as ``--gpu_ids``.
         flags: flags for all launchers.
-        program: script and its arguments.
-        token: secret of this run.
-        interrupts: signals to this process, held.
-        min_hosts: minimum number of hosts of an elastic run; None if the run needs all hosts.
+        program: the script and its arguments.
+        token: this run's secret.
+        interrupts: the signals that this process has received, raised only when checked.
+        min_hosts: minimum number of hosts in an elastic run; None if the run needs all hosts.
 
     Raises:
         ConfigError: ECHELON_SSH_ARGS is invalid.
-        LaunchError: ssh is not installed, or cannot connect to a host.
+        LaunchError: ssh is not installed or cannot connect to a host.
     """
     min_hosts = len(hosts) if min_hosts is None else min_hosts
     connections: list[_Connection] = []
@@ -160,7 +160,7 @@ def _ssh() -> list[str]:
         raise ConfigError(
             f"{SSH_ARGS_VARIABLE}={text!r} is not a valid command line: {error}",
             where=f"env {SSH_ARGS_VARIABLE}",
-            do="quote the options as in a shell",
+            do="quote the options as you would in a shell",
         ) from error
     # ssh uses the first value of an option, so the user's come first. BatchMode disables prompts, ServerAlive detects lost machines.
     return [program, *own, "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
