@@ -136,7 +136,7 @@ def test_the_error_for_a_used_port_names_it() -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         with environ.patch({**ALONE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}):
-            with pytest.raises(SetupError, match=f"port {port} of 127.0.0.1 is in use") as raised:
+            with pytest.raises(SetupError, match=f"port {port} on 127.0.0.1 is in use") as raised:
                 setup(rank=0, world_size=2)
     assert "choose another MASTER_PORT" in str(raised.value)
     assert environ.get("GLOO_SOCKET_IFNAME") is None

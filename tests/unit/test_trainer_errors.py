@@ -103,7 +103,7 @@ def test_a_label_column_is_missing(tmp_path: Path) -> None:
         ).train()
     _says(
         error.value,
-        what="the model (Line) returned no loss, and the batch has no 'labels': its columns are x (label_names: labels)",
+        what="the model (Line) returned no loss, and the batch has no 'labels'; the batch has the columns x (label_names: labels)",
         where="Trainer.compute_loss",
         do="name the label column 'labels', or set label_names",
     )

@@ -175,7 +175,7 @@ def test_parts_of_a_batch_without_a_loss_are_told(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    with pytest.raises(UsageError, match="returned no loss: the batch is a list") as error:
+    with pytest.raises(UsageError, match="returned no loss; the batch is a list") as error:
         Trainer(
             Bare(), _args(tmp_path), train_dataset=(torch.ones(4, 1), torch.ones(4)), optimizers=_sgd(Line())
         ).train()
@@ -611,7 +611,7 @@ class Deep(nn.Module):
         (
             Deep(),
             {"x": torch.tensor([float("nan")])},
-            "step 1 is not finite: 'x' of the batch contains 2 nan among 2 values",
+            "step 1 is not finite: 'x' in the batch contains 2 nan among 2 values",
         ),
         (Deep(3e38), {}, r"the output of second \(Linear\) contains \d inf among 2 values: its inputs are finite"),
         (

@@ -104,8 +104,8 @@ def test_every_schedule_has_a_formula_but_two() -> None:
     ("name", "total", "more", "message"),
     [
         ("cosin", 20, {}, "is not one of"),
-        ("linear", None, {}, "'linear' needs num_training_steps"),
-        ("linear", 20, {"cycles": 2}, "'linear' does not accept these arguments"),
+        ("linear", None, {}, "'linear' scheduler needs num_training_steps"),
+        ("linear", 20, {"cycles": 2}, "'linear' scheduler does not accept these arguments"),
         ("cosine_with_min_lr", 20, {}, "needs either min_lr"),
         ("polynomial", 20, {"lr_end": 0.5}, "not below the learning rate 0.5"),
         ("warmup_stable_decay", 20, {}, "does not accept these arguments"),
