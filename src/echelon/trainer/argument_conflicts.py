@@ -25,7 +25,7 @@ def check_model(model: nn.Module | None, model_init: Any) -> None:
     """Check that ``Trainer(...)`` received exactly one of ``model`` and ``model_init``.
 
     Raises:
-        UsageError: both or neither of them were passed.
+        UsageError: both or neither were passed.
     """
     if (model is None) == (model_init is None):
         raise UsageError(

@@ -44,7 +44,7 @@ def loss_in(
             "arguments",
             where="Trainer.compute_loss",
             do=(
-                "pass a compute_loss_func, which receives the outputs and the batch's last element; override "
+                "pass compute_loss_func, which receives the outputs and the batch's last element; override "
                 "compute_loss; or have forward accept all elements and return the loss as its first output"
             ),
         )
