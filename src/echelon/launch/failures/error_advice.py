@@ -27,7 +27,7 @@ _ADVICE = (
     (
         "got mixed torch.Tensor and DTensor",
         "call the model that prepare() returned, not one of its submodules; a sharded tensor (fsdp2 engine) was "
-        "combined with a plain tensor; {_WHOLE}",
+        f"combined with a plain tensor; {_WHOLE}",
     ),
     (
         "is not supported for tensor subclasses",
