@@ -25,23 +25,19 @@ def _each(names: str, theirs: Sequence[Any], ours: Sequence[Any], reason: str) -
     return {name: Difference(theirs=one, ours=other, reason=reason) for name, one, other in triples}
 
 
-_DEVICE = "the device of a tensor is `cpu`, never `cpu:0`, and `tensor.device == accelerator.device` must be true"
-_WINDOW = "the last window of a loader is divided by its actual number of micro-batches (1), not by 3"
+_DEVICE = "a tensor's device is `cpu`, never `cpu:0`, and `tensor.device == accelerator.device` must be true"
+_WINDOW = "the last accumulation window of a pass is divided by its actual number of micro-batches (1), not by 3"
 _SCALER = (
     "accelerate's loss scaler is disabled on devices other than CUDA, so a step with infinite gradients is not skipped"
 )
 _SAMPLER = "the order of every loader is saved; accelerate saves it only with use_seedable_sampler"
-_RESUMED = (
-    "after load_state a shuffled loader continues in the same order; accelerate's changes its order on two processes"
-)
-_COMPILED = "with keep_torch_compile=False accelerate only unwraps DDP and returns the compiled module"
-_SHUFFLE = "the order is that of the user's loader without the Accelerator, on any number of processes"
-_NONE = (
-    "with reduction='none' each rank keeps its own value, as accelerate's documentation says; its code computes the sum"
-)
-_SCALE = "scale= is applied; accelerate ignores it except on XLA"
+_RESUMED = "after load_state, a shuffled loader continues in the same order; accelerate's loader changes its order on two processes"
+_COMPILED = "with keep_torch_compile=False, accelerate only unwraps DDP and returns the compiled module"
+_SHUFFLE = "on any number of processes, the order is the same as that of the loader without the Accelerator"
+_NONE = "with reduction='none', each rank keeps its own value, as accelerate's documentation says; its code computes the sum"
+_SCALE = "`scale=` is applied; accelerate ignores it except on XLA"
 _TRACKER = (
-    "a tracker with main_process_only=False logs on every process; accelerate only starts trackers on the main process"
+    "a tracker with main_process_only=False logs on every process; accelerate starts trackers only on the main process"
 )
 
 _RANDOM = ["random_states_0.pkl", "random_states_1.pkl"]
@@ -65,7 +61,7 @@ DIFFERENCES: dict[tuple[str, int], dict[str, Difference]] = {
         "gather of a scalar",
         [1.0],
         [[1.0]],
-        "gather() returns one element per process, even with one process",
+        "gather() returns one element per process, even if there is only one process",
     ),
     ("10_random_order", 2): _each(
         "0 one seed, 0 one seed#2, 0 one seed#3, 0 one seed#4, 1 one seed, 1 one seed#2, 1 one seed#3, 1 one seed#4",
