@@ -58,7 +58,7 @@ def test_a_rank_that_is_late_is_no_error_and_one_in_the_next_step_is(command: Co
     code, out, err = torchrun(command, NEXT_STEP, num_processes=2)
     assert sorted(out.splitlines()) == ["late: False", "late: True"]
     assert code != 0
-    assert "DesyncError: get_state_dict() needs every rank, but not every rank calls it" in err
+    assert "DesyncError: get_state_dict() must be called on every rank, but some ranks did not call it" in err
     here, there = "state = accelerator.get_state_dict(model)", "accelerator.backward(model(torch.ones(2, 4)).sum())"
     assert f"rank 0: get_state_dict() at {line_of(command, here, NEXT_STEP)}" in err
     assert f"rank 1: in another collective at {line_of(command, there, NEXT_STEP)}" in err

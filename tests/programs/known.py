@@ -35,7 +35,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "shard() cuts batches of a batch size",
         lambda p, at: at.level == 1 and p.order == "batch_sampler",
-        "shard\\(\\) needs a loader with a batch size and torch's own batch sampler",
+        "expected a loader with a batch size and torch's own batch sampler",
     ),
     _Refusal(
         "a Trainer needs a batch to train on",
@@ -135,7 +135,7 @@ _EXPECTED_WARNINGS: list[str] = [
     "EchelonWarning: sharding settings have no effect on a single process",  # fsdp= of a Trainer
     "EchelonWarning: the last backward pass was not synchronized",
     # of a layer that is unfrozen after DistributedDataParallel was made
-    "EchelonWarning: this step uses gradients of Net that were not averaged over the ranks",
+    "EchelonWarning: this step uses Net gradients that were not averaged across ranks",
     "EchelonWarning: .*was not prepared by this Accelerator",
     "EchelonWarning: . batches of iterable data were read again",
     "EchelonWarning: .* has random states of . process",

@@ -134,7 +134,7 @@ def _warned(name: str) -> list[tuple[str, str, int]]:
 def test_step_with_unreduced_gradients_warns_once_at_its_line(mistake: str) -> None:
     first, second = run_on_ranks(_warned, mistake, init_group=False)
     ((message, file, line),) = first
-    assert "this step uses gradients of Sequential that were not averaged over the ranks" in message
+    assert "this step uses Sequential gradients that were not averaged across ranks" in message
     assert file == __file__
     assert "# the step of the test" in Path(__file__).read_text().splitlines()[line - 1]
     assert second == []  # only rank zero warns

@@ -19,7 +19,7 @@ from echelon.local_sgd import LocalSGD
 from tests.harness import errors_on_ranks, run_on_ranks
 from tests.reference import gaussian, mean_square, tanh_net
 
-_DRIFT = "rank 0 and rank 1 have different values of"
+_DRIFT = "rank 0 and rank 1 have different values for"
 
 
 def _data() -> Any:

@@ -98,8 +98,8 @@ def test_a_group_created_by_the_user_is_used() -> None:
         ({"rank": 2, "world_size": 2}, ["rank=2", "outside 0..1", "setup(rank=)"]),
         ({"rank": -1, "world_size": 2}, ["rank=-1", "outside 0..1"]),
         ({"rank": 0, "world_size": 0}, ["world_size=0", "below 1"]),
-        ({"rank": 1}, ["one of the two is missing"]),
-        ({"world_size": 2}, ["one of the two is missing"]),
+        ({"rank": 1}, ["needs both rank and world_size"]),
+        ({"world_size": 2}, ["needs both rank and world_size"]),
     ],
 )
 def test_a_rank_outside_the_world_is_rejected(arguments: dict[str, int], texts: list[str]) -> None:

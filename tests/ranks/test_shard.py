@@ -182,5 +182,5 @@ def test_loaders_that_cannot_be_sharded_are_rejected() -> None:
         shard(DataLoader(_Stream()))
     with pytest.raises(UsageError, match="batch size"):
         shard(DataLoader(range(3), batch_size=None))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="batch sampler, not list"):
+    with pytest.raises(UsageError, match="batch sampler, but got list"):
         shard(DataLoader(range(3), batch_sampler=[[0, 1], [2]]))  # type: ignore[arg-type]

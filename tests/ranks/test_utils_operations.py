@@ -162,7 +162,7 @@ def test_a_tensor_is_copied_from_exactly_one_rank(owners: tuple[int, ...], text:
 
 def _nested() -> tuple[bool, list[int]]:
     nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
-    with pytest.warns(operations.CannotPadNestedTensorWarning, match="is not padded"):
+    with pytest.warns(operations.CannotPadNestedTensorWarning, match="are not padded"):
         result = utils.pad_across_processes([nested, torch.ones(_rank() + 1)])
     return result[0] is nested, list(result[1].shape)
 

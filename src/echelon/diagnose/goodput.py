@@ -36,7 +36,7 @@ class RankTimes:
     times: Times | None = None
     marks: Sequence[Mark] = ()
     ended_ns: int | None = None
-    """When its program ended by itself; None if it was still running at the end of the attempt."""
+    """When its program ended by itself, or None if it was still running at the end of the attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

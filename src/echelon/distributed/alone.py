@@ -15,7 +15,7 @@ _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Make echelon's own collectives in the block, in this thread, treat this process as the only one."""
+    """Within the block, let echelon's collectives in this thread treat this process as the only rank."""
     token = _ALONE.set(True)
     try:
         yield
@@ -24,5 +24,5 @@ def alone() -> Iterator[None]:
 
 
 def is_alone(group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether there is no other rank to communicate with in ``group``."""
+    """Return whether ``group`` has no other rank to communicate with."""
     return not dist.is_initialized() or _ALONE.get() or dist.get_world_size(group) == 1

@@ -1,4 +1,4 @@
-"""Counts the collectives of this process, to detect whether ranks can have exchanged data between two lines."""
+"""Counts the collectives that this process starts, to detect whether ranks may have exchanged data between two lines."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["num_collectives", "num_collectives_of_all_groups"]
 
 
 def num_collectives() -> int | None:
-    """Return the number of collectives this process has started in the default group; None if unknown."""
+    """Return the number of collectives this process has started in the default group, or None if unknown."""
     return _number_of(dist.group.WORLD) if dist.is_initialized() else None
 
 
 def num_collectives_of_all_groups() -> int | None:
-    """Return the number of collectives this process has started in all groups, on all devices; None if unknown.
+    """Return the number of collectives this process has started in all groups, on all devices, or None if unknown.
 
-    A GPU group has a second backend for CPU tensors, which the group's own sequence number does not include.
+    A GPU group has a second backend for CPU tensors, whose collectives the group's sequence number does not count.
     """
     if not dist.is_initialized():
         return None
@@ -33,7 +33,7 @@ def num_collectives_of_all_groups() -> int | None:
 
 
 def _number_of(group: object) -> int | None:
-    """Return the sequence number of the last collective of a group or backend; None if it does not count."""
+    """Return the sequence number of the last collective in a group or backend, or None if it has no counter."""
     count = getattr(group, "_get_sequence_number_for_group", None)
     if count is None:
         return None

@@ -1,4 +1,4 @@
-"""Collectives on nested data (tuples, lists, dicts, named tuples of tensors) for every backend and dtype."""
+"""Collectives for nested data (tuples, lists, dicts and named tuples of tensors) on any backend and with any dtype."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single"
 
 @communicating
 def gather(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
-    """Concatenate each tensor of ``data`` over the ranks, along the first dimension.
+    """Concatenate each tensor in ``data`` across ranks along the first dimension.
 
     Args:
-        data: nested data; tensors of any dtype, with equal shapes on all ranks; a 0-d tensor counts as shape [1].
-        mesh: a 1-D mesh; None: all ranks.
+        data: nested data. Tensors may have any dtype and must have equal shapes on all ranks; 0-d tensors count as shape [1].
+        mesh: 1-D device mesh (default: all ranks).
 
     Returns:
-        The same structure, tensors of shape [world_size * n, ...] in rank order, on every rank. No gradients.
+        The same structure on every rank, with detached tensors of shape [world_size * n, ...] in rank order.
 
-    Collective: every rank must call this.
+    Collective: call on every rank.
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
@@ -59,9 +59,9 @@ def gather(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
 
 @communicating
 def gather_object(data: Any, *, mesh: DeviceMesh | None = None) -> list[Any]:
-    """Collect a picklable object from each rank; lists and tuples are concatenated in rank order.
+    """Gather a picklable object from each rank; lists and tuples are concatenated in rank order.
 
-    Collective: every rank must call this. Objects are sent with pickle, between the ranks of this job only.
+    Collective: call on every rank. Objects are pickled and sent only between the ranks of this job.
 
     Raises:
         DesyncError: some ranks pass a list and others do not.
@@ -77,7 +77,7 @@ def gather_object(data: Any, *, mesh: DeviceMesh | None = None) -> list[Any]:
     if any(sequences):
         kinds = ", ".join(f"rank {rank}: {type(item).__name__}" for rank, item in zip(ranks_of(group), objects))
         raise DesyncError(
-            f"gather_object: some ranks pass a list, others do not ({kinds})", do="pass a list on every rank"
+            f"gather_object: some ranks pass a list and others do not ({kinds})", do="pass a list on every rank"
         )
     return objects
 
@@ -90,20 +90,20 @@ def reduce(
     *,
     mesh: DeviceMesh | None = None,
 ) -> Any:
-    """Reduce each tensor of ``data`` elementwise over the ranks.
+    """Reduce each tensor in ``data`` elementwise across ranks.
 
     Args:
-        data: nested data; each tensor's shape and dtype equal on all ranks. bfloat16 and float16 are summed in float32;
-            bool and integers in int64.
+        data: nested data. Each tensor must have the same shape and dtype on all ranks. bfloat16 and float16 are summed in
+            float32, bool and integers in int64.
         reduction: ``sum``, ``mean``, ``max`` (not for complex numbers), or ``none`` (returns ``data``).
         scale: multiplies the result.
-        mesh: a 1-D mesh; None: all ranks.
+        mesh: 1-D device mesh (default: all ranks).
 
     Returns:
-        The same structure with new tensors, equal on every rank. Floating-point and complex tensors keep their dtype. For
-        integers and bools, sums are int64, and means and scaled values have torch's default dtype.
+        The same structure with new tensors that are equal on every rank. Floating-point and complex tensors keep their dtype.
+        For integers and bools, sums are int64, and means and scaled values have torch's default dtype.
 
-    Collective: every rank must call this.
+    Collective: call on every rank.
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
@@ -111,7 +111,9 @@ def reduce(
     """
     group = _group(mesh)
     if reduction not in ("mean", "sum", "max", "none"):
-        raise UsageError(f"reduction={reduction!r} is not one of mean, sum, max, none", do="use one of these values")
+        raise UsageError(
+            f"reduction must be one of mean, sum, max and none, but got {reduction!r}", do="pass one of these values"
+        )
     if reduction == "none":
         return data
     _refuse_objects("reduce", data)
@@ -124,9 +126,9 @@ def reduce(
 
 
 def mean_over_ranks(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
-    """Average each tensor of ``data`` over the ranks: ``reduce(data, "mean")``.
+    """Average each tensor in ``data`` across ranks, like ``reduce(data, "mean")``.
 
-    Collective: every rank must call this, with equal shapes.
+    Collective: call on every rank, with equal shapes.
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
@@ -136,14 +138,14 @@ def mean_over_ranks(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
 
 @communicating
 def broadcast(data: Any, from_process: int = 0, *, mesh: DeviceMesh | None = None) -> Any:
-    """Return the tensors of the rank ``from_process`` on every rank, as new tensors on the device of the local ones.
+    """Return the tensors of rank ``from_process`` on every rank, as new tensors on the local tensors' devices.
 
     Args:
-        data: nested data; shapes and dtypes equal on all ranks.
+        data: nested data with equal shapes and dtypes on all ranks.
         from_process: a global rank.
-        mesh: a 1-D mesh; None: all ranks.
+        mesh: 1-D device mesh (default: all ranks).
 
-    Collective: every rank must call this.
+    Collective: call on every rank.
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
@@ -160,9 +162,9 @@ def broadcast(data: Any, from_process: int = 0, *, mesh: DeviceMesh | None = Non
 
 @communicating
 def broadcast_object_list(objects: list[Any], from_process: int = 0, *, mesh: DeviceMesh | None = None) -> list[Any]:
-    """Replace the items of ``objects`` in place with those of the rank ``from_process``, and return the list.
+    """Replace the items of ``objects`` in place with those from rank ``from_process``, and return the list.
 
-    Collective: every rank must call this, with lists of equal length. Objects are sent with pickle.
+    Collective: call on every rank, with lists of equal length. Objects are pickled.
 
     Raises:
         DesyncError: the lists differ in length.
@@ -180,16 +182,16 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0, *, mesh: De
 def pad_across_processes(
     data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False, *, mesh: DeviceMesh | None = None
 ) -> Any:
-    """Pad each tensor of ``data`` along ``dim`` to the largest size on any rank, so that it can be gathered.
+    """Pad each tensor in ``data`` along ``dim`` to the largest size on any rank, so that it can be gathered.
 
     Args:
-        data: nested data; each tensor's dtype, number of dimensions and sizes other than ``dim`` equal on all ranks.
-        dim: the dimension to pad; tensors without it are returned unchanged.
+        data: nested data. Each tensor's dtype and sizes in all dimensions except ``dim`` must be equal on all ranks.
+        dim: the dimension to pad; tensors without this dimension are returned unchanged.
         pad_index: the value to pad with.
         pad_first: pad at the beginning instead of the end.
-        mesh: a 1-D mesh; None: all ranks.
+        mesh: 1-D device mesh (default: all ranks).
 
-    Collective: every rank must call this.
+    Collective: call on every rank.
 
     Raises:
         DesyncError: structures, dtypes or numbers of dimensions differ between ranks.
@@ -226,7 +228,7 @@ def _refuse_objects(operation: str, data: Any) -> None:
     for leaf in leaves(data):
         if not isinstance(leaf, torch.Tensor):
             raise UsageError(
-                f"{operation} takes tensors and nested tuples, lists and dicts of tensors, not {type(leaf).__name__} ({describe(data)})",
+                f"{operation} expects tensors or nested tuples, lists and dicts of tensors, but got {type(leaf).__name__} ({describe(data)})",
                 do="convert it to a tensor, or use gather_object / broadcast_object_list",
             )
 
@@ -234,7 +236,7 @@ def _refuse_objects(operation: str, data: Any) -> None:
 def _check_member(rank: int, group: dist.ProcessGroup | None) -> None:
     members = ranks_of(group) if dist.is_initialized() else [0]
     if rank not in members:
-        raise UsageError(f"from_process={rank} is not one of the ranks {members}", do="pass a rank of the group")
+        raise UsageError(f"from_process={rank} is not one of the group's ranks {members}", do="pass one of these ranks")
 
 
 def _gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -257,7 +259,7 @@ def _reduce_tensor(
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     if op == dist.ReduceOp.MAX and tensor.is_complex():
-        raise UsageError("complex numbers have no maximum", do="reduce their absolute values, tensor.abs()")
+        raise UsageError("complex numbers have no maximum", do="reduce their absolute values with tensor.abs()")
     alone = _is_single_rank(group)
     wire = tensor.device if alone else wire_device(tensor.device, group)
     wide = tensor.detach().to(wire).to(_sum_dtype(tensor.dtype)).clone(memory_format=torch.contiguous_format)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorate ``function`` to run on rank zero only; on other ranks it returns None. It must not call collectives."""
+    """Make ``function`` run only on rank zero and return None on other ranks. It must not call collectives."""
 
     @functools.wraps(function)
     def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -39,9 +39,9 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def agree(flag: bool, *, how: Literal["any", "all"] = "any", mesh: DeviceMesh | None = None) -> bool:
-    """Return the same decision on all ranks: whether ``flag`` is True on ``any`` (or on ``all``) of them.
+    """Return, on every rank, whether ``flag`` is True on any rank (``how="any"``) or on all ranks (``how="all"``).
 
-    Collective: every rank of ``mesh`` must call this.
+    Collective: call on every rank of ``mesh``.
     """
     group = None if mesh is None else mesh.get_group()
     if is_alone(group):
@@ -53,15 +53,15 @@ def agree(flag: bool, *, how: Literal["any", "all"] = "any", mesh: DeviceMesh | 
 
 @contextmanager
 def raise_on_all_ranks(what: str) -> Iterator[None]:
-    """Run the block on every rank; if it fails on some ranks, all ranks raise, so that none continues alone and hangs.
+    """Run the block on every rank; if it fails on any rank, raise on all ranks, so that no rank continues alone and hangs.
 
     Args:
-        what: name of the operation in the error.
+        what: name of the operation in error messages.
 
-    Collective: every rank; the block itself must not communicate.
+    Collective: call on every rank; the block itself must not communicate.
 
     Raises:
-        DesyncError: some ranks failed; the error lists them and their errors. If all ranks failed, each raises its own.
+        DesyncError: some ranks failed; the message lists their errors. If all ranks failed, each raises its own error.
     """
     failure: Exception | None = None
     try:
@@ -76,23 +76,23 @@ def raise_on_all_ranks(what: str) -> Iterator[None]:
     notes: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(notes, None if failure is None else f"{type(failure).__name__}: {failure}")
     listing = "\n".join(f"    rank {rank}: {note}" for rank, note in enumerate(notes) if note is not None)
-    raise DesyncError(f"{what} failed on some ranks\n{listing}", do="fix the errors of the ranks listed") from failure
+    raise DesyncError(f"{what} failed on some ranks\n{listing}", do="fix the errors on the listed ranks") from failure
 
 
 def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None = None) -> None:
-    """Wait until every rank calls this; the error on a timeout names the missing ranks.
+    """Wait until every rank calls this function; if that times out, the error names the missing ranks.
 
-    It uses the store of the group, not the device, and does not synchronize streams.
+    It uses the group's store, not the device, and does not synchronize streams.
 
     Args:
-        timeout: a timedelta or seconds; None: 30 minutes.
-        mesh: a 1-D mesh; None: all ranks.
+        timeout: longest wait, as a timedelta or in seconds (default: 30 minutes).
+        mesh: 1-D device mesh (default: all ranks).
 
-    Collective: every rank of ``mesh`` must call this.
+    Collective: call on every rank of ``mesh``.
 
     Raises:
         RankTimeoutError: some ranks did not arrive; the message names them.
-        DesyncError: a rank will never arrive, because it has run past this call or has exited (see ``monitored_barrier``).
+        DesyncError: a rank will never arrive, because it has passed this call or exited (see ``monitored_barrier``).
     """
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else (timeout or DEFAULT_TIMEOUT)
     monitored_barrier("barrier", group=None if mesh is None else mesh.get_group(), timeout=limit)
@@ -100,18 +100,18 @@ def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None
 
 @contextmanager
 def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | None = None) -> Iterator[None]:
-    """Run the ``with`` block on the first rank before the others, which can then use what it downloaded or cached.
+    """Run the ``with`` block on the first rank before the others, which can then use the files it downloaded or cached.
 
-    The others wait without a timeout while the first rank is alive.
+    The other ranks wait without a timeout for as long as the first rank is alive.
 
     Args:
-        scope: the first rank of the run, or of each machine (for files that machines do not share).
-        mesh: a 1-D mesh; None: all ranks.
+        scope: whether one rank of the run or one rank on each machine goes first (for files that machines do not share).
+        mesh: 1-D device mesh (default: all ranks).
 
-    Collective: every rank of ``mesh`` must enter.
+    Collective: enter on every rank of ``mesh``.
 
     Raises:
-        DesyncError: on the other ranks, if the block raised on the first one.
+        DesyncError: raised on the other ranks if the block failed on the first rank.
     """
     group = None if mesh is None else mesh.get_group()
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -138,12 +138,12 @@ def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | N
             continue
     outcome = store.get(key).decode()
     if outcome != "done":
-        raise DesyncError(f"main_first: rank {first} {outcome}", do=f"fix the error of rank {first}")
+        raise DesyncError(f"main_first: rank {first} {outcome}", do=f"fix the error on rank {first}")
     yield
 
 
 def _wait_for_key(store: dist.Store, key: str, *, within: timedelta) -> bool:
-    """Wait for ``key``; return False after ``within``. If the store's server dies, it raises, so no rank waits forever."""
+    """Wait for ``key``; return False after ``within``. Raise if the store's server dies, so that no rank waits forever."""
     try:
         store.wait([key], within)
     except dist.DistNetworkError:
@@ -156,7 +156,7 @@ def _wait_for_key(store: dist.Store, key: str, *, within: timedelta) -> bool:
 
 
 def _store(group: dist.ProcessGroup | None) -> dist.Store:
-    """Return the store of ``group`` under echelon's prefix (the group's own prefix separates groups)."""
+    """Return the store of ``group`` with echelon's prefix below the group's own, which separates groups."""
     pg = group if group is not None else dist.group.WORLD
     assert pg is not None
     return dist.PrefixStore("echelon/control", store_of(pg))

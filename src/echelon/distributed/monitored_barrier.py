@@ -1,4 +1,4 @@
-"""A barrier in the group's store that raises, instead of hanging, if a rank will never arrive."""
+"""A barrier over the group's store that raises an error instead of hanging if a rank will never arrive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["monitored_barrier"]
 
 _logger = get_logger(__name__)
 PATIENCE = timedelta(seconds=0.5)
-"""How long to wait before asking where the other ranks are."""
+"""How long to wait before asking the other ranks for their positions."""
 _REMINDER = timedelta(seconds=30)
 _CHECK_EVERY_S = 0.2
 _LONGEST_SLEEP_S = 0.05
@@ -36,7 +36,7 @@ _EVERY_RANK = "on every rank, in the same order, outside `if accelerator.is_main
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arrival:
-    """Message that a rank writes to the store when it reaches the barrier."""
+    """The message that a rank writes to the store when it reaches the barrier."""
 
     turn: int
     operation: str
@@ -55,23 +55,23 @@ def monitored_barrier(
 ) -> None:
     """Wait until every rank has reached ``operation``; raise if a rank never will.
 
-    Without ``timeout`` it waits indefinitely for a late rank. It raises if a rank is at another operation that needs all
-    ranks, has started a collective of torch that this rank has not (it has run past this call), or has exited. The last two
-    are detected for ranks that have a ``Watcher``.
+    Without ``timeout``, it waits indefinitely for a late rank. It raises an error if a rank is at another operation that
+    needs all ranks, has passed this call (it has started a torch collective that this rank has not), or has exited. The last
+    two are detected only on ranks that have a ``Watcher``.
 
     Args:
-        operation: name of the operation in errors, equal on all ranks.
-        advice: a sentence for the error on how to use the operation.
-        group: None: all ranks.
-        timeout: the longest wait; None: no limit.
-        patience: how long to wait before asking where the other ranks are.
-        reminder: how long to wait before the first waiting rank logs a warning.
+        operation: name of the operation in error messages; must be the same on all ranks.
+        advice: a sentence for error messages on how to use the operation.
+        group: the process group (default: all ranks).
+        timeout: the longest wait (default: no limit).
+        patience: how long to wait before asking the other ranks for their positions.
+        reminder: how long to wait before the lowest waiting rank logs a warning.
 
-    Collective: every rank of ``group``. It uses the group's store (four messages), not its backend, so it has started no
-    collective when it raises.
+    Collective: call on every rank of ``group``. It sends four messages through the group's store and does not use the
+    backend, so it has started no collective when it raises.
 
     Raises:
-        DesyncError: a rank will not arrive; the message has the user's line on each rank.
+        DesyncError: a rank will not arrive; the message gives each rank's line in the user's code.
         RankTimeoutError: some ranks did not arrive in time; the message names them.
     """
     if is_alone(group):
@@ -83,10 +83,11 @@ def monitored_barrier(
 
 
 class _BarrierCall:
-    """One call of the barrier on one rank.
+    """One barrier call on one rank.
 
-    Keys: ``turn/R``: number of barriers that rank R has reached; ``arrival/R``: its last arrival; ``arrived/T/operation``:
-    number of ranks at the T-th barrier; ``open/T``: all ranks have arrived; ``failed/T``: a rank will never arrive.
+    Keys in the store: ``turn/R`` is the number of barriers that rank R has reached, ``arrival/R`` its last arrival, and
+    ``arrived/T/operation`` the number of ranks at barrier T. ``open/T`` is set when all ranks have arrived, ``failed/T`` when
+    a rank will never arrive.
     """
 
     def __init__(self, group: dist.ProcessGroup, operation: str, advice: str) -> None:
@@ -134,10 +135,10 @@ class _BarrierCall:
         return f"arrived/{self._turn}/{self._operation}"
 
     def _find_late_ranks(self) -> dict[int, str]:
-        """Return the ranks that have not arrived and their positions; raise if one never will.
+        """Return the ranks that have not arrived and their positions; raise if a rank will never arrive.
 
-        It reads a rank's collective counts before its arrival. In the opposite order, a rank that arrives between the two
-        reads would seem to have run past the barrier.
+        A rank's collective counts are read before its arrival. In the opposite order, a rank that arrives between the two
+        reads would seem to have passed the barrier.
         """
         failed = f"failed/{self._turn}"
         if self._store.check([failed]):
@@ -179,7 +180,7 @@ class _BarrierCall:
         return _Arrival(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _has_run_past(self, started: Mapping[str, int]) -> bool:
-        """Return whether a rank has started a collective that this rank, still at the barrier, has not."""
+        """Return whether ``started`` counts a collective that this rank, still at the barrier, has not started."""
         groups = groups_of_process()
         own = count_collectives({key: groups[key] for key in started if key in groups})
         return any(started[key] > number for key, number in own.items())
@@ -191,7 +192,7 @@ class _BarrierCall:
         listing = "".join(f"\n    rank {rank}: {text}" for rank, text in sorted(found.items())[:_NUM_LISTED])
         if len(found) > _NUM_LISTED:
             listing += f"\n    and {len(found) - _NUM_LISTED} more"
-        what = f"{self._operation} needs every rank, but not every rank calls it{listing}"
+        what = f"{self._operation} must be called on every rank, but some ranks did not call it{listing}"
         do = " ".join([f"call it {_EVERY_RANK}.", *filter(None, dict.fromkeys(advice))])
         self._store.set(f"failed/{self._turn}", json.dumps({"what": what, "do": do}))
         self._store.add(self._arrived, -2 * len(self._ranks))  # ranks that arrive from now on check failed/T
@@ -209,13 +210,13 @@ class _BarrierCall:
         names = f"{'ranks' if len(missing) > 1 else 'rank'} {', '.join(map(str, missing))}"
         return RankTimeoutError(
             f"{self._operation}: {names} did not arrive within {timeout.total_seconds():g} s",
-            do="check the logs of these ranks: they hang elsewhere, are slower than the timeout, or have exited",
+            do="check these ranks' logs: they may hang elsewhere, need longer than the timeout, or have exited",
         )
 
     def _log_reminder(self, late: Mapping[int, str], waited_s: float) -> None:
         if self._rank == min(set(self._ranks) - set(late)):
             _logger.warning(
-                "%s at %s has waited %.0f s for %s; it continues when they arrive",
+                "%s at %s has waited %.0f s for %s and continues when they arrive",
                 self._operation,
                 self._call_site,
                 waited_s,

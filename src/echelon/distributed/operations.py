@@ -1,4 +1,4 @@
-"""The collectives with Accelerate's signatures; ``echelon.utils.operations`` exports them."""
+"""Collectives with Accelerate's signatures, exported by ``echelon.utils.operations``."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ DistributedOperationException = DesyncError
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor was not padded."""
+    """Warning that a nested tensor was not padded."""
 
 
 def gather(tensor: Any) -> Any:
-    """Concatenate each tensor of nested data over the ranks; with one process, return ``tensor`` itself.
+    """Concatenate each tensor in nested data across ranks; with one process, return ``tensor`` itself.
 
-    Collective: every rank must call this.
+    Collective: call on every rank.
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
-        UsageError: (also a TypeError) a leaf is not a tensor.
+        UsageError: a leaf is not a tensor (also a TypeError).
     """
     if _is_single_rank():
         return tensor
@@ -58,11 +58,11 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_object(object: Any) -> Any:
-    """Concatenate the lists of all ranks; with one process, return ``object`` itself.
+    """Concatenate the lists from all ranks; with one process, return ``object`` itself.
 
-    Objects other than lists and tuples are collected in a list. Objects are sent with pickle.
+    Objects other than lists and tuples are collected in a list. Objects are pickled.
 
-    Collective: every rank must call this.
+    Collective: call on every rank.
 
     Raises:
         DesyncError: some ranks pass a list and others do not.
@@ -71,13 +71,13 @@ def gather_object(object: Any) -> Any:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Overwrite the tensors of nested data in place with those of the rank ``from_process``, and return the data.
+    """Overwrite the tensors in nested data in place with those from rank ``from_process``, and return the data.
 
-    Collective: every rank must call this.
+    Collective: call on every rank.
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
-        UsageError: (also a TypeError) a leaf is not a tensor.
+        UsageError: a leaf is not a tensor (also a TypeError).
     """
     if _is_single_rank():
         return tensor
@@ -90,9 +90,9 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the items in place with those of the rank ``from_process``, and return the list.
+    """Replace the list's items in place with those from rank ``from_process``, and return the list.
 
-    Collective: every rank must call this, with lists of equal length. Objects are sent with pickle.
+    Collective: call on every rank, with lists of equal length. Objects are pickled.
 
     Raises:
         DesyncError: the lists differ in length.
@@ -101,13 +101,13 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: Literal["mean", "sum", "max", "none"] = "mean", scale: float = 1.0) -> Any:
-    """Reduce each tensor of nested data over the ranks (mean, sum or maximum) and multiply it by ``scale``.
+    """Reduce each tensor in nested data across ranks (mean, sum or maximum) and multiply it by ``scale``.
 
-    Collective: every rank must call this.
+    Collective: call on every rank.
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
-        UsageError: the reduction is unknown, or (also a TypeError) a leaf is not a tensor.
+        UsageError: the reduction is unknown, or a leaf is not a tensor (then also a TypeError).
     """
     _refuse_objects("reduce", tensor)
     return collectives.reduce(tensor, reduction, scale)
@@ -116,16 +116,20 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "max", "none"] = "mean
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Pad each tensor along ``dim`` to the largest size on any rank; nested tensors are skipped with a warning.
 
-    Collective: every rank must call this.
+    Collective: call on every rank.
 
     Raises:
         DesyncError: structures, dtypes or numbers of dimensions differ between ranks.
-        UsageError: (also a TypeError) a leaf is not a tensor.
+        UsageError: a leaf is not a tensor (also a TypeError).
     """
     _refuse_objects("pad_across_processes", tensor)
     if not any(each.is_nested for each in leaves(tensor)):
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
-    warnings.warn("a nested tensor has no single size and is not padded", CannotPadNestedTensorWarning, stacklevel=2)
+    warnings.warn(
+        "nested tensors are not padded, because they have no single size per dimension",
+        CannotPadNestedTensorWarning,
+        stacklevel=2,
+    )
     plain = map_tensors(lambda each: torch.zeros(()) if each.is_nested else each, tensor)  # 0-d: never padded
     padded = leaves(collectives.pad_across_processes(plain, dim, pad_index, pad_first))
 
@@ -137,20 +141,20 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy the tensor of one rank to every rank; the other ranks pass None.
+    """Copy one rank's tensor to every rank; the other ranks pass None.
 
-    Collective: every rank must call this.
+    Collective: call on every rank.
 
     Raises:
-        DesyncError: no rank, or more than one, passes a tensor.
+        DesyncError: no rank or more than one rank passes a tensor.
     """
     mine = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
     offers: list[Any] = [mine] if _is_single_rank() else collectives.gather_object([mine])
     owners = [rank for rank, offer in enumerate(offers) if offer is not None]
     if len(owners) != 1:
         raise DesyncError(
-            f"copy_tensor_to_devices: exactly one rank must pass a tensor, but {len(owners)} did (ranks {owners})",
-            do="pass None on all ranks but one",
+            f"copy_tensor_to_devices: expected exactly one rank to pass a tensor, but {len(owners)} did (ranks {owners})",
+            do="pass a tensor on one rank and None on all others",
         )
     shape, dtype = offers[owners[0]]
     local = torch.zeros(shape, dtype=dtype, device=_device()) if tensor is None else tensor
@@ -159,10 +163,10 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def verify_operation(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a collective on nested data to compare the ranks' structures first, in debug mode.
+    """Decorate a collective so that, in debug mode, it first checks that all ranks pass the same structure.
 
     Raises:
-        DesyncError: (``DistributedOperationException``) when it is called and the structures differ.
+        DesyncError: raised by the decorated function if the structures differ (alias ``DistributedOperationException``).
     """
 
     @functools.wraps(function)
@@ -176,10 +180,10 @@ def verify_operation(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def chained_operation(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that calls collectives to add its name to their errors.
+    """Decorate a function that calls collectives so that their errors contain its name.
 
     Raises:
-        DesyncError: (``DistributedOperationException``) when it is called and the ranks disagree.
+        DesyncError: raised by the decorated function if the ranks disagree (alias ``DistributedOperationException``).
     """
 
     @functools.wraps(function)
@@ -198,7 +202,7 @@ def _is_single_rank() -> bool:
 
 
 def _device() -> torch.device:
-    """Return the device for this rank's tensors: the accelerator if the backend serves it."""
+    """Return the device for this rank's tensors, which is the accelerator if the backend supports it."""
     if _is_single_rank() or dist.get_backend() == "gloo" or not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()

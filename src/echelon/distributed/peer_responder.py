@@ -1,4 +1,4 @@
-"""A thread that answers the other ranks' requests for this rank's position, also while the main thread is blocked."""
+"""A thread that reports this rank's position to other ranks on request, even while the main thread is blocked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from echelon.status.call_site import call_site_of_thread
 __all__ = ["WatchedGroups", "Watcher", "groups_of_process", "count_collectives", "responder_store"]
 
 WatchedGroups: TypeAlias = Mapping[str, tuple[dist.ProcessGroup, torch.device]]
-"""Groups by a key that is the same on every rank of the group."""
+"""Process groups and their devices, by a key that is the same on every rank of the group."""
 
 _logger = get_logger(__name__)
 _PERIOD_S = 0.25  # a poll takes 0.2 ms, mostly spent waiting for the store
@@ -37,14 +37,14 @@ _STORE_LIMIT = timedelta(seconds=10)
 
 
 class Watcher:
-    """Answers requests about the thread that created it, until it is closed or the process group ends.
+    """Answers requests about the thread that created it, until it is closed or the process group is destroyed.
 
-    It has its own connection to the store of the group (a connection serves one thread at a time), polls it for requests a
-    few times a second, and inspects the watched thread only on request, so training pays nothing. It does not run if the
-    group's store has no server (a file).
+    It polls the group's store for requests a few times per second, over its own connection (a connection serves one thread at
+    a time). It inspects the watched thread only on request, so training is not slowed down. It does not run if the group's
+    store has no server (a FileStore).
 
     Args:
-        device: device of the collectives to count.
+        device: the device whose collectives are counted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class Watcher:
         self._end = {"reason": "it has destroyed its process group", "failed": False}
         self._polls_fast_until = 0.0
         self.on_call: Callable[[], None] | None = None
-        """Called in the watcher's thread when another rank has set ``call``."""
+        """Called in the watcher's thread after another rank has set the key ``call``."""
         self._since_ns = time.time_ns()
         self._thread: _ResponderThread | None = None
         server = _server_of(store_of(group))
@@ -76,21 +76,21 @@ class Watcher:
 
     @classmethod
     def of_process(cls, device: torch.device) -> Watcher:
-        """Return the running watcher of this process, or a new one."""
+        """Return this process's running watcher, or a new one."""
         running = (thread.watcher for thread in threading.enumerate() if isinstance(thread, _ResponderThread))
         return next((watcher for watcher in running if watcher.runs), None) or cls(device)
 
     @property
     def runs(self) -> bool:
-        """Whether it answers requests in the current group."""
+        """Whether this watcher answers requests in the current group."""
         return self._thread is not None and self._thread.is_alive() and self._group() is dist.group.WORLD
 
     def watch(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Also count the collectives of ``groups``, which only the watched thread may use, in program order."""
+        """Also count the collectives in ``groups``, which only the watched thread may use, in program order."""
         self._watched = {**self._watched, **{_key(group, self._device): (group, self._device) for group in groups}}
 
     def close(self, reason: str, *, failed: bool = False) -> None:
-        """Stop, and publish why this rank exits and whether it failed, for ranks that wait for it."""
+        """Stop, and publish why this rank exits and whether it failed, so that waiting ranks can report it."""
         if self._thread is None or self._process != os.getpid():  # a forked child is not this rank
             return
         self._end = {"reason": reason, "failed": failed}
@@ -148,30 +148,30 @@ class _ResponderThread(threading.Thread):
 
 
 def responder_store(store: dist.Store) -> dist.Store:
-    """Return the default group's ``common_store`` under the prefix for requests to other ranks.
+    """Return the default group's ``common_store`` with the prefix for requests to other ranks.
 
-    Keys: ``call``: every rank calls its ``Watcher.on_call``; ``ask/R``: a request to rank R with an optional message, which
-    rank R deletes after reading it; ``place/R``: its last answer; ``ended/R``: why it no longer answers.
+    Keys: ``call`` makes every rank call its ``Watcher.on_call``. ``ask/R`` is a request to rank R with an optional message,
+    which rank R deletes after reading it; ``place/R`` is its last answer, and ``ended/R`` says why it no longer answers.
     """
     return dist.PrefixStore("echelon/responder", store)
 
 
 def groups_of_process() -> WatchedGroups:
-    """Return every group of this process, for each device that it serves."""
+    """Return every process group that this process belongs to, once for each device it supports."""
     pairs = [(group, device) for group in _world.pg_map for device in group._device_types]
     return {_key(group, device): (group, device) for group, device in pairs}
 
 
 def count_collectives(groups: WatchedGroups, *, since_ns: int = 0) -> dict[str, int]:
-    """Return how many collectives this process has started in each of ``groups``, by their keys.
+    """Return how many collectives this process has started in each of ``groups``, by key.
 
     Gloo's sequence number includes point-to-point messages, so gloo's collectives are read from torch's flight recorder. If
-    that does not run (TORCH_FR_BUFFER_SIZE=0, older torch), gloo groups are omitted. Backends other than gloo and nccl are
-    omitted, too.
+    the recorder is off (TORCH_FR_BUFFER_SIZE=0, or an older torch), gloo groups are omitted. Backends other than gloo and
+    nccl are always omitted.
 
     Args:
         groups: the groups to count.
-        since_ns: ignores older records of gloo, which belong to former groups of the same name (``time.time_ns``).
+        since_ns: ignore older gloo records, which belong to former groups with the same name (as in ``time.time_ns``).
     """
     recorded = _flight_recorder_counts(since_ns)
     started: dict[str, int] = {}
@@ -196,16 +196,16 @@ def _flight_recorder_counts(since_ns: int) -> dict[str, int]:
 
 
 def _key(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return a name for the group and its backend for ``device`` that is the same on every rank of the group."""
+    """Return a name for the group and its ``device`` backend that is the same on every rank of the group."""
     backend = group._get_backend(torch.device(device.type)).name()
     return f"{group.group_name} {dist.get_process_group_ranks(group)} {backend}"
 
 
 def _server_of(store: dist.Store) -> socket.socket | None:
-    """Return an idle connection to the server of ``store``; None if there is no server or it is unreachable.
+    """Return an idle connection to the server behind ``store``, or None if it has no server or cannot be reached.
 
-    If the server process exits first, TCPStore prints a page of warnings at the next request of each other process. This
-    connection shows the exit before such a request.
+    If the server process exits first, TCPStore prints a page of warnings at the next request from each other process. This
+    connection detects the exit before such a request is made.
     """
     store = base_store(store)
     if not isinstance(store, dist.TCPStore):
@@ -214,7 +214,7 @@ def _server_of(store: dist.Store) -> socket.socket | None:
         return socket.create_connection((store.host, store.port), timeout=_STORE_LIMIT.total_seconds())
     except OSError as error:
         _logger.warning(
-            "cannot connect to the store, so other ranks cannot query the position of this one: %s",
+            "cannot connect to the store, so other ranks cannot query this rank's position: %s",
             error,
             all_ranks=True,
         )

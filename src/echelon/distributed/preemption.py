@@ -1,8 +1,8 @@
-"""Preemption of one rank: the signals that request it, and the agreement with the other ranks (``status/stop_barrier.py``).
+"""Handles preemption on a rank: the signals that request it, and the agreement between ranks (``status/stop_barrier.py``).
 
-Under ``echelon launch`` the launcher coordinates over the status board, and ranks forward their signals to it. Otherwise the
-processes use the store of their group: a process that receives a signal notifies the others (through their ``Watcher``), each
-starts a thread, and the thread of rank zero coordinates. Either way a step writes one word and reads one, in memory.
+Under ``echelon launch``, the launcher coordinates through the status board, and ranks forward their signals to it. Otherwise
+the ranks use their process group's store: a rank that receives a signal notifies the others through their ``Watcher``, each
+rank starts a thread, and rank zero's thread coordinates. In both cases a step only writes and reads one word in memory.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _POLL_S = 0.005
 
 
 class Preempted(SystemExit):
-    """Raised where a run stops after SIGTERM or SIGUSR1; if it is not caught, the process exits with code 143."""
+    """Raised when a run stops after SIGTERM or SIGUSR1; if it is not caught, the process exits with code 143."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_CODE)
 
 
 def member_of_launch() -> BarrierMember | None:
-    """Return this rank's member of the stop barrier that ``echelon launch`` coordinates; None without that launcher.
+    """Return this rank's member in the stop barrier that ``echelon launch`` coordinates, or None under other launchers.
 
-    After the first call the launcher waits for this rank, which forwards SIGTERM and SIGUSR1 to the launcher (unless the
-    program has its own handlers).
+    After the first call, the launcher waits for this rank at a stop barrier, and this rank forwards SIGTERM and SIGUSR1 to
+    the launcher (unless the program has its own handlers).
     """
     place = environ.own(BOARD_VARIABLE)
     return None if place is None else _member_of_slot(place, os.getpid())
@@ -77,8 +77,8 @@ def _member_of_slot(place: str, _pid: int) -> BarrierMember | None:
 def should_stop() -> bool:
     """Return whether the run must save and exit now; call it once per step on every rank.
 
-    It returns True on all ranks after the same step. It is for programs without an Accelerator under ``echelon launch``;
-    without that launcher, and inside ``Accelerator.epochs`` (which saves itself), it returns False.
+    It returns True on all ranks after the same step. Use it in programs without an Accelerator under ``echelon launch``.
+    Under other launchers and inside ``Accelerator.epochs``, which saves automatically, it returns False.
     """
     member = member_of_launch()
     return member is not None and member.pass_boundary(is_new_step=True, is_whole=True)
@@ -86,12 +86,12 @@ def should_stop() -> bool:
 
 @contextmanager
 def on_signals(watcher: Watcher | None) -> Iterator[BarrierMember | None]:
-    """Handle SIGTERM and SIGUSR1 inside the ``with`` block, and yield this rank's member of the stop barrier.
+    """Handle SIGTERM and SIGUSR1 inside the ``with`` block, and yield this rank's member in the stop barrier.
 
     It yields None if the program has its own handlers or this is not the main thread.
 
     Args:
-        watcher: receives notifications of the other ranks; None: there are no notifications.
+        watcher: receives notifications from other ranks; None if there are no other ranks.
     """
     agreement = _StopAgreement()
     handled = _install_handlers(agreement.on_signal)
@@ -118,7 +118,7 @@ def on_signals(watcher: Watcher | None) -> Iterator[BarrierMember | None]:
 
 
 def _install_handlers(on_stop_signal: Any) -> list[int]:
-    """Call ``on_stop_signal(number)`` for preemption signals that have no handler; return these signals."""
+    """Call ``on_stop_signal(number)`` on each preemption signal that has no handler yet; return these signals."""
     if threading.current_thread() is not threading.main_thread():
         return []  # Python allows signal handlers to be set only in the main thread
     pid = os.getpid()
@@ -142,7 +142,7 @@ def _install_handlers(on_stop_signal: Any) -> list[int]:
 
 @final
 class _LocalSlot:
-    """In-memory command and position of this process."""
+    """The command and position of this process, in memory."""
 
     def __init__(self) -> None:
         self.command = self.position = 0
@@ -156,7 +156,7 @@ class _LocalSlot:
 
 @final
 class _StopAgreement:
-    """Agreement of the ranks on a step to stop at, without ``echelon launch``."""
+    """Makes the ranks agree on a step to stop at when they run without ``echelon launch``."""
 
     def __init__(self) -> None:
         self._slot = _LocalSlot()
@@ -178,7 +178,7 @@ class _StopAgreement:
         self.begin()
 
     def begin(self) -> None:
-        """Start the agreement in a raw thread (the interrupted code may hold locks of ``threading``)."""
+        """Start the agreement in a raw thread, because the interrupted code may hold ``threading`` locks."""
         if not self._has_started:
             self._has_started = True
             # Blocks the next boundary until the thread coordinates.
@@ -213,13 +213,13 @@ class _StopAgreement:
         while (outcome := coordinator.poll()) is BarrierOutcome.PENDING and not self._is_over:
             time.sleep(_POLL_S)
         if outcome is BarrierOutcome.LATE:
-            _exit_now("not all ranks had reached the same step")
+            _exit_now("not all ranks reached the same step")
 
     def _follow(self, words: dist.Store, deadline: float) -> None:
         rank, shown = dist.get_rank(), ""
         while not self._is_over and self._slot.command != command_word(StopCommand.END):
             if time.monotonic() > deadline + _POLL_S:
-                _exit_now("not all ranks had reached the same step")
+                _exit_now("not all ranks reached the same step")
             number = 0
             if words.check(["command"]):
                 number, self._slot.command = json.loads(words.get("command"))
@@ -245,7 +245,7 @@ class _LocalSlots:
 
 @final
 class _StoreSlots:
-    """Words in the store: ``command``: (number, command); ``position/R``: (number that rank R has seen, position)."""
+    """Words in the store: ``command`` is (number, command); ``position/R`` is (last number rank R has seen, position)."""
 
     def __init__(self, slot: _LocalSlot, words: dist.Store, deadline: float) -> None:
         self._slot, self._words, self._deadline = slot, words, deadline
@@ -275,8 +275,8 @@ class _StoreSlots:
 def _exit_now(why: str) -> NoReturn:
     """Exit the process because its main thread has not stopped within the grace period."""
     print(
-        f"echelon: {_GRACE_S:g} s after a stop signal {why}; the process exits with code {EXIT_CODE}, and the next run resumes "
-        "from the last checkpoint",
+        f"echelon: {why} within {_GRACE_S:g} s after a stop signal. The process exits with code {EXIT_CODE}, and the next run "
+        "resumes from the last checkpoint",
         file=sys.stderr,
         flush=True,
     )

@@ -1,4 +1,4 @@
-"""Creates and destroys the process group of a training program, from arguments or from its launcher."""
+"""Creates and destroys a program's process group, configured by arguments or by its launcher."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ def setup(
     timeout: timedelta | float | None = None,
     init_method: str | None = None,
 ) -> World:
-    """Create the default process group and return this process's ``World``. Repeating the call with equal values is safe.
+    """Create the default process group and return this process's ``World``. Calling it again with equal values is safe.
 
     Args:
-        rank: rank of this process; None: from the environment (torchrun, Slurm, MPI), else 0.
-        world_size: number of processes; None: from the environment, else 1.
-        backend: as in torch; None: nccl (or the accelerator's backend) with gloo for CPU tensors, or gloo on CPU.
-        timeout: timeout of collectives, a timedelta or seconds; None: 30 minutes.
-        init_method: as in torch; None: MASTER_ADDR and MASTER_PORT.
+        rank: this process's rank (default: taken from the environment, as set by torchrun, Slurm or MPI, else 0).
+        world_size: number of processes (default: taken from the environment, else 1).
+        backend: as in ``init_process_group`` (default: gloo for CPU tensors, and nccl or the accelerator's own backend for
+            its tensors).
+        timeout: timeout for collectives, as a timedelta or in seconds (default: 30 minutes).
+        init_method: as in ``init_process_group`` (default: use MASTER_ADDR and MASTER_PORT).
 
-    Collective: every process of the world must call this.
+    Collective: call on every process of the world.
 
     Raises:
-        ConfigError: the rank is outside the world, or arguments contradict RANK / WORLD_SIZE.
+        ConfigError: the rank is not below the world size, or the arguments contradict RANK or WORLD_SIZE.
         SetupError: the group already exists with other values, the port is in use, or rank 0 is unreachable.
     """
     repair_fork()
@@ -56,9 +57,9 @@ def setup(
 
 
 def cleanup() -> None:
-    """Destroy the default process group; does nothing if there is none.
+    """Destroy the default process group; do nothing if there is none.
 
-    Collective: every process should call this (it does not wait for the others).
+    Call on every process. It does not wait for the other processes.
     """
     METRICS.close()
     RawDDPGuard.end()
@@ -73,11 +74,11 @@ def process_group(
     timeout: timedelta | float | None = None,
     init_method: str | None = None,
 ) -> Iterator[World]:
-    """Call ``setup`` for a ``with`` block and ``cleanup`` after it, also if the block raises.
+    """Call ``setup`` before the ``with`` block and ``cleanup`` after it, even if the block raises.
 
-    A group that existed before the block stays open.
+    A process group that existed before the block stays open.
 
-    Collective: every process of the world must enter.
+    Collective: enter on every process of the world.
     """
     ours = not dist.is_initialized()
     world = setup(rank, world_size, backend, timeout, init_method)
@@ -92,7 +93,7 @@ def process_group(
 
 
 def _resolve_environment(rank: int | None, world_size: int | None) -> LaunchEnvironment:
-    """Merge the arguments with the environment; values set in both must agree."""
+    """Merge the arguments with the environment; values that both specify must agree."""
     environment = detect()
     if environment.starter != "single":
         for name, given, found in (
@@ -103,7 +104,7 @@ def _resolve_environment(rank: int | None, world_size: int | None) -> LaunchEnvi
                 raise ConfigError(
                     f"setup({name}={given}) contradicts {name}={found} from the environment ({environment.starter})",
                     where=f"code setup({name}=), env {name.upper() if environment.starter == 'torchrun' else environment.starter}",
-                    do=f"omit {name} (the launcher of this process sets it), or start the processes without a launcher",
+                    do=f"omit {name}, which this process's launcher sets, or start the processes without a launcher",
                 )
         return environment
     if rank is None and world_size is None and dist.is_initialized():  # the user has created the group through torch
@@ -111,8 +112,8 @@ def _resolve_environment(rank: int | None, world_size: int | None) -> LaunchEnvi
     if (rank is None) != (world_size is None):
         if world_size != 1 and rank != 0:
             raise ConfigError(
-                f"setup(rank={rank}, world_size={world_size}): one of the two is missing",
-                do="pass both, or omit both and start the program with echelon launch or torchrun",
+                f"setup() needs both rank and world_size, but got rank={rank} and world_size={world_size}",
+                do="pass both, or omit both and start the program with `echelon launch` or torchrun",
             )
         rank, world_size = rank or 0, world_size or 1
     if rank is None or world_size is None:

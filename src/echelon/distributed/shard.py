@@ -1,4 +1,4 @@
-"""``shard``: each rank reads its slice of every global batch."""
+"""Provides ``shard``, which makes each rank read its slice of every global batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["METRICS", "ShardedBatchSampler", "ShardedLoader", "shard"]
 
 logger = get_logger(__name__)
 METRICS: Final = UngatheredMetricsCheck('Use total = echelon.distributed.reduce(total, "sum"), or gather() in the loop')
-"""The check for all loaders that ``shard()`` returned in this process."""
+"""The check that covers all loaders that ``shard()`` has returned in this process."""
 T = TypeVar("T")
 
 
@@ -46,32 +46,33 @@ def shard(
     drop_last: bool | None = None,
     already_sharded: bool | None = None,
 ) -> ShardedLoader[T]:
-    """Return ``loader`` sharded: each rank gets its slice of every global batch of world_size * batch_size samples.
+    """Shard ``loader``: each rank gets its slice of every global batch of world_size * batch_size samples.
 
-    The order of an epoch is the same on all ranks and depends only on (seed, epoch). The epoch advances with each pass, and
-    ``set_epoch`` overrides it. Every sample is used exactly once, and all ranks make the same number of steps, because the
-    last global batches are split evenly. ``even`` matters only if that is impossible (fewer samples than ranks remain, and
-    the batch size is one). Dataset, workers, collate function and pinning stay unchanged.
+    The order of samples in an epoch is the same on all ranks and depends only on the seed and the epoch. The epoch advances
+    with each pass, and ``set_epoch`` overrides it. Every sample is used exactly once, and all ranks take the same number of
+    steps, because the last global batches are split evenly. ``even`` matters only if that is impossible (fewer samples than
+    ranks remain, and the batch size is one). The dataset, workers, collate function and memory pinning stay unchanged.
 
-    A loader that is already sharded (for example by a ``DistributedSampler`` or another sampler with ``num_replicas`` and
-    ``rank``, by webdataset's ``split_by_node``, or by an iterable dataset that shards itself) is not sharded again: each rank
+    A loader that is already sharded is not sharded again (for example, by a ``DistributedSampler`` or another sampler with
+    ``num_replicas`` and ``rank``, by webdataset's ``split_by_node``, or by an iterable dataset that shards itself). Each rank
     reads its own shard, and ``set_epoch`` is forwarded to the sampler and the dataset.
 
     Args:
-        loader: a map-style DataLoader with a batch size. It may shuffle, be sequential, or have a custom sampler, whose order
-            rank 0 then draws for all ranks. Or an already sharded loader.
-        seed: seed of the shuffle; None: the seed of the sampler's generator, else 0.
-        even: repeat a few samples so that all ranks make the same number of steps (for training), or let some ranks end one
-            step early (exact, for evaluation); None: True unless the loader is sequential.
-        drop_last: drop the last global batch if it is incomplete; None: as in the loader.
-        already_sharded: True: each rank's loader yields its own shard; False: shard it in any case; None: detect it.
+        loader: an already sharded loader, or a map-style DataLoader with a batch size. It may shuffle, be sequential, or have
+            a custom sampler, whose order rank 0 then draws for all ranks.
+        seed: the shuffle's seed (default: the initial seed of the sampler's or the loader's generator, else 0).
+        even: if True, repeat a few samples so that all ranks take the same number of steps (for training); if False, let
+            some ranks end one step early (exact, for evaluation). Default: True unless the loader is sequential.
+        drop_last: drop the last global batch if it is incomplete (default: as in the loader).
+        already_sharded: if True, each rank's loader yields its own shard; if False, shard the loader in any case (default:
+            detect it).
 
-    Collective: every rank; with a custom sampler also at each pass (rank 0 broadcasts its order).
+    Collective: call on every rank. With a custom sampler, each pass is collective, too, because rank 0 broadcasts its order.
 
     Raises:
         UsageError: the dataset is iterable and does not shard itself; the loader has a custom batch sampler or no batch size;
             it is sharded for a different number of ranks; or it is already sharded and ``seed``, ``even`` or ``drop_last`` is
-            given.
+            passed.
     """
     repair_fork()  # also for a group that the script has created
     line = user_line()
@@ -81,7 +82,7 @@ def shard(
         named = [f"{name}={value}" for name, value in given.items() if value is not None]
         if named:
             raise UsageError(
-                f"the loader is already sharded by {facts.sharding.what}, so {', '.join(named)} has no effect",
+                f"{', '.join(named)} has no effect, because the loader is already sharded by {facts.sharding.what}",
                 where=str(line),
                 do=f"remove {', '.join(named)}, or the loader's own sharding",
             )
@@ -89,12 +90,12 @@ def shard(
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError(
             "shard() cannot shard an iterable dataset, because it has no index",
-            do="make the dataset yield only every world_size-th item, starting at its rank (if it already does, set "
-            "already_sharded=True)",
+            do="make the dataset yield only every world_size-th item, starting at its rank. If it already does, set "
+            "already_sharded=True",
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise UsageError(
-            f"shard() needs a loader with a batch size and torch's own batch sampler, not {type(loader.batch_sampler).__name__}",
+            f"expected a loader with a batch size and torch's own batch sampler, but got {type(loader.batch_sampler).__name__}",
             do="build the DataLoader with batch_size= and, if needed, sampler=",
         )
     if facts.differ:
@@ -119,17 +120,17 @@ def shard(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """Facts about a loader, from all ranks."""
+    """Facts about a loader, collected from all ranks."""
 
     rank: int
     world_size: int
     token: int
     sharding: ExistingSharding | None
     differ: bool
-    """Whether the datasets hold different samples that are not just random numbers drawn by each rank."""
+    """Whether the ranks' datasets hold different samples, other than random numbers drawn by each rank."""
 
     def first_pass(self, line: UserLine, *, reads_own: bool) -> DuplicateSamplesCheck | None:
-        """Return the check that compares the first passes of the ranks."""
+        """Return the check that compares the ranks' first passes."""
         if self.world_size == 1:
             return None
         do = (
@@ -150,7 +151,7 @@ class _Facts:
 
 
 def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserLine) -> _Facts:
-    """Detect whether the loader is already sharded and whether the ranks have the same data. Collective."""
+    """Detect whether the loader is already sharded and whether the ranks have the same data. Collective: call on every rank."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     is_iterable = isinstance(loader.dataset, IterableDataset)
     mine, everybody = gather_loader_facts(
@@ -186,7 +187,7 @@ def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserL
 
 
 class PreshardedBatches(Sampler[Any]):
-    """The batches or items that the samplers of an already sharded loader yield on this rank.
+    """The batches or items that an already sharded loader's samplers yield on this rank.
 
     Args:
         loader: the user's loader.
@@ -199,12 +200,12 @@ class PreshardedBatches(Sampler[Any]):
         self._next_epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass; later passes count on from it."""
+        """Set the epoch for the next pass; it advances by one with each later pass."""
         self._next_epoch = epoch
         self._set_epoch_of_samplers(epoch)
 
     def begin_pass(self) -> None:
-        """Start the next epoch, or the epoch that the script has set on its sampler."""
+        """Start the next epoch, or the epoch that the script set on its sampler."""
         changed = self._epochs.changed()
         epoch = self._next_epoch if changed is None else changed
         self._set_epoch_of_samplers(epoch)
@@ -224,7 +225,7 @@ class PreshardedBatches(Sampler[Any]):
 
 
 class ShardedBatchSampler(Sampler[list[int]]):
-    """The batches of one rank: slices of one global order."""
+    """Yields one rank's batches, which are slices of one global order."""
 
     def __init__(
         self,
@@ -250,15 +251,15 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self._next_epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass; later passes count on from it."""
+        """Set the epoch for the next pass; it advances by one with each later pass."""
         self._next_epoch = epoch
 
     def begin_pass(self) -> None:
-        """Start the next epoch. The loader calls this, because with workers it calls ``__iter__`` twice per pass."""
+        """Start the next epoch. The loader calls this once per pass, because workers make it call ``__iter__`` twice."""
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
 
     def steps(self, num_samples: int | None = None) -> list[tuple[int, int]]:
-        """Return (start, size) of each global batch in an order of ``num_samples`` (None: the sampler's length)."""
+        """Return (start, size) of each global batch in an order of ``num_samples`` (default: the sampler's length)."""
         num_samples = self.num_samples if num_samples is None else num_samples
         whole = self.batch_size * self.world_size
         steps = [(start, min(whole, num_samples - start)) for start in range(0, num_samples, whole)]
@@ -292,7 +293,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
                 yield [int(order[(start + self.rank) % len(order)])]
 
     def _order(self, epoch: int) -> torch.Tensor:
-        """Return the indices of ``epoch``, int64 [num_samples], equal on all ranks."""
+        """Return the sample indices for ``epoch``, int64 [num_samples], which are equal on all ranks."""
         if isinstance(self.sampler, SequentialSampler):
             return torch.arange(self.num_samples)
         if isinstance(self.sampler, RandomSampler) and not self.sampler.replacement:
@@ -309,7 +310,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
 
 class ShardedLoader(DataLoader[T]):
-    """A DataLoader over a ``ShardedBatchSampler`` (or ``PreshardedBatches``) whose epoch advances with each pass."""
+    """A DataLoader with a ``ShardedBatchSampler`` (or ``PreshardedBatches``) whose epoch advances with each pass."""
 
     def __init__(
         self,
@@ -345,18 +346,18 @@ class ShardedLoader(DataLoader[T]):
             missing = batch_sampler.world_size - steps[-1][1] if steps else 0
             if missing > 0:
                 logger.warning(
-                    "the last step of each epoch has fewer samples than ranks, so %d sample(s) are used twice (with "
-                    "shard(..., even=False) these ranks end one step early instead)",
+                    "the last step of each epoch has fewer samples than ranks, so %d sample(s) are used twice. To let these "
+                    "ranks end one step early instead, use shard(..., even=False)",
                     missing,
                 )
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass; later passes count on from it."""
+        """Set the epoch for the next pass; it advances by one with each later pass."""
         self._batches.set_epoch(epoch)
 
     @property
     def dataset(self) -> Any:
-        """The whole dataset of the user; its length must not be used to average results that were not gathered."""
+        """The user's whole dataset. Its length must not be used to average results that were not gathered."""
         self._length.record_access()
         return self._dataset
 
@@ -385,7 +386,7 @@ def _batching_options(loader: DataLoader[Any], batches: ShardedBatchSampler | Pr
 
 
 def _compare_first_pass(batches: Iterator[T], first_pass: DuplicateSamplesCheck) -> Iterator[T]:
-    """Yield ``batches`` and let ``first_pass`` compare them with those of the other ranks."""
+    """Yield ``batches``, and let ``first_pass`` compare them with those on the other ranks."""
     is_wanted = True
     for batch in batches:
         is_wanted = is_wanted and first_pass.add(batch)
@@ -395,7 +396,7 @@ def _compare_first_pass(batches: Iterator[T], first_pass: DuplicateSamplesCheck)
 
 
 def _track_pass(batches: Iterator[T], length: DatasetLength) -> Iterator[T]:
-    """Yield ``batches``, and register the pass with the check for ungathered metrics."""
+    """Yield ``batches``, and record the pass for the ungathered-metrics check."""
     since, is_first = None, True
     for batch in batches:
         if is_first:  # after rank zero has broadcast the order of a custom sampler

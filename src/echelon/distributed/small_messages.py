@@ -1,4 +1,4 @@
-"""Small messages between the ranks (counts and bytes), on the CPU if a backend of the group serves it."""
+"""Sends small messages (counts and bytes) between ranks, on the CPU if one of the group's backends supports it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD = 256  # bytes of the first message; a longer payload needs a second one
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of ``tensor`` as uint8 [number of bytes], as a view if it is contiguous."""
+    """Return the values of ``tensor`` as uint8 [number of bytes], as a view if the tensor is contiguous."""
     flat = tensor.contiguous().reshape(-1)
     if flat.stride(0) != 1:  # a single value of a larger tensor is contiguous, but torch cannot view it as bytes
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -22,9 +22,9 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_counts(*counts: int) -> list[list[int]]:
-    """Return, for each of ``counts``, the list of its values on all ranks.
+    """Return, for each of ``counts``, the list of its values in rank order.
 
-    Collective: every rank, with equally many counts.
+    Collective: call on every rank, with the same number of counts.
     """
     if is_alone():
         return [[count] for count in counts]
@@ -35,9 +35,9 @@ def gather_counts(*counts: int) -> list[list[int]]:
 
 
 def gather_bytes(payload: bytes) -> list[bytes]:
-    """Return the payloads of all ranks.
+    """Return the payloads from all ranks, in rank order.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     if is_alone():
         return [payload]
@@ -49,9 +49,9 @@ def gather_bytes(payload: bytes) -> list[bytes]:
 
 
 def broadcast_bytes(payload: bytes | None, *, source: int = 0) -> bytes:
-    """Return the payload of the rank ``source`` on every rank; the other ranks pass None.
+    """Return the payload from rank ``source`` on every rank; the other ranks pass None.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     device = host_wire()
     if payload is not None:
@@ -73,5 +73,5 @@ def broadcast_bytes(payload: bytes | None, *, source: int = 0) -> bytes:
 
 
 def host_wire() -> torch.device:
-    """Return the device for messages that the host reads: the CPU if a backend of the group serves it."""
+    """Return the device for messages that the host reads, which is the CPU if one of the group's backends supports it."""
     return wire_device(torch.device("cpu"), None)

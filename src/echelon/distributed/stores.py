@@ -1,4 +1,4 @@
-"""The store of a process group and connections to it, for all supported versions of torch."""
+"""Access to a process group's store, with any supported torch version."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _CAN_CLONE = hasattr(dist.Store, "clone")
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return the store of ``group`` with the group's prefix, on the existing connection of this process."""
+    """Return the store of ``group`` with the group's prefix, over this process's existing connection."""
     return _get_process_group_store(group)
 
 
 def base_store(store: dist.Store) -> dist.Store:
-    """Return the store below all prefixes."""
+    """Return the store without any prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
@@ -31,7 +31,7 @@ def common_store(group: dist.ProcessGroup, *, own_connection: bool = False) -> d
     Args:
         group: the group.
         own_connection: open a separate connection for this thread, because a connection serves one thread at a time. A store
-            without a server (a file) is returned unchanged.
+            without a server (a FileStore) is returned unchanged.
     """
     store = store_of(group)
     if _CAN_CLONE:

@@ -1,4 +1,4 @@
-"""Accelerate's functions on nested data: apply, move, convert, inspect, slice, concatenate. They do not communicate."""
+"""Accelerate's functions for nested data (apply, move, convert, inspect, slice, concatenate), without communication."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TensorInformation:
 
 
 class _WrongTypeError(UsageError, TypeError):
-    """A ``UsageError`` that is also the ``TypeError`` that scripts written for Accelerate catch."""
+    """A ``UsageError`` that is also a ``TypeError``, which scripts written for Accelerate catch."""
 
 
 def is_torch_tensor(tensor: object) -> bool:
@@ -68,7 +68,7 @@ def is_namedtuple(data: object) -> bool:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Put the items of ``generator`` into a container of the type of ``obj``."""
+    """Put the items from ``generator`` into a container of the same type as ``obj``."""
     return rebuild_like(obj, list(generator))
 
 
@@ -83,15 +83,15 @@ def recursively_apply(
     """Return ``data`` with each leaf that passes ``test_type`` replaced by ``func(leaf, *args, **kwargs)``.
 
     Args:
-        func: function to apply to leaves.
-        data: nested tuples, lists, dicts, named tuples, dataclasses; they keep their types.
-        args: positional arguments of ``func``.
-        test_type: returns whether to apply ``func`` to a leaf.
-        error_on_other_type: raise for other leaves instead of keeping them.
-        kwargs: keyword arguments of ``func``.
+        func: the function to apply to leaves.
+        data: nested tuples, lists, dicts, named tuples or dataclasses; they keep their types.
+        args: additional positional arguments for ``func``.
+        test_type: function that returns whether to apply ``func`` to a leaf.
+        error_on_other_type: raise an error for other leaves instead of keeping them.
+        kwargs: keyword arguments for ``func``.
 
     Raises:
-        UsageError: (also a TypeError) a leaf does not pass ``test_type``, with ``error_on_other_type``.
+        UsageError: ``error_on_other_type`` is True and a leaf does not pass ``test_type`` (also a TypeError).
     """
 
     def apply(item: Any) -> Any:
@@ -117,13 +117,13 @@ def recursively_apply(
 def send_to_device(
     tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | list[str] | None = None
 ) -> Any:
-    """Move nested data to ``device``: tensors and other objects with a ``to`` method (such as a tokenizer's batch).
+    """Move tensors and other objects with a ``to`` method (such as a tokenizer's batch) in nested data to ``device``.
 
     Args:
-        tensor: nested data; other leaves are kept.
+        tensor: nested data; leaves without a ``to`` method are kept.
         device: as in ``torch.Tensor.to``.
         non_blocking: passed to ``to`` methods that accept it.
-        skip_keys: keys of dicts whose values are not moved.
+        skip_keys: dict keys whose values are not moved.
     """
     skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or [])
 
@@ -162,10 +162,10 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def find_batch_size(data: Any) -> int:
-    """Return the first dimension of the first tensor of ``data``.
+    """Return the size of the first dimension of the first tensor in ``data``.
 
     Raises:
-        UsageError: ``data`` is empty, its first leaf is not a tensor (then also a TypeError), or that tensor is 0-d.
+        UsageError: ``data`` is empty, its first leaf is a 0-d tensor, or its first leaf is not a tensor (then also a TypeError).
     """
     first = data
     while (held := contents(first)) is not None:
@@ -174,7 +174,7 @@ def find_batch_size(data: Any) -> int:
         first = next(iter(held.values())) if isinstance(held, dict) else held[0]
     if not isinstance(first, torch.Tensor):
         raise _WrongTypeError(
-            f"the batch size is read from the first leaf, which is {type(first).__name__}, not a tensor ({describe(data)})",
+            f"expected the first leaf to be a tensor that has the batch size, but got {type(first).__name__} ({describe(data)})",
             do="put a tensor first",
         )
     if first.dim() == 0:
@@ -183,7 +183,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the batch size of ``data``; None if it has none."""
+    """Return the batch size of ``data``, or None if it has none."""
     try:
         return find_batch_size(data)
     except UsageError:
@@ -201,7 +201,7 @@ def listify(data: Any) -> Any:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor of ``data``; None if it has no tensor."""
+    """Return the device of the first tensor in ``data``, or None if there are no tensors."""
     return next((leaf.device for leaf in leaves(data) if isinstance(leaf, torch.Tensor)), None)
 
 
@@ -213,10 +213,10 @@ def slice_tensors(
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Concatenate a list of equal structures, tensor by tensor along ``dim``.
+    """Concatenate a list of items that share a structure, tensor by tensor along ``dim``.
 
     Raises:
-        UsageError: (also a TypeError) a leaf is not a tensor.
+        UsageError: a leaf is not a tensor (also a TypeError).
     """
     first = data[0]
     if isinstance(first, (tuple, list)):
@@ -234,16 +234,16 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Append zeros so that a batch of ``batch_size`` can be split into ``num_processes`` equal parts.
+    """Append zeros so that a batch of ``batch_size`` rows can be split into ``num_processes`` equal parts.
 
     Args:
-        tensor: nested data of tensors; each gets the same number of additional rows.
-        batch_size: number of rows of the batch.
+        tensor: nested tensors; each gets the same number of additional rows.
+        batch_size: number of rows in the batch.
         num_processes: number of parts.
-        dim: the dimension of the rows.
+        dim: the batch dimension.
 
     Raises:
-        UsageError: (also a TypeError) a leaf is not a tensor.
+        UsageError: a leaf is not a tensor (also a TypeError).
     """
     missing = -batch_size % num_processes
 
@@ -264,7 +264,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 class ConvertOutputsToFp32:
-    """A forward function with half-precision outputs converted to float32; it pickles if the function does."""
+    """A forward function whose half-precision outputs are converted to float32. It can be pickled if the original can."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -275,7 +275,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``model_forward`` with half-precision outputs converted to float32; ``__wrapped__`` is the original."""
+    """Wrap ``model_forward`` to convert its half-precision outputs to float32; ``__wrapped__`` is the original."""
     return ConvertOutputsToFp32(model_forward)
 
 
@@ -286,12 +286,12 @@ def GatheredParameters(
     """Gather parameters that DeepSpeed has partitioned (ZeRO stage 3) inside the block; otherwise do nothing.
 
     Args:
-        params: one parameter, or several.
-        modifier_rank: the rank whose changes in the block are kept; None: no rank changes them.
+        params: one parameter or several parameters.
+        modifier_rank: the rank whose changes in the block are kept (default: no rank changes them).
         fwd_module: as in DeepSpeed.
-        enabled: False: do nothing.
+        enabled: if False, do nothing.
 
-    Collective: in ZeRO stage 3.
+    Collective in ZeRO stage 3.
     """
     given = [params] if isinstance(params, torch.Tensor) else list(params)
     if not enabled or not any(hasattr(parameter, "ds_id") for parameter in given):

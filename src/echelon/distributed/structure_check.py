@@ -1,4 +1,4 @@
-"""Checks before a collective that all ranks pass the same structure. Without the check gloo may abort the process."""
+"""Checks before a collective that all ranks pass the same structure; on a mismatch, gloo may abort the process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["check_same", "ranks_of", "wire_device"]
 
 
 def check_same(operation: str, description: str, *, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank if ``description`` differs between the ranks; the error lists the description of each rank.
+    """Raise an error on every rank if ``description`` differs between ranks; the error lists each rank's description.
 
-    If gloo is the only backend, the check always runs and costs one gather of 16 bytes: on a mismatch gloo would abort the
-    process (SIGABRT) or mix up data. On other backends, where it would synchronize the host, it runs only in debug mode
-    (ECHELON_DEBUG=1).
+    If gloo is the only backend, the check always runs and costs one gather of 16 bytes, because on a mismatch gloo would
+    abort the process (SIGABRT) or mix up data. With other backends, it would synchronize the host and therefore runs only in
+    debug mode (ECHELON_DEBUG=1).
 
-    Collective: every rank of ``group``.
+    Collective: call on every rank of ``group``.
 
     Raises:
         DesyncError: the descriptions differ.
@@ -45,13 +45,13 @@ def check_same(operation: str, description: str, *, group: dist.ProcessGroup | N
     listing = "\n".join(f"    rank {rank}: {text}" for rank, text in zip(ranks_of(group), texts))
     raise DesyncError(
         f"{operation}: the ranks do not pass the same structure\n{listing}",
-        do="make shapes, dtypes and structures equal on every rank (use pad_across_processes for unequal sizes, gather_object "
-        "for other data), and call collectives in the same order on every rank",
+        do="pass the same shapes, dtypes and structures on every rank (use pad_across_processes for unequal sizes and "
+        "gather_object for other data), and call collectives in the same order on every rank",
     )
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the global ranks of ``group`` in its order."""
+    """Return the global ranks in ``group``, in group order."""
     if group is None:
         group = dist.group.WORLD  # torch 2.7 does not accept None here
         assert group is not None
@@ -59,7 +59,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device to which a tensor must be moved for a collective: ``device`` itself if a backend serves it.
+    """Return the device to move a tensor to for a collective, which is ``device`` itself if a backend supports it.
 
     Raises:
         UsageError: there is no process group.
@@ -74,7 +74,7 @@ def wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.
 
 
 def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return the backend of each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    """Return the backend for each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
     if not dist.is_initialized():
         raise UsageError("there is no process group", do="call echelon.distributed.setup() first")
     pairs = dist.get_backend_config(group).split(",")

@@ -1,4 +1,4 @@
-"""Hashes of the contents of tensors."""
+"""Hashes of tensor contents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["fingerprint"]
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """Return 63 bits of the xxh3 hash of dtype, shape and contents, or of dtype and shape if the contents are unavailable.
+    """Return 63 bits of the xxh3 hash of dtype, shape and contents, or of dtype and shape if the contents are not available.
 
     It detects accidents, not attacks. A tensor on an accelerator is copied to the host.
     """

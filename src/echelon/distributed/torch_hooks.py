@@ -1,4 +1,4 @@
-"""Global torch hooks on every optimizer and every module of the process, which live as long as their owner."""
+"""Global torch hooks on all optimizers and modules in this process, each removed when its owner is freed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def watch_optimizer_steps(
 ) -> Callable[[], object]:
     """Call ``before_step(owner, optimizer, closure)`` before each optimizer step in this process.
 
-    It sees every subclass of ``torch.optim.Optimizer``, also an optimizer inside another one.
+    It sees all subclasses of ``torch.optim.Optimizer``, including an optimizer inside another one.
 
     Args:
-        owner: held weakly; the hook is removed when it is freed.
-        before_step: returns the closure for the step, or None to keep it. It must not reference ``owner``: use a function of
-            its class, not a bound method.
+        owner: the object the hook belongs to; it is held weakly, and the hook is removed when it is freed.
+        before_step: returns a new closure for the step, or None to keep the old one. It must not reference ``owner``, so pass
+            a function defined in its class, not a bound method.
 
     Returns:
         A function that removes the hook.
@@ -42,20 +42,20 @@ def watch_optimizer_steps(
 
 
 def owners_of_step_hooks(kind: type[Owner]) -> list[Owner]:
-    """Return the living owners of ``kind`` that watch optimizer steps."""
+    """Return the owners of class ``kind`` that currently watch optimizer steps."""
     hooks: Iterable[object] = torch_optimizer._global_optimizer_pre_hooks.values()
     owners = [hook.owner for hook in hooks if isinstance(hook, _Hook)]
     return [owner for owner in owners if isinstance(owner, kind)]
 
 
 def watch_module_changes(owner: Owner, on_change: Callable[[Owner, nn.Module], None]) -> None:
-    """Call ``on_change(owner, module)`` before a parameter or submodule is set on any ``module`` of this process.
+    """Call ``on_change(owner, module)`` before a parameter or submodule is set on any ``module`` in this process.
 
-    It does not see deletions, or entries written directly into ``_parameters`` and ``_modules``.
+    It does not see deletions or entries that are written directly to ``_parameters`` or ``_modules``.
 
     Args:
-        owner: held weakly; the hooks are removed when it is freed.
-        on_change: must not reference ``owner``: use a function of its class, not a bound method.
+        owner: the object the hooks belong to; it is held weakly, and the hooks are removed when it is freed.
+        on_change: must not reference ``owner``, so pass a function defined in its class, not a bound method.
 
     Source: torch.nn.modules.module.register_module_parameter_registration_hook.
     """
@@ -70,7 +70,7 @@ def watch_module_changes(owner: Owner, on_change: Callable[[Owner, nn.Module], N
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread is inside a backward pass of autograd (for example, in a parameter hook)."""
+    """Return whether this thread is inside an autograd backward pass (for example, in a parameter hook)."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -96,7 +96,7 @@ class _StepHook(_Hook[Owner]):
         return self.run(optimizer, args, kwargs)
 
     def run(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Call the owner's function; return the new arguments of the step, or None to keep them."""
+        """Call the owner's function; return the step's new arguments, or None to keep the old ones."""
         owner = self._owner()
         if owner is None:
             return None
@@ -124,16 +124,16 @@ class _ModuleHook(_Hook[Owner]):
 
 
 def _remove_with(owner: object, caller: ModuleType, handle: Any) -> Callable[[], object]:
-    """Remove the hook of ``handle`` when ``owner`` is freed; return a function that removes it earlier."""
+    """Remove the hook with ``handle`` when ``owner`` is freed; return a function that removes it earlier."""
     removal = weakref.finalize(owner, _remove, str(caller.__file__), handle)
     removal.atexit = False
     return removal
 
 
 def _remove(caller: str, handle: Any) -> None:
-    """Remove a hook, unless torch is iterating over the hooks, as it may be when the garbage collector runs.
+    """Remove a hook, unless torch is currently iterating over its hooks (the garbage collector may run at that time).
 
-    A hook that stays does nothing, and the next registration removes it.
+    A hook that remains does nothing, and the next registration removes it.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

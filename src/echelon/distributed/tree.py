@@ -1,8 +1,8 @@
-"""Maps over nested data (tuples, lists, dicts, dataclasses of tensors), iterates over its leaves, and describes it.
+"""Maps functions over nested data (tuples, lists, dicts or dataclasses of tensors), iterates over it and describes it.
 
-Containers are tuples, lists, mappings, and instances of dataclasses; everything else is a leaf. A rebuilt container has the
-type, the order and the other attributes of the original. Its ``__init__``, ``__setitem__`` and ``update`` are not called,
-because those of model outputs may validate, have side effects, or raise.
+Containers are tuples, lists, mappings, and dataclass instances; everything else is a leaf. A rebuilt container has the type,
+order and other attributes of the original. Its ``__init__``, ``__setitem__`` and ``update`` are not called, because in model
+output classes they may validate, have side effects, or raise errors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["contents", "describe", "is_record", "leaves", "map_tensors", "rebuil
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], data: Any) -> Any:
-    """Return ``data`` with each tensor replaced by ``fn(tensor)``; other leaves and the types of containers are kept.
+    """Return ``data`` with each tensor replaced by ``fn(tensor)``; other leaves and container types are kept.
 
-    A container in which nothing is replaced is returned as the same object.
+    A container whose contents do not change is returned as the same object.
     """
     return _map(fn, data, ())
 
@@ -50,7 +50,7 @@ def _map(fn: Callable[[torch.Tensor], Any], data: Any, above: tuple[Any, ...]) -
 
 
 def is_record(data: Any) -> bool:
-    """Return whether ``data`` is an instance of a dataclass that is not also a container, tensor or module."""
+    """Return whether ``data`` is a dataclass instance that is not also a container, tensor or module."""
     return (
         is_dataclass(data)
         and not isinstance(data, type)
@@ -59,7 +59,7 @@ def is_record(data: Any) -> bool:
 
 
 def contents(data: Any) -> list[Any] | dict[Any, Any] | None:
-    """Return the items of a container (for mappings and dataclasses, a dict); None for a leaf."""
+    """Return the items of a container (a dict for mappings and dataclasses), or None for a leaf."""
     if isinstance(data, (tuple, list)):
         return list(data)
     if isinstance(data, Mapping):
@@ -68,7 +68,7 @@ def contents(data: Any) -> list[Any] | dict[Any, Any] | None:
 
 
 def _fields_of(data: Any) -> dict[str, Any]:
-    """Return the stored fields of ``data``, without values that a property or ``__getattr__`` would compute."""
+    """Return the stored fields of ``data``, excluding values that a property or ``__getattr__`` would compute."""
     own = getattr(data, "__dict__", {})
     found = {}
     for one in fields(data):
@@ -81,7 +81,7 @@ def _fields_of(data: Any) -> dict[str, Any]:
 
 
 def rebuild_like(data: Any, items: Any) -> Any:
-    """Put ``items`` (a list or a dict, as returned by ``contents``) into a container of the type of ``data``.
+    """Put ``items`` (a list or dict, as returned by ``contents``) into a container of the same type as ``data``.
 
     Raises:
         UsageError: ``data`` is a mapping that is neither a dict nor a UserDict and cannot be created from a dict.
@@ -106,9 +106,9 @@ def rebuild_like(data: Any, items: Any) -> Any:
             return kind(items)
         except TypeError as error:
             raise UsageError(
-                f"a {kind.__name__} holds tensors that must be replaced, but it cannot be created from a dict: {error}",
+                f"cannot replace the tensors in a {kind.__name__}, because it cannot be created from a dict: {error}",
                 where=f"{kind.__module__}.{kind.__qualname__}",
-                do="return a dict, a dataclass or a named tuple instead, or make its __init__ accept one dict",
+                do="use a dict, a dataclass or a named tuple instead, or make its __init__ accept a dict",
             ) from error
     assert is_record(data), kind
     made = _with_state(_new_instance(kind), data, {})
@@ -175,11 +175,11 @@ def leaves(data: Any) -> Iterator[Any]:
 
 
 def describe(data: Any, *, shapes: bool = True) -> str:
-    """Return the structure of ``data`` in one line, such as ``{'loss': float32[], 'ids': (int64[4, 8], str)}``.
+    """Return the structure of ``data`` on one line, such as ``{'loss': float32[], 'ids': (int64[4, 8], str)}``.
 
     Args:
         data: any nested data.
-        shapes: include the shapes of tensors, not only their dtypes.
+        shapes: include tensor shapes, not only dtypes.
     """
     if isinstance(data, torch.Tensor):
         return str(data.dtype).removeprefix("torch.") + (str(list(data.shape)) if shapes else "")

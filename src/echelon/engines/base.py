@@ -1,4 +1,4 @@
-"""The engine interface, which covers everything that depends on how a model is distributed over the ranks."""
+"""The engine interface, which covers everything that depends on how a model is distributed across ranks."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Prepared:
 
 
 class Engine(ABC):
-    """Distributes models and optimizers over the ranks. Callers may depend on ``capabilities``, but never on the class.
+    """Distributes models and optimizers across ranks. Callers may depend on ``capabilities``, but never on the class.
 
-    An engine receives its world, loss scaler and options at construction. It does not depend on launching, data loading,
+    An engine gets its world, loss scaler and options when it is created. It does not depend on launching, data loading,
     configuration, storage or logging. To wrap another engine, derive from ``DelegatingEngine``.
     """
 
     @classmethod
     @abstractmethod
     def from_options(cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]) -> Engine:
-        """Create the engine for ``world``. ``options`` are passed to torch's wrapper, if the engine uses one."""
+        """Create the engine for ``world``. It passes ``options`` to torch's wrapper if it uses one."""
 
     @property
     @abstractmethod
@@ -49,118 +49,118 @@ class Engine(ABC):
     @property
     @abstractmethod
     def batch_axes(self) -> tuple[str, ...]:
-        """Axes of the device mesh along which batches are split; empty if a single rank reads all batches."""
+        """Device mesh axes along which batches are split; empty if one rank reads all batches."""
 
     @abstractmethod
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
-        """Distribute ``models`` over the ranks, and connect ``optimizers`` and ``schedulers`` to the results.
+        """Distribute ``models`` across ranks, and connect ``optimizers`` and ``schedulers`` to the results.
 
-        Collective: every rank, with the same objects in the same order.
+        Collective: call on every rank, with the same objects in the same order.
         """
 
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward passes of ``model`` only accumulate gradients, without communication."""
+        """Return a context in which backward passes through ``model`` accumulate gradients without communication."""
 
     @abstractmethod
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which the backward pass synchronizes even if its forward passes ran in ``no_sync``.
+        """Return a context in which the backward pass reduces gradients even if its forward passes ran in ``no_sync``.
 
-        Collective: the backward pass in this context.
+        The backward pass in this context is collective.
         """
 
     @abstractmethod
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return a context in which ranks may run out of batches after different numbers of steps."""
+        """Return a context in which ranks may have different numbers of batches."""
 
     @abstractmethod
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
-        """Backpropagate ``loss``, after loss scaling if the engine uses it. ``options`` are passed to autograd.
+        """Backpropagate ``loss``, scaled if the engine uses loss scaling. ``options`` are passed to autograd.
 
-        Collective: if the pass synchronizes gradients.
+        Collective if the pass reduces gradients.
         """
 
     @abstractmethod
     def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
-        """Run ``backward`` on a rank without items: the gradients of all ``parameters`` that it reaches are zero.
+        """Run ``backward`` on a rank without items, so that all ``parameters`` it reaches get zero gradients.
 
-        Multiplying the loss by zero would not work, because the mean over no items is NaN.
+        Multiplying the loss by zero would not work, because the mean of zero items is NaN.
 
-        Collective: like ``backward``.
+        Collective under the same conditions as ``backward``.
         """
 
     @abstractmethod
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
-        """Perform an optimizer step; return False if the loss scaler skipped it.
+        """Perform an optimizer step; return False if the loss scaler skipped the step.
 
-        Unless ``unsynced``, gradients that were not synchronized are reduced first (the step guard).
+        Unless ``unsynced`` is True, unreduced gradients are reduced first (the step guard).
 
-        Collective: if the step guard has to reduce.
+        Collective if the step guard reduces gradients.
         """
 
     @property
     def is_shadow_step(self) -> bool:
-        """Whether the engine itself performs the current optimizer step, on a rank without batches (see ``join``)."""
+        """Whether the engine itself performs the current optimizer step, because this rank has no batches left (see ``join``)."""
         return False
 
     def replaced_parameters(self) -> Sequence[torch.Tensor]:
-        """Return the original parameters that ``prepare`` has replaced and that still exist."""
+        """Return the original parameters that ``prepare`` replaced and that are still referenced."""
         return ()
 
     def reduce_gradients(self, optimizer: Optimizer) -> bool:
-        """Reduce the gradients of ``optimizer`` that were not synchronized; return whether there were any.
+        """Reduce the optimizer's unreduced gradients; return whether there were any.
 
         The step guard calls this before an unprepared optimizer steps. For prepared optimizers, ``step`` reduces the gradients.
 
-        Collective: if there are unsynchronized gradients.
+        Collective if there are unreduced gradients.
 
         Raises:
-            UsageError: the step would be incorrect.
+            UsageError: the optimizer step would be incorrect.
         """
         return False
 
     @abstractmethod
     def update_loss_scale(self) -> None:
-        """Update the loss scale now rather than in the next backward pass. Call it before reading the state."""
+        """Update the loss scale now instead of in the next backward pass. Call this before reading the state."""
 
     @abstractmethod
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """Clear the gradients of ``optimizer``."""
+        """Clear the optimizer's gradients."""
 
     @abstractmethod
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
-        """Divide the gradients of ``optimizer`` by the loss scale, once per step.
+        """Divide the optimizer's gradients by the loss scale, once per step.
 
-        Collective: if the step guard has to reduce, unless ``unsynced``.
+        Collective if the step guard reduces gradients, which it does not if ``unsynced`` is True.
         """
 
     @abstractmethod
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
     ) -> torch.Tensor:
-        """Clip the gradients to a norm of at most ``max_norm`` over the whole model; return the norm before clipping.
+        """Clip the gradients so that their total norm is at most ``max_norm``; return the norm before clipping.
 
-        With ``unsynced`` (within an accumulation window), the norm is that of this rank's local gradients.
+        If ``unsynced`` is True (within an accumulation window), the norm covers only this rank's local gradients.
 
-        Collective: if parameters are sharded, or the step guard has to reduce.
+        Collective if parameters are sharded or the step guard reduces gradients.
         """
 
     @abstractmethod
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
         """Clamp every gradient to ``[-clip_value, clip_value]``.
 
-        Collective: if the step guard has to reduce.
+        Collective if the step guard reduces gradients.
         """
 
     @abstractmethod
     def finish_gradients(self, model: nn.Module, factor: float) -> None:
-        """Multiply the reduced gradients of ``model`` by ``factor``, once per update."""
+        """Multiply the model's reduced gradients by ``factor``, once per update."""
 
     @abstractmethod
     def reduced(self, model: nn.Module) -> bool:
-        """Return whether all gradients of ``model`` are synchronized."""
+        """Return whether all of the model's gradients are reduced."""
 
     def build_sharded_update(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
         """Stop reducing gradients, and return an object that sums the gradients of all batch shards in a fixed order.
@@ -168,53 +168,53 @@ class Engine(ABC):
         Only for engines with ``Capabilities.sums_shards``.
 
         Args:
-            num_shards: number of batch shards per update, over all ranks.
-            parameters: returns the parameters that receive gradients.
+            num_shards: number of batch shards per update, across all ranks.
+            parameters: function that returns the parameters that receive gradients.
         """
         raise UsageError(
-            f"the engine {self.capabilities.name} cannot sum the gradients of batch shards in a fixed order",
+            f"the {self.capabilities.name} engine cannot sum the gradients of batch shards in a fixed order",
             where="parity='bitwise'",
-            do="use engine='ddp', or parity='exact'",
+            do="use engine='ddp' or parity='exact'",
         )
 
     @abstractmethod
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return this rank's shard of the state of ``model`` and ``optimizers``, by plain parameter names."""
+        """Return this rank's shard of the state of ``model`` and ``optimizers``, by plain parameter name."""
 
     @abstractmethod
     def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
         """Load the result of ``sharded_state`` on the same number of ranks.
 
-        Collective: if parameters are sharded.
+        Collective if parameters are sharded.
         """
 
     @abstractmethod
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
-        """Return the full state dict of ``model`` by plain parameter names; None on ranks other than zero if it is sharded.
+        """Return the model's full state dict by plain parameter name, or, if it is sharded, None on ranks other than zero.
 
-        Collective: if parameters are sharded.
+        Collective if parameters are sharded.
         """
 
     @abstractmethod
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Return the full state dict of ``optimizer`` with torch's numbers; None on ranks other than zero if it is sharded.
+        """Return the optimizer's full state dict in torch's format, or, if it is sharded, None on ranks other than zero.
 
-        Collective: if the state is sharded.
+        Collective if the state is sharded.
         """
 
     @abstractmethod
     def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the result that ``full_optimizer_state`` of any engine gave on rank zero. Every rank passes the full state.
+        """Load what any engine's ``full_optimizer_state`` returned on rank zero. Every rank passes the full state.
 
-        Collective: if the state is sharded.
+        Collective if the state is sharded.
         """
 
     def parameter_groups(self, optimizer: Optimizer) -> list[list[torch.Tensor]]:
-        """Return the model's parameters in each group of ``optimizer``, in the order of the numbers in its full state."""
+        """Return the parameters in each group of ``optimizer``, in the order in which its full state numbers them."""
         return [list(group["params"]) for group in optimizer.param_groups]
 
     def full_shape(self, parameter: torch.Tensor) -> torch.Size:
-        """Return the unsharded shape of a parameter of a prepared model."""
+        """Return the unsharded shape of a prepared model's parameter."""
         return parameter.shape
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""DDP communication hooks that compress gradients (half precision, PowerSGD). They also work with gloo, unlike torch's."""
+"""DDP communication hooks that compress gradients (half precision, PowerSGD). Unlike torch's hooks, they work with gloo."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.
 
@@ -27,14 +27,14 @@ def register_comm_hook(
     wrapper: str = "no",
     state_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Register a communication hook that compresses the gradients of ``model``. Call it once, before the first backward pass.
+    """Register a hook that compresses the model's gradients. Call this function once, before the first backward pass.
 
     Args:
-        model: the wrapped model.
-        hook: ``no``; ``fp16`` or ``bf16`` to send half of the bytes; ``power_sgd`` to send low-rank factors of each matrix;
-            ``batched_power_sgd`` to send low-rank factors of each bucket (coarser).
-        wrapper: ``no``; ``fp16`` or ``bf16`` to cast the bucket before the hook and back after it.
-        state_options: arguments of ``PowerSGDState``.
+        model: the DDP model.
+        hook: ``no``, ``fp16`` or ``bf16`` (sends half as many bytes), ``power_sgd`` (sends low-rank factors of each matrix), or
+            ``batched_power_sgd`` (sends low-rank factors of each bucket, which is coarser).
+        wrapper: ``no``, or ``fp16`` or ``bf16`` to cast the bucket before the hook and back after it.
+        state_options: arguments for ``PowerSGDState``.
 
     Raises:
         ConfigError: the combination is not supported.
@@ -60,30 +60,30 @@ def _check(hook: str, wrapper: str, options: Mapping[str, Any]) -> None:
     if wrapper not in ("no", *_DTYPES):
         raise ConfigError(
             f"comm_wrapper={wrapper!r} is unknown",
-            do=f"choose one of no, {', '.join(_DTYPES)}; set other hooks as comm_hook",
+            do=f"choose one of no, {', '.join(_DTYPES)}, and set other hooks with comm_hook",
         )
     if hook == "no" and wrapper != "no":
         raise ConfigError(
-            f"comm_wrapper={wrapper!r} without a comm_hook has no effect", do=f"set comm_hook={wrapper!r} instead"
+            f"comm_wrapper={wrapper!r} has no effect without a comm_hook", do=f"set comm_hook={wrapper!r} instead"
         )
     if options and hook not in _POWER_SGD:
         raise ConfigError(
-            f"comm_state_option is set, but comm_hook={hook!r} has no state",
-            do="remove it, or set comm_hook='power_sgd'",
+            f"comm_state_option is set, but comm_hook={hook!r} does not use any state",
+            do="remove comm_state_option, or set comm_hook='power_sgd'",
         )
     if hook == "batched_power_sgd" and not _batched_works():
         raise ConfigError(
-            f"comm_hook='batched_power_sgd' does not work in torch {torch.__version__}: torch's orthogonalization rejects the "
-            "matrices of the hook",
+            f"comm_hook='batched_power_sgd' does not work in torch {torch.__version__}, because torch's orthogonalization rejects "
+            "the hook's matrices",
             do="set comm_hook='power_sgd', which is also more accurate",
         )
 
 
 def _batched_works() -> bool:
-    """Return whether torch's batched hook works after its first compressed step.
+    """Return whether torch's batched hook still works after its first compressed step.
 
     In torch 2.13 the hook passes a single matrix to a function that asserts a batch of matrices
-    (test_batched_power_sgd_and_invalid_combinations_are_rejected). Calling this function detects the defect and versions that fix it.
+    (test_batched_power_sgd_and_invalid_combinations_are_rejected). Calling torch's function detects versions with the defect.
     """
     try:
         powerSGD_hook._orthogonalize(torch.eye(2))  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ def _half_hook(dtype: torch.dtype) -> Hook:
 
 
 def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
-    """Pass the bucket to ``hook`` in ``dtype``. Without NCCL, DDP rejects torch's own bf16 wrapper by its name."""
+    """Wrap ``hook`` to receive the bucket in ``dtype``. Without NCCL, DDP rejects torch's own bf16 wrapper by its name."""
 
     def in_half(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -122,10 +122,10 @@ def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
 
 
 def _one_at_a_time(hook: Hook) -> Hook:
-    """Finish the collectives of one bucket before the next bucket starts.
+    """Wrap ``hook`` to finish the collectives for one bucket before the next bucket starts.
 
-    PowerSGD starts its second collective in a gloo thread when the first one finishes. With several buckets, the order of the
-    collectives then differs between the ranks, and gloo adds tensors of different sizes or aborts (torch 2.7 to 2.13;
+    PowerSGD starts its second collective in a gloo thread when the first one finishes. With several buckets, the order of
+    collectives then differs between ranks, and gloo adds tensors of different sizes or aborts (torch 2.7 to 2.13;
     test_power_sgd_works_with_several_buckets). DDP calls the hook in the same order on all ranks.
     """
 

@@ -1,4 +1,4 @@
-"""The engine ``ddp``, the default for several ranks: torch's DistributedDataParallel with the step guard."""
+"""The ``ddp`` engine, the default for several ranks, which adds the step guard to torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CAPABILITIES = Capabilities(name="ddp", replicates=True, sums_shards=True)
 
 
 class DDPEngine(Engine):
-    """Every rank holds the whole model; the backward pass averages gradients over the ranks.
+    """Every rank holds the whole model; the backward pass averages gradients across ranks.
 
     Source: torch.nn.parallel.DistributedDataParallel.
     """
@@ -80,7 +80,7 @@ class DDPEngine(Engine):
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
-        """Wrap each model with trainable parameters (DDP broadcasts rank zero's weights). Other models are returned unchanged."""
+        """Wrap each model that has trainable parameters (DDP broadcasts rank zero's weights), and return others unchanged."""
         wrapped = tuple(self._wrap(model) for model in models)
         self._optimizers += map(ref, optimizers)
         return Prepared(models=wrapped, optimizers=tuple(optimizers), schedulers=tuple(schedulers))
@@ -194,7 +194,7 @@ class DDPEngine(Engine):
         )
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return the full state, which every rank has."""
+        """Return the full state, because every rank has it."""
         return collect_named_state(self.unwrap(model), optimizers)
 
     def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
@@ -234,12 +234,12 @@ class DDPEngine(Engine):
         return is_reduced
 
     def _guard_optimizer(self, optimizer: Optimizer) -> None:
-        """Average the gradients of ``optimizer`` that were not synchronized."""
+        """Average the optimizer's unreduced gradients."""
         if self.reduce_gradients(optimizer):
             self._warn()
 
     def _strays_of(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters of ``optimizer`` that no replica holds."""
+        """Return the optimizer's parameters that no replica holds."""
         # Cached until models or parameters change, to avoid a search in every step.
         looked_up = [*(replica.version for replica in self._replicas.values()), *map(id, parameters)]
         known = self._strays.get(optimizer)
@@ -249,7 +249,7 @@ class DDPEngine(Engine):
         return known[1]
 
     def _average_strays(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-        """Average the gradients of ``parameters`` of ``optimizer`` that no replica holds. Collective: if there are any."""
+        """Average the gradients of the optimizer's ``parameters`` that no replica holds. Collective if there are any."""
         strays = [p for p in self._strays_of(optimizer, parameters) if p.requires_grad]
         if strays:
             self._share_strays(strays)
@@ -265,12 +265,12 @@ class DDPEngine(Engine):
             self._warn()
 
     def _reduce(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Average the gradients of each dirty replica that holds one of ``parameters``; return whether there are any.
+        """Average the gradients of each dirty replica that holds any of ``parameters``; return whether there were any.
 
         Every rank runs the same program and therefore has the same dirty replicas. Averaging gradients that DDP has already
         averaged does not change them, so a mixture of synchronized and local contributions is handled correctly.
 
-        Collective: if there are such replicas.
+        Collective if there are such replicas.
         """
         ids = set(map(id, parameters))
         is_reduced = False
@@ -285,7 +285,7 @@ class DDPEngine(Engine):
         return is_reduced
 
     def _average_assigned(self, replica: Replica) -> None:
-        """Average gradients that no backward pass computed; warn if they differed between the ranks. Collective."""
+        """Average gradients that no backward pass computed; warn if they differed between ranks. Collective: call on every rank."""
         copies = replica.copy_assigned()
         average_gradients(replica.parameters)
         replica.mark_reduced()
@@ -293,9 +293,10 @@ class DDPEngine(Engine):
             return
         self._warned_of_assigned = True
         warn(
-            "the gradients of this step() were assigned instead of computed by a backward pass (torch.autograd.grad?), so DDP "
-            "did not average them over the ranks. echelon averages them now, before the step. Call accelerator.backward(loss), "
-            "which averages them during the backward pass, or accelerator.reduce(gradient, 'mean') before you clip or change them."
+            "the gradients for this step() were assigned (with torch.autograd.grad?), not computed by a backward pass, so "
+            "DDP did not average them across ranks. echelon averages them now, before the step. Call "
+            "accelerator.backward(loss), which averages them during the backward pass, or "
+            "accelerator.reduce(gradient, 'mean') before you clip or change them."
         )
 
     def _share_strays(self, strays: list[torch.Tensor]) -> None:
@@ -308,13 +309,13 @@ class DDPEngine(Engine):
         if any(id(p) in frozen for p in new):
             warn(
                 f"{len(new)} parameter(s) of this optimizer belong to a model that was fully frozen when it was prepared, so DDP "
-                "does not wrap it; echelon averages their gradients over the ranks at each step. To overlap this with the "
+                "does not wrap it. echelon averages their gradients across ranks at each step. To overlap this with the "
                 "backward pass, unfreeze a parameter before you prepare the model."
             )
         else:
             warn(
-                f"{len(new)} parameter(s) of this optimizer belong to no prepared model; echelon averages their gradients "
-                "over the ranks at each step. To overlap this with the backward pass, prepare the model that contains them."
+                f"{len(new)} parameter(s) of this optimizer do not belong to a prepared model. echelon averages their gradients "
+                "across ranks at each step. To overlap this with the backward pass, prepare the model that contains them."
             )
         for parameter in new:
             dist.broadcast(parameter.data, src=0)  # the ranks may have initialized them differently
@@ -323,14 +324,14 @@ class DDPEngine(Engine):
         if not self._warned:
             self._warned = True
             warn(
-                "the last backward pass was not synchronized between the ranks (the step is inside no_sync(), or the forward "
-                "pass called the unprepared module); echelon averages the gradients now, so the result is correct, but "
-                "slower. Call the prepared model, and step outside no_sync()."
+                "the last backward pass did not synchronize gradients across ranks, because the step is inside no_sync() or the "
+                "forward pass called the unprepared module. echelon averages the gradients now, which is correct but slower. "
+                "Call the prepared model, and step outside no_sync()."
             )
 
 
 class _Frozen:
-    """A model without trainable parameters, which was not wrapped. Parameters unfrozen later are broadcast before their first use."""
+    """A model that was not wrapped, because all its parameters were frozen. Those unfrozen later are broadcast before use."""
 
     def __init__(self, model: nn.Module, share: Callable[[list[torch.Tensor]], None]) -> None:
         self.parameters = list(model.parameters())
@@ -345,7 +346,7 @@ class _Frozen:
 
 
 class _NoSync:
-    """``DDP.no_sync`` without the overhead of a generator. Does nothing for a model that is not wrapped."""
+    """``DDP.no_sync`` without the generator overhead. It does nothing for a model that is not wrapped."""
 
     __slots__ = ("_before", "_wrapper")
 

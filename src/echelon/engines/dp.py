@@ -1,4 +1,4 @@
-"""The engine ``dp``, for older scripts: torch's DataParallel, which copies the model to several devices in each step."""
+"""The ``dp`` engine, for older scripts, which uses torch's DataParallel to copy the model to several devices in each step."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _CAPABILITIES = Capabilities(name="dp", replicates=False)
 
 
 class DPEngine(DelegatingEngine):
-    """Trains on several devices in one process: each forward pass copies the model to all devices and splits the batch.
+    """Trains on several devices in one process. Each forward pass copies the model to all devices and splits the batch.
 
-    A model that returns its loss returns one value per device. ``Accelerator.backward`` averages these values with equal
+    If the model returns its loss, it returns one value per device. ``Accelerator.backward`` averages these values with equal
     weights, even if a device received fewer samples.
 
     Raises:
@@ -46,9 +46,9 @@ class DPEngine(DelegatingEngine):
     def __init__(self, world: World, *, scaler: torch.amp.GradScaler | None = None) -> None:
         if world.world_size > 1:
             raise UsageError(
-                f"the engine dp distributes a model over the devices of one process, but there are {world.world_size} processes",
+                f"the dp engine uses all devices from a single process, but there are {world.world_size} processes",
                 where="engine='dp'",
-                do="omit the engine (several processes use ddp, which is faster), or start one process",
+                do="remove engine='dp' (the default for several processes, ddp, is faster), or start one process",
             )
         super().__init__(SingleEngine(world, scaler=scaler))
         self._devices = devices_from(world.device)
@@ -65,7 +65,7 @@ class DPEngine(DelegatingEngine):
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
-        """Wrap each model that is not wrapped yet, unless there are fewer than two devices."""
+        """Wrap each model that is not already wrapped, unless there are fewer than two devices."""
         if models and not self._warned:
             self._warned = True
             self._warn()
@@ -80,16 +80,16 @@ class DPEngine(DelegatingEngine):
         count, script = len(self._devices), Path(sys.argv[0]).name or "script.py"
         if count < 2:
             warn(
-                f"the engine dp splits batches over the accelerators of one process, but this process has {count}, so it "
-                "trains like the engine single."
+                f"the dp engine splits each batch across a process's accelerators, but this process has {count}, so it trains "
+                "like the single engine."
             )
             return
         warn(
-            f"the engine dp copies the model to {count} devices in each step, runs them in threads that share Python's "
-            "interpreter lock, uses more time and memory on the first device, and is limited to one machine. One process per "
-            f"device (echelon launch --num_processes {count} {script}, engine ddp) is faster and avoids these problems; see "
-            "docs/data_parallel.md. engine='single' uses one device. A model that returns its loss returns one value per "
-            "device; their mean is backpropagated, regardless of the number of samples on each device."
+            f"the dp engine copies the model to {count} devices in each step, runs them in threads that share Python's "
+            "interpreter lock, uses more time and memory on the first device, and is limited to one machine. The ddp engine with "
+            f"one process per device (echelon launch --num_processes {count} {script}) is faster and avoids these problems; see "
+            "docs/data_parallel.md. To use one device, set engine='single'. A model that returns its loss returns one value per "
+            "device, and the mean of these values is backpropagated, regardless of the number of samples on each device."
         )
 
     def build_sharded_update(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
@@ -121,7 +121,7 @@ class _Scalar:
 
 
 def _on_device(data: Any, index: int) -> Any:
-    """Return ``data`` with scalars as tensors on the device ``index``. Scalars on the CPU stay there."""
+    """Return ``data`` with each scalar as a tensor on device ``index``. CPU scalars stay on the CPU."""
     if isinstance(data, _Scalar):
         kind = data.value.device.type
         return data.value if kind == "cpu" else data.value.to(torch.device(kind, index))
@@ -136,7 +136,7 @@ def _on_device(data: Any, index: int) -> Any:
 
 
 class _DataParallel(nn.DataParallel[nn.Module]):
-    """torch's DataParallel with support for short batches and for mixed-precision forward passes."""
+    """torch's DataParallel with support for short batches, mixed-precision forward passes and any output type."""
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """Split positional and keyword arguments together.
@@ -152,16 +152,16 @@ class _DataParallel(nn.DataParallel[nn.Module]):
         return tuple(part[0] for part in parts), tuple(part[1] for part in parts)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
-        """Copy ``module``. A wrapped ``forward`` on the original object is bound to the copy."""
+        """Copy ``module`` to each device, and bind a wrapped ``forward`` to the copy instead of the original."""
         copies = super().replicate(module, device_ids)
         for copy in copies:
             rebind_forward(copy, original=module)
         return copies
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
-        """Gather the tensors of the outputs. The type and all other values are those of the first output.
+        """Gather the outputs' tensors. The container type and all other values are taken from the first output.
 
-        torch rebuilds containers by calling their classes, and treats any other object as a container.
+        torch's version rebuilds containers by calling their classes, and treats any other object as a container.
         """
         # One scalar per device becomes a vector. torch does the same with a warning.
         parts = [tuple(one if one.dim() else one.unsqueeze(0) for one in output_tensors(output)) for output in outputs]

@@ -1,4 +1,4 @@
-"""Gathers sharded optimizer state on rank zero, with the structure as JSON and tensors as raw bytes.
+"""Gathers sharded optimizer state on rank zero, sending its structure as JSON and its tensors as raw bytes.
 
 torch's functions (``ZeroRedundancyOptimizer.consolidate_state_dict``, ``dist.gather_object``, ``torch.distributed.checkpoint``)
 exchange pickles, which echelon does not load from a network.
@@ -20,15 +20,15 @@ __all__ = ["gather_optimizer_state"]
 
 
 def gather_optimizer_state(part: Mapping[int, Any]) -> dict[int, Any] | None:
-    """Return the union of all ranks' ``part`` on rank zero, with tensors copied to the CPU, and None on other ranks.
+    """Return the union of all ranks' ``part`` on rank zero, with tensors copied to the CPU; other ranks return None.
 
     Args:
-        part: tensors, numbers, text, lists, tuples and dicts, by a number that is unique across ranks.
+        part: values (tensors, numbers, strings, lists, tuples and dicts), by a number that is unique across ranks.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
-        UsageError: a part contains a value of another type.
+        UsageError: ``part`` contains a value of another type.
     """
     tensors: list[torch.Tensor] = []
     structure = [[number, _describe(value, tensors)] for number, value in part.items()]
@@ -57,12 +57,12 @@ def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
         return value
     raise UsageError(
         f"the optimizer state contains a {type(value).__name__}, which cannot be sent to another rank",
-        do="use only tensors, numbers, text, lists, tuples and dicts in it, or an engine that does not shard it (ddp)",
+        do="store only tensors, numbers, strings, lists, tuples and dicts in it, or use the ddp engine, which does not shard it",
     )
 
 
 def _rebuild(value: Any, rank: int, own: Iterator[torch.Tensor] | None) -> Any:
-    """Undo ``_describe`` for a value of ``rank``, taking its tensors from ``own`` or receiving them from ``rank``."""
+    """Undo ``_describe`` for a value from ``rank``; its tensors come from ``own`` or, if that is None, from ``rank``."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

@@ -1,4 +1,4 @@
-"""Uneven inputs with sharded optimizer state: ranks without batches keep stepping with the other ranks."""
+"""Supports uneven inputs with sharded optimizer state; ranks without batches keep stepping with the other ranks."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def join_sharded(
     *,
     on_step: Callable[[bool], None],
 ) -> Iterator[None]:
-    """Let ranks run out of batches at different steps, while joined ranks still step their part of the parameters.
+    """Let ranks have different numbers of batches; joined ranks, which have none left, still step their parameters.
 
-    torch's hook for this purpose steps once per forward pass, even if the running ranks do not step. It lacks their gradients,
-    and uses a learning rate that the joined rank's scheduler has not updated.
+    torch's own join hook steps once per forward pass, even if the running ranks do not step. It also lacks their gradients and
+    uses a learning rate that the joined rank's scheduler has not updated.
 
     Args:
-        wrappers: the wrapped models.
-        optimizers: the optimizers of these models.
-        on_step: called with True before a joined rank steps, and with False afterwards.
+        wrappers: the DDP models.
+        optimizers: the optimizers for these models.
+        on_step: function that is called with True before a joined rank steps and with False afterwards.
 
-    Collective: every rank enters the context.
+    Collective: enter the context on every rank.
 
     Source: torch.distributed.algorithms.join.Join.
     """
@@ -57,7 +57,7 @@ def join_sharded(
 
 
 class _Events(Joinable, JoinHook):
-    """Notifies joined ranks before each forward pass and each step of running ranks. Joined ranks shadow it."""
+    """Notifies joined ranks before each forward pass and step on running ranks, so that joined ranks can shadow it."""
 
     def __init__(
         self,
@@ -84,11 +84,11 @@ class _Events(Joinable, JoinHook):
         return self._wrappers[0].join_process_group
 
     def notify_forward(self, wrapper: Any, _inputs: Any) -> None:
-        """Notify joined ranks of a forward pass of ``wrapper``."""
+        """Notify joined ranks of a forward pass through ``wrapper``."""
         self._notify(self._wrappers.index(wrapper))
 
     def notify_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """Notify joined ranks of a step of ``optimizer``. One running rank sends them the data for the step."""
+        """Notify joined ranks that ``optimizer`` steps. One running rank sends them the data for the step."""
         event = len(self._wrappers) + self._optimizers.index(optimizer)
         events = self._notify(event)
         if _JOINED in events:
@@ -104,7 +104,7 @@ class _Events(Joinable, JoinHook):
             self._step(self._optimizers[event - len(self._passes)], events)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copy the model of the last rank that joins."""
+        """Copy the model from the last rank that joins."""
         for each in self._passes:
             each.post_hook(is_last_joiner)
 
@@ -131,7 +131,7 @@ class _Events(Joinable, JoinHook):
 
 
 def _send_step_to_joined(optimizer: ShardedOptimizer, events: list[int]) -> None:
-    """Send joined ranks the settings and gradients of the running ranks' step. Collective: every rank."""
+    """Send joined ranks the settings and gradients of the running ranks' step. Collective: call on every rank."""
     rank, source = dist.get_rank(), events.index(max(events))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     message = None
@@ -155,7 +155,7 @@ def _send_step_to_joined(optimizer: ShardedOptimizer, events: list[int]) -> None
 
 
 def _plain_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``group`` that may change during a run: numbers, text, and sequences of them."""
+    """Return the settings of ``group`` that may change during a run (numbers, strings, and sequences of these)."""
     numbers = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in group.items() if n != "params"}
     kinds = (bool, int, float, str)
     return {

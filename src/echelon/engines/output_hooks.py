@@ -1,8 +1,8 @@
 """Forward hooks that flatten any output to a tuple for torch's wrappers, and restore it afterwards.
 
 DDP searches the output for tensors if it looks for unused parameters or has a static graph; FSDP and DeepSpeed attach backward
-hooks to the tensors. They search tuples, lists, dicts and some dataclasses, and miss tensors in other objects. Gradients are
-then reduced too early, twice, or never.
+hooks to the tensors. They search tuples, lists, dicts and some dataclasses, but miss tensors in other objects, and then reduce
+gradients too early, twice, or never.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING: Any = object()
 
 
 def _is_searched(output: Any) -> bool:
-    """Return whether torch finds every tensor in the containers of ``output``."""
+    """Return whether torch finds every tensor in the containers in ``output``."""
     if isinstance(output, torch.Tensor):
         return True
     held = contents(output)
@@ -38,19 +38,19 @@ def _is_searched(output: Any) -> bool:
 
 
 def _attributes_of(output: Any) -> dict[str, Any]:
-    """Return the attributes of an object that is not a container; empty for containers and plain values."""
+    """Return an object's attributes, or an empty dict for containers and plain values."""
     is_object = contents(output) is None and not isinstance(output, (torch.Tensor, type, nn.Module, *_SCALARS))
     return dict(getattr(output, "__dict__", {})) if is_object else {}
 
 
 def output_tensors(output: Any) -> list[torch.Tensor]:
-    """Return the tensors in an output's containers, or in its attributes if it is another object."""
+    """Return the tensors in an output's containers, or in its attributes if it is not a container."""
     held = _attributes_of(output) or output
     return [leaf for leaf in leaves(held) if isinstance(leaf, torch.Tensor)]
 
 
 def replace_output_tensors(output: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """Return ``output`` with its ``output_tensors`` replaced. An object that is not a container is modified in place."""
+    """Return ``output`` with its ``output_tensors`` replaced. An output that is not a container is modified in place."""
     given = iter(tensors)
     attributes = _attributes_of(output)
     if not attributes:
@@ -62,13 +62,13 @@ def replace_output_tensors(output: Any, tensors: Iterable[torch.Tensor]) -> Any:
 
 
 class _FlattenHooks:
-    """A pair of forward hooks. Hooks registered between them receive a tuple of tensors."""
+    """A pair of forward hooks; hooks that are registered between them receive a tuple of tensors."""
 
     def __init__(self) -> None:
         self._output: Any = _NOTHING
 
     def flatten(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Return the tensors of ``output``, or None (no change) if torch finds them itself."""
+        """Return the tensors in ``output``, or None (no change) if torch finds them itself."""
         self._output = _NOTHING
         if _is_searched(output) and not _attributes_of(output):
             return None
@@ -79,7 +79,7 @@ class _FlattenHooks:
         return tuple(tensors)
 
     def restore(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Return the original output with the tensors that the hooks in between returned."""
+        """Return the original output with its tensors replaced by those that the hooks in between returned."""
         original, self._output = self._output, _NOTHING
         if original is _NOTHING or not isinstance(output, tuple):  # not a tuple if the forward pass failed
             return None
@@ -87,7 +87,7 @@ class _FlattenHooks:
 
 
 class flatten_outputs_for_hooks:
-    """Context in which forward hooks registered on ``module`` receive the tensors of any output."""
+    """Context in which newly registered forward hooks on ``module`` receive the tensors of any type of output."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -101,7 +101,7 @@ class flatten_outputs_for_hooks:
 
 
 class OutputFlattener:
-    """Flattens the outputs of a module for its wrapper (DDP, DeepSpeed), and restores them after the wrapper's forward."""
+    """Flattens a module's outputs for its wrapper (DDP or DeepSpeed), and restores them after the wrapper's forward pass."""
 
     def __init__(self, wrapper: nn.Module, module: nn.Module, *, where: str) -> None:
         self._where = where
@@ -122,8 +122,8 @@ class OutputFlattener:
         is_opaque = contents(output) is None and not isinstance(output, (torch.Tensor, *_SCALARS))
         if is_opaque and not output_tensors(output):
             raise UsageError(
-                f"the forward pass of {type(module).__name__} returned a {type(output).__name__} in which echelon finds no "
-                "tensors, but hooks on the output's tensors reduce the gradients",
+                f"expected {type(module).__name__}'s forward pass to return tensors, whose hooks reduce the gradients, but "
+                f"echelon found none in the {type(output).__name__} that it returned",
                 where=self._where,
                 do="return a tensor, a tuple, a dict or a dataclass, or remove these options",
             )

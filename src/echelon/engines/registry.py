@@ -1,4 +1,4 @@
-"""Registry of engine classes by name, imported on first use. Packages add engines with the entry point ``echelon.engines``."""
+"""Registry of engine classes by name, imported on first use. Packages can add engines in the entry point group ``echelon.engines``."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ BY_DEEPSPEED = frozenset({"deepspeed"})
 
 
 def default_engine(*, world_size: int, shard: bool = False) -> str:
-    """Return the name of the default engine; ``shard`` is whether the run shards the model."""
+    """Return the name of the default engine; ``shard`` says whether the run shards the model."""
     if world_size == 1:
         return "single"
     return "fsdp2" if shard else "ddp"
 
 
 def load_engine(name: str) -> type[Engine]:
-    """Import the class of the engine ``name``.
+    """Import and return the engine class registered under ``name``.
 
     Raises:
-        ConfigError: the engine is unknown; the error suggests the closest match.
+        ConfigError: the engine is unknown; the message suggests the closest match.
     """
     places = dict(ENGINES)
     if name not in places:  # reading the installed entry points takes at least 15 ms
@@ -62,8 +62,8 @@ def load_engine(name: str) -> type[Engine]:
             f"there is no engine {name!r}",
             do=f"did you mean {near[0]!r}?"
             if near
-            else f"choose one of {', '.join(sorted(places))}, pass an Engine object, or install a package that registers it "
-            "with the entry point 'echelon.engines'",
+            else f"choose one of {', '.join(sorted(places))}, pass an Engine object, or install a package that registers this "
+            "engine in the entry point group 'echelon.engines'",
         )
     module, _, attribute = places[name].partition(":")
     engine: type[Engine] = getattr(import_module(module), attribute)

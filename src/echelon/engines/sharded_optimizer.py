@@ -1,4 +1,4 @@
-"""An optimizer with sharded state, created from an ordinary optimizer."""
+"""An optimizer with sharded state that is created from an ordinary optimizer."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["ShardedOptimizer"]
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
-    """Each rank steps its part of the parameters with a copy of ``optimizer``, and broadcasts them.
+    """Each rank steps its part of the parameters with a copy of ``optimizer`` and broadcasts the results.
 
-    It shares the group dicts of ``optimizer``, so that a learning rate set there takes effect here. It also takes over the
-    state and step hooks.
+    It shares the parameter group dicts with ``optimizer``, so a learning rate set there takes effect here. It also takes over
+    the state and the step hooks.
 
-    Collective: every rank creates it from the same optimizer, and steps it.
+    Collective: create it from the same optimizer and step it on every rank.
 
     Raises:
-        UsageError: ``optimizer`` would behave differently on a part of the parameters.
+        UsageError: ``optimizer`` would behave differently with only part of the parameters.
 
     Source: torch.distributed.optim.ZeroRedundancyOptimizer; Rajbhandari et al., "ZeRO", 2020, stage 1.
     """
@@ -53,19 +53,19 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         optimizer.state = defaultdict(dict)
 
     def owner(self, parameter: torch.Tensor) -> int:
-        """Return the rank that holds the state of ``parameter`` and steps it."""
+        """Return the rank that holds the state for ``parameter`` and steps it."""
         return self._param_to_rank[parameter]
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state dict with torch's numbers and only this rank's part of the state."""
+        """Return the state dict in torch's format with only this rank's part of the state."""
         state = Optimizer.state_dict(self)
         return {**state, "state": self._own(state["state"])}
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise UsageError, because a rank does not have the full state."""
+        """Raise UsageError, because no rank has the full state."""
         raise UsageError(
-            "this rank holds the optimizer state of only a part of the parameters, so state_dict() cannot return all of it",
-            do="use accelerator.save_state(), or call optimizer.full_state_dict() on every rank; rank zero gets the state",
+            "state_dict() cannot return the full optimizer state, because this rank holds the state of only some parameters",
+            do="use accelerator.save_state(), or call optimizer.full_state_dict() on every rank, which returns it on rank zero",
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
 
 def _copy_for(optimizer: Optimizer, groups: list[dict[str, Any]], **_defaults: Any) -> Optimizer:
-    """Return a copy of ``optimizer`` for the parameters of ``groups``, without calling its constructor."""
+    """Return a copy of ``optimizer`` for the parameters in ``groups`` without calling its constructor."""
     own = {parameter for group in groups for parameter in group["params"]}
     state = {parameter: value for parameter, value in optimizer.state.items() if parameter in own}
     # Hooks, and a scheduler's wrapper of ``step``, stay with the original.
@@ -99,7 +99,7 @@ def _copy_for(optimizer: Optimizer, groups: list[dict[str, Any]], **_defaults: A
 
 
 def _require_shardable(optimizer: Optimizer) -> None:
-    """Raise if the update of a parameter visibly depends on more than its group and state."""
+    """Raise an error if a parameter's update visibly depends on more than its group and state."""
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise _unshardable(optimizer, "its step method was replaced on the object")
@@ -112,12 +112,14 @@ def _require_shardable(optimizer: Optimizer) -> None:
             continue
         items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(item, Optimizer) or id(item) in parameters for item in items):
-            raise _unshardable(optimizer, f"its attribute {name!r} holds parameters or an optimizer outside its groups")
+            raise _unshardable(
+                optimizer, f"its attribute {name!r} references parameters or an optimizer outside its groups"
+            )
 
 
 def _unshardable(optimizer: Optimizer, why: str) -> UsageError:
     return UsageError(
         f"the state of {type(optimizer).__name__} cannot be sharded: {why}",
         where="Accelerator(engine='zero1').prepare",
-        do="use an optimizer of torch.optim other than LBFGS, or the engine ddp",
+        do="use a torch.optim optimizer other than LBFGS, or the ddp engine",
     )

@@ -1,4 +1,4 @@
-"""Conversion between local shards of DTensors and full tensors."""
+"""Converts between local DTensor shards and full tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["describe_shard", "gather_full", "local_slices", "local_tensors", "re
 
 
 def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return the slice of the full tensor that this rank holds, for each dimension."""
+    """Return, for each dimension, the slice of the full tensor that this rank holds."""
     if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = local_shape_and_offset(tensor)
@@ -24,12 +24,12 @@ def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def local_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's shard of each tensor, sharing its memory."""
+    """Return this rank's shard of each tensor, without copying it."""
     return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
 
 
 def gather_full(value: Any, *, keep: bool) -> Any:
-    """Return ``value`` unsharded on the CPU, or None if it is sharded and ``keep`` is False. Collective: if it is sharded."""
+    """Return ``value`` unsharded on the CPU, or None if it is sharded and ``keep`` is False. Collective if sharded."""
     if is_dtensor(value):
         full: torch.Tensor = value.full_tensor().detach()
         return full.cpu() if keep else None
@@ -37,7 +37,7 @@ def gather_full(value: Any, *, keep: bool) -> Any:
 
 
 def describe_shard(value: Any) -> Any:
-    """Return this rank's shard of a DTensor as ``{"shape", "offset", "values"}``. Other values are returned unchanged."""
+    """Return this rank's DTensor shard as ``{"shape", "offset", "values"}``. Other values are returned unchanged."""
     if not is_dtensor(value):
         return value
     _, offset = local_shape_and_offset(value)
@@ -45,7 +45,7 @@ def describe_shard(value: Any) -> Any:
 
 
 def shard_like(value: Any, like: torch.Tensor) -> Any:
-    """Shard the full tensor ``value`` like ``like``. A tensor of another shape stays unsharded."""
+    """Shard the full tensor ``value`` in the same way as ``like``. A tensor with another shape stays unsharded."""
     if not is_dtensor(like) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
         return value.to(like.device) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
     shape, offset = local_shape_and_offset(like)
@@ -55,7 +55,7 @@ def shard_like(value: Any, like: torch.Tensor) -> Any:
 
 
 def restore_shard(value: Any, like: torch.Tensor) -> Any:
-    """Undo ``describe_shard`` on a rank that holds the same shard of ``like``."""
+    """Undo ``describe_shard`` on a rank that holds the same shard as in ``like``."""
     return _from_local(value["values"], like) if isinstance(value, dict) and is_dtensor(like) else value
 
 

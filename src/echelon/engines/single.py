@@ -1,4 +1,4 @@
-"""The engine ``single`` for one device: the user's objects, with a loss scaler for fp16."""
+"""The ``single`` engine for one device, which leaves the user's objects unchanged and scales the loss for fp16."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CAPABILITIES = Capabilities(name="single", replicates=False, sums_shards=True)
 
 
 class SingleEngine(Engine):
-    """One process, one device."""
+    """Trains in one process on one device."""
 
     def __init__(self, world: World, *, scaler: torch.amp.GradScaler | None = None) -> None:
         self._stepper = Stepper(scaler)
@@ -115,7 +115,7 @@ class SingleEngine(Engine):
         optimizer.load_state_dict(dict(state))
 
     def release(self) -> None:
-        """Do nothing: the engine holds no models or optimizers."""
+        """Do nothing, because the engine holds no models or optimizers."""
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model

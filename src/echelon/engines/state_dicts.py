@@ -1,4 +1,4 @@
-"""State dicts by plain parameter names, without the prefix of ``torch.compile``."""
+"""State dicts with plain parameter names, which lack the prefix that ``torch.compile`` adds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMPILED = "_orig_mod."
 
 
 def plain_name(name: str) -> str:
-    """Return ``name`` without the prefixes that ``torch.compile`` inserts."""
+    """Return ``name`` without the prefixes that ``torch.compile`` adds."""
     return name.replace(_COMPILED, "")
 
 
@@ -32,7 +32,7 @@ def plain_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def plain_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return the state dict of ``module`` by plain names."""
+    """Return the state dict of ``module`` with plain names."""
     state = module.state_dict()
     if not any(_COMPILED in name for name in state):
         return state
@@ -43,7 +43,7 @@ def plain_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def load_plain_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load the result of ``plain_state_dict``, independent of which parts of ``module`` are compiled."""
+    """Load the result of ``plain_state_dict``, no matter which parts of ``module`` are compiled."""
     own = {plain_name(name): name for name in module.state_dict()}
     is_plain = all(name == plain for plain, name in own.items())
     renamed = state if is_plain else {own.get(name, name): value for name, value in state.items()}
@@ -51,7 +51,7 @@ def load_plain_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict
 
 
 def collect_named_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Return the states of ``module`` and ``optimizers`` by plain parameter names."""
+    """Return the states of ``module`` and ``optimizers`` by plain parameter name."""
     names = {id(p): name for name, p in plain_parameters(module)}
     return {
         "model": plain_state_dict(module),

@@ -1,4 +1,4 @@
-"""Optimizer steps with an optional loss scaler, and gradient operations that several engines use."""
+"""Optimizer steps with an optional loss scaler, and gradient operations shared by several engines."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Stepper:
         return not any(value.item() for value in found.values())
 
     def update_loss_scale(self) -> None:
-        """Update the scale, once after the steps of all optimizers.
+        """Update the scale once, after all optimizers have stepped.
 
-        ``step`` cannot do this, because the gradients of the next optimizer still have the current scale.
+        ``step`` cannot do this, because the next optimizer's gradients still have the current scale.
         Source: torch.amp.GradScaler.update ("once, after all optimizers used this iteration have been stepped").
         """
         if self.scaler is not None and self._stepped:
@@ -58,7 +58,7 @@ class Stepper:
             self._unscaled.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients once per step; a second call of ``GradScaler.unscale_`` would raise."""
+        """Unscale the gradients once per step, because a second call of ``GradScaler.unscale_`` would raise an error."""
         if self.scaler is not None and id(optimizer) not in self._unscaled:
             if id(optimizer) in self._stepped:
                 self.update_loss_scale()
@@ -66,7 +66,7 @@ class Stepper:
             self._unscaled.add(id(optimizer))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to backpropagate."""
+        """Return the scaled loss to backpropagate."""
         if self.scaler is None:
             return loss
         self.update_loss_scale()
@@ -85,12 +85,12 @@ def zero_backward(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def require_graph(loss: torch.Tensor, engine: str) -> None:
-    """Raise UsageError if ``loss`` of a rank without items has no autograd graph."""
+    """Raise UsageError if the loss on a rank without items has no autograd graph."""
     if loss.grad_fn is None:
         raise UsageError(
-            "this rank has no items and its loss does not depend on the model, but the backward passes of the other ranks "
-            "wait for this rank",
-            where=f"backward(), engine {engine}",
+            "this rank has no items and its loss does not depend on the model, but the other ranks' backward passes wait for "
+            "this rank",
+            where=f"backward(), {engine} engine",
             do="compute the loss from the model's outputs on every rank",
         )
 
@@ -120,7 +120,7 @@ def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float, norm_typ
 
 
 def repoint_scheduler(scheduler: Any, *, old: Optimizer, new: Optimizer) -> None:
-    """Make ``scheduler``, and the schedulers inside it, drive ``new`` instead of ``old``."""
+    """Make ``scheduler`` and the schedulers inside it drive ``new`` instead of ``old``."""
     for inner in getattr(scheduler, "_schedulers", ()):  # ChainedScheduler, SequentialLR
         repoint_scheduler(inner, old=old, new=new)
     if scheduler.optimizer is old:
@@ -130,7 +130,7 @@ def repoint_scheduler(scheduler: Any, *, old: Optimizer, new: Optimizer) -> None
 
 
 def _record_step_calls(optimizer: Optimizer) -> None:
-    """Wrap ``optimizer.step`` like a scheduler's constructor. Otherwise the scheduler warns that it was never called.
+    """Wrap ``optimizer.step`` as a scheduler's constructor does; otherwise the scheduler warns that it was never called.
 
     Source: torch.optim.lr_scheduler.LRScheduler (torch 2.7 to 2.13).
     """

@@ -1,4 +1,4 @@
-"""The engine ``zero1``: DDP with sharded optimizer state (ZeRO stage 1)."""
+"""The ``zero1`` engine, which is DDP with sharded optimizer state (ZeRO stage 1)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _CAPABILITIES = Capabilities(name="zero1", replicates=True, shards_optimizer_sta
 
 
 class Zero1Engine(DelegatingEngine):
-    """Every rank holds the whole model and steps a part of its parameters, whose optimizer state it holds.
+    """Every rank holds the whole model, and holds the optimizer state for the part of its parameters that it steps.
 
-    After a step, each rank broadcasts its parameters. The results are bit-identical to ddp.
+    After a step, each rank broadcasts its part of the parameters. The results are bit-identical to the ddp engine's.
 
     Source: torch.nn.parallel.DistributedDataParallel and torch.distributed.optim.ZeroRedundancyOptimizer.
     """
@@ -69,10 +69,10 @@ class Zero1Engine(DelegatingEngine):
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
-        """Wrap the models like ddp, and replace each optimizer with one that shards its state.
+        """Wrap the models like the ddp engine, and replace each optimizer with one that shards its state.
 
         Raises:
-            UsageError: the state of an optimizer cannot be sharded.
+            UsageError: an optimizer's state cannot be sharded.
         """
         prepared = super().prepare(models, optimizers, schedulers)
         for optimizer in prepared.optimizers:
@@ -83,7 +83,7 @@ class Zero1Engine(DelegatingEngine):
         return replace(prepared, optimizers=tuple(self._sharded[optimizer] for optimizer in prepared.optimizers))
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """See ``Engine.join``. A rank that has run out of batches keeps stepping its part of the parameters."""
+        """See ``Engine.join``. A rank that runs out of batches keeps stepping its part of the parameters."""
         wrappers = [model for model in models if isinstance(model, DistributedDataParallel)]
         for wrapper in wrappers:
             refuse_to_join_sparse(wrapper.module)
@@ -105,16 +105,16 @@ class Zero1Engine(DelegatingEngine):
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
         """See ``Engine.step``.
 
-        Collective: every rank broadcasts the parameters that it has stepped.
+        Collective: call on every rank; each broadcasts the parameters that it has stepped.
 
         Raises:
-            UsageError: ``unsynced`` is True, so each rank would step its part with only its local gradients.
+            UsageError: ``unsynced`` is True, so each rank would step its part with only its own local gradients.
         """
         if unsynced:
             raise UsageError(
-                "the engine zero1 cannot step with the gradients of one rank (LocalSGD, no_sync(unsynced=True)), because no "
-                "rank has the full optimizer state",
-                do="use the engine ddp",
+                "the zero1 engine cannot step with one rank's gradients (LocalSGD, no_sync(unsynced=True)), because no rank "
+                "has the full optimizer state",
+                do="use the ddp engine",
             )
         return super().step(optimizer, closure=closure)
 
@@ -136,12 +136,12 @@ class Zero1Engine(DelegatingEngine):
             if others:
                 raise UsageError(
                     f"the saved optimizer state contains {', '.join(others[:3])}, which belongs to another rank",
-                    do="load each rank's part on the same rank of the same number of ranks, or load the full state",
+                    do="load each rank's part on the same rank, with the same number of ranks, or load the full state",
                 )
         load_named_state(self.unwrap(model), optimizers, state)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """See ``Engine.full_optimizer_state``. The tensors are copies on the CPU."""
+        """See ``Engine.full_optimizer_state``. The returned tensors are copies on the CPU."""
         assert isinstance(optimizer, ShardedOptimizer), type(optimizer)
         own = optimizer.own_state()
         state = gather_optimizer_state(own["state"])

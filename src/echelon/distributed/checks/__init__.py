@@ -1,1 +1,1 @@
-"""Checks that detect silent mistakes in training loops and name their line."""
+"""Checks that detect silent mistakes in training loops and report the line that causes them."""

@@ -1,4 +1,4 @@
-"""Detects that a loader is already sharded by its sampler, its batch sampler, or its dataset."""
+"""Detects whether a loader's sampler, batch sampler or dataset already shards its data."""
 
 from __future__ import annotations
 
@@ -74,20 +74,20 @@ _MAX_DEPTH = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExistingSharding:
-    """How a loader was sharded on this rank before echelon received it."""
+    """Describes how a loader was sharded on this rank before it was passed to echelon."""
 
     what: str
-    """Description of what shards it, for messages, such as ``its sampler (DistributedSampler)``."""
+    """What shards the loader, as worded in messages, such as ``its sampler (DistributedSampler)``."""
     place: Literal["sampler", "dataset", "user"]
     """``user``: the user passed ``already_sharded=True``."""
     num_shards: int = -1
-    """-1: unknown."""
+    """-1 if unknown."""
     shard: int = -1
-    """Shard index of this rank; -1: unknown."""
+    """This rank's shard index, or -1 if unknown."""
 
 
 def find_existing_sharding(loader: DataLoader[Any]) -> ExistingSharding | None:
-    """Return how ``loader`` is sharded; None if there is no sign that it is."""
+    """Return how ``loader`` is sharded, or None if no sharding is detected."""
     for sampler in samplers_of(loader):
         numbers = _shard_numbers(sampler)
         if numbers is not None:
@@ -111,9 +111,9 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
 
 
 class SamplerEpochs:
-    """Detects the epoch that a script sets on its own distributed sampler.
+    """Detects which epoch a script sets on its own distributed sampler.
 
-    DistributedSampler tutorials call its ``set_epoch`` before each pass.
+    Scripts call ``DistributedSampler.set_epoch`` before each pass.
 
     Args:
         loader: the user's loader.
@@ -130,12 +130,12 @@ class SamplerEpochs:
         self._seen = [sampler.epoch for sampler in self.samplers]
 
     def changed(self) -> int | None:
-        """Return the epoch that the script has set since ``record``; None if it has set none."""
+        """Return the epoch that the script has set since ``record`` was called, or None if it has set none."""
         return next((s.epoch for s, seen in zip(self.samplers, self._seen) if s.epoch != seen), None)
 
 
 def can_undo_sharding(sampler: Any) -> bool:
-    """Return whether the full order behind ``sampler`` is known, as it is for torch's own class."""
+    """Return whether the global order that ``sampler`` shards is known, as for torch's DistributedSampler."""
     return type(sampler) is DistributedSampler or (
         isinstance(sampler, DistributedSampler) and type(sampler).__module__.startswith("torchdata.")
     )
@@ -151,12 +151,13 @@ def num_repeated(loader: DataLoader[Any]) -> int:
 
 
 def check_shards(shardings: list[ExistingSharding], *, world_size: int, line: UserLine) -> bool:
-    """Return whether the ranks hold shards of one dataset; False if each rank holds all of it.
+    """Return True if each rank holds one shard of the dataset, or False if each rank holds all of it.
 
     Args:
-        shardings: the sharding of each rank, in rank order, so that all ranks raise; without a process group, of this process.
+        shardings: each rank's sharding, in rank order, so that all ranks raise together. Without a process group, it has
+            one item.
         world_size: the expected number of shards.
-        line: the line that passed the loader to echelon.
+        line: the user's line that passed the loader to echelon.
 
     Raises:
         UsageError: the number of shards is not ``world_size``, or two ranks have the same shard.
@@ -167,19 +168,19 @@ def check_shards(shardings: list[ExistingSharding], *, world_size: int, line: Us
     what = shardings[0].what
     if numbers == {1} and world_size > 1 and shardings[0].place == "sampler":
         warn(
-            f"{what} was created for one process, but there are {world_size}, and each would read all samples. echelon shards "
-            "the loader instead, so that each sample is used once. To keep the sampler's sharding, create it after "
-            "Accelerator() (or the process group); otherwise remove it",
+            f"{what} was created for one process, but {world_size} are running, and each would read all samples. echelon "
+            "shards the loader instead, so that each sample is used once. To keep the sampler's sharding, create it after "
+            "Accelerator() (or the process group). Otherwise remove it",
             at=line,
         )
         return False
     if numbers != {world_size}:
         named = ", ".join(f"rank {rank}: {sharding.num_shards}" for rank, sharding in enumerate(shardings))
         raise UsageError(
-            f"the loader is sharded by {what} for a different number of processes (world_size: {world_size}, number of shards: "
-            f"{named if len(numbers) > 1 else numbers.pop()})",
+            f"expected the loader to have one shard per process (world_size: {world_size}), but {what} shards it for a "
+            f"different number of processes ({named if len(numbers) > 1 else numbers.pop()})",
             where=str(line),
-            do="remove it (echelon shards the loader), or create it after Accelerator() or the process group with "
+            do="remove it, so that echelon shards the loader, or create it after Accelerator() or the process group with "
             f"{world_size} shards",
         )
     if len(shards) == world_size and sorted(shards) != list(range(world_size)):
@@ -187,7 +188,7 @@ def check_shards(shardings: list[ExistingSharding], *, world_size: int, line: Us
         raise UsageError(
             f"the loader is sharded by {what}, but the ranks do not have {world_size} different shards: {named}",
             where=str(line),
-            do="remove it (echelon shards the loader), or pass it the rank of each process, torch.distributed.get_rank()",
+            do="remove it, so that echelon shards the loader, or pass torch.distributed.get_rank() to it on each process",
         )
     return True
 
@@ -217,7 +218,7 @@ def _sharding_of_dataset(dataset: Any) -> ExistingSharding | None:
 
 
 def _sharding_by_library(found: Any) -> ExistingSharding | None:
-    """Return the sharding that an object of a known library applies."""
+    """Return the sharding that ``found`` applies if it is an object from a known library."""
     kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(found).__mro__]
     if ("datasets", "IterableDataset") in kinds:
         config = getattr(found, "_distributed", None)
@@ -226,7 +227,7 @@ def _sharding_by_library(found: Any) -> ExistingSharding | None:
             what = "its dataset (datasets.distributed.split_dataset_by_node)"
             return ExistingSharding(what=what, place="dataset", num_shards=numbers[0], shard=numbers[1])
     if ("streaming", "StreamingDataset") in kinds:
-        return ExistingSharding(what=f"its dataset ({type(found).__name__} of MosaicML streaming)", place="dataset")
+        return ExistingSharding(what=f"its dataset ({type(found).__name__} from MosaicML streaming)", place="dataset")
     if getattr(found, "__name__", None) == "split_by_node":
         return ExistingSharding(what="its dataset (webdataset.split_by_node)", place="dataset")
     if any(name.startswith("ShardingFilter") for _, name in kinds):
@@ -290,7 +291,7 @@ def _may_shard(child: Any) -> bool:
 
 
 def _shard_numbers(found: Any) -> tuple[int, int] | None:
-    """Return (number of shards, own shard) if ``found`` has attributes for both."""
+    """Return (number of shards, index of own shard) if ``found`` has attributes for both."""
     count, index = _first_int(found, _COUNT_NAMES), _first_int(found, _INDEX_NAMES)
     if count is None or index is None or not 0 <= index < max(count, 1):
         return None
@@ -310,7 +311,7 @@ def _first_int(found: Any, names: tuple[str, ...]) -> int | None:
 
 
 def _code_uses_rank(found: Any) -> bool:
-    """Return whether the user's code in ``found`` uses both the rank and the number of ranks."""
+    """Return whether the user's code in ``found`` reads both the rank and the number of ranks."""
     if isinstance(found, types.FunctionType):
         starts: list[Any] = [found]
     else:

@@ -1,7 +1,7 @@
 """Fingerprints of datasets, samples and batch rows, for comparison between ranks, machines and runs.
 
-They depend only on contents (no object identity, no hash seed). They are cheap because they read only a few indices, and
-they detect accidents, not attacks.
+A fingerprint depends only on contents, not on object identity or a hash seed. It is cheap because it reads only a few
+indices, and it detects accidents, not attacks.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ class ColumnFingerprint:
     """Fingerprint of a few items of one column."""
 
     value: int
-    """62 bits."""
+    """A 62-bit hash."""
     varies: bool
-    """Whether the items have more than one value. If not, equal fingerprints prove little."""
+    """Whether the items have more than one distinct value. If not, equal fingerprints prove little."""
     is_numeric: bool = True
-    """Whether the items are only numbers, which each rank may have drawn at random."""
+    """Whether all items are numbers, which each rank may have drawn at random."""
 
 
 def column_fingerprints(dataset: Any) -> dict[str, ColumnFingerprint]:
-    """Return a fingerprint of each column of ``dataset`` that can be read cheaply.
+    """Return the fingerprint of each column of ``dataset`` that is cheap to read.
 
-    Columns are the dataset itself or its attributes if they are CPU tensors, arrays, lists or data frames with one item per
-    sample. A ``TensorDataset``, ``Subset``, ``ConcatDataset`` or ``StackDataset`` is searched for them. A dataset of the
-    library ``datasets`` contributes its rows, and an iterable dataset its lists and arrays (for example, of files). Only the
-    last component of a path counts, because machines store data in different directories.
+    A column is a CPU tensor, array, list or data frame with one item per sample: the dataset itself or one of its
+    attributes, including those inside a ``TensorDataset``, ``Subset``, ``ConcatDataset`` or ``StackDataset``. A Hugging Face
+    dataset contributes its rows, and an iterable dataset its lists and arrays (for example, of file names). Only the last
+    component of a path counts, because machines may store data in different directories.
     """
     num_samples = length_of(dataset)
     found: dict[str, ColumnFingerprint] = {}
@@ -77,7 +77,7 @@ def column_fingerprints(dataset: Any) -> dict[str, ColumnFingerprint]:
 
 
 def sample_fingerprints(samples: Sequence[Any]) -> dict[str, ColumnFingerprint]:
-    """Return a fingerprint of each leaf over the first 64 of ``samples``, which share one structure."""
+    """Return a fingerprint of each leaf across the first 64 ``samples``, which must have the same structure."""
     rows = [list(leaves(sample)) for sample in samples[:_MAX_ITEMS]]
     width = min((len(row) for row in rows), default=0)
     found = {}
@@ -89,10 +89,10 @@ def sample_fingerprints(samples: Sequence[Any]) -> dict[str, ColumnFingerprint]:
 
 
 def are_of_different_data(one: Mapping[str, ColumnFingerprint], other: Mapping[str, ColumnFingerprint]) -> bool:
-    """Return whether the columns of two ranks, which should describe the same samples, show different data.
+    """Return whether two ranks have different data, given columns that should describe the same samples.
 
-    A column may differ for a good reason (augmentation, noise drawn by each rank), and an equal column may prove nothing
-    (labels of one class). Therefore more columns must differ than are equal and varying.
+    A column may differ for a good reason (augmentation, or noise drawn by each rank), and an equal column may prove nothing
+    (labels that are all the same). Therefore the differing columns must outnumber the equal columns that vary.
     """
     num_different = num_equal = 0
     for name in one.keys() & other.keys():
@@ -106,12 +106,12 @@ def are_of_different_data(one: Mapping[str, ColumnFingerprint], other: Mapping[s
 def are_shards(
     one: Mapping[str, ColumnFingerprint], other: Mapping[str, ColumnFingerprint], *, same_seeds: bool
 ) -> bool:
-    """Return whether the columns of two ranks show shards of one dataset, rather than random numbers drawn by each rank.
+    """Return whether two ranks hold shards of one dataset, rather than random numbers drawn by each rank.
 
     Args:
         one: the columns of one rank.
         other: the columns of another rank.
-        same_seeds: the ranks' generators had the same seed, so random data would be equal.
+        same_seeds: whether the ranks' generators had the same seed, so that random data would be equal.
     """
     if not are_of_different_data(one, other):
         return False
@@ -121,7 +121,7 @@ def are_shards(
 
 
 def are_table_shards(columns: Sequence[Mapping[str, ColumnFingerprint]], num_samples: Sequence[int]) -> bool:
-    """Return whether the ranks hold different rows of a ``datasets`` table, as after ``split_dataset_by_node``.
+    """Return whether the ranks hold different rows of a Hugging Face dataset, as after ``split_dataset_by_node``.
 
     Args:
         columns: the columns of each rank's dataset.
@@ -135,15 +135,15 @@ def are_table_shards(columns: Sequence[Mapping[str, ColumnFingerprint]], num_sam
 
 
 def fingerprint_of_sample(value: Any) -> int | None:
-    """Return a 62-bit hash of plain data (tensors, arrays, numbers, strings, containers of these); None for other objects."""
+    """Return a 62-bit hash of plain data (tensors, arrays, numbers, strings and containers of these), or None."""
     found = xxhash.xxh3_64()
     return int(found.intdigest() >> 2) if _update(found, value, 0) else None
 
 
 def row_fingerprints(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
-    """Return a 64-bit hash of each sample of a collated batch: [number of samples]; None if it has no columns on the CPU.
+    """Return a 64-bit hash of each sample in a collated batch [number of samples], or None if it has no CPU columns.
 
-    Wide rows are subsampled: every n-th element counts.
+    Wide rows are subsampled: only every n-th element is hashed.
     """
     found: np.ndarray[Any, np.dtype[np.uint64]] | None = None
     for number, column in enumerate(_batch_columns(batch)):
@@ -161,7 +161,7 @@ def row_fingerprints(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
 
 
 def _columns(data: Any, num_samples: int, name: str, depth: int) -> list[tuple[str, _Column, int]]:
-    """Return (name, function that gets an item, number of items) of each column of ``data``."""
+    """Return (name, function that gets an item, number of items) for each column of ``data``."""
     if isinstance(data, IterableDataset):
         lists = [
             (key, part) for key, part in vars(data).items() if isinstance(part, (list, tuple, torch.Tensor, np.ndarray))
@@ -250,11 +250,11 @@ def _places(length: int) -> list[int]:
 
 
 def _fingerprint_items(items: list[Any], *, is_drawn: bool = False) -> ColumnFingerprint | None:
-    """Return the fingerprint of a column's items; None if there are none, or one is None or not plain data.
+    """Return the fingerprint of a column's items, or None if it has no items or one of them is None or not plain data.
 
     Args:
-        items: items of the column.
-        is_drawn: the items are the indices of a subset, which may have been drawn at random.
+        items: the column's items.
+        is_drawn: whether the items are a subset's indices, which may have been drawn at random.
     """
     values = [None if item is None else fingerprint_of_sample(item) for item in items]
     if not values or any(value is None for value in values):
@@ -267,7 +267,7 @@ def _fingerprint_items(items: list[Any], *, is_drawn: bool = False) -> ColumnFin
 
 
 def _update(found: Any, value: Any, depth: int) -> bool:
-    """Add ``value`` to the hash ``found``; return False if it is not plain data."""
+    """Update the hash ``found`` with ``value``; return False if ``value`` is not plain data."""
     if isinstance(value, str):
         found.update(b"s" + value.rstrip("/").rpartition("/")[2].encode("utf-8", "surrogatepass"))
     elif isinstance(value, (bytes, bytearray)):
@@ -333,7 +333,7 @@ def _hash_texts(column: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 def _mix_bits(values: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Spread the bits of each value.
+    """Mix the bits of each value.
 
     Source: the finalizer of splitmix64 (Steele, Lea, Flood 2014).
     """

@@ -1,7 +1,7 @@
 """Detects ranks that read the same samples in the first pass of a loader.
 
-It uses no collective, because ranks may read different numbers of batches or leave the loop early. Each rank writes
-fingerprints to the store of the process group, and the last rank to do so compares them. Later passes are not checked.
+The check uses no collectives, because ranks may read different numbers of batches or leave the loop early. Each rank writes
+fingerprints to the process group's store, and the last rank to do so compares them. Later passes are not checked.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _MOSTLY_DISTINCT = 0.9
 
 
 class DuplicateSamplesCheck:
-    """Compares fingerprints of the first pass of this rank with those of the other ranks.
+    """Compares the fingerprints of this rank's first pass with those on the other ranks.
 
     Args:
         token: identifies the loader on all ranks.
-        rank: this rank, among the ranks that should read different data.
+        rank: this rank's index among the ranks that should read different data.
         world_size: number of these ranks.
-        line: the line that passed the loader to echelon.
-        reads_own: each rank reads its own shard. Whole passes are compared, because each rank may read all data in a
-            different order. False: echelon shards the samples, and only the first batches are compared.
+        line: the user's line that passed the loader to echelon.
+        reads_own: whether each rank reads its own shard. If so, whole passes are compared, because each rank may read all
+            data in a different order. Otherwise echelon shards the samples, and only the first batches are compared.
         do: what the user can do about duplicates.
-        is_error: raise instead of warning.
+        is_error: raise an error instead of a warning.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class DuplicateSamplesCheck:
         self._num_rows = 0
 
     def add(self, batch: Any) -> bool:
-        """Add the next batch; return whether more are needed.
+        """Add the next batch; return whether more batches are needed.
 
         Raises:
-            DesyncError: several ranks read the same samples (``is_error``).
+            DesyncError: ``is_error`` is True and several ranks read the same samples.
         """
         rows = row_fingerprints(batch)
         if rows is None:
@@ -82,10 +82,10 @@ class DuplicateSamplesCheck:
         return self._reads_own or not self._has_compared
 
     def end(self) -> None:
-        """Compare at the end of the pass.
+        """Compare the fingerprints at the end of the pass.
 
         Raises:
-            DesyncError: several ranks read the same samples (``is_error``).
+            DesyncError: ``is_error`` is True and several ranks read the same samples.
         """
         if not self._has_compared:
             self._compare_windows()
@@ -94,10 +94,10 @@ class DuplicateSamplesCheck:
             self._compare("pass", np.concatenate((numbers, self._sketch)), _same_in_pass)
 
     def compare_stream(self, columns: dict[str, ColumnFingerprint]) -> None:
-        """Compare samples of a stream that each rank reads completely in order to keep its slice.
+        """Compare samples from a stream that each rank reads in full but keeps only its slice of.
 
         Raises:
-            DesyncError: the ranks have read different streams (``is_error``).
+            DesyncError: ``is_error`` is True and the ranks read different streams.
         """
         plain = json.dumps({name: asdict(column) for name, column in columns.items()})
         texts = self._exchange("stream", plain.encode())
@@ -109,7 +109,7 @@ class DuplicateSamplesCheck:
         other = next((rank for rank, columns in enumerate(others, 1) if are_of_different_data(first, columns)), None)
         if other is not None:
             self._report(
-                f"ranks 0 and {other} read different streams, but each keeps only its slice, so the rest of each stream is lost"
+                f"ranks 0 and {other} read different streams, but each rank keeps only its slice, so the rest of each stream is lost"
             )
 
     def _compare_windows(self) -> None:
@@ -127,9 +127,9 @@ class DuplicateSamplesCheck:
             self._report(f"ranks {one} and {other} read the same samples: {reason}")
 
     def _exchange(self, what: str, mine: bytes) -> list[bytes] | None:
-        """Write ``mine`` to the store; return the messages of all ranks on the last rank to do so, None on the others.
+        """Write ``mine`` to the store; the last rank to do so returns all ranks' messages, and the others return None.
 
-        None if the store has gone.
+        If the store is no longer reachable, every rank returns None.
         """
         group = dist.group.WORLD
         if group is None:
@@ -153,13 +153,13 @@ class DuplicateSamplesCheck:
             if store.add("num_reports", 1) > 1:
                 return
         if self._is_error:
-            raise DesyncError(message, where=f"the loader of {self._line}", do=self._do)
+            raise DesyncError(message, where=f"the loader from {self._line}", do=self._do)
         # Only the last rank has compared the data, so it warns whatever its number.
-        warn_here(f"the loader of {self._line}: {message}. To fix it: {self._do}", at=self._line)
+        warn_here(f"the loader from {self._line}: {message}. To fix it: {self._do}", at=self._line)
 
 
 def _same_in_windows(ranks: list[_Rows]) -> tuple[int, int, str] | None:
-    """Return two ranks whose first batches are equal, row by row."""
+    """Return two ranks whose first batches are equal row by row, and the reason for the message."""
     seen: dict[bytes, int] = {}
     for rank, numbers in enumerate(ranks):
         num_windows, rows = _split_header(numbers)
@@ -174,7 +174,7 @@ def _same_in_windows(ranks: list[_Rows]) -> tuple[int, int, str] | None:
 
 
 def _same_in_pass(ranks: list[_Rows]) -> tuple[int, int, str] | None:
-    """Return two ranks that read mostly the same samples in a whole pass, in any order."""
+    """Return two ranks that read mostly the same samples in a whole pass, in any order, and the reason for the message."""
     for one in range(len(ranks)):
         for other in range(one + 1, min(len(ranks), one + _MAX_NEIGHBOURS)):
             (num_rows, rows), (num_others, others) = _split_header(ranks[one]), _split_header(ranks[other])
@@ -187,7 +187,7 @@ def _same_in_pass(ranks: list[_Rows]) -> tuple[int, int, str] | None:
             num_common = int((np.isin(both, rows) & np.isin(both, others)).sum())
             if num_common >= 0.5 * len(both):
                 part = round(100 * num_common / len(both))
-                return one, other, f"about {part} % of the samples of their first passes are the same"
+                return one, other, f"about {part} % of the samples in their first passes are the same"
     return None
 
 
@@ -196,7 +196,7 @@ def _split_header(numbers: _Rows) -> tuple[int, _Rows]:
 
 
 def _is_distinct(num_rows: int, sketch: _Rows) -> bool:
-    """Return whether most of ``num_rows`` samples are distinct, estimated from ``sketch``, the smallest of their hashes."""
+    """Return whether most of ``num_rows`` samples are distinct, estimated from their smallest hashes, ``sketch``."""
     if len(sketch) < _SKETCH:
         num_distinct = float(len(sketch))
     else:  # k of n uniform numbers lie below the largest of them

@@ -1,4 +1,4 @@
-"""Detects whether the ranks' loaders read the same dataset or are already sharded."""
+"""Detects whether the ranks' loaders read the same dataset and whether they are already sharded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from echelon.world.world import World
 __all__ = ["LoaderAgreement", "LoaderFacts", "agree_on_loader", "gather_loader_facts", "sharding_conflict"]
 
 _BOTH_WAYS = (
-    "give every rank the whole dataset (echelon shards it), or declare that each rank has its own shard, with "
+    "give every rank the whole dataset, so that echelon shards it, or declare that each rank has its own shard, with "
     "DataLoaderConfiguration(already_sharded=True), TrainingArguments(already_sharded=True), or "
     "accelerator.prepare_data_loader(loader, already_sharded=True)"
 )
@@ -40,10 +40,10 @@ _BOTH_WAYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderFacts:
-    """Properties of the loader of one rank. -1: unknown."""
+    """Properties of one rank's loader. -1 means unknown."""
 
     part: int
-    """Index of the slice of the data that it reads; equals the rank unless several ranks read the same data."""
+    """Index of the data slice that the loader reads. It equals the rank unless several ranks read the same data."""
     kind: str
     """Class name of the dataset."""
     is_iterable: bool
@@ -51,12 +51,12 @@ class LoaderFacts:
     """Length of the dataset."""
     batch_size: int
     num_drawn: int
-    """Number of samples that the sampler yields in a pass; -1 also for a custom batch sampler."""
+    """Number of samples that the sampler yields per pass, or -1 for a custom batch sampler."""
     num_repeated: int
-    """Number of repeated samples at the end of a pass."""
+    """Number of samples that are repeated at the end of a pass."""
     drop_last: bool
     token: int
-    """Random number; rank zero's identifies the loader."""
+    """Random number. Rank zero's number identifies the loader."""
     sharding: ExistingSharding | None
     columns: dict[str, ColumnFingerprint]
     seed: int
@@ -65,18 +65,18 @@ class LoaderFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderAgreement:
-    """Facts about a loader that all ranks agree on when it is prepared."""
+    """What all ranks agree on about a loader when it is prepared."""
 
     sharding: ExistingSharding | None
-    """Existing sharding of this rank; None: echelon shards the loader."""
+    """This rank's existing sharding, or None if echelon shards the loader."""
     parts: list[LoaderFacts]
-    """Facts indexed by ``part``; those of this rank alone if the other ranks do not take part."""
+    """Facts indexed by ``part``, or only this rank's facts if the other ranks do not participate."""
     processes: list[int]
-    """First process that reads each part."""
+    """The first process that reads each part."""
     reads_alone: bool
     """Whether this process is in ``processes``."""
     token: int
-    """Identifies this loader on all ranks."""
+    """Number that identifies this loader on all ranks."""
 
 
 def agree_on_loader(
@@ -93,19 +93,18 @@ def agree_on_loader(
 
     Args:
         loader: the user's loader. If rank zero dispatches, only rank zero's loader matters.
-        world: world of this process.
-        batches: its batch sampler; None for iterable data.
-        already_sharded: the user's choice; None: detect it.
-        dispatches: only rank zero reads.
-        is_exact: raise instead of warning.
-        line: the line that passed the loader to echelon.
+        world: this process's world.
+        batches: the loader's batch sampler; None for iterable data.
+        already_sharded: the user's setting; if None, it is detected.
+        dispatches: whether only rank zero reads data.
+        is_exact: raise an error instead of a warning.
+        line: the user's line that passed the loader to echelon.
 
-    Collective: every rank, if there is more than one.
+    Collective: call on every rank.
 
     Raises:
-        DesyncError: the datasets differ in length or the loaders in batch size; in the exact modes also: the datasets
-            hold different data.
-        UsageError: it is sharded for a different number of processes, or two ranks have the same shard.
+        DesyncError: the dataset lengths or batch sizes differ between ranks, or, in the exact modes, the contents do.
+        UsageError: the loader is sharded for a different number of processes, or two ranks have the same shard.
     """
     mine, everybody = gather_loader_facts(
         loader, rank=world.rank, world_size=world.world_size, batches=batches, already_sharded=already_sharded
@@ -135,7 +134,7 @@ def agree_on_loader(
 def gather_loader_facts(
     loader: DataLoader[Any], *, rank: int, world_size: int, batches: Any, already_sharded: bool | None
 ) -> tuple[LoaderFacts, list[LoaderFacts]]:
-    """Return the facts of this rank's loader, and those of all ranks. Arguments: see ``agree_on_loader``. Collective."""
+    """Return this rank's loader facts and those of all ranks; see ``agree_on_loader``. Collective: call on every rank."""
     sharding = None if already_sharded is False else find_existing_sharding(loader)
     if sharding is None and already_sharded:
         sharding = ExistingSharding(what="its user (already_sharded=True)", place="user")
@@ -196,7 +195,7 @@ def _compare_data(
     is_exact: bool,
     line: UserLine,
 ) -> ExistingSharding | None:
-    """Return the existing sharding, after comparing the contents of the ranks' datasets."""
+    """Compare the contents of the ranks' datasets, and return the existing sharding if there is one."""
     first, *others = parts
     is_indexed = not any(facts.is_iterable for facts in parts)
     shards_itself = sharding is not None and sharding.place in ("dataset", "user")
@@ -212,9 +211,9 @@ def _compare_data(
             return sharding if check_shards(found, world_size=len(parts), line=line) else None
         if not have_columns:
             warn(
-                f"{sharding.what} knows its rank and the number of ranks, and echelon cannot detect whether it holds a shard or all "
-                "of the data. echelon shards it, which loses samples if each rank already has its own shard. Set "
-                "already_sharded=True if so, and already_sharded=False otherwise",
+                f"{sharding.what} has attributes for its rank and the number of ranks, but echelon cannot detect whether it holds "
+                "one shard or all of the data. echelon shards it, which loses samples if each rank already has its own shard. "
+                "Set already_sharded=True in that case, and already_sharded=False otherwise",
                 at=line,
             )
         return None
@@ -226,7 +225,7 @@ def _compare_data(
             _require_equal(
                 [facts.batch_size for facts in parts],
                 "batch size is",
-                do="give the loader the same batch size on every rank",
+                do="use the same batch size on every rank",
             )
     same_seeds = all(facts.seed == first.seed for facts in others)
     certain = differ and all(are_shards(first.columns, facts.columns, same_seeds=same_seeds) for facts in others)
@@ -254,7 +253,7 @@ def _report_different_data(kind: str, *, is_exact: bool, line: UserLine) -> None
         raise DesyncError(
             message,
             where=f"{line}, parity='exact'",
-            do="give every rank the whole dataset (for random data, call torch.manual_seed(0) on every rank before drawing it)",
+            do="give every rank the whole dataset (if it is random, call torch.manual_seed(0) on every rank before creating it)",
         )
     warn(f"{message}. Either {_BOTH_WAYS}", at=line)
 
@@ -267,10 +266,10 @@ def _decode(text: bytes) -> LoaderFacts:
 
 
 def sharding_conflict(sharding: ExistingSharding, *, mode: str, line: UserLine) -> UsageError:
-    """Return the error for an already sharded loader in a mode that cannot use one."""
+    """Return the error for an already sharded loader in a mode that does not support one."""
     return UsageError(
         f"the loader is already sharded by {sharding.what}, and {mode}",
         where=str(line),
         do="remove that sharding, so that echelon shards the loader (DataLoader(dataset, shuffle=True), or the whole stream), "
-        "or keep it and remove this setting",
+        "or keep the sharding and remove this setting",
     )

@@ -1,4 +1,4 @@
-"""Warns once if an optimizer step in a plain DistributedDataParallel loop uses gradients that were not reduced."""
+"""Warns once if an optimizer step in a plain DistributedDataParallel loop uses unreduced gradients."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optim
 __all__ = ["RawDDPGuard"]
 
 _DO_WRAP = (
-    "put every parameter into a module that DistributedDataParallel wraps and call that module, and make all gradients with "
-    "loss.backward() (if each rank trains its own parameters on purpose, ignore this warning)"
+    "put every parameter into a module that DistributedDataParallel wraps, call the wrapped module, and compute all gradients "
+    "with loss.backward() (if each rank trains its own parameters on purpose, ignore this warning)"
 )
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -36,14 +36,14 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 @final
 class RawDDPGuard:
-    """Watches the DDP models that are built between ``setup()`` and ``cleanup()``, and the optimizer steps.
+    """Watches optimizer steps and the DDP models that are built between ``setup()`` and ``cleanup()``.
 
-    Unlike an Accelerator it reduces nothing itself: the user's loop may reduce gradients explicitly or skip reductions on
-    purpose, and an additional collective can hang the program.
+    Unlike an Accelerator, it never reduces gradients itself: the user's loop may reduce them explicitly or skip reductions
+    on purpose, and an additional collective could hang the program.
     """
 
     current: ClassVar[RawDDPGuard | None] = None
-    """The guard of the open process group; its hooks apply to the whole process."""
+    """The guard for the open process group. Its hooks apply to the whole process."""
 
     def __init__(self) -> None:
         group = dist.group.WORLD
@@ -67,13 +67,13 @@ class RawDDPGuard:
 
     @classmethod
     def leave_to_accelerator(cls) -> None:
-        """Compare no weights: an Accelerator does so from now on."""
+        """Stop comparing weights, because an Accelerator does so from now on."""
         if cls.current is not None:
             cls.current._drift.stop()
 
     @classmethod
     def end(cls) -> None:
-        """Stop watching; harmless when nothing is watched."""
+        """Stop watching; does nothing if no guard is active."""
         guard, cls.current = cls.current, None
         if guard is not None:
             guard._drift.stop()
@@ -109,7 +109,7 @@ class RawDDPGuard:
                 self._drift.ignore(optimizer)
 
     def _is_open(self) -> bool:
-        """Return whether the group of ``begin()`` is still open: the user may have destroyed it through torch."""
+        """Return whether the group that ``begin()`` saw is still open; the user may have destroyed it through torch."""
         return dist.is_initialized() and self._group() is dist.group.WORLD
 
     def _models_of(self, optimizer: Optimizer) -> list[weakref.ref[_WatchedModel]]:
@@ -125,7 +125,7 @@ class RawDDPGuard:
 
 
 class _ModelHook(ABC):
-    """A removable hook that is not copied with its model."""
+    """A removable hook that is not copied or pickled with its model."""
 
     _handles: list[Any]
     """Handles of the registered hooks."""
@@ -147,9 +147,9 @@ class _ModelHook(ABC):
 
 
 class _WatchedModel(_ModelHook):
-    """Forward pre-hook of a DDP model that tracks whether the gradients of the last backward pass were reduced.
+    """A DDP model's forward pre-hook that tracks whether the last backward pass reduced its gradients.
 
-    DDP decides in the forward pass whether the next backward pass reduces.
+    DDP decides in the forward pass whether the next backward pass reduces gradients.
     """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
@@ -160,9 +160,9 @@ class _WatchedModel(_ModelHook):
         self._passes = _LastPass()
         self._structure = Structure(wrapper.module)
         self._untrained: list[nn.Parameter] = []
-        """Parameters that are frozen, and thus unknown to DDP."""
+        """Frozen parameters, which DDP therefore does not reduce."""
         self._late: dict[str, _LastPass] = {}
-        """Hooks, by name, of parameters that became trainable after DDP was built."""
+        """Hooks on parameters that became trainable after DDP was built, by parameter name."""
         self._list_untrained(wrapper)
         self._will_reduce = False
         self._is_compiled = False
@@ -191,13 +191,13 @@ class _WatchedModel(_ModelHook):
 
     @property
     def is_joined(self) -> bool:
-        """Whether the model is in a context of torch's ``Join``."""
+        """Whether the model is inside torch's ``Join`` context."""
         wrapper = self._wrapper()
         return wrapper is not None and wrapper._join_config.enable
 
     @property
     def is_reported(self) -> bool:
-        """Whether a warning has said that the ranks diverge."""
+        """Whether a warning has already reported that the ranks diverge."""
         return self._is_done
 
     def _list_untrained(self, wrapper: DistributedDataParallel) -> None:
@@ -207,7 +207,7 @@ class _WatchedModel(_ModelHook):
         self._structure.renew(wrapper.module)
 
     def _watch_new_parameters(self, wrapper: DistributedDataParallel) -> None:
-        """Watch parameters that were unfrozen, added or replaced after DDP was built, which it does not reduce."""
+        """Watch parameters that DDP does not reduce because they were unfrozen, added or replaced after it was built."""
         if self._structure.is_changed:
             self._list_untrained(wrapper)
         if not any(map(_requires_grad, self._untrained)):
@@ -220,7 +220,7 @@ class _WatchedModel(_ModelHook):
         self._untrained = [p for p in self._untrained if not p.requires_grad]
 
     def check_step(self) -> bool:
-        """Warn if a step uses gradients that were not reduced; return whether the model is in a plain DDP loop."""
+        """Warn if the step uses unreduced gradients; return whether the model is used in a plain DDP loop."""
         wrapper = self._wrapper()
         if wrapper is None or self._is_prepared:
             return False
@@ -240,9 +240,9 @@ class _WatchedModel(_ModelHook):
             self.release()
             more = f" and {len(names) - 3} others" if len(names) > 3 else ""
             warn(
-                f"this step uses gradients of {type(wrapper.module).__name__} that were not averaged over the ranks, so the weights "
-                f"of the ranks diverge: {', '.join(names[:3])}{more} became trainable after DistributedDataParallel was built. Wrap "
-                "the model again after such a change: model = DistributedDataParallel(model.module)"
+                f"this step uses {type(wrapper.module).__name__} gradients that were not averaged across ranks, so the weights "
+                f"diverge between ranks: {', '.join(names[:3])}{more} became trainable after DistributedDataParallel was built. "
+                "Wrap the model again after such a change: model = DistributedDataParallel(model.module)"
             )
             return True
         if not self._is_dirty or self._passes.may_be_reduced_by_hand():
@@ -250,15 +250,15 @@ class _WatchedModel(_ModelHook):
         self._is_done = True
         self.release()
         warn(
-            f"this step uses gradients of {type(wrapper.module).__name__} that were not averaged over the ranks, so the weights "
-            "of the ranks diverge. The last backward pass ran inside no_sync(), or after a forward pass through the unwrapped "
-            "module, or was the second one after a single forward pass. Call the DistributedDataParallel object, and run the last "
-            "forward and backward pass before step() outside no_sync()"
+            f"this step uses {type(wrapper.module).__name__} gradients that were not averaged across ranks, so the weights "
+            "diverge between ranks. The last backward pass ran inside no_sync(), followed a forward pass through the unwrapped "
+            "module, or was the second one after a single forward pass. Call the DistributedDataParallel object, and run the "
+            "last forward and backward pass before step() outside no_sync()"
         )
         return True
 
     def _unaveraged_names(self) -> list[str]:
-        """Return the names of new parameters whose gradient since the last step was not averaged."""
+        """Return the names of new parameters with gradients that were not averaged since the last step."""
         names = [name for name, last in self._late.items() if last.count.is_any and not last.may_be_reduced_by_hand()]
         for last in self._late.values():
             last.count.reset()
@@ -275,7 +275,7 @@ class _WatchedModel(_ModelHook):
 
 
 class _BufferSyncCounter(_ModelHook):
-    """Counts DDP's buffer broadcasts before the module's forward pass, which share no evaluation result."""
+    """Excludes DDP's buffer broadcasts before a forward pass from the collectives that may combine evaluation results."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper = weakref.ref(wrapper)
@@ -296,7 +296,7 @@ class _BufferSyncCounter(_ModelHook):
 
 
 class _NoHook:
-    """Replaces a hook in a copy of a model."""
+    """Replaces a hook in a copied or unpickled model."""
 
     def __call__(self, _wrapper: Any, _inputs: Any) -> None:
         """Do nothing."""
@@ -327,9 +327,9 @@ class _LastPass:
     def may_be_reduced_by_hand(self) -> bool:
         """Return whether the user's own collectives may have averaged the gradients of the last pass.
 
-        A collective that reduces a logged loss counts, too. After the first one, the first gradient of each pass is kept until
-        the step. A gradient that is unchanged, clipped by value, or a multiple of its old value (clipped by norm, divided) has
-        not been averaged.
+        A collective that reduces a logged loss counts, too. After the first such collective, the first gradient of each pass
+        is kept until the step. A gradient that is unchanged, clipped by value, or scaled (clipped by norm, or divided) has not
+        been averaged.
         """
         if self._collectives is not None and self._collectives == num_collectives():
             return False
@@ -350,7 +350,7 @@ _MIN_VALUES = 4  # with fewer values an average over ranks may be a multiple of 
 
 
 def _watch_models(guard: RawDDPGuard) -> Any:
-    """Notify ``guard`` of each model that is wrapped in DDP; return a function that stops this."""
+    """Notify ``guard`` of each model that is wrapped in DDP; return a function that stops the notifications."""
     plain, reference = DistributedDataParallel.__init__, weakref.ref(guard)
 
     @functools.wraps(plain)

@@ -1,7 +1,7 @@
-"""Detects parameters that should be equal on all ranks but drift apart.
+"""Detects when parameters that should be equal on all ranks drift apart.
 
-It uses no collective, because ranks may step different numbers of times. Before some steps of an optimizer, each rank writes
-fingerprints of its parameters to the store of the process group, and the last rank to do so compares them.
+The check uses no collectives, because ranks may step different numbers of times. Before some optimizer steps, each rank
+writes fingerprints of its parameters to the process group's store, and the last rank to do so compares them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaDriftCheck:
-    """Compares the parameters of each optimizer before steps 1, 2, 3, 5, 9, 17, ..., and where the caller asks for it.
+    """Compares each optimizer's parameters before steps 1, 2, 3, 5, 9, 17, ..., and whenever the caller requests it.
 
     Sharded parameters (DTensor and other subclasses) are not compared.
 
     Args:
-        is_error: raise instead of warning.
+        is_error: raise an error instead of a warning.
     """
 
     def __init__(self, *, is_error: bool = False) -> None:
@@ -67,17 +67,18 @@ class ReplicaDriftCheck:
     def before_step(
         self, optimizer: Optimizer, do: str, *, models: Sequence[nn.Module] | None = None, must_be_equal: bool = True
     ) -> None:
-        """Compare parameters and the settings of ``optimizer``, if it has taken enough steps.
+        """Compare the parameters and the settings of ``optimizer`` before steps 1, 2, 3, 5, 9, 17, and so on.
 
         Args:
-            optimizer: it is about to step.
+            optimizer: the optimizer that is about to step.
             do: what the user can do about a difference.
-            models: modules whose parameters are compared; None: those of ``optimizer``.
-            must_be_equal: False: parameters that differ before the first step are meant to be different. Other differences are
-                reported at step 17, or at the end unless there are many optimizers, as in inner loops over data of one rank.
+            models: modules whose parameters are compared (default: the optimizer's parameters).
+            must_be_equal: if False, parameters that differ before the first step are assumed to differ on purpose. Other
+                differences are reported at step 17, or at the end of the run unless the program has created many optimizers
+                (as in per-rank inner loops).
 
         Raises:
-            DesyncError: they differ but must be equal (``is_error``).
+            DesyncError: ``is_error`` and ``must_be_equal`` are True, and the ranks differ.
         """
         if not self._is_open():
             return
@@ -103,22 +104,22 @@ class ReplicaDriftCheck:
             self._postponed.pop(subject).warn()
 
     def ignore(self, optimizer: Optimizer) -> None:
-        """Do not compare the parameters of ``optimizer`` from now on: a difference is expected, or was reported."""
+        """Stop comparing the parameters of ``optimizer``, because a difference is expected or was already reported."""
         history = self._histories.setdefault(optimizer, _History(-1))
         self._postponed.pop(f"own_{history.index}", None)
         history.is_ignored = True
 
     def compare_models(self, models: Sequence[nn.Module], when: str, do: str, *, is_last: bool = False) -> None:
-        """Compare the parameters of ``models``, at a point that every rank reaches.
+        """Compare the parameters of ``models`` at a point that every rank reaches.
 
         Args:
             models: the modules.
-            when: names the point in the message.
+            when: when the comparison happens, as worded in the message.
             do: what the user can do about a difference.
-            is_last: the process group is closed next: rank 0, which serves the store, waits a few seconds for the other ranks.
+            is_last: whether the process group closes next. Rank 0, which serves the store, then waits up to 5 s for the others.
 
         Raises:
-            DesyncError: they differ (``is_error``).
+            DesyncError: ``is_error`` is True and the parameters differ.
         """
         if not self._is_open() or not models:
             return
@@ -131,16 +132,16 @@ class ReplicaDriftCheck:
             self._report(f"{found} {when}", do)
 
     def stop(self) -> None:
-        """Compare nothing from now on."""
+        """Stop comparing, and report postponed differences."""
         self._group = None
         _warn_of_few(self._postponed, self._num_optimizers)
 
     def _is_open(self) -> bool:
-        """Return whether the group that was open when this object was created still is."""
+        """Return whether the group that was open when this object was created is still open."""
         return self._group is not None and self._group() is not None and self._group() is dist.group.WORLD
 
     def _find_drift(self, what: str, named: _Named, subject: str) -> str | None:
-        """Write fingerprints to the store; return what differs, on the last rank to do so, and once for each ``subject``."""
+        """Write fingerprints to the store; the last rank to do so returns what differs, once per ``subject``."""
         named = [(name, p) for name, p in named if _is_replicated(p)]
         if not named:
             return None
@@ -166,7 +167,7 @@ class ReplicaDriftCheck:
         rank, differing = found
         names = [named[i][0] for i in differing]
         more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-        return f"rank 0 and rank {rank} have different values of {', '.join(names[:_NUM_SHOWN])}{more}"
+        return f"rank 0 and rank {rank} have different values for {', '.join(names[:_NUM_SHOWN])}{more}"
 
     def _wait_for_comparison(self, what: str) -> None:
         with suppress(dist.DistError, RuntimeError):  # another rank may never come, and this one does not report that
@@ -186,7 +187,7 @@ class ReplicaDriftCheck:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """A difference between the ranks."""
+    """A difference between ranks that is reported now or later."""
 
     message: str
     do: str
@@ -198,7 +199,7 @@ class _Report:
 
 
 def _warn_of_few(postponed: dict[str, _Report], num_optimizers: Counter[str]) -> None:
-    """Warn of the ``postponed`` differences, unless the program has created many optimizers."""
+    """Warn about the ``postponed`` differences, unless the program has created many optimizers."""
     if num_optimizers["own"] <= _FEW_OPTIMIZERS:
         for report in postponed.values():
             report.warn()
@@ -207,10 +208,10 @@ def _warn_of_few(postponed: dict[str, _Report], num_optimizers: Counter[str]) ->
 
 @dataclass(slots=True)
 class _History:
-    """What is known of an optimizer."""
+    """How often an optimizer has stepped, and whether it is compared."""
 
     index: int
-    """Number of optimizers of the same kind that stepped before this one."""
+    """Number of optimizers of the same kind that took their first step before this one."""
     num_steps: int = 0
     is_ignored: bool = False
 
@@ -225,7 +226,7 @@ def _parameters_of(optimizer: Optimizer) -> _Named:
 
 
 def _settings_of(optimizer: Optimizer) -> _Named:
-    """Return the numbers in the parameter groups of ``optimizer``, such as learning rates."""
+    """Return the numeric settings in the parameter groups of ``optimizer``, such as learning rates."""
     return [
         (f"{name} of parameter group {i}", torch.tensor(float(value), dtype=torch.float64))
         for i, group in enumerate(optimizer.param_groups)
@@ -245,7 +246,7 @@ def _layout(parameters: Sequence[torch.Tensor]) -> _Fingerprints:
 
 
 def _fingerprints(parameters: Sequence[torch.Tensor]) -> _Fingerprints:
-    """Return the sum of the bit patterns of each parameter, as 64-bit integers: exact, in any order of summation."""
+    """Return the 64-bit integer sum of each parameter's bit patterns, which is exact in any order of summation."""
     sums: list[torch.Tensor] = []
     for parameter in parameters:
         plain = parameter.detach()
@@ -260,7 +261,7 @@ def _fingerprints(parameters: Sequence[torch.Tensor]) -> _Fingerprints:
 
 
 def _find_difference(ranks: Sequence[_Fingerprints]) -> tuple[int, list[int]] | None:
-    """Return a rank that differs from rank 0, and the indices of the parameters; None if all are equal or not comparable."""
+    """Return a rank that differs from rank 0 and the differing indices, or None if all are equal or not comparable."""
     first = ranks[0]
     if any(len(theirs) != len(first) or theirs[0] != first[0] for theirs in ranks):
         return None

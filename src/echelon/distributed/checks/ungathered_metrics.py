@@ -14,7 +14,7 @@ __all__ = ["DatasetLength", "UngatheredMetricsCheck"]
 
 
 class DatasetLength:
-    """Line on which the program called ``len(loader.dataset)`` of a sharded loader."""
+    """Records the line on which the program calls ``len(loader.dataset)`` for a sharded loader."""
 
     __slots__ = ("line",)
 
@@ -22,7 +22,7 @@ class DatasetLength:
         self.line: UserLine | None = None
 
     def record_access(self) -> None:
-        """Record that the caller's caller reads ``loader.dataset``, unless that is library code such as DataLoader."""
+        """Record the line that reads ``loader.dataset``, unless it is library code such as DataLoader."""
         if is_library(sys._getframe(2).f_code.co_filename):
             return
         line = user_line()
@@ -32,10 +32,10 @@ class DatasetLength:
 
 
 class UngatheredMetricsCheck:
-    """Detects an evaluation whose results were not gathered although ``len(loader.dataset)`` was called.
+    """Detects an evaluation that calls ``len(loader.dataset)`` but does not gather its results.
 
-    If ranks run no collective between the first batch of an evaluation and the next training pass, barrier, checkpoint or
-    exit, each rank has only the result of its own shard. Any collective of torch.distributed counts, including the user's.
+    If no collective runs between the first batch of an evaluation and the next training pass, barrier, checkpoint or exit,
+    each rank has only its own shard's result. Any torch.distributed collective counts, including the user's.
 
     Args:
         do: advice on how to combine the ranks' results.
@@ -50,21 +50,21 @@ class UngatheredMetricsCheck:
         self._warned: set[UserLine] = set()
 
     def num_collectives(self) -> int | None:
-        """Return the number of collectives so far, without the ignored ones; None if unknown."""
+        """Return the number of collectives so far, excluding ignored ones, or None if it is unknown."""
         num = num_collectives_of_all_groups()
         return None if num is None else num - self._num_ignored
 
     def ignore(self, num: int) -> None:
-        """Ignore ``num`` collectives that cannot have shared a result."""
+        """Ignore ``num`` collectives that cannot have combined results."""
         self._num_ignored += num
 
     def end_pass(self, length: DatasetLength, since: int | None) -> None:
-        """Record the end of a pass; ``since`` is ``num_collectives()`` at its first batch."""
+        """Record the end of a pass; ``since`` is the value of ``num_collectives()`` at its first batch."""
         if since is not None and not torch.is_grad_enabled():
             self._ended[length] = since
 
     def begin_pass(self) -> None:
-        """Check before a training batch is read. Evaluations of several loaders may share their results together."""
+        """Check before a training batch is read, because one collective may combine the results of several evaluations."""
         if self._ended and torch.is_grad_enabled():
             self.check()
 
@@ -80,17 +80,17 @@ class UngatheredMetricsCheck:
             if line is not None and num == since and line not in self._warned:
                 self._warned.add(line)
                 warn(
-                    "each process evaluated only its own shard, but len(loader.dataset) is the number of all samples, and "
-                    "nothing was gathered or reduced: the result of one shard is divided by the size of the whole dataset. "
+                    "each process evaluated only its own shard, but len(loader.dataset) counts all samples, and nothing was "
+                    "gathered or reduced. The result of one shard is therefore divided by the size of the whole dataset. "
                     f"{self._do}",
                     at=line,
                 )
 
     def forget(self) -> None:
-        """Forget the evaluations so far."""
+        """Discard the evaluations recorded so far."""
         self._ended = {}
 
     def close(self) -> None:
-        """Check at the end of the process group, and reset the warnings for the next one."""
+        """Run the check before the process group is destroyed, and reset the warnings for the next group."""
         self.check()
         self._warned.clear()

@@ -1,4 +1,4 @@
-"""Warns once if every rank of a plain DDP loop reads all samples because its DataLoader is not sharded."""
+"""Warns once if every rank in a plain DDP loop reads all samples because its DataLoader is not sharded."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _PLAIN = (int, float, str, bool, bytes, type(None))
 
 @final
 class UnshardedLoaderCheck:
-    """Compares the dataset that this rank reads with those of the other ranks, during the first steps of a DDP model.
+    """Compares this rank's dataset with those on the other ranks during the first steps of a DDP model.
 
-    Each rank writes a digest to the store. Rank zero reads the digests once all are there, and no rank waits.
+    Each rank writes a digest to the store. Rank zero reads the digests once all have been written, and no rank waits.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class UnshardedLoaderCheck:
         self._line: UserLine | None = None
         self._store: dist.Store | None = None
         self.stop = _watch_passes(self)
-        """Stops watching."""
+        """Stops the check."""
 
     def add_pass(self, loader: DataLoader[Any], iterator: object) -> None:
         """Record the start of a pass."""
@@ -46,7 +46,7 @@ class UnshardedLoaderCheck:
         self._passes[iterator] = loader.dataset, _may_read_all(loader), user_line()
 
     def check_step(self) -> None:
-        """Run the check at a step of a DDP model."""
+        """Run the check at an optimizer step of a DDP model."""
         if not self._checks_left:
             return
         self._checks_left -= 1
@@ -84,15 +84,15 @@ class UnshardedLoaderCheck:
         if len({self._store.get(key) for key in keys}) > 1:
             return
         warn(
-            f"this DataLoader feeds a DistributedDataParallel model on {len(keys)} ranks, and each rank reads all of its samples, "
-            f"so an epoch trains on every sample {len(keys)} times. Use loader = echelon.distributed.shard(loader) or a "
-            "DistributedSampler",
+            f"this DataLoader feeds a DistributedDataParallel model on {len(keys)} ranks, and each rank reads all of its "
+            f"samples. An epoch therefore trains on every sample {len(keys)} times. Use "
+            "loader = echelon.distributed.shard(loader) or a DistributedSampler",
             at=line,
         )
 
 
 def _may_read_all(loader: DataLoader[Any]) -> bool:
-    """Return whether ``loader`` may read its whole dataset: it has torch's own samplers, and nothing has a rank."""
+    """Return whether ``loader`` may read its whole dataset: torch's own samplers, and a dataset without a rank."""
     sampler = loader.sampler
     return (
         not isinstance(loader.dataset, IterableDataset)
@@ -103,7 +103,7 @@ def _may_read_all(loader: DataLoader[Any]) -> bool:
 
 
 def _describe_dataset(value: Any, depth: int = 0) -> Any:
-    """Return a description that distinguishes the datasets of two ranks, without reading a sample."""
+    """Return a description that distinguishes two ranks' datasets without reading any samples."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
@@ -135,7 +135,7 @@ def _ends(value: Any) -> list[Any]:
 
 
 def _watch_passes(check: UnshardedLoaderCheck) -> Callable[[], None]:
-    """Notify ``check`` of each pass over a DataLoader; return a function that stops this."""
+    """Notify ``check`` of each pass over a DataLoader; return a function that stops the notifications."""
     plain, reference = DataLoader.__iter__, weakref.ref(check)
 
     @functools.wraps(plain)

@@ -1,4 +1,4 @@
-"""Checks that DistributedDataParallel has averaged all gradients: it waits for parameters that a loss does not use."""
+"""Checks that DistributedDataParallel has averaged all gradients, for it waits for parameters the loss does not use."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MAX_NAMES = 4
 
 
 def require_finished_reduction(wrapper: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> None:
-    """Check that the last backward pass reduced the gradients of all ``parameters``, those that ``wrapper`` was built for.
+    """Check that the last backward pass reduced the gradients of all ``parameters`` that ``wrapper`` was built with.
 
-    DDP itself checks this only in the next forward pass, after an optimizer step has used gradients of a single rank.
+    DDP itself checks this only in the next forward pass, after an optimizer step has used one rank's local gradients.
 
     Raises:
-        UsageError: some parameters received no gradient.
+        UsageError: some of the parameters received no gradient.
     """
     if is_in_backward():
         return
@@ -38,10 +38,10 @@ def require_finished_reduction(wrapper: DistributedDataParallel, parameters: Seq
         names = [name_of.get(id(p), "a removed parameter") for p in unused]
         shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if names[_MAX_NAMES:] else "")
         raise UsageError(
-            f"the last backward pass gave no gradient to {len(names) or 'some'} of the {len(reduced)} trainable parameters"
-            f"{': ' if shown else ''}{shown}. DDP waits for them and has not averaged all gradients over the ranks",
+            f"{len(names) or 'some'} of the {len(reduced)} trainable parameters received no gradient in the last backward pass"
+            f"{': ' if shown else ''}{shown}. DDP waits for them and has not averaged all gradients across ranks",
             where=f"{type(wrapper.module).__name__} under DistributedDataParallel, {user_line()}",
-            do="if the loss does not always depend on them: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
-            "find_unused_parameters=True)]), or TrainingArguments(ddp_find_unused_parameters=True). If it never does: "
+            do="if the loss does not always depend on them, use Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+            "find_unused_parameters=True)]) or TrainingArguments(ddp_find_unused_parameters=True). If it never does, call "
             "parameter.requires_grad_(False) before prepare()",
         ) from error

@@ -36,9 +36,9 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
-    """Replace the gradient of each parameter with the mean over the ranks; if no rank has one, it stays None.
+    """Replace each parameter's gradient with the mean across ranks; if no rank has a gradient, it stays None.
 
-    Collective: every rank, with the same parameters.
+    Collective: call on every rank, with the same parameters.
     """
     if not parameters:
         return
@@ -60,11 +60,11 @@ def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def average_loss(loss: Any) -> Any:
-    """Return the mean over the ranks of a closure's return value, or the value itself if it is not a number.
+    """Return the mean of a closure's return value across ranks, or the value itself if it is not a number.
 
-    An optimizer that uses the loss (LBFGS) must make the same decisions on all ranks.
+    An optimizer that uses the loss, such as LBFGS, must make the same decisions on all ranks.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     if not isinstance(loss, (torch.Tensor, float)) or (isinstance(loss, torch.Tensor) and loss.numel() != 1):
         return loss
@@ -75,12 +75,12 @@ def average_loss(loss: Any) -> Any:
 
 
 def require_same_parameters(module: nn.Module) -> None:
-    """Check that names, shapes, dtypes and ``requires_grad`` of the parameters of ``module`` are equal on all ranks.
+    """Check that the names, shapes, dtypes and ``requires_grad`` of a module's parameters are equal on all ranks.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
-        DesyncError: they differ; the message has the first difference.
+        DesyncError: the parameters differ; the message gives the first difference.
     """
     lines = [
         f"{name} {list(p.shape)} {p.dtype} ({'trainable' if p.requires_grad else 'frozen'})"
@@ -96,14 +96,14 @@ def require_same_parameters(module: nn.Module) -> None:
     first, other = (theirs + ["nothing"] * (count - len(theirs)) for theirs in (ranks[0], ranks[rank]))
     place = next(i for i in range(count) if first[i] != other[i])
     raise DesyncError(
-        f"the parameters of a prepared model changed differently on the ranks: rank {rank} has {other[place]}, and "
+        f"a prepared model's parameters changed differently on different ranks: rank {rank} has {other[place]}, but "
         f"rank 0 has {first[place]}",
         do="add, replace, freeze and unfreeze the same parameters on every rank",
     )
 
 
 class Structure:
-    """Detects that a parameter or a submodule was set anywhere inside ``module``."""
+    """Detects when a parameter or submodule is set anywhere inside ``module``."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules: WeakSet[nn.Module] = WeakSet(module.modules())
@@ -115,17 +115,17 @@ class Structure:
             self.is_changed = True
 
     def renew(self, module: nn.Module) -> None:
-        """Reset, and watch the current submodules of ``module``."""
+        """Reset the flag, and watch the current submodules of ``module``."""
         self._modules = WeakSet(module.modules())
         self.is_changed = False
 
 
 class Replica:
-    """Tracks whether the gradients of a DDP model hold values that were not reduced.
+    """Tracks whether a DDP model's gradients contain unreduced values.
 
-    DDP decides in the forward pass which parameters the next backward pass reduces, once. It does not reduce backward passes
-    in ``no_sync``, through the unwrapped module, or after the first one of a forward pass. It does not know parameters that
-    were added, replaced or unfrozen after it was built, and waits forever for one that was frozen.
+    DDP decides in the forward pass which gradients the next backward pass reduces, and reduces them only once. It reduces
+    nothing in ``no_sync``, after a forward pass through the unwrapped module, or in a second backward pass after one forward
+    pass. It ignores parameters that were added, replaced or unfrozen after it was built, and waits forever for frozen ones.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, *, reduces: bool = True, hooks: Sequence[Any] = ()) -> None:
@@ -133,8 +133,8 @@ class Replica:
 
         Args:
             wrapper: the DDP model.
-            reduces: whether DDP must reduce gradients; False: they are never considered unreduced.
-            hooks: handles of other hooks on the model, which ``release`` removes, too.
+            reduces: whether DDP must reduce gradients; if False, they are never considered unreduced.
+            hooks: handles of other hooks on the model that ``release`` also removes.
         """
         self.wrapper = wrapper
         self._reduces = reduces
@@ -143,7 +143,7 @@ class Replica:
         self.parameters = [p for p in self._all if p.requires_grad]
         """Trainable parameters."""
         self.version = 0
-        """Number of changes of the parameters so far."""
+        """How often the set of parameters has changed so far."""
         self.former: list[torch.Tensor] = []
         """Parameters that were removed from the model."""
         self._structure = Structure(wrapper.module)
@@ -188,7 +188,7 @@ class Replica:
     # ---- the parameters of the model -----------------------------------------------------------------------------------
 
     def sync_parameters_before_step(self) -> None:
-        """Call ``sync_parameters``, unless a forward pass has since the last step."""
+        """Call ``sync_parameters``, unless a forward pass has called it since the last step."""
         if not self._is_compared:
             self.sync_parameters()
         self._is_compared = False
@@ -196,11 +196,11 @@ class Replica:
     def sync_parameters(self) -> None:
         """Rebuild DDP's reducer if parameters were added, replaced, removed, frozen or unfrozen, and broadcast new ones.
 
-        Collective: if any have changed.
+        Collective if any parameters have changed.
 
         Raises:
-            DesyncError: the ranks have changed different parameters.
-            UsageError: DDP cannot be rebuilt because of one of its options.
+            DesyncError: the parameters changed differently on different ranks.
+            UsageError: one of DDP's options prevents rebuilding it.
         """
         if not self._structure.is_changed and list(map(_requires_grad, self._all)) == self._trained:
             return
@@ -235,10 +235,10 @@ class Replica:
         self._structure.renew(module)
 
     def _mark_compiled_passes_unreduced(self, were_trained: set[int]) -> None:
-        """Mark gradients of compiled passes as unreduced: such passes do not check the parameters.
+        """Mark gradients from compiled passes as unreduced, because such passes do not check the parameters.
 
         Raises:
-            UsageError: a parameter was frozen, so that DDP would wait for it, or DDP keeps gradients in its buckets.
+            UsageError: a parameter was frozen, so DDP would wait for it, or DDP stores gradients in its buckets.
         """
         named = self.wrapper.module.named_parameters()
         frozen = [name for name, p in named if id(p) in were_trained and not p.requires_grad]
@@ -265,7 +265,7 @@ class Replica:
         names = {id(p): name for name, p in wrapper.module.named_parameters()}
         changed = [names[id(p)] for p, is_trained in zip(now, trained) if before.get(id(p)) is not is_trained]
         raise UsageError(
-            f"the parameters of a prepared model changed ({', '.join(changed[:3]) or 'some were removed'}), and DDP cannot be rebuilt",
+            f"a prepared model's parameters changed ({', '.join(changed[:3]) or 'some were removed'}), but DDP cannot be rebuilt",
             where="DistributedDataParallel with mixed_precision, delay_all_reduce_named_params or the Python reducer",
             do="change the model before prepare(), or remove these options",
         )
@@ -273,16 +273,16 @@ class Replica:
     # ---- its gradients -------------------------------------------------------------------------------------------------
 
     def require_finished_reduction(self) -> None:
-        """Check that the last backward pass used every parameter for which DDP waits.
+        """Check that the last backward pass used every parameter that DDP waits for.
 
         Raises:
-            UsageError: it did not; the message has the names.
+            UsageError: some parameters were not used; the message lists them.
         """
         require_finished_reduction(self.wrapper, self.parameters)
 
     @contextmanager
     def sync_next_backward(self) -> Iterator[None]:
-        """Make the backward pass in the block reduce, as if its forward pass had run outside ``no_sync``."""
+        """Make the backward pass in the block reduce gradients, as if its forward pass had run outside ``no_sync``."""
         wrapper = self.wrapper
         before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
         wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
@@ -297,14 +297,14 @@ class Replica:
             self._will_reduce = self._must_prepare = False
 
     def prepare_for_backward(self, losses: list[torch.Tensor]) -> None:
-        """Inside ``sync_next_backward``, prepare DDP's reducer, which a forward pass in ``no_sync`` has not done."""
+        """Inside ``sync_next_backward``, prepare DDP's reducer, because a forward pass in ``no_sync`` does not."""
         if self._must_prepare:
             self.update_reduced()
             self.wrapper.reducer.prepare_for_backward(losses)
             self._must_prepare, self._will_reduce = False, True
 
     def contribute_zeros(self) -> None:
-        """Contribute zeros to the reduction that the forward pass prepared, if no backward pass has contributed."""
+        """Contribute zeros to the reduction that the forward pass prepared, if no backward pass has contributed gradients."""
         if self._will_reduce:
             sparse = {id(parameter) for _, parameter in sparse_parameters(self.wrapper.module)}
             zeros = [sparse_zeros_like(p) if id(p) in sparse else torch.zeros_like(p) for p in self.parameters]
@@ -312,7 +312,7 @@ class Replica:
             self.update_reduced()
 
     def update_reduced(self) -> None:
-        """Update whether gradients are unreduced, from the backward passes since the last call."""
+        """Update whether gradients are unreduced, based on the backward passes since the last call."""
         if not self._passes.is_any:
             return
         self._has_passes, self._is_assigned = True, False
@@ -324,14 +324,14 @@ class Replica:
         self._will_reduce = False
 
     def is_dirty(self) -> bool:
-        """Return whether a gradient holds values that were not reduced."""
+        """Return whether any gradient contains unreduced values."""
         self.update_reduced()  # after a backward pass that did not go through the engine
         return self._dirty or (self._reduces and not self._has_passes and self.is_assigned())
 
     def is_assigned(self) -> bool:
         """Return whether the gradients were assigned, for example from ``torch.autograd.grad``, without a backward pass.
 
-        Unchanged gradients of the last step are not reported again, unless they had been assigned.
+        Gradients that have not changed since the last step do not count, unless they had been assigned before it.
         """
         if self._has_passes:
             return False
@@ -345,7 +345,7 @@ class Replica:
         return self._is_assigned
 
     def copy_assigned(self) -> list[torch.Tensor]:
-        """Replace assigned gradients by detached copies, which can be reduced in place; return more copies of a sample."""
+        """Replace assigned gradients with detached copies, which can be reduced in place; return copies of a sample of them."""
         for p in self.parameters:
             if p.grad is not None:
                 p.grad = p.grad.detach().clone()
@@ -359,18 +359,18 @@ class Replica:
         )
 
     def end_step(self) -> None:
-        """Record that a step has used the current gradients."""
+        """Record that an optimizer step has used the current gradients."""
         self.update_reduced()
         self._has_passes = False
         self._stepped = [None if p.grad is None else _Gradient(p.grad) for p in self._sample()]
 
     def _sample(self) -> list[torch.Tensor]:
-        """Return a few parameters: checking all of them in each step would be slow."""
+        """Return a few parameters, because checking all of them in each step would be slow."""
         own = self.parameters
         return [own[0], own[len(own) // 2], own[-1]] if own else []
 
     def mark_reduced(self) -> None:
-        """Record that all gradients were reduced or cleared."""
+        """Record that all gradients have been reduced or cleared."""
         self._dirty = False
 
 
@@ -384,15 +384,15 @@ class _Gradient:
         self._num_writes = tensor._version
 
     def is_unchanged(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is the same tensor and was not written to since."""
+        """Return whether ``tensor`` is the same tensor and has not been written to since."""
         return self._tensor() is tensor and tensor._version == self._num_writes
 
 
 class BackwardPasses:
     """Gradient hook that counts backward passes.
 
-    It must not reference the wrapper: DDP's reducer holds the parameters where the garbage collector does not see them, so
-    the cycle, with the model and the process group, would never be freed.
+    It must not reference the wrapper. DDP's reducer holds the parameters where the garbage collector cannot see them, so the
+    cycle would never be freed, and neither would the model or the process group.
     """
 
     __slots__ = ("_last", "_seen", "is_any", "num")
@@ -404,7 +404,7 @@ class BackwardPasses:
         """Reset the count."""
         self.is_any = False
         self.num = 0
-        """Number of passes, without those nested in another one (as activation checkpointing runs them)."""
+        """Number of passes, excluding those nested in another pass (as in activation checkpointing)."""
         self._last = -1
         self._seen: set[int] = set()
 
@@ -436,7 +436,7 @@ def _is_inside_a_backward() -> bool:
 
 
 def _rebuild_reducer(wrapper: Any) -> None:
-    """Rebuild DDP's reducer for the current parameters of its module, keeping its options and hooks.
+    """Rebuild DDP's reducer for its module's current parameters, keeping its options and hooks.
 
     Source: DistributedDataParallel.__setstate__, which does this after unpickling.
     """

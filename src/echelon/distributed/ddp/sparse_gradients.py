@@ -1,4 +1,4 @@
-"""Sparse gradients under DistributedDataParallel: which parameters have them, and workarounds for torch."""
+"""Finds parameters with sparse gradients under DistributedDataParallel, and works around torch's limitations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["copy_sparse_gradients", "refuse_to_join_sparse", "sparse_parameters"
 
 
 def sparse_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, weight) of each layer of ``model`` with sparse gradients."""
+    """Return (name, weight) for each layer in ``model`` that has sparse gradients."""
     return [
         (name or str(type(module).__name__), module.weight)
         for name, module in model.named_modules()
@@ -20,35 +20,35 @@ def sparse_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def sparse_zeros_like(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a sparse gradient of ``parameter`` without rows."""
+    """Return an empty sparse gradient for ``parameter``."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = parameter.new_empty((0, *parameter.shape[1:]))
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
 def refuse_to_join_sparse(model: nn.Module) -> None:
-    """Raise if ``model`` has sparse gradients, for which a joined rank cannot contribute zeros.
+    """Raise an error if ``model`` has sparse gradients, to which a joined rank cannot contribute zeros.
 
-    DDP takes the zeros from buckets, which sparse gradients do not have (torch 2.13: "Expected a proper Tensor but got None").
+    DDP takes the zeros from its buckets, but sparse gradients have none (torch 2.13: "Expected a proper Tensor but got None").
 
     Raises:
-        UsageError: the message names the first such layer.
+        UsageError: a layer has sparse gradients; the message names the first one.
     """
     for name, _ in sparse_parameters(model):
         raise UsageError(
-            f"{name} is an embedding with sparse=True, and with sparse gradients DistributedDataParallel cannot join ranks that "
-            "have run out of batches",
+            f"{name} is an embedding with sparse=True, but DistributedDataParallel does not support sparse gradients when ranks "
+            "have uneven numbers of batches",
             where="join_uneven_inputs()",
             do="set even_batches=True or parity='exact' and remove join_uneven_inputs(), or create the embedding with sparse=False",
         )
 
 
 def copy_sparse_gradients(model: nn.Module) -> None:
-    """Copy the gradient of each sparse embedding of ``model`` before DDP reduces it.
+    """Copy the gradient of each sparse embedding in ``model`` before DDP reduces it.
 
-    DDP divides gradients by the number of ranks in place. The values of a sparse gradient may share memory with a tensor that
-    other layers still have to backpropagate (``embedding(ids) + other(x)``), so DDP would silently divide their gradients, too.
-    Seen in torch 2.13; without the copy ``test_sparse_gradients_do_not_scale_those_of_other_layers`` fails.
+    DDP divides gradients by the number of ranks in place. A sparse gradient's values may share memory with a tensor that other
+    layers still have to backpropagate (``embedding(ids) + other(x)``), so DDP would silently divide their gradients, too. This
+    happens in torch 2.13; without the copy, ``test_sparse_gradients_do_not_scale_those_of_other_layers`` fails.
     """
     for _, parameter in sparse_parameters(model):
         hooks = parameter._backward_hooks

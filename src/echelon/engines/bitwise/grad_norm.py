@@ -1,4 +1,4 @@
-"""Clipping by a gradient norm that is bit-identical for any distribution of the gradients' rows over the ranks."""
+"""Clips by a gradient norm that is bit-identical for any distribution of the gradients' rows across ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["clip_by_rows"]
 def clip_by_rows(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
     """Clip the gradients to a norm of at most ``max_norm``; return the norm before clipping (0-d).
 
-    Each rank computes the norms of the rows (along the first dim) that it holds; the kernel's result for a row does not depend
-    on the number of rows. Every rank then receives the norms of all rows in one float64 vector.
+    Each rank computes the norm of each row (along the first dimension) that it holds; the kernel's result for a row does not
+    depend on the number of rows. Every rank then receives the norms of all rows in one float64 vector.
 
-    Collective: if parameters are sharded.
+    Collective if parameters are sharded.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
@@ -42,7 +42,7 @@ def clip_by_rows(parameters: Iterable[torch.Tensor], max_norm: float, norm_type:
 
 
 def _row_norms(gradient: torch.Tensor, norm_type: float, *, is_first: bool) -> torch.Tensor:
-    """Return the norm of each row of the full gradient, with zeros for rows of other ranks."""
+    """Return the norm of each row of the full gradient, with zeros for rows on other ranks."""
     (local,) = local_tensors([gradient])
     if local.dim() < 2:
         found = local.reshape(-1).abs().double()

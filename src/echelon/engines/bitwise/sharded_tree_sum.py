@@ -1,4 +1,4 @@
-"""The fixed summation tree for sharded parameters: each rank sums its shard of the gradients of all batch shards."""
+"""The fixed summation tree for sharded parameters, in which each rank sums its shard of all batch shards' gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ShardedTreeSum"]
 
 
 class ShardedTreeSum(ShardedUpdate):
-    """Sums the gradients of ``fully_shard`` modules: after each micro-step, a rank has its shard of all ranks' gradients.
+    """Sums the gradients of ``fully_shard`` modules; after each micro-step, a rank has its shard of all ranks' gradients.
 
     Source: FSDPModule.set_custom_reduce_scatter.
     """
@@ -28,16 +28,16 @@ class ShardedTreeSum(ShardedUpdate):
     def __init__(
         self, parameters: Callable[[], Sequence[torch.Tensor]], *, num_shards: int, rank: int, world_size: int
     ) -> None:
-        """Create the sum over ``parameters()``: those that currently receive gradients, in the same order on every rank.
+        """Create the sum for ``parameters()``, which returns the parameters that get gradients, in the same order on every rank.
 
         Raises:
-            UsageError: this version of torch does not reduce unused parameters.
+            UsageError: this version of torch does not support reducing unused parameters.
         """
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise UsageError(
-                f"torch {torch.__version__} cannot reduce gradients of batch shards that use different parameters",
-                where="parity='bitwise', engine fsdp2",
-                do="use torch 2.13 or newer, the engine ddp or zero1, or parity='exact'",
+                f"torch {torch.__version__} cannot reduce gradients if batch shards use different parameters",
+                where="parity='bitwise', fsdp2 engine",
+                do="use torch 2.13 or newer, the ddp or zero1 engine, or parity='exact'",
             )
         self._parameters = parameters
         self._num_shards, self._world_size = num_shards, world_size
@@ -55,10 +55,10 @@ class ShardedTreeSum(ShardedUpdate):
         self._had: list[bool] = []  # whether an earlier backward pass of the last micro-step produced a sum
 
     def attach(self, root: FSDPModule) -> None:
-        """Replace the gradient reduction of ``root`` and its submodules.
+        """Replace the gradient reduction for ``root`` and its submodules.
 
         Raises:
-            UsageError: the user sharded the module in another way than by rows over all ranks.
+            UsageError: the user did not shard the module by rows across all ranks.
         """
         module: Any = root
         for name, parameter in module.named_parameters():
@@ -66,9 +66,10 @@ class ShardedTreeSum(ShardedUpdate):
                 continue
             if parameter.placements != (Shard(0),) or parameter.device_mesh.size() != self._world_size:
                 raise UsageError(
-                    f"{name} is sharded as {parameter.placements} over {parameter.device_mesh.size()} ranks",
-                    where="parity='bitwise', engine fsdp2",
-                    do=f"shard it along its first dim over all {self._world_size} ranks, or use parity='exact'",
+                    f"expected {name} to be sharded along its first dim across {self._world_size} ranks, but it is sharded as "
+                    f"{parameter.placements} across {parameter.device_mesh.size()} ranks",
+                    where="parity='bitwise', fsdp2 engine",
+                    do=f"shard it along its first dim across all {self._world_size} ranks, or use parity='exact'",
                 )
         for part in module.modules():
             if isinstance(part, FSDPModule):
@@ -108,7 +109,7 @@ class ShardedTreeSum(ShardedUpdate):
             self._before = [p.grad for p in sharded]
 
     def _watch(self, part: Any) -> bool:
-        """Hook the gradient of the unsharded parameter; return False if it does not exist yet or needs no gradient."""
+        """Hook the unsharded parameter's gradient; return False if the parameter does not exist yet or needs no gradient."""
         unsharded = getattr(part, "_unsharded_param", None)
         if unsharded is None or not unsharded.requires_grad:
             return False
@@ -125,9 +126,9 @@ class ShardedTreeSum(ShardedUpdate):
         lost = sum(had and p.grad is None for p, had in zip(sharded, self._had))
         if lost:
             raise UsageError(
-                f"a second backward pass in the last micro-step did not reach {lost} sharded parameters, so their sums are lost",
-                where="parity='bitwise', engine fsdp2",
-                do="add the losses, and call backward() once",
+                f"a second backward pass in the last micro-step did not reach {lost} sharded parameter(s), so their sums are lost",
+                where="parity='bitwise', fsdp2 engine",
+                do="add the losses and call backward() once",
             )
         is_used = torch.tensor([id(p) in self._used for p in sharded], dtype=torch.uint8, device=_device_of(sharded))
         dist.all_reduce(is_used, op=dist.ReduceOp.MAX)
@@ -156,7 +157,7 @@ class ShardedTreeSum(ShardedUpdate):
 
 
 class _Scatter:
-    """Replaces torch's reduce-scatter for one unit (the ``ReduceScatter`` protocol of ``fully_shard``)."""
+    """Replaces torch's reduce-scatter for one unit (implements the ``ReduceScatter`` protocol of ``fully_shard``)."""
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
@@ -179,7 +180,7 @@ class _Scatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Exchange shards of the gradients. Set ``output_tensor`` to the sum in the last micro-step, and to zero before."""
+        """Exchange gradient shards. Set ``output_tensor`` to the sum in the last micro-step and to zero in earlier ones."""
         assert self._now is not None, "backward pass outside an update"
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
@@ -198,7 +199,7 @@ class _Scatter:
                 output_tensor.copy_(total)
 
     def _add(self, found: dict[SumNode, torch.Tensor], contribution: Contribution, parts: torch.Tensor) -> None:
-        """Add the gradients of a micro-step's batch shards to ``found``."""
+        """Add the gradients from a micro-step's batch shards to ``found``."""
         num_leaves = min(self._num_shards, len(contribution.update))  # other leaves have no samples
         top = top_of(self._num_shards)
         for leaf, value in zip(contribution.shards, parts):
@@ -214,7 +215,7 @@ class _Scatter:
             found[node] = value
 
     def _total(self, found: dict[SumNode, torch.Tensor], node: SumNode) -> torch.Tensor | None:
-        """Return the sum of ``node``, or None if no batch shard used the unit."""
+        """Return the sum at ``node``, or None if no batch shard used the unit."""
         if node in found or not node.level:
             return found.get(node)
         left, right = (self._total(found, child) for child in node.children)

@@ -1,8 +1,8 @@
-"""Gradients that are bit-identical on any number of ranks, from a fixed binary summation tree over the batch shards of an update.
+"""Makes gradients bit-identical on any number of ranks by summing an update's batch shards in a fixed binary tree.
 
 The leaves of the tree are the canonical shards, numbered 0 to C - 1. Rank r of W holds the shards from ``r * C // W`` up to
-``(r + 1) * C // W``. Floating-point addition is not associative, so the tree fixes every sum, independent of the ranks that
-hold the operands. A rank sums the largest subtrees that it holds completely; the rest is summed after an exchange.
+``(r + 1) * C // W``. Floating-point addition is not associative, so the tree fixes the order of every sum, no matter which
+ranks hold the operands. A rank sums the largest subtrees that it holds completely; the rest is summed after an exchange.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["SumNode", "ReplicatedUpdate", "ShardedUpdate", "TreeSum", "roots_of"
 
 _SMALL = 2**18  # in elements; for smaller sizes, one all-gather is faster than two exchanges of parts
 Values = list[torch.Tensor | None]
-"""Gradients of a leaf, or a sum of gradients. An entry is None if no leaf had that gradient; a leaf without any is empty."""
+"""A leaf's gradients, or a sum of gradients. An entry is None if no leaf had that gradient; a leaf with none is empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class SumNode:
-    """The sum over the leaves from ``index * 2**level`` up to ``(index + 1) * 2**level``."""
+    """The sum over the leaves from ``index * 2**level`` up to (but not including) ``(index + 1) * 2**level``."""
 
     level: int
     index: int
@@ -58,7 +58,7 @@ def top_of(num_leaves: int) -> SumNode:
 
 
 def roots_of(leaves: range, *, num_leaves: int) -> list[SumNode]:
-    """Return, in order, the largest nodes whose leaves are all in ``leaves``. A rank can compute these sums alone."""
+    """Return, in order, the largest nodes whose leaves are all in ``leaves``, whose sums a rank can compute alone."""
     roots: list[SumNode] = []
     pending = [top_of(num_leaves)] if leaves else []
     while pending:
@@ -72,7 +72,7 @@ def roots_of(leaves: range, *, num_leaves: int) -> list[SumNode]:
 
 
 class TreeSum:
-    """Computes sums over all leaves, which are lists of tensors. Every rank has at least one leaf."""
+    """Sums all leaves, which are lists of tensors. Every rank has at least one leaf."""
 
     def __init__(self, *, num_leaves: int, rank: int, world_size: int) -> None:
         self._num_leaves = num_leaves
@@ -89,7 +89,7 @@ class TreeSum:
         self._found = {}
 
     def add(self, values: Values) -> None:
-        """Add the next leaf of this rank, and take ownership of its tensors."""
+        """Add this rank's next leaf, and take ownership of its tensors."""
         node, siblings = self._climb(self._next)
         self._next += 1
         for sibling in siblings:
@@ -97,14 +97,14 @@ class TreeSum:
         self._found[node] = values
 
     def finish(self, last: Values | None, like: Sequence[torch.Tensor]) -> Values:
-        """Return the sum, bit-identical on every rank. An entry is None if no leaf of any rank had a value.
+        """Return the sum, which is bit-identical on every rank. An entry is None if no leaf on any rank had a value.
 
         Args:
-            last: the last leaf of this rank, or None if it was added. It is not modified, so ``finish`` may be called again
-                with another last leaf.
-            like: tensors with the shapes of the sum and a common dtype and device.
+            last: this rank's last leaf, or None if it was already added. It is not modified, so ``finish`` may be called
+                again with another last leaf.
+            like: tensors with the same shapes as the sum and a common dtype and device.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         found = dict(self._found)
         if last is not None:
@@ -120,12 +120,12 @@ class TreeSum:
         return [part.view_as(one) if there else None for part, one, there in zip(parts, like, present)]
 
     def _clone_shared(self, total: Values, last: Values | None) -> Values:
-        """Return ``total`` with clones of the tensors that a later ``finish`` needs unmodified."""
+        """Return ``total``, cloning the tensors that a later ``finish`` needs unmodified."""
         kept = {id(value) for values in (*self._found.values(), last or ()) for value in values}
         return [value.clone() if value is not None and id(value) in kept else value for value in total]
 
     def _climb(self, leaf: int) -> tuple[SumNode, list[SumNode]]:
-        """Return the node that ``leaf`` completes and the complete nodes to add on the way up."""
+        """Return the node that ``leaf`` completes, and the complete sibling nodes to add on the way up."""
         node, siblings, own = SumNode(0, leaf), [], self._roots[self._rank]
         while node not in own:
             sibling = node.sibling
@@ -137,7 +137,7 @@ class TreeSum:
         return node, siblings
 
     def _exchange(self, mine: list[torch.Tensor]) -> torch.Tensor:
-        """Compute the rest of the tree. Each rank sums a segment of the elements, or all of them if there are few."""
+        """Compute the rest of the tree. Each rank sums one segment of the elements, or all elements if there are few."""
         size, like = mine[0].numel(), mine[0]
         counts = [len(roots) for roots in self._roots]
         nodes = [node for roots in self._roots for node in roots]
@@ -195,7 +195,7 @@ def _merged(left: Values, right: Values) -> Values:
 
 
 def _flat(values: Values, like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the values, with zeros for missing ones, followed by flags that mark the present values."""
+    """Concatenate the values, with zeros for missing ones, followed by flags that mark which values are present."""
     values = values or [None] * len(like)
     parts = [torch.zeros_like(one) if value is None else value for value, one in zip(values, like)]
     present = like[0].new_tensor([value is not None for value in values])
@@ -203,21 +203,21 @@ def _flat(values: Values, like: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class ShardedUpdate(ABC):
-    """The gradients of an update whose batch shards are the same on any number of ranks. An engine creates it."""
+    """Computes an update's gradients from batch shards that are the same on any number of ranks. Engines create it."""
 
     @abstractmethod
     def begin(self, contribution: Contribution) -> None:
-        """Start a micro-step: add the gradients of the previous one to the sum, unless its contribution was padding."""
+        """Start a micro-step by adding the previous one's gradients to the sum, unless its contribution was padding."""
 
     @abstractmethod
     def before_backward(self) -> None:
-        """Prepare a backward pass. A second one in the last micro-step adds to the shard's gradients, not to the sum."""
+        """Prepare for a backward pass. A second pass in the last micro-step adds to the shard's gradients, not to the sum."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Replace the gradients with the sum over all shards, after a backward pass in the last micro-step.
+        """Replace the gradients with the sum over all shards after a backward pass in the last micro-step.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
 
     @abstractmethod
@@ -231,7 +231,7 @@ class ReplicatedUpdate(ShardedUpdate):
     def __init__(
         self, parameters: Callable[[], Sequence[torch.Tensor]], *, num_shards: int, rank: int, world_size: int
     ) -> None:
-        """Create the sum over ``parameters()``: those that currently receive gradients, in the same order on every rank."""
+        """Create the sum for ``parameters()``, which returns the parameters that get gradients, in the same order on every rank."""
         self._parameters = parameters
         self._new_tree = partial(TreeSum, num_leaves=num_shards, rank=rank, world_size=world_size)
         self._trees: dict[tuple[torch.dtype, torch.device], TreeSum] = {}
@@ -256,7 +256,7 @@ class ReplicatedUpdate(ShardedUpdate):
         self._is_counted, self._local = not contribution.is_padding, None
 
     def _save_earlier(self) -> None:
-        """Save gradients of earlier updates before the first backward pass of this one."""
+        """Save gradients from earlier updates before this update's first backward pass."""
         if self._before is None:
             self._before = [p.grad for p in self._parameters()]
             for parameter in self._parameters():

@@ -1,1 +1,1 @@
-"""The engine ``deepspeed``, which calls the DeepSpeed library directly."""
+"""The ``deepspeed`` engine, which calls the DeepSpeed library directly."""

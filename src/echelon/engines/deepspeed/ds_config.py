@@ -1,4 +1,4 @@
-"""DeepSpeed's ``ds_config.json``: reading it, looking up dotted keys, and resolving ``"auto"`` values. Does not import torch."""
+"""Reads DeepSpeed's ``ds_config.json``, looks up dotted keys, and resolves ``"auto"`` values. Does not import torch."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _INTEGERS = frozenset({_MICRO, _ACCUMULATION, _TRAIN, f"{_ZERO}.stage", *_OF_HID
 
 
 def read_deepspeed_config(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], Origin]:
-    """Read a config from a file, a mapping (copied), JSON text, or base64-encoded JSON text; return it and its origin.
+    """Read a config from a file, a mapping (which is copied), JSON text or base64-encoded JSON; return it and its origin.
 
     Raises:
-        ConfigError: ``source`` is not one of these or does not contain a JSON object.
+        ConfigError: ``source`` is none of these, or does not contain a JSON object.
     """
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source)), Origin(SettingSource.CODE, "DeepSpeed config")
@@ -67,9 +67,11 @@ def read_deepspeed_config(source: str | Path | Mapping[str, Any]) -> tuple[dict[
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{origin.detail} is not valid JSON: {error}", do="correct it at this position") from None
+        raise ConfigError(
+            f"{origin.detail} is not valid JSON: {error}", do="correct the JSON at this position"
+        ) from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{origin.detail} is not a JSON object", do='write {"zero_optimization": {...}}')
+        raise ConfigError(f"expected {origin.detail} to be a JSON object", do='write {"zero_optimization": {...}}')
     return config, origin
 
 
@@ -81,10 +83,10 @@ def _is_file(text: str) -> bool:
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed config with access by dotted key (``zero_optimization.stage``).
+    """A DeepSpeed config whose values can be accessed by dotted key (``zero_optimization.stage``).
 
     Args:
-        config_file_or_dict: source of the config; see ``read_deepspeed_config``.
+        config_file_or_dict: the config's source; see ``read_deepspeed_config``.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -92,14 +94,14 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Update the cached stage and offloading after ``config`` changes."""
+        """Update the cached stage and offloading flag after ``config`` changes."""
         stage = self.get_value(f"{_ZERO}.stage", -1)
         self._stage = -1 if stage == _AUTO else int(stage)
         devices = {self.get_value(f"{_ZERO}.offload_{what}.device") for what in ("optimizer", "param")}
         self._offload = self._stage >= 2 and bool(devices & {"cpu", "nvme"})
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the object that contains the key, or None if it does not exist, and the last part of the key."""
+        """Return the object that contains the key (or None if it does not exist) and the last part of the key."""
         *path, last = ds_key_long.split(".")
         node: Any = self.config
         for name in path:
@@ -109,12 +111,12 @@ class HfDeepSpeedConfig:
         return node, last
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return the value of the key, or ``default``."""
+        """Return the key's value, or ``default`` if the key does not exist."""
         node, last = self.find_config_node(ds_key_long)
         return default if node is None else node.get(last, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Delete the key and everything below it.
+        """Delete the key and everything nested under it.
 
         Raises:
             ConfigError: the key does not exist and ``must_exist`` is True.
@@ -123,7 +125,7 @@ class HfDeepSpeedConfig:
         if node is not None and last in node:
             del node[last]
         elif must_exist:
-            raise ConfigError(f"DeepSpeed's config has no {ds_key_long}", do="check the name of the key")
+            raise ConfigError(f"DeepSpeed's config has no {ds_key_long}", do="check the key's name")
 
     def is_true(self, ds_key_long: str) -> bool:
         """Return whether the key is set to a true value."""
@@ -135,11 +137,11 @@ class HfDeepSpeedConfig:
         return value is not None and not value
 
     def is_zero2(self) -> bool:
-        """Return whether the ZeRO stage is 2: gradients are sharded, parameters are not."""
+        """Return whether the ZeRO stage is 2, in which gradients are sharded but parameters are not."""
         return self._stage == 2
 
     def is_zero3(self) -> bool:
-        """Return whether the ZeRO stage is 3: parameters are sharded."""
+        """Return whether the ZeRO stage is 3, in which parameters are sharded."""
         return self._stage == 3
 
     def is_offload(self) -> bool:
@@ -149,22 +151,22 @@ class HfDeepSpeedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedFacts:
-    """The values of the run that resolve ``"auto"``."""
+    """The run's values that ``"auto"`` entries resolve to."""
 
     world_size: int
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """Settings by dotted key, such as ``gradient_accumulation_steps`` or ``optimizer.params.lr``."""
     batch_sizes: tuple[int, ...] = ()
-    """Batch size per process of each prepared loader. The first one is the training loader."""
+    """Batch size per process for each prepared loader. The first loader is the training loader."""
     hidden_size: int | None = None
     """Hidden size in the model's config."""
     model: str = "the model"
-    """Class name of the model, for messages."""
+    """The model's class name, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedDeepSpeed:
-    """A config without ``"auto"`` and the origin of each value."""
+    """A config without ``"auto"`` values, and the origin of each value."""
 
     config: dict[str, Any]
     origins: Mapping[str, Origin]
@@ -174,19 +176,19 @@ class ResolvedDeepSpeed:
 def resolve_deepspeed(
     config: Mapping[str, Any], facts: DeepSpeedFacts, *, origin: Origin | None = None
 ) -> ResolvedDeepSpeed:
-    """Resolve every ``"auto"`` of ``config``, and check the other values against the run.
+    """Resolve every ``"auto"`` value in ``config``, and check the other values against the run.
 
-    The micro-batch size comes from the loader, and accumulation and clipping from the run. The train batch size is computed from
-    the micro-batch size, the accumulation and the number of processes. Dtypes follow ``mixed_precision``, and bucket sizes the
-    model's hidden size.
+    The micro-batch size comes from the loader, and accumulation and clipping come from the run. The train batch size is the
+    product of the micro-batch size, the accumulation steps and the number of processes. Dtypes depend on ``mixed_precision``,
+    and bucket sizes on the model's hidden size.
 
     Args:
-        config: config in DeepSpeed's format; not modified.
-        facts: values of the run.
-        origin: origin of ``config``.
+        config: config in DeepSpeed's format; it is not modified.
+        facts: the run's values.
+        origin: where ``config`` comes from.
 
     Raises:
-        ConfigError: an ``"auto"`` cannot be resolved, or two values conflict. The error names the key and both origins.
+        ConfigError: an ``"auto"`` value cannot be resolved, or two values conflict. The message names the key and both origins.
     """
     own = origin or Origin(SettingSource.CODE, "DeepSpeed config")
     resolved = copy.deepcopy(dict(config))
@@ -221,7 +223,7 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unresolved(config: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys whose value is still ``"auto"``."""
+    """Return the dotted keys whose values are still ``"auto"``."""
     return [key for key, value in flatten(config).items() if value == _AUTO]
 
 
@@ -232,7 +234,9 @@ def _integer(key: str, value: Any, origin: Origin) -> int:
     except (TypeError, ValueError):
         number = 0.5
     if number != int(number):
-        raise ConfigError(f"{key}={value!r} is not an integer", where=str(origin), do="set an integer, or 'auto'")
+        raise ConfigError(
+            f"expected {key} to be an integer, but got {value!r}", where=str(origin), do="set an integer or 'auto'"
+        )
     return int(number)
 
 
@@ -263,7 +267,7 @@ def _bucket_sizes(facts: DeepSpeedFacts) -> dict[str, Setting]:
 
 
 def _check_conflict(key: str, value: Any, origin: Origin, known: Setting | None) -> None:
-    """Raise if a value of the run differs from the config and is not a default."""
+    """Raise an error if one of the run's values differs from the config and is not a default."""
     if key == _TRAIN or known is None or known.value == value or known.origin.source is SettingSource.DEFAULT:
         return
     if key in _OF_HIDDEN_SIZE or key == _GATHER:
@@ -271,7 +275,7 @@ def _check_conflict(key: str, value: Any, origin: Origin, known: Setting | None)
     raise ConfigError(
         f"{key}={value!r} (from {origin}) conflicts with {known.value!r} (from {known.origin})",
         where=f"DeepSpeed config {key}",
-        do=f'make them equal, or write "{key.rpartition(".")[2]}": "auto" in DeepSpeed\'s config',
+        do=f'set both to the same value, or write "{key.rpartition(".")[2]}": "auto" in DeepSpeed\'s config',
     )
 
 
@@ -282,15 +286,16 @@ def _check_train_batch_size(config: Mapping[str, Any], origins: Mapping[str, Ori
     product = int(config[_MICRO]) * steps * facts.world_size
     if int(config[_TRAIN]) != product:
         raise ConfigError(
-            f"{_TRAIN}={config[_TRAIN]} (from {origins[_TRAIN]}) is not {_MICRO}={config[_MICRO]} (from {origins[_MICRO]}) x "
-            f"{_ACCUMULATION}={steps} (from {origins.get(_ACCUMULATION, 'default')}) x {facts.world_size} processes = {product}",
+            f"{_TRAIN}={config[_TRAIN]} (from {origins[_TRAIN]}) does not equal {_MICRO}={config[_MICRO]} (from "
+            f"{origins[_MICRO]}) x {_ACCUMULATION}={steps} (from {origins.get(_ACCUMULATION, 'default')}) x "
+            f"{facts.world_size} processes = {product}",
             where=f"DeepSpeed config {_TRAIN}",
             do=f'write "{_TRAIN}": "auto", or start {int(config[_TRAIN]) / (product / facts.world_size):g} processes',
         )
 
 
 def _unresolvable(key: str, own: Origin, facts: DeepSpeedFacts) -> ConfigError:
-    reason, do = "no setting of the run determines it", "set a value there"
+    reason, do = "none of the run's settings determines it", "set a value there"
     if key in _OF_HIDDEN_SIZE:
         reason = f"it depends on the model's hidden size, and {facts.model} has no config.hidden_size"
         do = "set a number there, or give the model a .config with a hidden_size"

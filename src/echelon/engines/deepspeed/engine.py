@@ -1,4 +1,4 @@
-"""The engine ``deepspeed``: ZeRO stages 0 to 3 of the DeepSpeed library, with offloading to the CPU or NVMe."""
+"""The ``deepspeed`` engine, which runs the DeepSpeed library (ZeRO stages 0 to 3, with CPU or NVMe offloading)."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ __all__ = ["DeepSpeedEngine"]
 
 
 class DeepSpeedEngine(Engine):
-    """Trains one model with one optimizer. Additional models may be prepared for evaluation.
+    """Trains one model with one optimizer. Additional models may be prepared for evaluation only.
 
-    Gradients are reduced when the update is clipped or stepped, so a loop may call ``backward`` any number of times before.
-    Weights are float32. With fp16 or bf16, the model computes with 16-bit copies in stages 1 to 3, and under autocast in
-    stage 0.
+    Gradients are reduced when the update is clipped or stepped, so a loop may call ``backward`` any number of times before
+    that. Weights are float32. With fp16 or bf16, the model computes with 16-bit copies in stages 1 to 3 and under autocast
+    in stage 0.
 
     Source: deepspeed.initialize; Rajbhandari et al., "ZeRO", 2020; Ren et al., "ZeRO-Offload", 2021.
     """
@@ -67,7 +67,7 @@ class DeepSpeedEngine(Engine):
     def from_options(
         cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]
     ) -> DeepSpeedEngine:
-        """See ``Engine.from_options``. Uses ``options["deepspeed"]``."""
+        """See ``Engine.from_options``. It uses ``options["deepspeed"]``."""
         engine = cls(world, scaler=scaler, options=options.get("deepspeed"))
         if engine._options.makes_shards:
             import_deepspeed(world)  # otherwise deepspeed.zero.Init does this and compiles a kernel for a minute
@@ -79,7 +79,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def _holds_copies(self) -> bool:
-        """Whether the model computes in 16-bit copies of sharded float32 weights."""
+        """Whether the model computes with 16-bit copies of sharded float32 weights."""
         return self._stage > 0 and any(is_on(self._options.config, dtype) for dtype in ("fp16", "bf16"))
 
     @property
@@ -107,10 +107,10 @@ class DeepSpeedEngine(Engine):
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Prepared:
         """Initialize DeepSpeed with the model that ``optimizers`` trains.
 
-        Models without an optimizer are for evaluation. They are sharded in stage 3, and otherwise broadcast from rank zero.
+        Models without an optimizer are for evaluation. They are sharded in stage 3; otherwise rank zero broadcasts them.
 
         Raises:
-            UsageError: there are several optimizers or models to train, or the optimizer's model is missing.
+            UsageError: there are several optimizers or trained models, or the optimizer's model is missing.
             ConfigError: the config is invalid.
         """
         if not models and not optimizers:
@@ -139,7 +139,7 @@ class DeepSpeedEngine(Engine):
         if autos:
             raise ConfigError(
                 f"DeepSpeed's config has unresolved 'auto' values: {', '.join(autos)}",
-                where="engine deepspeed",
+                where="deepspeed engine",
                 do="replace them with numbers, or use Accelerator(deepspeed_plugin=), which resolves them from the loaders and "
                 "the model",
             )
@@ -150,9 +150,9 @@ class DeepSpeedEngine(Engine):
             return None
         if len(optimizers) > 1:
             raise UsageError(
-                f"{len(optimizers)} optimizers were given, but DeepSpeed supports one",
-                where="prepare(), engine deepspeed",
-                do="create one optimizer with several parameter groups, or use the engine fsdp2 or ddp",
+                f"DeepSpeed supports one optimizer, but prepare() got {len(optimizers)}",
+                where="prepare(), deepspeed engine",
+                do="create one optimizer with several parameter groups, or use the fsdp2 or ddp engine",
             )
         owned = {id(p) for group in parameters_by_group(optimizers[0]) for p in group}
         trained = [model for model in models if any(id(p) in owned for p in model.parameters())]
@@ -161,14 +161,14 @@ class DeepSpeedEngine(Engine):
         if self._run is not None or trained:
             number = len(trained) + (self._run is not None)
             raise UsageError(
-                f"{number} models would be trained, but DeepSpeed trains one per Accelerator",
-                where="prepare(), engine deepspeed",
-                do="combine them into one module (nn.ModuleDict) with one optimizer, create an Accelerator for each, or use the "
-                "engine fsdp2 or ddp",
+                f"DeepSpeed trains one model per Accelerator, but {number} models have optimizers",
+                where="prepare(), deepspeed engine",
+                do="combine them into one module (nn.ModuleDict) with one optimizer, create an Accelerator for each model, or "
+                "use the fsdp2 or ddp engine",
             )
         raise UsageError(
-            "the optimizer's parameters belong to none of the models passed with it",
-            where="prepare(), engine deepspeed",
+            "the optimizer's parameters do not belong to any of the models passed with it",
+            where="prepare(), deepspeed engine",
             do="pass the model and its optimizer to prepare() in one call, because DeepSpeed initializes them together",
         )
 
@@ -176,8 +176,8 @@ class DeepSpeedEngine(Engine):
         if any(p.dtype is torch.float64 for p in model.parameters()):
             raise UsageError(
                 "DeepSpeed keeps weights in float32, but the model has float64 parameters",
-                where="prepare(), engine deepspeed",
-                do="use model.float(), or the engine fsdp2 or ddp",
+                where="prepare(), deepspeed engine",
+                do="use model.float(), or the fsdp2 or ddp engine",
             )
         config = training_config(
             self._options.config, optimizer, scaler=self._scaler, on_cpu=self._world.device.type == "cpu"
@@ -185,8 +185,8 @@ class DeepSpeedEngine(Engine):
         if is_on(config, "fp16") and not library.get_accelerator().is_fp16_supported():
             raise ConfigError(
                 f"DeepSpeed does not support fp16 on this device ({self._world.device})",
-                where="mixed_precision='fp16', engine deepspeed",
-                do="use mixed_precision='bf16', or ZeRO stage 0, or the engine fsdp2",
+                where="mixed_precision='fp16', deepspeed engine",
+                do="use mixed_precision='bf16', ZeRO stage 0, or the fsdp2 engine",
             )
         groups = parameters_by_group(optimizer)
         arguments: dict[str, Any] = {}
@@ -206,7 +206,7 @@ class DeepSpeedEngine(Engine):
             library.utils.set_z3_leaf_modules(model, list(self._options.leaf_classes))
         clipping = float(config.pop("gradient_clipping", 0.0) or 0.0)
         engine, *_ = self._call_initialize(library, model, config=config, **arguments)
-        self._hooks += OutputFlattener(engine, model, where="engine deepspeed").hooks
+        self._hooks += OutputFlattener(engine, model, where="deepspeed engine").hooks
         return DeepSpeedModel(
             library,
             engine,
@@ -218,7 +218,7 @@ class DeepSpeedEngine(Engine):
         )
 
     def _call_initialize(self, library: Any, model: nn.Module, **arguments: Any) -> Any:
-        """Call ``deepspeed.initialize``. In stage 3 it hooks the outputs of all modules, which are flattened for the hooks."""
+        """Call ``deepspeed.initialize``. In stage 3 it hooks all modules' outputs, which are flattened for these hooks."""
         with ExitStack() as stack:
             for module in model.modules() if self._stage == 3 else ():
                 if not type(module).__module__.startswith("torch.nn.modules."):  # these return tensors
@@ -240,7 +240,7 @@ class DeepSpeedEngine(Engine):
             return scheduler
         if self._run is None or self._run.engine.lr_scheduler is None:
             raise ConfigError(
-                "prepare() was given a DummyScheduler, but DeepSpeed's config defines no scheduler",
+                "prepare() got a DummyScheduler, but DeepSpeed's config does not define a scheduler",
                 where="ds_config 'scheduler'",
                 do="add a 'scheduler' to the config, set DummyScheduler(lr_scheduler_callable=), or pass a torch scheduler. "
                 "Prepare the scheduler, the model and the optimizer in one call",
@@ -258,7 +258,7 @@ class DeepSpeedEngine(Engine):
             self._is_local = before
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """See ``Engine.no_sync``. Stages 2 and 3 reduce in every backward pass, because no rank stores all gradients."""
+        """See ``Engine.no_sync``. Stages 2 and 3 reduce in every backward pass, because no rank stores full gradients."""
         return self._set_sync(False)
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -269,17 +269,17 @@ class DeepSpeedEngine(Engine):
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
-        """See ``Engine.backward``. DeepSpeed supports only the option ``retain_graph``.
+        """See ``Engine.backward``. DeepSpeed supports only one option, ``retain_graph``.
 
         Raises:
-            UsageError: other options are given, there is no model to train, or gradients were clipped but not stepped.
+            UsageError: another option is passed, there is no model to train, or gradients were clipped but not stepped.
         """
         retain = bool(options.pop("retain_graph", False))
         if any(value is not None for value in options.values()):
             raise UsageError(
-                f"backward() was given {', '.join(options)}, which DeepSpeed does not support",
-                where="engine deepspeed",
-                do="remove it, or use the engine fsdp2 or ddp",
+                f"backward() got {', '.join(options)}, which DeepSpeed does not support",
+                where="deepspeed engine",
+                do="remove this argument, or use the fsdp2 or ddp engine",
             )
         self._require_run("backward()").backward(loss, retain_graph=retain, is_local=self._is_local)
 
@@ -292,7 +292,7 @@ class DeepSpeedEngine(Engine):
         if self._run is None:
             raise UsageError(
                 f"{operation} needs a model that was prepared together with its optimizer",
-                where="engine deepspeed",
+                where="deepspeed engine",
                 do="pass both to prepare() in one call",
             )
         return self._run
@@ -303,29 +303,30 @@ class DeepSpeedEngine(Engine):
         """See ``Engine.step``.
 
         Raises:
-            UsageError: ``closure`` or ``unsynced`` is given.
+            UsageError: ``closure`` or ``unsynced`` is passed.
         """
         if unsynced or closure is not None:
             raise UsageError(
-                f"the engine deepspeed cannot step with {'a closure' if closure is not None else 'the gradients of one rank'}",
+                f"the deepspeed engine cannot step with {'a closure' if closure is not None else 'the gradients from one rank'}",
                 where="LocalSGD, no_sync(unsynced=True)" if unsynced else "optimizer.step(closure)",
-                do="use the engine ddp for that",
+                do="use the ddp engine",
             )
         return self._require_run("step()").step()
 
     def reduce_gradients(self, optimizer: Optimizer) -> bool:
-        """Return False for DeepSpeed's optimizer, which is the only one that receives gradients.
+        """Return False for DeepSpeed's optimizer, which is the only one that gets gradients.
 
         Raises:
-            UsageError: ``optimizer`` is another optimizer.
+            UsageError: ``optimizer`` is not DeepSpeed's optimizer.
         """
         if self._run is not None and optimizer is self._run.optimizer:
             return False
         raise UsageError(
-            f"{type(optimizer).__name__} holds parameters of a model that DeepSpeed trains, but was not prepared with this model, so "
-            "it would step without their gradients",
-            where="step(), engine deepspeed",
-            do="prepare both in one call (model, optimizer = accelerator.prepare(model, optimizer)), and step the result",
+            f"{type(optimizer).__name__} would step without gradients, because DeepSpeed trains the model that has its parameters, "
+            "but it was not prepared with this model",
+            where="step(), deepspeed engine",
+            do="prepare both in one call (model, optimizer = accelerator.prepare(model, optimizer)), and step the returned "
+            "optimizer",
         )
 
     def update_loss_scale(self) -> None:
@@ -338,7 +339,7 @@ class DeepSpeedEngine(Engine):
             self._run.discard_gradients()
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
-        """Unscale the gradients in stage 0. In stages 1 to 3, gradients are not accessible; clipping and stepping unscale them."""
+        """Unscale the gradients in stage 0. In stages 1 to 3 they are not accessible; clipping and stepping unscale them."""
         if self._run is not None and not unsynced:
             self._run.unscale()
 
@@ -350,19 +351,19 @@ class DeepSpeedEngine(Engine):
         With ``unsynced``, return the norm of the last update, because this update has no norm yet.
 
         Raises:
-            UsageError: ``norm_type`` is not 2, or some trained parameters are missing.
+            UsageError: ``norm_type`` is not 2, or ``parameters`` lacks some trained parameters.
         """
         run = self._require_run("clip_grad_norm_()")
         return run.last_norm if unsynced else run.clip(list(parameters), max_norm, float(norm_type))
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
-        """See ``Engine.clip_grad_value``. Raises UsageError in stages 1 to 3, in which gradients are not accessible."""
+        """See ``Engine.clip_grad_value``. It raises UsageError in stages 1 to 3, in which gradients are not accessible."""
         run = self._require_run("clip_grad_value_()")
         if self._stage > 0:
             raise UsageError(
                 "DeepSpeed does not support clipping by value in ZeRO stages 1 to 3",
-                where="clip_grad_value_(), engine deepspeed",
-                do="use clip_grad_norm_(), or the engine fsdp2",
+                where="clip_grad_value_(), deepspeed engine",
+                do="use clip_grad_norm_(), or the fsdp2 engine",
             )
         if not unsynced:
             run.finish()
@@ -391,7 +392,7 @@ class DeepSpeedEngine(Engine):
             run.load_own_state(state)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
-        """See ``Engine.full_state_dict``. Returns the float32 weights if DeepSpeed keeps them."""
+        """See ``Engine.full_state_dict``. It returns the float32 weights if DeepSpeed keeps them."""
         run = self._run
         if run is not None and model is run.engine:
             return run.full_state_dict(on_rank_zero=self.capabilities.shards_parameters)
@@ -400,7 +401,7 @@ class DeepSpeedEngine(Engine):
         return self._gather_state_dict(model)
 
     def _gather_state_dict(self, model: Any) -> dict[str, Any] | None:
-        """Gather the state dict of a model that is sharded for evaluation. Collective: every rank."""
+        """Gather the state dict of a model that is sharded for evaluation. Collective: call on every rank."""
         keep = self._world.rank == 0
         zero = import_deepspeed(self._world).zero
         found: dict[str, Any] = {}
@@ -425,7 +426,7 @@ class DeepSpeedEngine(Engine):
             run.load_optimizer_state(state, is_full=True)
 
     def parameter_groups(self, optimizer: Optimizer) -> list[list[torch.Tensor]]:
-        """See ``Engine.parameter_groups``. In stages 1 to 3, without frozen parameters and empty groups."""
+        """See ``Engine.parameter_groups``. In stages 1 to 3, frozen parameters and empty groups are omitted."""
         run = self._run
         if run is None or run.shards is None:
             return super().parameter_groups(optimizer)

@@ -1,4 +1,4 @@
-"""Access by parameter to the flat tensors in which DeepSpeed stores and updates this rank's shards."""
+"""Accesses, by parameter, the flat tensors in which DeepSpeed stores and updates this rank's shards."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["FlatShards", "hook_loading", "full_shape", "write_full"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FlatShard:
     flat: torch.Tensor
-    """Float32 tensor that contains the shard, among those of other parameters."""
+    """Float32 tensor that contains this shard and the shards of other parameters."""
     flat_offset: int
     offset: int
     """Offset of the shard in the flattened parameter."""
     numel: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the same elements of a tensor with the layout of ``flat``."""
+        """Return the shard's elements from a tensor that has the same layout as ``self.flat``."""
         return flat.view(-1).narrow(0, self.flat_offset, self.numel)
 
 
 class FlatShards:
-    """Reads and writes the float32 weights and the optimizer state of ZeRO 1 to 3 by parameter.
+    """Reads and writes the float32 weights and optimizer state of ZeRO stages 1 to 3 by parameter.
 
-    The library's functions (``safe_get_full_optimizer_state``) send every tensor to all ranks, and do not support scalars or
-    state that does not exist yet.
+    The library's own functions (``safe_get_full_optimizer_state``) send every tensor to all ranks and do not support scalars
+    or state that does not exist yet.
 
     Source: deepspeed.runtime.zero (0.19.8).
     """
@@ -59,7 +59,7 @@ class FlatShards:
 
     @property
     def parameter_groups(self) -> list[list[torch.Tensor]]:
-        """Parameters of the optimizer's groups, in the order of their numbers."""
+        """The parameters in each of the optimizer's groups, in the order of their numbers."""
         return [list(group) for group in self._groups]
 
     # ---- layout ------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class FlatShards:
         return self._engine.optimizer
 
     def shard(self, parameter: nn.Parameter) -> _FlatShard | None:
-        """Return this rank's shard of a trained parameter, or None if it is empty."""
+        """Return this rank's shard of ``parameter``, or None if the shard is empty or the parameter is frozen."""
         own: Any = parameter
         if not parameter.requires_grad:
             return None
@@ -89,24 +89,24 @@ class FlatShards:
         return _FlatShard(flat=flat, flat_offset=start, offset=offset, numel=numel)
 
     def require_in_memory(self) -> None:
-        """Raise UsageError if the optimizer state is on NVMe, which only DeepSpeed's own checkpoints can read."""
+        """Raise UsageError if the optimizer state is on NVMe, where only DeepSpeed's own checkpoints can read it."""
         if getattr(self._optimizer, "swap_optimizer", False):
             raise UsageError(
                 "the optimizer state is on NVMe (zero_optimization.offload_optimizer.device) and cannot be gathered",
-                do="offload it to the CPU, or save with model.save_checkpoint(folder) of DeepSpeed's engine",
+                do="offload it to the CPU, or save it with the DeepSpeed engine's model.save_checkpoint(folder)",
             )
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def full_weights(self) -> dict[str, torch.Tensor] | None:
-        """Return the trained parameters by name in float32 on rank zero's CPU, None on other ranks. Collective: every rank."""
+        """Return the float32 trained parameters by name on rank zero's CPU, or None on other ranks. Collective: call on every rank."""
         named = [(name, p) for name, p in plain_parameters(self._module) if p.requires_grad]
         mine = {i: part.of(part.flat) for i, (_, p) in enumerate(named) if (part := self.shard(p)) is not None}
         full = self._gather([p for _, p in named], {i: {"value": value} for i, value in mine.items()})
         return None if full is None else {name: full[i]["value"] for i, (name, _) in enumerate(named)}
 
     def frozen_weights(self) -> dict[str, torch.Tensor]:
-        """Return the frozen parameters by name on the CPU. Collective: in stage 3."""
+        """Return the frozen parameters by name on the CPU. Collective in stage 3."""
         frozen = [(name, p) for name, p in plain_parameters(self._module) if not p.requires_grad]
         found = {}
         for name, parameter in frozen:
@@ -115,11 +115,11 @@ class FlatShards:
         return found
 
     def gathered(self, parameters: list[nn.Parameter]) -> Any:
-        """Return a context in which ``parameters`` are unsharded. Collective: in stage 3, every rank."""
+        """Return a context in which ``parameters`` are unsharded. Collective in stage 3."""
         return self._zero_module.GatheredParameters([p for p in parameters if hasattr(p, "ds_id")])
 
     def load_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Set ``parameter`` to the unsharded ``value``, which is the same on every rank. Collective: in stage 3."""
+        """Set ``parameter`` to the unsharded ``value``, which must be the same on every rank. Collective in stage 3."""
         part = self.shard(parameter)
         if part is not None:
             own = value.detach().reshape(-1).narrow(0, part.offset, part.numel)
@@ -128,7 +128,7 @@ class FlatShards:
             write_full(self._zero_module, parameter, value, rank=self._rank)
 
     def update_model(self) -> None:
-        """Copy the float32 shards to the weights with which the model computes. Collective: every rank."""
+        """Copy the float32 shards to the weights that the model computes with. Collective: call on every rank."""
         if self._stage < 3:
             self._optimizer.update_lp_params()
             return
@@ -153,7 +153,7 @@ class FlatShards:
         return found
 
     def full_state(self) -> dict[int, dict[str, Any]] | None:
-        """Return the optimizer state by parameter number on rank zero's CPU, None on other ranks. Collective: every rank."""
+        """Return the optimizer state by parameter number on rank zero's CPU, or None on other ranks. Collective: call on every rank."""
         return self._gather([p for _, p in self._numbered()], self.own_state())
 
     def load_state(self, state: Mapping[int, Mapping[str, Any]], *, is_full: bool) -> None:
@@ -176,7 +176,7 @@ class FlatShards:
                 part.of(entries[key]).copy_(own)
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups with parameter numbers, like torch's state dicts."""
+        """Return the optimizer's groups with parameter numbers, as in torch's state dicts."""
         numbers = {id(p): number for number, p in self._numbered()}
         settings = [
             {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
@@ -184,16 +184,16 @@ class FlatShards:
         return [{**own, "params": [numbers[id(p)] for p in group]} for own, group in zip(settings, self._groups)]
 
     def load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Load the settings of parameter groups, such as learning rates.
+        """Load the parameter groups' settings, such as learning rates.
 
         Raises:
-            UsageError: the sizes of the groups differ from those of this optimizer.
+            UsageError: the group sizes differ from this optimizer's group sizes.
         """
         own = [len(group) for group in self._groups]
         given = [len(group["params"]) for group in groups]
         if own != given:
             raise UsageError(
-                f"the saved optimizer state has groups of {given} parameters, but this optimizer has groups of {own}",
+                f"expected parameter groups of sizes {own} in the saved optimizer state, but got sizes {given}",
                 do="load it into an optimizer with the same parameter groups",
             )
         for mine, theirs in zip(self._optimizer.param_groups, groups):
@@ -205,7 +205,7 @@ class FlatShards:
     def _gather(
         self, parameters: Sequence[nn.Parameter], mine: Mapping[int, Mapping[str, Any]]
     ) -> dict[int, dict[str, Any]] | None:
-        """Assemble the shards of all ranks on rank zero."""
+        """Assemble all ranks' shards on rank zero."""
         located = {}
         for number, entries in mine.items():
             part = self.shard(parameters[number])
@@ -239,14 +239,14 @@ def full_shape(parameter: torch.Tensor) -> torch.Size:
 
 
 def write_full(zero_module: Any, parameter: nn.Parameter, value: torch.Tensor, *, rank: int) -> None:
-    """Set the weights with which the model computes to rank zero's ``value``. Collective: every rank, in stage 3."""
+    """Set the weights that the model computes with to rank zero's ``value`` (in stage 3). Collective: call on every rank."""
     with zero_module.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
         if rank == 0:
             parameter.copy_(value)
 
 
 def hook_loading(module: nn.Module, load_parameter: Callable[[nn.Parameter, torch.Tensor], None]) -> list[Any]:
-    """Call ``load_parameter`` for each full parameter that ``module.load_state_dict`` loads; return the hook handles."""
+    """Make ``module.load_state_dict`` call ``load_parameter`` for each full parameter; return the hook handles."""
     modules: Iterator[Any] = module.modules()  # the hook method has no type annotations
     return [each.register_load_state_dict_pre_hook(partial(_load_parameters, load_parameter)) for each in modules]
 
@@ -260,7 +260,7 @@ def _load_parameters(
 ) -> None:
     """Copy the values that ``load_state_dict`` loads into ``module`` to DeepSpeed's shards.
 
-    In stage 3 the parameters are empty, so their values in the state dict are replaced by empty tensors.
+    In stage 3 the parameters are empty, so their values in the state dict are replaced with empty tensors.
     """
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         value = state_dict.get(prefix + name)

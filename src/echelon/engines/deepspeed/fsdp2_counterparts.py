@@ -1,4 +1,4 @@
-"""Translates DeepSpeed's config for the engine fsdp2; docs/engines.md shows the table of counterparts. Does not import torch."""
+"""Translates DeepSpeed's config for the fsdp2 engine, as documented in docs/engines.md. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ZERO = "zero_optimization"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterpart:
-    """The counterpart in fsdp2 of one key."""
+    """The fsdp2 counterpart of one key in DeepSpeed's config."""
 
     does: str
-    """Description for the documentation."""
+    """Description of the counterpart, for the documentation."""
     is_kept: bool = True
-    """Whether fsdp2 implements the key. Otherwise, a run that sets it gets a warning."""
+    """Whether fsdp2 implements the key. If not, setting it causes a warning."""
     nothing: tuple[Any, ...] = (None, False, "auto")
-    """Values of the key that have no effect."""
+    """Values for which the key has no effect."""
 
 
 def _none(why: str, *nothing: Any) -> Counterpart:
@@ -37,15 +37,15 @@ def _is(does: str) -> Counterpart:
 
 _NVME = _none("fsdp2 does not offload to NVMe")
 _BUCKETS = _none("fsdp2 communicates one unit (a block of the model) at a time, without buckets")
-_LIVE = _none("fsdp2 holds the current unit and the next one")
+_LIVE = _none("fsdp2 keeps only the current unit and the next one unsharded")
 
 COUNTERPARTS: Mapping[str, Counterpart] = MappingProxyType(
     {
         f"{_ZERO}.stage": _is(
-            "3: `reshard_after_forward=True`; 2: `reshard_after_forward=False`; 1 and 0: an error, use `zero1` or `ddp`"
+            "3: `reshard_after_forward=True`; 2: `reshard_after_forward=False`; 1 and 0 raise an error (use `engine='zero1'` or `'ddp'`)"
         ),
         f"{_ZERO}.offload_optimizer.device": _is(
-            "`cpu`: parameters, gradients and optimizer states are all kept on the host; `nvme`: an error"
+            "`cpu`: parameters, gradients and optimizer states are all kept on the CPU; `nvme` raises an error"
         ),
         f"{_ZERO}.offload_optimizer.pin_memory": _is(
             "`CPUOffloadPolicy(pin_memory=)`; without an accelerator, nothing is pinned"
@@ -59,20 +59,20 @@ COUNTERPARTS: Mapping[str, Counterpart] = MappingProxyType(
         f"{_ZERO}.offload_param.buffer_count": _NVME,
         f"{_ZERO}.offload_param.buffer_size": _NVME,
         f"{_ZERO}.offload_param.max_in_cpu": _NVME,
-        f"{_ZERO}.overlap_comm": _is("always: communication overlaps with computation"),
-        f"{_ZERO}.contiguous_gradients": _is("always: each unit's gradients are in one buffer"),
-        f"{_ZERO}.reduce_scatter": _is("always: gradients are reduce-scattered"),
+        f"{_ZERO}.overlap_comm": _is("always on: communication overlaps with computation"),
+        f"{_ZERO}.contiguous_gradients": _is("always on: each unit's gradients are in one buffer"),
+        f"{_ZERO}.reduce_scatter": _is("always on: gradients are reduce-scattered"),
         f"{_ZERO}.sub_group_size": _none("the optimizer updates all of its shards at once"),
         f"{_ZERO}.reduce_bucket_size": _BUCKETS,
         f"{_ZERO}.allgather_bucket_size": _BUCKETS,
-        f"{_ZERO}.allgather_partitions": _is("always: shards are all-gathered"),
+        f"{_ZERO}.allgather_partitions": _is("always on: shards are all-gathered"),
         f"{_ZERO}.round_robin_gradients": _none("gradients are reduced to the rank that holds the shard"),
         f"{_ZERO}.stage3_prefetch_bucket_size": _none("the next unit is always prefetched"),
         f"{_ZERO}.stage3_param_persistence_threshold": _none("small parameters are gathered with their unit"),
         f"{_ZERO}.stage3_max_live_parameters": _LIVE,
         f"{_ZERO}.stage3_max_reuse_distance": _LIVE,
         f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": _is(
-            "always: full state dicts can be gathered on rank zero, in float32"
+            "always on: full state dicts can be gathered on rank zero, in float32"
         ),
         f"{_ZERO}.zero_hpz_partition_size": _is("`reshard_after_forward` is set to that number of ranks"),
         "gradient_accumulation_steps": _is("`Accelerator(gradient_accumulation_steps=)`"),
@@ -82,7 +82,7 @@ COUNTERPARTS: Mapping[str, Counterpart] = MappingProxyType(
         "train_batch_size": _is("must equal micro-batch size x accumulation steps x processes"),
         "train_micro_batch_size_per_gpu": _is("must equal the loader's batch size"),
         "fp16.enabled": _is('`mixed_precision="fp16"`'),
-        "fp16.auto_cast": _is("always: the model's inputs are cast"),
+        "fp16.auto_cast": _is("always on: the model's inputs are cast"),
         "fp16.loss_scale": _is(
             "0: a dynamic scale; any other number: a scale that never grows and is halved if gradients are infinite"
         ),
@@ -94,17 +94,17 @@ COUNTERPARTS: Mapping[str, Counterpart] = MappingProxyType(
         "steps_per_print": _none("fsdp2 prints nothing", float("inf"), 0),
         "wall_clock_breakdown": _none("use `accelerator.profile()`"),
         "zero_allow_untested_optimizer": _is(
-            "always: any optimizer works if its state has the same shape as its parameters"
+            "always on: any optimizer works if its state has the same shape as its parameters"
         ),
         "zero_force_ds_cpu_optimizer": _is("no effect: the optimizer passed to `prepare` is used"),
-        "optimizer": _is("an error: pass a torch optimizer to `prepare`"),
-        "scheduler": _is("an error: pass a torch scheduler to `prepare`"),
+        "optimizer": _is("raises an error; pass a torch optimizer to `prepare`"),
+        "scheduler": _is("raises an error; pass a torch scheduler to `prepare`"),
     }
 )
 
 
 def list_without_counterpart(values: Mapping[str, Any]) -> list[str]:
-    """Return ``key=value (reason)`` for each dotted key in ``values`` without a counterpart in fsdp2."""
+    """Return ``key=value (reason)`` for each dotted key in ``values`` that has no counterpart in fsdp2."""
     missing = []
     for key, value in values.items():
         if key.partition(".")[0] in ("optimizer", "scheduler"):
@@ -116,26 +116,26 @@ def list_without_counterpart(values: Mapping[str, Any]) -> list[str]:
 
 
 def table() -> str:
-    """Return the table of the documentation."""
+    """Return the table for the documentation as Markdown."""
     rows = [f"| `{key}` | {entry.does} |" for key, entry in COUNTERPARTS.items()]
     return "\n".join(["| DeepSpeed config key | what `fsdp2` does |", "|---|---|", *rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FSDP2Settings:
-    """The part of DeepSpeed's config that fsdp2 implements."""
+    """The settings from DeepSpeed's config that fsdp2 implements."""
 
     reshard_after_forward: bool | int
     cpu_offload: bool
     pin_memory: bool
     scaler: Mapping[str, Any]
-    """Arguments of torch's ``GradScaler``."""
+    """Arguments for torch's ``GradScaler``."""
     without_counterpart: list[str]
-    """Result of ``list_without_counterpart``."""
+    """The result of ``list_without_counterpart``."""
 
 
 def translate_to_fsdp2(config: HfDeepSpeedConfig) -> FSDP2Settings:
-    """Translate ``config`` for the engine fsdp2.
+    """Translate ``config`` for the fsdp2 engine.
 
     Raises:
         ConfigError: fsdp2 cannot implement a setting.
@@ -146,14 +146,14 @@ def translate_to_fsdp2(config: HfDeepSpeedConfig) -> FSDP2Settings:
         raise ConfigError(
             f"ZeRO stage {stage} has no counterpart in fsdp2",
             where=f"{where} {_ZERO}.stage",
-            do=f"use engine={'zero1' if stage else 'ddp'!r} without deepspeed_plugin, or stage 2 or 3",
+            do=f"use engine={'zero1' if stage else 'ddp'!r} without deepspeed_plugin, or ZeRO stage 2 or 3",
         )
     for key, object_ in (("optimizer", "an optimizer"), ("scheduler", "a scheduler")):
         if key in config.config:
             raise ConfigError(
                 f"DeepSpeed's config defines {object_} ({key!r}), which fsdp2 does not create",
                 where=f"{where} {key}",
-                do=f"remove it, and pass {object_} of torch to prepare()",
+                do=f"remove it, and pass {object_} from torch to prepare()",
             )
     pinned = _pinned(config, where)
     secondary = int(config.get_value(f"{_ZERO}.zero_hpz_partition_size", 1))
@@ -167,7 +167,7 @@ def translate_to_fsdp2(config: HfDeepSpeedConfig) -> FSDP2Settings:
 
 
 def _pinned(config: HfDeepSpeedConfig, where: str) -> list[bool]:
-    """Return ``pin_memory`` for each type of tensor that is offloaded to the CPU."""
+    """Return ``pin_memory`` for each kind of tensor that is offloaded to the CPU."""
     pinned = []
     for name in ("offload_optimizer", "offload_param"):
         node = config.get_value(f"{_ZERO}.{name}") or {}

@@ -1,4 +1,4 @@
-"""Imports the DeepSpeed library for the device and process group of this run, and logs the kernels that it compiles."""
+"""Imports the DeepSpeed library for this run's device and process group, and logs which kernels it compiles."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _SHARED_MEMORY_KERNEL = "deepspeed_shm_comm"
 
 
 def import_deepspeed(world: World) -> Any:
-    """Return the module ``deepspeed``, initialized for the current process group and the device of ``world``.
+    """Return the module ``deepspeed``, initialized for the current process group and the device in ``world``.
 
-    Collective: the first call for a process group.
+    The first call for a process group is collective.
 
     Raises:
         MissingExtraError: DeepSpeed is not installed.
-        UsageError: DeepSpeed already uses another type of device in this process.
+        UsageError: DeepSpeed already uses another device type in this process.
     """
     on_cpu = world.device.type == "cpu"
     # For a CPU run (cpu=True) on a machine with an accelerator, this must be set before the library detects devices.
@@ -62,7 +62,7 @@ def import_deepspeed(world: World) -> Any:
 
 
 def _reset_ended_group() -> None:
-    """Reset the library's state if its process group was destroyed. Otherwise it would use closed sockets."""
+    """Reset the library's state if its process group was destroyed; otherwise it would use closed sockets."""
     groups: Any = import_module("deepspeed.utils.groups")
     if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:
         groups._release_process_group_references()
@@ -71,9 +71,9 @@ def _reset_ended_group() -> None:
 
 
 def _synchronize_counters() -> None:
-    """Synchronize the counters that number modules and parameters in ZeRO 3. Collective: every rank.
+    """Synchronize the counters that number modules and parameters in ZeRO stage 3. Collective: call on every rank.
 
-    The library counts per process and compares the numbers between ranks (0.19.8), but some ranks may have counted earlier.
+    The library counts per process and compares the counts between ranks (0.19.8), but some ranks may have started earlier.
     """
     parameters: Any = import_module("deepspeed.runtime.zero.partition_parameters").Init
     offload: Any = import_module("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload
@@ -84,10 +84,10 @@ def _synchronize_counters() -> None:
 
 @contextmanager
 def _without_kernel(deepspeed: Any, name: str) -> Iterator[None]:
-    """Mark the kernel ``name`` as unavailable in the block.
+    """Mark the kernel ``name`` as unavailable inside the block.
 
-    On the CPU, initialization compiles a kernel for all-reduce through shared memory, which takes a minute. Only tensor-parallel
-    inference (``inference_all_reduce``) uses it, and falls back to the process group.
+    On the CPU, initialization compiles a kernel for all-reduce through shared memory, which takes a minute. Only
+    tensor-parallel inference (``inference_all_reduce``) uses this kernel, and without it falls back to the process group.
     """
     compatible: dict[str, bool] = deepspeed.ops.__compatible_ops__
     before = compatible.get(name, False)
@@ -99,7 +99,7 @@ def _without_kernel(deepspeed: Any, name: str) -> Iterator[None]:
 
 
 def _replace_deprecated_names() -> None:
-    """Replace two collectives whose old names raise a FutureWarning in torch 2.13."""
+    """Replace two collectives whose old names cause a FutureWarning in torch 2.13."""
     backend: Any = import_module("deepspeed.comm.comm").cdb
     for old, new in (
         ("all_gather_function", "all_gather_single"),
@@ -110,15 +110,15 @@ def _replace_deprecated_names() -> None:
 
 
 def announce_kernels(config: Mapping[str, Any], *, optimizer: str | None) -> None:
-    """Log the kernels that DeepSpeed is about to compile for ``config``.
+    """Log which kernels DeepSpeed is about to compile for ``config``.
 
-    ``optimizer`` is the type of the optimizer that DeepSpeed creates, or None.
+    ``optimizer`` is the type of optimizer that DeepSpeed creates, or None if it creates none.
     """
     root = Path(environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     missing = [name for name in _kernels(config, optimizer) if not any(root.glob(f"**/{name}/{name}.so"))]
     if missing:
         _logger.warning(
-            "DeepSpeed is compiling %s, which takes minutes; the result is cached in %s, so this happens once per machine",
+            "DeepSpeed is compiling %s, which takes minutes. The result is cached in %s, so this happens once per machine",
             ", ".join(missing),
             root,
         )

@@ -1,4 +1,4 @@
-"""Accumulation, clipping, steps and state of a model that DeepSpeed trains."""
+"""Handles accumulation, clipping, steps and state for a model that DeepSpeed trains."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["DeepSpeedModel"]
 class DeepSpeedModel:
     """Drives a DeepSpeed engine.
 
-    The library reduces the gradients of an accumulation window in the backward pass that is declared as its boundary. A second
-    boundary pass before the step would replace the gradients of the first. This class declares no pass as the boundary and
-    reduces the gradients when they are needed, so a loop may call backward any number of times.
+    The library reduces an accumulation window's gradients in the backward pass that is declared as its boundary. A second
+    boundary pass before the step would replace the first one's gradients. This class therefore declares no pass as the
+    boundary and reduces the gradients when they are needed, so a loop may call ``backward`` any number of times.
 
-    Stages 1 to 3 do not expose gradients, so the factor of an update is applied through the loss scale.
+    Stages 1 to 3 do not expose gradients, so an update's factor is applied through the loss scale.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class DeepSpeedModel:
     ) -> None:
         self.engine = engine
         self.optimizer: Optimizer = engine.basic_optimizer
-        """The optimizer, whose groups schedulers modify. In stages 1 to 3 it steps the flat tensors."""
+        """The optimizer whose groups schedulers modify. In stages 1 to 3 it steps the flat tensors."""
         self.stepper = stepper
-        """Scaler of the loss in stage 0."""
+        """Steps the optimizer and scales the loss in stage 0."""
         self.factor = 1.0
-        """Factor of this update's gradients that is not applied yet."""
+        """Factor that has not yet been applied to this update's gradients."""
         self.is_local = False
-        """Whether the last backward pass was not synchronized."""
+        """Whether the last backward pass was unsynchronized."""
         self.last_norm = torch.zeros(())
         """Gradient norm of the last update."""
         self._stage = int(engine.zero_optimization_stage())
@@ -96,15 +96,15 @@ class DeepSpeedModel:
             self._structure.renew(self.engine.module)
         if changed:
             raise UsageError(
-                f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} joined the model, or became frozen or "
-                "unfrozen, after prepare(), but DeepSpeed trains the parameters that required gradients during prepare()",
-                where="backward(), engine deepspeed",
-                do="freeze and unfreeze before prepare(), and run each training phase as a separate script (with save_model()); "
-                "engine='fsdp2' and 'ddp' support such changes",
+                f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} were added, frozen or unfrozen after "
+                "prepare(), but DeepSpeed trains only the parameters that required gradients during prepare()",
+                where="backward(), deepspeed engine",
+                do="freeze and unfreeze parameters before prepare(), and run each training phase as a separate script (with "
+                "save_model()), or use engine='fsdp2' or 'ddp', which support these changes",
             )
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, is_local: bool) -> None:
-        """Add the gradients of ``loss`` to those of the window. Collective: in stages 2 and 3.
+        """Add the gradients of ``loss`` to the accumulation window. Collective in stages 2 and 3.
 
         Raises:
             UsageError: parameters were added, replaced, frozen or unfrozen after ``prepare``.
@@ -112,9 +112,9 @@ class DeepSpeedModel:
         self._require_parameters()
         if self._is_finished and self._stage > 0:
             raise UsageError(
-                "backward() was called between clipping and the step, but DeepSpeed cannot add to clipped gradients",
-                where="engine deepspeed",
-                do="clip after the last backward(), right before the step",
+                "backward() was called between clipping and step(), but DeepSpeed cannot add to clipped gradients",
+                where="deepspeed engine",
+                do="clip after the last backward(), right before step()",
             )
         if self._stage > 0:
             # The forward pass of DeepSpeed's wrapper clears this flag. After two forward passes, the second backward pass would
@@ -126,14 +126,14 @@ class DeepSpeedModel:
         self.is_local = is_local and self._stage < 2
 
     def finish(self) -> None:
-        """Reduce the gradients of the window. Collective: every rank."""
+        """Reduce the accumulation window's gradients. Collective: call on every rank."""
         if self._is_finished or not self._is_pending:
             return
         if self.is_local and not self._is_warned:
             self._is_warned = True
             warn(
-                "the last backward pass was not synchronized between the ranks (the step is inside no_sync()); DeepSpeed reduces "
-                "the gradients now, so the result is correct. Step outside no_sync()."
+                "the last backward pass did not synchronize gradients across ranks, because the step is inside no_sync(). "
+                "DeepSpeed reduces the gradients now, so the result is correct. Step outside no_sync()."
             )
         self._is_finished, self.is_local = True, False
         self.engine.set_gradient_accumulation_boundary(True)
@@ -146,13 +146,13 @@ class DeepSpeedModel:
             self.factor = 1.0
 
     def unscale(self) -> None:
-        """Unscale the gradients in stage 0. Other stages do not expose gradients."""
+        """Unscale the gradients in stage 0; other stages do not expose gradients."""
         if self._stage == 0:
             self.finish()
             self.stepper.unscale(self.optimizer)
 
     def clip(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Make the step clip the gradients to ``max_norm``; return their norm. Collective: every rank."""
+        """Make the next step clip the gradients to ``max_norm``; return their norm. Collective: call on every rank."""
         self.finish()
         if self._stage == 0:
             self.unscale()
@@ -161,23 +161,23 @@ class DeepSpeedModel:
             return self.last_norm
         if norm_type != 2.0:
             raise UsageError(
-                f"DeepSpeed only clips by the 2-norm, but norm_type={norm_type:g} was given",
+                f"DeepSpeed clips only by the 2-norm, but got norm_type={norm_type:g}",
                 where="clip_grad_norm_()",
-                do="omit norm_type, or use the engine fsdp2",
+                do="omit norm_type, or use the fsdp2 engine",
             )
         given = len({id(p) for p in parameters if p.requires_grad})
         if given < self._num_trained:
             raise UsageError(
-                f"clip_grad_norm_() was given {given} parameters, but DeepSpeed clips all {self._num_trained} that it trains",
-                where="clip_grad_norm_(), engine deepspeed",
-                do="pass model.parameters(), or use the engine fsdp2",
+                f"clip_grad_norm_() got {given} parameters, but DeepSpeed clips all {self._num_trained} parameters that it trains",
+                where="clip_grad_norm_(), deepspeed engine",
+                do="pass model.parameters(), or use the fsdp2 engine",
             )
         self._max_norm = max_norm
         self.last_norm = self._norm()
         return self.last_norm
 
     def _norm(self) -> torch.Tensor:
-        """Return the norm of the reduced gradients in stages 1 to 3. Collective: every rank."""
+        """Return the reduced gradients' norm in stages 1 to 3. Collective: call on every rank."""
         if not self._is_pending:
             return torch.zeros(())
         optimizer = self.engine.optimizer
@@ -191,7 +191,7 @@ class DeepSpeedModel:
         return torch.where(norm < 0, math.inf, norm)
 
     def step(self) -> bool:
-        """Perform the optimizer step; return False if gradients were infinite. Collective: every rank."""
+        """Perform the optimizer step; return False if gradients were infinite. Collective: call on every rank."""
         if not self._is_pending:
             return True
         self.finish()
@@ -224,7 +224,7 @@ class DeepSpeedModel:
         return bool(self.engine.was_step_applied())
 
     def _effective_clipping(self) -> float:
-        """Return the norm to which this update is clipped, or 0 if it is not clipped."""
+        """Return the norm that this update is clipped to, or 0 if it is not clipped."""
         norms = [self._max_norm] if self._max_norm is not None else []
         if self._clipping is not None and not (self._loop_clips and norms):
             norms.append(self._clipping)
@@ -232,7 +232,7 @@ class DeepSpeedModel:
         return 0.0 if math.isinf(smallest) else smallest
 
     def discard_gradients(self) -> None:
-        """Discard the gradients of the window."""
+        """Discard the accumulation window's gradients."""
         if not self._is_pending:
             return
         self._is_pending = self._is_finished = self.is_local = False
@@ -254,7 +254,7 @@ class DeepSpeedModel:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def full_state_dict(self, *, on_rank_zero: bool) -> dict[str, Any] | None:
-        """Return the full state dict; with ``on_rank_zero``, only on rank zero's CPU. Collective: if ``on_rank_zero``."""
+        """Return the full state dict, or, with ``on_rank_zero``, gather it only on rank zero's CPU. Collective if ``on_rank_zero``."""
         if self.shards is None or not on_rank_zero:
             return plain_state_dict(self.engine.module)
         trained = self.shards.full_weights()
@@ -284,7 +284,7 @@ class DeepSpeedModel:
         return {"model": model, "buffers": buffers, "optimizers": optimizers, "loss_scale": self._loss_scale()}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Load the result of ``own_state`` on this rank. Collective: every rank."""
+        """Load the result of ``own_state`` on this rank. Collective: call on every rank."""
         shards = self.shards
         assert shards is not None
         for name, parameter in plain_parameters(self.engine.module):
@@ -298,7 +298,7 @@ class DeepSpeedModel:
             self.load_optimizer_state({**saved, "loss_scale": state["loss_scale"]}, is_full=False)
 
     def full_optimizer_state(self) -> dict[str, Any] | None:
-        """Return the full optimizer state on rank zero, None on other ranks. Collective: every rank."""
+        """Return the full optimizer state on rank zero, or None on other ranks. Collective: call on every rank."""
         assert self.shards is not None
         state = self.shards.full_state()
         if state is None:
@@ -306,7 +306,7 @@ class DeepSpeedModel:
         return {"state": state, "param_groups": self.shards.groups(), "loss_scale": self._loss_scale()}
 
     def load_optimizer_state(self, state: Mapping[str, Any], *, is_full: bool) -> None:
-        """Load the full optimizer state of any engine, or this rank's shards."""
+        """Load the full optimizer state from any engine, or this rank's shards."""
         assert self.shards is not None
         self.shards.load_groups(state["param_groups"])
         self.shards.load_state(state["state"], is_full=is_full)
@@ -315,7 +315,7 @@ class DeepSpeedModel:
             setattr(scaler, name, value)
 
     def _loss_scale(self) -> dict[str, float]:
-        """Return the state of the loss scaler as plain numbers."""
+        """Return the loss scaler's state as plain numbers."""
         scaler = self.engine.optimizer.loss_scaler
         names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
         return {name: getattr(scaler, name) for name in names if hasattr(scaler, name)}

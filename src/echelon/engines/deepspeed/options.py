@@ -1,4 +1,4 @@
-"""Options of the engine deepspeed, and placeholders for the optimizer and scheduler in DeepSpeed's config."""
+"""Options for the deepspeed engine, and placeholders for the optimizer and scheduler in DeepSpeed's config."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ __all__ = ["DeepSpeedOptions", "DummyOptim", "DummyScheduler", "DrivenScheduler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedOptions:
-    """DeepSpeed's config, and settings for which it has no keys."""
+    """DeepSpeed's config, and settings that it has no keys for."""
 
     config: Mapping[str, Any] = field(default_factory=lambda: {"zero_optimization": {"stage": 2}})
-    """Contents of ``ds_config.json``. ``prepare`` reads them and requires that every ``"auto"`` is resolved."""
+    """Contents of ``ds_config.json``. ``prepare`` reads them and requires that all ``"auto"`` values are resolved."""
     loop_clips: bool = False
-    """Whether a norm to which the loop clips replaces ``gradient_clipping``. Otherwise the smaller of both applies."""
+    """Whether the loop's own clipping replaces ``gradient_clipping``. Otherwise the smaller of the two norms applies."""
     makes_shards: bool = False
-    """Whether models are created sharded before ``prepare`` (by ``deepspeed.zero.Init``, which transformers calls)."""
+    """Whether models are already sharded when they are created (by ``deepspeed.zero.Init``, which transformers calls)."""
     leaf_classes: tuple[str, ...] = ()
-    """Classes of modules (mixtures of experts) whose parameters stage 3 always gathers together."""
+    """Module classes (mixtures of experts) whose parameters stage 3 always gathers together."""
 
 
 class DummyOptim:
-    """A placeholder for the optimizer in DeepSpeed's config, which ``prepare`` returns in its place.
+    """A placeholder that ``prepare`` replaces with the optimizer from DeepSpeed's config.
 
     Args:
-        params: parameters, or groups of them.
-        lr: resolves ``"auto"`` in the config.
-        weight_decay: resolves ``"auto"`` in the config.
-        kwargs: other arguments, stored unchanged.
+        params: parameters or parameter groups.
+        lr: learning rate if the config says ``"auto"``.
+        weight_decay: weight decay if the config says ``"auto"``.
+        kwargs: other arguments, which are stored unchanged.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
@@ -41,14 +41,14 @@ class DummyOptim:
 
 
 class DummyScheduler:
-    """A placeholder for the scheduler in DeepSpeed's config, or for the result of ``lr_scheduler_callable``.
+    """A placeholder that ``prepare`` replaces with the config's scheduler or the one from ``lr_scheduler_callable``.
 
     Args:
         optimizer: a ``DummyOptim`` or an optimizer.
-        total_num_steps: resolves ``"auto"`` in the config; counts batches of loaders before ``prepare``.
-        warmup_num_steps: resolves ``"auto"`` in the config.
-        lr_scheduler_callable: creates a scheduler for the given optimizer.
-        kwargs: other arguments, stored unchanged.
+        total_num_steps: number of steps if the config says ``"auto"``, in batches of the loader before ``prepare``.
+        warmup_num_steps: number of warmup steps if the config says ``"auto"``.
+        lr_scheduler_callable: function that creates a scheduler for a given optimizer.
+        kwargs: other arguments, which are stored unchanged.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DummyScheduler:
 
 
 class DrivenScheduler:
-    """A scheduler that DeepSpeed steps itself once per update, so that ``step`` does nothing."""
+    """A scheduler that DeepSpeed steps once per update, so its own ``step`` does nothing."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler

@@ -1,4 +1,4 @@
-"""The config passed to the DeepSpeed library, without the settings that the engine handles itself, and with defaults."""
+"""Builds the config for the DeepSpeed library, with defaults and without the settings that the engine handles itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_on(config: Mapping[str, Any], dtype: str) -> bool:
 
 
 def parameters_by_group(optimizer: Any) -> list[list[nn.Parameter]]:
-    """Return the parameters of each group of an optimizer or a ``DummyOptim``."""
+    """Return the parameters in each group of an optimizer or a ``DummyOptim``."""
     if isinstance(optimizer, Optimizer):
         return [list(group["params"]) for group in optimizer.param_groups]
     optimizer.params = list(optimizer.params)  # a generator can be consumed only once
@@ -57,7 +57,7 @@ def replaces_optimizer_on_host(config: Mapping[str, Any]) -> bool:
 
 
 def evaluation_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config for a model without an optimizer."""
+    """Return the config for a model that has no optimizer."""
     plain = copy.deepcopy(dict(config))
     for key in ("optimizer", "scheduler", "gradient_clipping"):
         plain.pop(key, None)
@@ -70,7 +70,7 @@ def training_config(
     """Return the config for a model that ``optimizer`` (a torch optimizer or a ``DummyOptim``) trains.
 
     Raises:
-        ConfigError: there are two optimizers or none, or DeepSpeed does not support the loss scale settings.
+        ConfigError: there is no optimizer or more than one, or DeepSpeed does not support the loss scale settings.
     """
     own = _with_defaults(copy.deepcopy(dict(config)))
     if stage_of(own) == 0:
@@ -82,7 +82,7 @@ def training_config(
     if not isinstance(optimizer, DummyOptim):
         if "optimizer" in own:
             raise ConfigError(
-                f"DeepSpeed's config defines an optimizer ({own['optimizer'].get('type')}), but prepare() was given "
+                f"DeepSpeed's config defines an optimizer ({own['optimizer'].get('type')}), but prepare() also got "
                 f"{type(optimizer).__name__}",
                 where="ds_config 'optimizer', and prepare()",
                 do="pass a DummyOptim to prepare(), or remove 'optimizer' from the config",
@@ -90,7 +90,7 @@ def training_config(
         own.setdefault("zero_allow_untested_optimizer", True)
     elif "optimizer" not in own:
         raise ConfigError(
-            "prepare() was given a DummyOptim, but DeepSpeed's config defines no optimizer",
+            "prepare() got a DummyOptim, but DeepSpeed's config does not define an optimizer",
             where="ds_config 'optimizer'",
             do="add an 'optimizer' to the config, or pass a torch optimizer to prepare()",
         )
@@ -111,7 +111,7 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy_scaler_settings(scaler: torch.amp.GradScaler, fp16: dict[str, Any]) -> None:
-    """Copy settings of ``scaler`` that the config does not define to DeepSpeed's loss scale."""
+    """Copy the settings of ``scaler`` that the config does not define to DeepSpeed's loss scaler."""
     growth, backoff = scaler.get_growth_factor(), scaler.get_backoff_factor()
     if (growth, backoff) != (2.0, 0.5):
         raise ConfigError(
@@ -124,12 +124,12 @@ def _copy_scaler_settings(scaler: torch.amp.GradScaler, fp16: dict[str, Any]) ->
 
 
 def host_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return DeepSpeed's CPU optimizer that corresponds to ``optimizer``, with the same groups.
+    """Return the DeepSpeed CPU optimizer that corresponds to ``optimizer``, with the same groups.
 
     Raises:
         ConfigError: DeepSpeed has no corresponding optimizer.
 
-    Source: accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed (1.15), which returns Adam for unknown optimizers.
+    Source: accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed (1.15), which uses Adam for unknown optimizers.
     """
     require("deepspeed", extra="deepspeed", purpose="an optimizer on the CPU")
     name = type(optimizer).__name__
@@ -162,7 +162,7 @@ def resolve_run_config(
     schedulers: Sequence[Any],
     split_batches: bool,
 ) -> Mapping[str, Origin]:
-    """Resolve every ``"auto"`` of ``config`` in place from the loaders, model and optimizer; return the origins.
+    """Resolve every ``"auto"`` value in ``config`` in place from the loaders, model and optimizer; return the origins.
 
     Raises:
         ConfigError: see ``resolve_deepspeed``.
@@ -191,7 +191,7 @@ def resolve_run_config(
 
 
 def _hidden_size(models: Sequence[nn.Module]) -> int | None:
-    """Return the hidden size in the config of a transformers model, or the largest one if there are several."""
+    """Return the hidden size from a transformers model's config, or the largest one if there are several."""
     for model in models:
         config = getattr(model, "config", None)
         for owner in (config, getattr(config, "text_config", None)):
@@ -210,7 +210,7 @@ def _optimizer_settings(optimizers: Sequence[Any]) -> dict[str, Setting]:
 
 
 def _scheduler_settings(schedulers: Sequence[Any], *, world_size: int) -> dict[str, Setting]:
-    """Return the arguments of a ``DummyScheduler``, converted from steps per process to DeepSpeed's updates."""
+    """Return a ``DummyScheduler``'s arguments, converted from batches across processes to DeepSpeed's updates."""
     for scheduler in schedulers:
         if not isinstance(scheduler, DummyScheduler) or scheduler.lr_scheduler_callable is not None:
             continue

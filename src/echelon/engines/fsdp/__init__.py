@@ -1,1 +1,1 @@
-"""The engine ``fsdp2``, which uses torch's ``fully_shard``."""
+"""The ``fsdp2`` engine, which uses torch's ``fully_shard``."""

@@ -1,4 +1,4 @@
-"""The engine ``fsdp2``: torch's fully_shard (ZeRO stages 2 and 3)."""
+"""The ``fsdp2`` engine, which uses torch's ``fully_shard`` (ZeRO stages 2 and 3)."""
 
 from __future__ import annotations
 
@@ -72,10 +72,11 @@ _CAPABILITIES = Capabilities(
 
 
 class FSDP2Engine(Engine):
-    """Each rank holds a shard of every parameter. The parameters of a block are all-gathered while it computes.
+    """Each rank holds a shard of every parameter. A block's parameters are all-gathered while it computes.
 
-    ``reshard_after_forward=True`` is ZeRO stage 3. False is stage 2, in which parameters stay unsharded from forward to
-    backward; an integer is in between. With ``replicas > 1``, groups of ranks each hold a sharded replica (hybrid sharding).
+    ``reshard_after_forward=True`` is ZeRO stage 3. False is stage 2, in which parameters stay unsharded between the forward
+    and backward pass; an integer is in between. With ``replicas > 1``, each group of ranks holds a sharded replica (hybrid
+    sharding).
 
     Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP", 2023.
     """
@@ -94,14 +95,14 @@ class FSDP2Engine(Engine):
         self._replaced = WeakIdKeyDictionary()  # original parameters -> sharded parameters
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._warned = False
-        self._averages: bool | None = None  # whether the backend implements ReduceOp.AVG; None if unknown
+        self._averages: bool | None = None  # whether the backend implements ReduceOp.AVG, or None if unknown
         self._update: ShardedUpdate | None = None  # sums the gradients instead of torch (build_sharded_update)
 
     @classmethod
     def from_options(
         cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]
     ) -> FSDP2Engine:
-        """See ``Engine.from_options``. Uses ``options["sharding"]``."""
+        """See ``Engine.from_options``. It uses ``options["sharding"]``."""
         return cls(world, scaler=scaler, options=options.get("sharding"))
 
     @property
@@ -117,13 +118,14 @@ class FSDP2Engine(Engine):
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
-        """Shard each model in place, and replace the parameters of existing optimizers with the sharded ones.
+        """Shard each model in place, and replace the parameters in existing optimizers with the sharded ones.
 
-        Rank zero's weights are broadcast; other ranks may have the model on the meta device. Tensors that are on the meta
-        device on every rank stay there until ``load_checkpoint_in_model``. Models without trainable parameters are sharded, too.
+        Rank zero's weights are broadcast, so other ranks may have the model on the meta device. Tensors that are on the meta
+        device on every rank stay there until ``load_checkpoint_in_model`` is called. Models without trainable parameters are
+        also sharded.
 
         Raises:
-            UsageError: an optimizer cannot step shards of parameters.
+            UsageError: an optimizer cannot step parameter shards.
         """
         for optimizer in optimizers:
             require_elementwise(optimizer)
@@ -191,9 +193,9 @@ class FSDP2Engine(Engine):
             self._update.attach(model)
 
     def _replace_missing_average(self, model: nn.Module) -> None:
-        """If the backend does not implement ``ReduceOp.AVG``, make torch sum and divide. Collective: on CPUs.
+        """If the backend does not implement ``ReduceOp.AVG``, make torch sum and divide. Collective on CPUs.
 
-        Before torch 2.8, gloo silently computes a sum instead, so that gradients are ``world_size`` times too large.
+        Before torch 2.8, gloo silently computes a sum instead of the mean, so gradients are ``world_size`` times too large.
         """
         if self._world.device.type != "cpu" or self._world.world_size == 1:
             return
@@ -205,19 +207,19 @@ class FSDP2Engine(Engine):
             if isinstance(module, FSDPModule):
                 if not hasattr(module, "set_force_sum_reduction_for_comms"):
                     raise UsageError(
-                        f"fully_shard of torch {torch_version} sums gradients over the ranks on CPUs instead of averaging them",
+                        f"fully_shard in torch {torch_version} sums gradients across ranks on CPUs instead of averaging them",
                         where="engine='fsdp2', on CPUs",
                         do="install torch 2.8 or newer, or use engine='zero1'",
                     )
                 module.set_force_sum_reduction_for_comms(True)
 
     def _device_mesh(self) -> DeviceMesh:
-        """Return the device mesh, which is created once. Collective: the first call."""
+        """Return the device mesh, which is created once. The first call is collective."""
         if self._mesh is None:
             world_size, replicas = self._world.world_size, self._options.replicas
             if world_size % replicas:
                 raise ConfigError(
-                    f"{world_size} ranks cannot be divided into {replicas} groups of equal size",
+                    f"{world_size} ranks cannot be divided into {replicas} groups of the same size",
                     where="dp_replicate",
                     do="choose a divisor of the number of ranks",
                 )
@@ -235,9 +237,9 @@ class FSDP2Engine(Engine):
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """See ``Engine.no_sync``. Unsharded gradients accumulate. Source: FSDPModule.set_requires_gradient_sync.
+        """See ``Engine.no_sync``. Unsharded gradients accumulate (FSDPModule.set_requires_gradient_sync).
 
-        After ``build_sharded_update``, gradients are sent in each micro-step.
+        After ``build_sharded_update``, gradients are reduced in each micro-step nevertheless.
         """
         if self._update is not None:
             return nullcontext()
@@ -247,14 +249,14 @@ class FSDP2Engine(Engine):
         return _syncing(self._roots.get(id(model)), sync=True)
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return an empty context: uneven inputs are not supported, because every layer needs the shards of all ranks."""
+        """Return an empty context. Uneven inputs are not supported, because every layer needs all ranks' shards."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
         """See ``Engine.backward``.
 
         Raises:
-            UsageError: ``loss`` needs second derivatives, for which torch does not all-gather the parameters again.
+            UsageError: ``loss`` needs second derivatives, but torch does not all-gather the parameters again for them.
         """
         try:
             self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
@@ -262,14 +264,14 @@ class FSDP2Engine(Engine):
             if "setStorage" not in str(error):
                 raise
             raise UsageError(
-                "the backward pass needs parameters that are already resharded, because the loss contains a gradient "
-                "(torch.autograd.grad(..., create_graph=True)); fully_shard does not support second derivatives",
-                where="backward(), engine fsdp2",
+                "the backward pass needs parameters that have already been resharded, because the loss contains a gradient "
+                "(torch.autograd.grad(..., create_graph=True)), but fully_shard does not support second derivatives",
+                where="backward(), fsdp2 engine",
                 do="for a gradient penalty, use engine='ddp' or 'zero1', or approximate it with two forward passes",
             ) from error
 
     def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
-        """See ``Engine.backward_zeros``. Autograd reaches the unsharded parameters inside ``fully_shard``, not the shards."""
+        """See ``Engine.backward_zeros``. Autograd reaches the unsharded parameters inside ``fully_shard`` instead of the shards."""
         require_graph(loss, "fsdp2")
         wanted = {id(p) for p in parameters}
         inner = unsharded_parameters(self._roots.values(), wanted)
@@ -291,7 +293,7 @@ class FSDP2Engine(Engine):
             raise cannot_step_shards(optimizer, f"torch says {str(error).splitlines()[0]!r}") from error
 
     def _reshard(self, optimizer: Optimizer) -> None:
-        """Free unsharded parameters left by a forward pass without a backward pass, because the step does not update them."""
+        """Free unsharded parameters that a forward pass without a backward pass left behind, because the step does not update them."""
         owners = parameter_ids(optimizer)
         for root in self._roots.values():
             if any(id(part.sharded_param) in owners for part in fsdp_params([root])):
@@ -304,15 +306,15 @@ class FSDP2Engine(Engine):
         """See ``Engine.reduce_gradients``.
 
         Raises:
-            UsageError: ``optimizer`` holds parameters that ``prepare`` replaced, which no longer receive gradients.
+            UsageError: ``optimizer`` holds parameters that ``prepare`` replaced and that no longer get gradients.
         """
         replaced = set(map(id, self.replaced_parameters()))
         num_replaced = sum(id(p) in replaced for group in optimizer.param_groups for p in group["params"])
         if num_replaced:
             raise UsageError(
-                f"{type(optimizer).__name__} holds {num_replaced} parameters that prepare() replaced with sharded ones, so its "
-                "step would have no effect",
-                where=f"step() at {user_line()}, engine fsdp2",
+                f"{type(optimizer).__name__} holds {num_replaced} parameters that prepare() has replaced with sharded ones, so "
+                "its step would have no effect",
+                where=f"step() at {user_line()}, fsdp2 engine",
                 do="prepare both in one call (model, optimizer = accelerator.prepare(model, optimizer)), or create the optimizer "
                 "from model.parameters() after prepare()",
             )
@@ -366,9 +368,9 @@ class FSDP2Engine(Engine):
             self._warn()
 
     def _reduce(self) -> bool:
-        """Reduce gradients of unsynchronized passes and of unsharded parameters; return whether a pass was unsynchronized.
+        """Reduce gradients from unsynchronized passes and of unsharded parameters; return whether a pass was unsynchronized.
 
-        Collective: if there are gradients to reduce.
+        Collective if there are gradients to reduce.
         """
         if self._update is not None:
             return False
@@ -384,22 +386,22 @@ class FSDP2Engine(Engine):
         if not self._warned:
             self._warned = True
             warn(
-                "the last backward pass was not synchronized between the ranks (the step is inside no_sync()); echelon reduces "
-                "the gradients now, so the result is correct, but slower. Step outside no_sync()."
+                "the last backward pass did not synchronize gradients across ranks, because the step is inside no_sync(). "
+                "echelon reduces the gradients now, which is correct but slower. Step outside no_sync()."
             )
 
     def build_sharded_update(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
         """See ``Engine.build_sharded_update``.
 
         Raises:
-            UsageError: hybrid sharding is enabled, or this version of torch lacks support.
+            UsageError: hybrid sharding is enabled, or this version of torch does not support it.
         """
         if self._options.replicas > 1:
             raise UsageError(
-                f"the engine fsdp2 sums the gradients of batch shards over all ranks, and does not support {self._options.replicas} "
-                "replicas",
+                f"the fsdp2 engine sums the gradients of batch shards across all ranks and does not support "
+                f"{self._options.replicas} replicas",
                 where="parity='bitwise'",
-                do="do not use dp_replicate_size or a HYBRID sharding strategy, or use parity='exact'",
+                do="remove dp_replicate_size or the HYBRID sharding strategy, or use parity='exact'",
             )
         kind = ShardedTreeSum if self._world.world_size > 1 else ReplicatedUpdate
         self._update = kind(
@@ -438,7 +440,7 @@ class FSDP2Engine(Engine):
         )
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
-        """Gather the state dict on rank zero's CPU, one tensor at a time; None on other ranks. Collective: every rank."""
+        """Gather the state dict on rank zero's CPU, one tensor at a time; return None on other ranks. Collective: call on every rank."""
         require_values(model)
         keep = self._world.rank == 0
         found = {name: gather_full(value, keep=keep) for name, value in plain_state_dict(model).items()}
@@ -479,7 +481,7 @@ class FSDP2Engine(Engine):
 
 @contextmanager
 def _syncing(root: FSDPModule | None, *, sync: bool) -> Iterator[None]:
-    """Set whether backward passes in the block reduce gradients. After the block they always do."""
+    """Set whether backward passes inside the block reduce gradients; after the block they always do."""
     if root is None:
         yield
         return
@@ -491,7 +493,7 @@ def _syncing(root: FSDPModule | None, *, sync: bool) -> Iterator[None]:
 
 
 def _backend_averages(world: World) -> bool:
-    """Return whether the default group's backend implements ``ReduceOp.AVG``. Collective: every rank."""
+    """Return whether the default group's backend implements ``ReduceOp.AVG``. Collective: call on every rank."""
     reduce_scatter: Any = (
         getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     )  # name before torch 2.13

@@ -1,4 +1,4 @@
-"""The norm of sharded and unsharded gradients."""
+"""Computes the norm of sharded and unsharded gradients."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["total_norm"]
 def total_norm(
     gradients: Sequence[torch.Tensor], p: float, mesh: DeviceMesh | None, device: torch.device
 ) -> torch.Tensor:
-    """Return the p-norm of ``gradients``, which are sharded over the ranks or equal on all ranks.
+    """Return the p-norm of ``gradients``, each of which is sharded across ranks or equal on all ranks.
 
-    Collective: if any gradient is sharded.
+    Collective if any gradient is sharded.
     """
     sharded = [g for g in gradients if isinstance(g, DTensor)]
     is_max = math.isinf(p)
@@ -33,7 +33,7 @@ def total_norm(
 
 
 def _power_sum(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of the p-th powers (the maximum if p is infinite), 0-d, at least in float32."""
+    """Return the sum of the p-th powers (or the maximum if p is infinite) as a 0-d tensor in at least float32."""
     # The dtype must be the same on every rank, including ranks without elements, so empty tensors count.
     wide = max((t.dtype.to_real() for t in tensors), key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
     wide = torch.float32 if torch.finfo(wide).bits < 32 else wide

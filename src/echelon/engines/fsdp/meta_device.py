@@ -1,4 +1,4 @@
-"""Models on the meta device: sharded first, then filled from rank zero or from files, so that no rank needs the whole model."""
+"""Shards models on the meta device and then fills them from rank zero or from files, so no rank needs the whole model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Values = dict[str, torch.Tensor | None]
-"""Rank zero's tensors by name. Other ranks have the same names with None."""
+"""Rank zero's tensors by name; other ranks have the same names with None as values."""
 
 _CHUNK_BYTES = 2**24  # size of a broadcast; larger chunks are not faster and need additional memory
 _MIN_RELEASED_BYTES = 2**16  # for fewer bytes, the look-up costs more than the pages
@@ -37,11 +37,11 @@ _PAGEOUT = 21  # MADV_PAGEOUT (Linux 5.4), which keeps modified pages, unlike MA
 
 
 def move_to_meta(model: nn.Module, *, only_rank_zero: bool) -> Values | None:
-    """Move ``model`` to the meta device, and return rank zero's tensors, without tensors that have no values on any rank.
+    """Move ``model`` to the meta device, and return rank zero's tensors, except those without values on all ranks.
 
-    If every rank has values, and without ``only_rank_zero``, leave the model unchanged and return None.
+    If every rank has values and ``only_rank_zero`` is False, leave the model unchanged and return None.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
         UsageError: rank zero lacks values that another rank has.
@@ -53,11 +53,11 @@ def move_to_meta(model: nn.Module, *, only_rank_zero: bool) -> Values | None:
         return None
     if min(counts) < counts[0]:
         raise UsageError(
-            f"prepare() uses rank zero's values, but {type(model).__name__} is on the meta device on rank zero ({counts[0]} "
-            f"tensors without values), and rank {counts.index(min(counts))} has values",
+            f"prepare() uses rank zero's values, but on rank zero {type(model).__name__} is on the meta device ({counts[0]} "
+            f"tensors have no values), and rank {counts.index(min(counts))} has values",
             where="prepare()",
-            do="create the model with values on rank zero and on the meta device on the other ranks; or create it on the meta "
-            "device on every rank, and call load_checkpoint_in_model() after prepare()",
+            do="create the model with values on rank zero and on the meta device on the other ranks, or create it on the meta "
+            "device on every rank and call load_checkpoint_in_model() after prepare()",
         )
     is_zero = dist.get_rank() == 0
     lacking = broadcast_bytes(lacking if is_zero else None)
@@ -77,7 +77,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _replace_by_meta(model: nn.Module) -> None:
-    """Replace every tensor with one on the meta device; shared tensors stay shared. The caller keeps the old tensors alive."""
+    """Replace every tensor with one on the meta device; shared tensors stay shared. The caller must keep the old tensors alive."""
     made: dict[int, nn.Parameter] = {}
     buffers: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -91,13 +91,13 @@ def _replace_by_meta(model: nn.Module) -> None:
 
 
 def _free(parameter: torch.Tensor) -> None:
-    """Free the memory of a replaced parameter, to which optimizers still refer until they are updated."""
+    """Free the memory of a replaced parameter, which optimizers still reference until they are updated."""
     if isinstance(parameter, nn.Parameter):
         parameter.data = parameter.data.new_empty(0)
 
 
 def fill_from_rank_zero(model: nn.Module, values: Values, *, device: torch.device) -> None:
-    """Fill the shards of ``model`` from rank zero's ``values``, which are freed one by one. Collective: every rank."""
+    """Fill the shards of ``model`` from rank zero's ``values``, which are freed one by one. Collective: call on every rank."""
     allocate_tensors(model, values, device=device)
     tensors = dict(_tensors(model))
     with torch.no_grad():
@@ -108,7 +108,7 @@ def fill_from_rank_zero(model: nn.Module, values: Values, *, device: torch.devic
 
 
 def _broadcast_chunks(value: torch.Tensor | None, own: torch.Tensor, *, device: torch.device) -> None:
-    """Copy rank zero's ``value`` to the shards ``own`` of all ranks in chunks of rows. Collective: every rank."""
+    """Copy rank zero's ``value`` to each rank's shard ``own`` in chunks of rows. Collective: call on every rank."""
     local, held = own.to_local() if is_dtensor(own) else own, local_slices(own)
     if not own.dim():
         value, local, held = None if value is None else value.reshape(1), local.reshape(1), (slice(0, 1),)
@@ -128,9 +128,10 @@ def _broadcast_chunks(value: torch.Tensor | None, own: torch.Tensor, *, device: 
 
 
 def allocate_tensors(model: nn.Module, names: Collection[str], *, device: torch.device) -> None:
-    """Replace the meta parameters and buffers ``names`` of ``model`` with uninitialized ones on ``device``.
+    """Replace the meta parameters and buffers with the given ``names`` by uninitialized ones on ``device``.
 
-    Parameters keep their identity, on which optimizers rely; shared tensors stay shared. Offloaded parameters go to the CPU.
+    Parameters keep their identity, which optimizers rely on, and shared tensors stay shared. Offloaded parameters are
+    allocated on the CPU.
     """
     groups = fsdp_groups(model)
     on_host = {id(part.sharded_param) for group in groups if _is_offloaded(group) for part in group.fsdp_params}
@@ -159,7 +160,7 @@ def _is_offloaded(group: Any) -> bool:
 
 
 def require_values(model: nn.Module, *_: object) -> None:
-    """Raise UsageError if parameters or buffers of ``model`` are still on the meta device."""
+    """Raise UsageError if any of the model's parameters or buffers are still on the meta device."""
     names = [name for name, tensor in _tensors(model) if tensor.is_meta]
     if names:
         raise UsageError(
@@ -170,7 +171,7 @@ def require_values(model: nn.Module, *_: object) -> None:
 
 
 def broadcast_model(model: nn.Module, device: torch.device) -> None:
-    """Broadcast rank zero's parameters and buffers. Collective: every rank."""
+    """Broadcast rank zero's parameters and buffers. Collective: call on every rank."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.device.type == device.type:
             dist.broadcast(tensor.data, src=0)
@@ -181,10 +182,10 @@ def broadcast_model(model: nn.Module, device: torch.device) -> None:
 
 
 def release_pages(tensor: torch.Tensor) -> None:
-    """Remove the pages of a memory-mapped ``tensor`` from resident memory (Linux only), without changing its values.
+    """Remove a memory-mapped tensor's pages from resident memory (Linux only) without changing its values.
 
-    Weights are often memory-mapped (safetensors, transformers). Without this, pages that were read stay resident until the
-    whole file is unmapped.
+    Weights are often memory-mapped (by safetensors or transformers). Without this function, pages that were read stay resident
+    until the whole file is unmapped.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.numel():
         return
@@ -197,7 +198,7 @@ def release_pages(tensor: torch.Tensor) -> None:
 
 
 def _is_file_mapped(address: int) -> bool:
-    """Return whether a file is mapped at ``address``. Anonymous memory would be written to swap."""
+    """Return whether a file is mapped at ``address``. (Anonymous memory would be written to swap.)"""
     for line in Path("/proc/self/maps").read_text().splitlines():
         bounds, _, _, _, inode, *_ = line.split(maxsplit=5)
         low, high = (int(bound, 16) for bound in bounds.split("-"))

@@ -1,4 +1,4 @@
-"""Optimizers of sharded parameters: detects unsupported ones, and updates those created before ``prepare``."""
+"""Detects optimizers that cannot step sharded parameters, and updates optimizers that were created before ``prepare``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def cannot_step_shards(optimizer: Optimizer, why: str) -> UsageError:
     kind = type(optimizer).__name__
     return UsageError(
         f"{kind} cannot step sharded parameters: {why}",
-        where="engine fsdp2",
-        do=f"use AdamW, SGD or another element-wise optimizer, or keep {kind} and use "
+        where="fsdp2 engine",
+        do=f"use AdamW, SGD or another elementwise optimizer, or keep {kind} and use "
         f"engine='{'ddp' if kind == 'LBFGS' else 'zero1'}'",
     )
 
@@ -36,12 +36,12 @@ def require_elementwise(optimizer: Optimizer) -> None:
 
 
 def parameter_ids(optimizer: Optimizer) -> set[int]:
-    """Return the ids of the parameters of ``optimizer``."""
+    """Return the ids of the optimizer's parameters."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def repoint_optimizer(optimizer: Optimizer, replaced: Mapping[torch.Tensor, nn.Parameter]) -> None:
-    """Replace the parameters of ``optimizer`` with the sharded ones, and shard its state."""
+    """Replace the optimizer's parameters with the sharded ones, and shard its state."""
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(p, p) for p in group["params"]]
         if len({isinstance(p, DTensor) for p in group["params"]}) > 1:  # no kernel accepts both kinds

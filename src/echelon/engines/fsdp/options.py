@@ -1,4 +1,4 @@
-"""The options of the engine fsdp2, as plain data."""
+"""The fsdp2 engine's options, as plain data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ShardingOptions", "wrap_nothing"]
 
 
 def wrap_nothing(module: nn.Module) -> bool:
-    """Return False: a ``wrap_fn`` that makes the whole model one unit."""
+    """Return False. As ``wrap_fn``, this makes the whole model one unit."""
     return False
 
 
@@ -24,59 +24,60 @@ class ShardingOptions:
     """Options for sharding a model.
 
     A unit is a module whose parameters are all-gathered together. At most one of ``wrap_classes``, ``min_num_params`` and
-    ``wrap_fn`` selects the units; the default is the classes in the model's ``_no_split_modules``. The model itself is always a
+    ``wrap_fn`` selects the units (default: the classes in the model's ``_no_split_modules``). The model itself is always a
     unit.
 
     Raises:
-        ConfigError: values are invalid or in conflict.
+        ConfigError: values are invalid or conflict with each other.
     """
 
     reshard_after_forward: bool | int = True
     """True reshards parameters after the forward pass (ZeRO stage 3), False keeps them unsharded until the backward pass
-    (stage 2), and an integer reshards them to this number of ranks."""
+    (ZeRO stage 2), and an integer reshards them across this number of ranks."""
     replicas: int = 1
-    """Number of sharded replicas of the model (the mesh axis ``dp_replicate``)."""
+    """Number of sharded model replicas (the size of the mesh axis ``dp_replicate``)."""
     cpu_offload: bool = False
     """Whether to keep parameters, gradients and optimizer states on the CPU when they are not in use."""
     pin_memory: bool | None = None
-    """Whether to pin offloaded tensors; None pins them if there is an accelerator."""
+    """Whether to pin offloaded tensors. None pins them if there is an accelerator."""
     param_dtype: torch.dtype | None = None
-    """Dtype of parameters and inputs in forward and backward, which the optimizer does not use; None keeps the model's dtype."""
+    """Dtype of parameters and inputs in forward and backward passes, but not in the optimizer. None keeps the model's dtype."""
     reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients are reduced; None uses ``param_dtype``."""
+    """Dtype in which gradients are reduced. None uses ``param_dtype``."""
     output_dtype: torch.dtype | None = None
-    """Dtype to which the outputs of a unit are cast; None does not cast them."""
+    """Dtype that a unit's outputs are cast to. None does not cast them."""
     cast_forward_inputs: bool = True
     """Whether to cast floating-point inputs to ``param_dtype``."""
     wrap_classes: tuple[str | type[nn.Module], ...] = ()
-    """Classes of the units, or their names."""
+    """Classes (or class names) of the modules that become units."""
     min_num_params: int = 0
-    """Minimum number of parameters of a unit, excluding units inside it."""
+    """Minimum number of parameters in a unit, excluding units inside it."""
     wrap_fn: Callable[[nn.Module], bool] | None = None
     """Function that returns whether a module is a unit."""
     activation_checkpointing: bool = False
-    """Whether to recompute the activations of each unit in the backward pass."""
+    """Whether to recompute each unit's activations in the backward pass."""
     ignored: tuple[nn.Module | nn.Parameter, ...] | str | Callable[[nn.Module], bool] = ()
-    """Modules and parameters that are not sharded, as objects, as a regular expression for their full names, or as a function
-    that returns whether to ignore a module."""
+    """Modules and parameters that are not sharded: the objects, a regular expression for their full names, or a function that
+    returns whether to ignore a module."""
     ram_efficient_loading: bool = False
-    """Whether only rank zero has the weights before ``prepare``, which sends them to the other ranks."""
+    """Whether only rank zero has the weights until ``prepare`` sends them to the other ranks."""
 
     def __post_init__(self) -> None:
         if self.reshard_after_forward < 0 or self.replicas < 1 or self.min_num_params < 0:
             raise ConfigError(
-                f"reshard_after_forward={self.reshard_after_forward}, replicas={self.replicas} and "
-                f"min_num_params={self.min_num_params}: one of these values is out of range",
-                do="set replicas to at least 1, and the other two to at least 0",
+                f"at least one of reshard_after_forward={self.reshard_after_forward}, replicas={self.replicas} and "
+                f"min_num_params={self.min_num_params} is out of range",
+                do="set replicas to at least 1 and the other two to at least 0",
             )
         chosen = [name for name in ("wrap_classes", "min_num_params", "wrap_fn") if getattr(self, name)]
         if len(chosen) > 1:
-            raise ConfigError(f"{' and '.join(chosen)} both select the units", do="set one of them")
+            raise ConfigError(f"{' and '.join(chosen)} both select the units", do="set only one of them")
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype: torch.dtype | None = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
                 raise ConfigError(
-                    f"{name}={dtype} is not a floating-point dtype", do="set a floating-point dtype, or None"
+                    f"expected {name} to be a floating-point dtype, but got {dtype}",
+                    do="set a floating-point dtype or None",
                 )
         if isinstance(self.ignored, str):
             try:
@@ -90,5 +91,6 @@ class ShardingOptions:
             strange = {type(one).__name__ for one in self.ignored if not isinstance(one, nn.Module | nn.Parameter)}
             if strange:
                 raise ConfigError(
-                    f"ignored contains a {min(strange)}", do="pass modules and parameters, or a regular expression"
+                    f"expected modules and parameters in ignored, but got {min(strange)}",
+                    do="pass modules and parameters, or a regular expression",
                 )

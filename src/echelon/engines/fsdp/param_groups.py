@@ -1,4 +1,4 @@
-"""Access to the parameter groups inside ``fully_shard`` modules, which are private in torch (2.7 to 2.13)."""
+"""Accesses the parameter groups inside ``fully_shard`` modules, which are private in torch (2.7 to 2.13)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def fsdp_groups(root: Any) -> list[Any]:
-    """Return torch's parameter groups of ``root`` and its submodules. torch 2.7 has one per module, later versions a list."""
+    """Return torch's parameter groups in ``root`` and its submodules. torch 2.7 has one per module, later versions a list."""
     found: list[Any] = []
     modules: Iterable[nn.Module] = root.modules()
     for module in modules:
@@ -43,14 +43,14 @@ def fsdp_groups(root: Any) -> list[Any]:
 
 
 def fsdp_params(roots: Iterable[FSDPModule]) -> Iterator[Any]:
-    """Yield torch's record of each sharded parameter of ``roots``."""
+    """Yield torch's record for each sharded parameter in ``roots``."""
     for root in roots:
         for group in fsdp_groups(root):
             yield from group.fsdp_params
 
 
 def unsharded_parameters(roots: Iterable[FSDPModule], wanted: set[int]) -> list[torch.Tensor]:
-    """Return the unsharded parameters that autograd uses for the sharded parameters with the ids ``wanted``."""
+    """Return the unsharded parameters that autograd uses in place of the sharded parameters with the ids ``wanted``."""
     return [
         part._unsharded_param
         for part in fsdp_params(roots)
@@ -59,9 +59,9 @@ def unsharded_parameters(roots: Iterable[FSDPModule], wanted: set[int]) -> list[
 
 
 def sharded_parameters(roots: Iterable[FSDPModule], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``parameters`` without duplicates, with unsharded parameters replaced by the sharded ones.
+    """Return ``parameters`` without duplicates, replacing unsharded parameters with the sharded ones.
 
-    If modules are not resharded, the model has unsharded parameters between the forward and backward passes, but its optimizers
+    If modules are not resharded, the model has unsharded parameters between the forward and backward pass, but its optimizers
     hold the sharded ones. Without the replacement, gradients would be assigned to the wrong parameters.
     """
     sharded = {
@@ -74,18 +74,18 @@ def sharded_parameters(roots: Iterable[FSDPModule], parameters: Sequence[torch.T
 
 
 def _is_unreduced(part: Any) -> bool:
-    """Return whether a parameter has an unsharded gradient, which was not reduced."""
+    """Return whether a parameter has an unsharded gradient, which has not been reduced."""
     own = getattr(part, "_unsharded_param", None)
     return own is not None and (part.unsharded_accumulated_grad is not None or own.grad is not None)
 
 
 def has_unreduced_gradients(root: FSDPModule) -> bool:
-    """Return whether ``root`` has gradients that were not reduced."""
+    """Return whether ``root`` has unreduced gradients."""
     return any(map(_is_unreduced, fsdp_params([root])))
 
 
 def clear_unreduced_gradients(roots: Iterable[FSDPModule], owners: set[int]) -> None:
-    """Drop unreduced gradients of the sharded parameters with the ids ``owners``."""
+    """Discard unreduced gradients of the sharded parameters whose ids are in ``owners``."""
     for part in fsdp_params(roots):
         if id(part.sharded_param) in owners and _is_unreduced(part):
             part._unsharded_param.grad = None
@@ -94,7 +94,7 @@ def clear_unreduced_gradients(roots: Iterable[FSDPModule], owners: set[int]) -> 
 
 
 def reduce_accumulated_gradients(root: FSDPModule) -> None:
-    """Reduce the gradients that unsynchronized backward passes accumulated. Collective: every rank of the mesh."""
+    """Reduce the gradients that unsynchronized backward passes accumulated. Collective: call on every rank of the mesh."""
     root.set_requires_gradient_sync(True)
     groups = [g for g in fsdp_groups(root) if any(map(_is_unreduced, g.fsdp_params))]
     for group in reversed(groups):
@@ -106,24 +106,24 @@ def reduce_accumulated_gradients(root: FSDPModule) -> None:
 
 
 def reshard(root: nn.Module | FSDPModule) -> None:
-    """Free the unsharded parameters of ``root``, which a step does not update."""
+    """Free the unsharded parameters of ``root``, which an optimizer step does not update."""
     for group in fsdp_groups(root):
         if group.is_unsharded:
             group.reshard()
 
 
 def reshard_after_evaluation(root: nn.Module, _args: Any, _out: Any) -> None:
-    """Forward hook that frees the unsharded parameters after a forward pass without gradients.
+    """Forward hook that frees unsharded parameters after a forward pass without gradients.
 
     ``reshard_after_forward=False`` keeps them until the backward pass. Without a backward pass, they would replace the shards
-    in the model and keep their values in the next step, so changes of ``model.parameters()`` would be lost.
+    in the model and keep their old values in the next step, so changes to ``model.parameters()`` would be lost.
     """
     if not torch.is_grad_enabled():
         reshard(root)
 
 
 def require_one_dtype(root: FSDPModule) -> None:
-    """Raise UsageError if a unit has parameters of several dtypes. torch raises later, without naming the parameters."""
+    """Raise UsageError if a unit has parameters of several dtypes. torch raises its error later and does not name them."""
     names = {id(p): name for name, p in root.named_parameters()}  # type: ignore[attr-defined]
     for group in fsdp_groups(root):
         by_dtype: dict[torch.dtype, torch.Tensor] = {}
@@ -133,8 +133,8 @@ def require_one_dtype(root: FSDPModule) -> None:
         if len(by_dtype) > 1:
             found = " and ".join(f"{names.get(id(p), 'one')} ({dtype})" for dtype, p in list(by_dtype.items())[:2])
             raise UsageError(
-                f"{found} are in one unit, and torch's fully_shard requires one dtype per unit",
-                where="prepare(), engine fsdp2",
-                do="cast the model to one dtype, make the modules of each dtype separate units (the wrap policy), exclude them "
-                "from sharding (ignored_modules), or use engine='ddp'",
+                f"{found} are in one unit, but torch's fully_shard requires one dtype per unit",
+                where="prepare(), fsdp2 engine",
+                do="cast the model to one dtype, make the modules with each dtype separate units (with the wrap policy), exclude "
+                "them from sharding (with ignored_modules), or use engine='ddp'",
             )

@@ -1,4 +1,4 @@
-"""Support for scripts that access shards: a warning when a shard's value is read, and ``load_state_dict`` of full tensors."""
+"""Supports scripts that access shards: warns when they read a shard's value, and lets them load full tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 def warn_on_shard_values(owner: object) -> None:
-    """Warn once per line, while ``owner`` exists, if a script reads this rank's part of an unfinished reduction.
+    """While ``owner`` exists, warn once per line if a script reads this rank's part of an unfinished reduction.
 
-    ``p.grad.norm().item()``, ``float()`` and ``bool()`` return the value of one shard without a warning from torch. The value is
-    not changed, because the full value needs all ranks, which may not all execute this line.
+    ``p.grad.norm().item()``, ``float()`` and ``bool()`` return one shard's value without a warning from torch. The value is not
+    changed, because computing the full value needs all ranks, and not all of them may execute this line.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.get(_ITEM)
@@ -45,16 +45,16 @@ class _ItemHandler:
             if line not in self._lines:
                 self._lines.add(line)
                 warn(
-                    "this line reads the sum, norm or maximum of only this rank's shard of a tensor, which differs between the "
-                    "ranks. For the full value, call x.full_tensor().item() on every rank instead of x.item(). For the norm of all "
-                    "gradients, call accelerator.clip_grad_norm_(model.parameters(), float('inf')).",
+                    "this line reads the sum, norm or maximum of only this rank's shard of a tensor, which differs between "
+                    "ranks. For the full value, call x.full_tensor().item() on every rank instead of x.item(). For the norm of "
+                    "all gradients, call accelerator.clip_grad_norm_(model.parameters(), float('inf')).",
                     at=line,
                 )
         return tensor.to_local().item()
 
 
 def accept_full_state_dicts(model: nn.Module) -> list[Any]:
-    """Make ``load_state_dict`` of ``model`` and its submodules accept full tensors; return the hook handles."""
+    """Make ``load_state_dict`` on ``model`` and its submodules accept full tensors; return the hook handles."""
     modules: list[Any] = list(model.modules())
     return [module.register_load_state_dict_pre_hook(_shard_values) for module in modules]
 

@@ -1,4 +1,4 @@
-"""Parameters of a sharded model that ``fully_shard`` does not manage, because they are ignored or added after ``prepare``."""
+"""Handles a sharded model's parameters that ``fully_shard`` ignores or that were added after ``prepare``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["UnshardedParameters"]
 
 
 class UnshardedParameters:
-    """Tracks the unsharded parameters of ``model``, and broadcasts new ones from rank zero."""
+    """Tracks a model's unsharded parameters, and broadcasts new ones from rank zero."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -26,7 +26,7 @@ class UnshardedParameters:
         self._hook = model.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def current(self) -> list[nn.Parameter]:
-        """Return the unsharded parameters. Collective: after parameters of the model were added or replaced."""
+        """Return the unsharded parameters. Collective if the model's parameters were added or replaced since the last call."""
         self._update()
         return self._known
 
@@ -47,15 +47,15 @@ class UnshardedParameters:
         self._structure.renew(self._model)
         if not new:
             return
-        monitored_barrier("the first forward pass after the parameters of a prepared model changed")
+        monitored_barrier("the first forward pass after a prepared model's parameters changed")
         require_same_parameters(self._model)
         names = {id(p): name for name, p in self._model.named_parameters()}
         large = [names[id(p)] for p in new if p.dim()]
         if large:
             warn(
-                f"{', '.join(large[:3])}{' and others' if len(large) > 3 else ''} joined the model after prepare(), so "
-                "fully_shard does not shard it; echelon averages its gradient over the ranks at each step. To shard it, change "
-                "the model before prepare()"
+                f"fully_shard does not shard {', '.join(large[:3])}{' and others' if len(large) > 3 else ''}, which were added to "
+                "the model after prepare(). echelon averages their gradients across ranks at each step. To shard these "
+                "parameters, add them before prepare()"
             )
         for parameter in new:
             dist.broadcast(parameter.data, src=0)

@@ -1,4 +1,4 @@
-"""Selects the sharding units and the ignored parameters of a model, and enables activation checkpointing of the units."""
+"""Selects a model's sharding units and ignored parameters, and enables activation checkpointing for the units."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["checkpoint_activations", "ignored_parameters", "modules_to_shard", "
 
 
 def modules_to_shard(model: nn.Module, options: ShardingOptions) -> list[nn.Module]:
-    """Return the modules inside ``model`` that are units, inner ones first.
+    """Return the modules inside ``model`` that become units, inner ones first.
 
-    The function, the classes or the size in ``options`` select the units. The default is the classes in the model's
-    ``_no_split_modules`` (transformers); without them, the model is one unit. A module with parameters tied to parameters
-    outside it belongs to the surrounding unit, because both must be unsharded at the same time.
+    The function, the classes or the size in ``options`` selects the units. The default is the classes in the model's
+    ``_no_split_modules`` (from transformers); without them, the model is one unit. A module whose parameters are tied to
+    parameters outside it belongs to the surrounding unit, because both must be unsharded at the same time.
 
     Raises:
-        ConfigError: the model has no module of a given class.
+        ConfigError: the model has no module of a specified class.
     """
     inner = [module for _, module in model.named_modules() if module is not model]
     if options.wrap_fn is not None:
@@ -45,15 +45,15 @@ def _of_classes(model: nn.Module, inner: list[nn.Module], classes: tuple[str | t
     present = {type(module).__name__ for module in inner}
     if names - present:
         raise ConfigError(
-            f"{type(model).__name__} has no module of the class {', '.join(sorted(names - present))}",
+            f"{type(model).__name__} has no module of class {', '.join(sorted(names - present))}",
             where="the classes to wrap",
-            do=f"choose among {', '.join(sorted(present))}",
+            do=f"choose from {', '.join(sorted(present))}",
         )
     return [module for module in inner if isinstance(module, kinds) or type(module).__name__ in names]
 
 
 def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """Return modules with at least ``least`` parameters, excluding the parameters of units inside them."""
+    """Return modules with at least ``least`` parameters, not counting the parameters of units inside them."""
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
@@ -82,10 +82,10 @@ def _free_of_ties(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
 
 
 def ignored_parameters(model: nn.Module, ignored: Any) -> list[nn.Parameter]:
-    """Return the parameters that are not sharded, selected by modules, parameters, a pattern for names, or a function.
+    """Return the parameters that are not sharded, selected by modules, parameters, a name pattern or a function.
 
     Raises:
-        ConfigError: the pattern matches no name.
+        ConfigError: the pattern does not match any name.
     """
     if not ignored:
         return []
@@ -102,15 +102,15 @@ def ignored_parameters(model: nn.Module, ignored: Any) -> list[nn.Parameter]:
         found = [p for part in parts for p in part if id(p) in own]
     if isinstance(ignored, str) and not found:
         raise ConfigError(
-            f"no module or parameter name of {type(model).__name__} matches {ignored!r}",
+            f"no module or parameter name in {type(model).__name__} matches {ignored!r}",
             where="the ignored modules",
-            do="pass a regular expression that matches a full name of named_modules() or named_parameters()",
+            do="pass a regular expression that matches a full name from named_modules() or named_parameters()",
         )
     return list({id(p): p for p in found}.values())
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
-    """Checkpoint the activations of each block, without changing parameter names. Source: torch.utils.checkpoint (non-reentrant)."""
+    """Checkpoint each block's activations without changing parameter names (with non-reentrant torch.utils.checkpoint)."""
     for block in blocks:
         block.forward = partial(_recomputed, block.forward)
 
@@ -120,12 +120,12 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reject_sparse(model: nn.Module, unsharded: Container[int]) -> None:
-    """Raise UsageError if a layer has sparse gradients, which torch cannot reduce-scatter. torch's error names no layer."""
+    """Raise UsageError if a layer has sparse gradients, which torch cannot reduce-scatter. (torch's error does not name the layer.)"""
     for name, module in model.named_modules():
         is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         if is_sparse and module.weight.requires_grad and id(module.weight) not in unsharded:
             raise UsageError(
                 f"{name or type(module).__name__} is an embedding with sparse=True, but fully_shard cannot reduce sparse gradients",
-                where="prepare(), engine fsdp2",
+                where="prepare(), fsdp2 engine",
                 do="create it with sparse=False, or use engine='ddp'",
             )
