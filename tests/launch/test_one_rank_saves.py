@@ -73,7 +73,7 @@ def test_a_rank_that_is_late_is_no_error_and_one_in_the_next_step_is(command: Co
 def test_a_save_on_one_rank_against_the_end_of_the_script(command: Command) -> None:
     code, _, err = torchrun(command, END, num_processes=3)
     assert code != 0
-    assert "DesyncError: save_state() needs every rank, but not every rank calls it" in err
+    assert "DesyncError: save_state() must be called on every rank, but some ranks did not call it" in err
     line = line_of(command, 'accelerator.save_state("state")', END)
     assert f"rank 0: save_state() at {line}" in err
     assert "rank 1: has exited (its program has ended)" in err or "rank 2: has exited (its program has ended)" in err

@@ -133,7 +133,7 @@ _EXPECTED_WARNINGS: list[str] = [
     "FSDP2-wrapped module .* returned a view tensor",
     "Sparse invariant checks are implicitly disabled",
     "EchelonWarning: sharding settings have no effect on a single process",  # fsdp= of a Trainer
-    "EchelonWarning: the last backward pass was not synchronized",
+    "EchelonWarning: the last backward pass did not synchronize",
     # of a layer that is unfrozen after DistributedDataParallel was made
     "EchelonWarning: this step uses Net gradients that were not averaged across ranks",
     "EchelonWarning: .*was not prepared by this Accelerator",

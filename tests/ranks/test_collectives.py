@@ -248,7 +248,7 @@ def _misuse(what: str) -> None:
     ("what", "text"),
     [
         ("object", "not float ({'loss': float})"),
-        ("reduction", "reduction='median' is not one of mean, sum, max, none"),
+        ("reduction", "reduction must be one of mean, sum, max and none, but got 'median'"),
         ("source", "from_process=2 is not one of the ranks [0, 1]"),
     ],
 )

@@ -103,9 +103,9 @@ def _texts() -> list[str]:
 def test_batched_power_sgd_and_invalid_combinations_are_rejected() -> None:
     (batched, alone, no_wrapper, no_state, unknown), _ = run_on_ranks(_texts)
     assert batched.startswith("comm_hook='batched_power_sgd' does not work in torch")
-    assert alone == "comm_wrapper='bf16' without a comm_hook has no effect"
+    assert alone == "comm_wrapper='bf16' has no effect without a comm_hook"
     assert no_wrapper == "comm_wrapper='power_sgd' is unknown"
-    assert no_state == "comm_state_option is set, but comm_hook='fp16' has no state"
+    assert no_state == "comm_state_option is set, but comm_hook='fp16' does not use any state"
     assert unknown == "comm_hook='int8' is unknown"
 
 

@@ -146,7 +146,7 @@ def _odd_loops(stage: int, offload: str) -> tuple[dict[str, torch.Tensor] | None
         accelerator.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
     with (
-        pytest.raises(UsageError, match="backward\\(\\) was called between clipping and the step")
+        pytest.raises(UsageError, match="backward\\(\\) was called between clipping and step")
         if stage
         else nullcontext()
     ):
@@ -270,19 +270,19 @@ def _refusals() -> list[str]:
 def test_unsupported_operations_raise() -> None:
     said = run_on_ranks(_refusals, world_size=2)[0]
     expected = [
-        "2 models would be trained, but DeepSpeed trains one",
-        "2 optimizers were given",
-        "belong to none of the models passed with it",
+        "DeepSpeed trains one model per Accelerator, but 2 models",
+        "prepare() got 2",
+        "do not belong to any of the models passed with it",
         "keeps weights in float32, but the model has float64",
         "DeepSpeed does not support fp16 on this device (cpu)",
-        "was given a DummyOptim, but DeepSpeed's config defines no optimizer",
-        "defines an optimizer (AdamW), but prepare() was given AdamW",
+        "got a DummyOptim, but DeepSpeed's config does not define an optimizer",
+        "defines an optimizer (AdamW), but prepare() also got AdamW",
         "prepare() was given a DummyOptim, a placeholder for an entry of DeepSpeed's config",
         "was given 1 parameters, but DeepSpeed clips all 2",
-        "clips by the 2-norm",
+        "clips only by the 2-norm",
         "does not support clipping by value",
         "does not support step(closure)",
-        "cannot step with the gradients of one rank",
+        "cannot step with the gradients from one rank",
     ]
     assert [part in text for part, text in zip(expected, said, strict=True)] == [True] * len(expected), said
 
@@ -368,7 +368,7 @@ def test_deepspeed_compiles_its_optimizers(tmp_path: Path) -> None:
     _assert_like(state, _plain().state)
     assert kind == "DeepSpeedCPUAdam"
     assert any(
-        f"DeepSpeed is compiling cpu_adam, which takes minutes; the result is cached in {tmp_path}" in line
+        f"DeepSpeed is compiling cpu_adam, which takes minutes. The result is cached in {tmp_path}" in line
         for line in said
     )
 

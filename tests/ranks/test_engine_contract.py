@@ -88,7 +88,7 @@ def _around(engine: str) -> Iterator[None]:
         if engine == "dp":
             stack.enter_context(cpu_devices(2))
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", "the engine dp copies", EchelonWarning)
+            warnings.filterwarnings("ignore", "the dp engine copies", EchelonWarning)
         if engine == "counting":
             stack.enter_context(installed())
         yield

@@ -267,7 +267,7 @@ def test_gradients_are_averaged_if_the_backend_silently_sums() -> None:
 
 def test_a_torch_version_that_cannot_average_gradients_is_rejected() -> None:
     for text in errors_on_ranks(UsageError, _on_a_backend_that_adds_for_mean, False, world_size=2):
-        assert "sums gradients over the ranks on CPUs instead of averaging them" in text
+        assert "sums gradients across ranks on CPUs instead of averaging them" in text
 
 
 def _prepare_when_the_average_raises(message: str) -> str:

@@ -168,7 +168,9 @@ def _told(folder: Path) -> list[str]:
 
 def test_the_rank_in_the_other_collective_logs_why_it_will_fail(tmp_path: Path) -> None:
     ((), (message,)) = run_on_ranks(_told, tmp_path, init_group=False)
-    assert message.startswith("rank 1 is in a collective that rank 0 will not join: get_state_dict() needs every rank")
+    assert message.startswith(
+        "rank 1 is in a collective that rank 0 will not join: get_state_dict() must be called on every rank"
+    )
 
 
 def _ends(folder: Path) -> str:

@@ -229,7 +229,7 @@ def _update_loss(accelerator: Accelerator) -> float:
 def _exact_all(loops: list[_Loop]) -> list[_Found]:
     with warnings.catch_warnings():
         # DDP reduces in one of two backward passes only; the step guard does the rest, and says that it is slower.
-        warnings.filterwarnings("ignore", message="the last backward pass was not synchr", category=EchelonWarning)
+        warnings.filterwarnings("ignore", message="the last backward pass did not synchr", category=EchelonWarning)
         return [_exact(loop) for loop in loops]
 
 

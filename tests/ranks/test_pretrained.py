@@ -220,7 +220,7 @@ def _only_rank_zero_lacks() -> str:
 
 def test_values_that_only_another_rank_has_are_rejected() -> None:
     for text in run_on_ranks(_only_rank_zero_lacks, world_size=2):
-        assert "on the meta device on rank zero (9 tensors without values), and rank 1 has values" in text
+        assert "on the meta device (9 tensors have no values), and rank 1 has values" in text
 
 
 def _told() -> tuple[Any, ...]:

@@ -221,7 +221,7 @@ def test_plain_ddp_loops_without_fault_are_silent(form: str) -> None:
 
 
 def _train_mixed() -> list[torch.Tensor]:
-    warnings.filterwarnings("ignore", "the gradients of this step")
+    warnings.filterwarnings("ignore", "the gradients for this step")
     accelerator, model, optimizer, _ = _prepared({})
     part = _data().view(4, 8, 6)[:, accelerator.process_index :: accelerator.num_processes]
     for step, x in enumerate(part):

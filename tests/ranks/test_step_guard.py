@@ -88,7 +88,7 @@ def test_an_unsynchronised_step_reduces_gradients_first(engine: str, form: str, 
     (warned, *more), silent = results[0][1], results[1][1]
     assert (more, silent) == ([], [])
     text, line = warned
-    assert "not synchronized between the ranks" in text
+    assert "did not synchronize gradients across ranks" in text
     assert line in _lines()
 
 
@@ -131,7 +131,7 @@ def test_parameters_outside_prepared_models_stay_equal_on_all_ranks() -> None:
     (first, said), (second, silent) = run_on_ranks(_stray, world_size=2)
     assert all(torch.equal(p, q) for p, q in zip(first, second))
     assert len(said) == 1
-    assert "2 parameter(s) of this optimizer belong to no prepared model" in said[0]
+    assert "2 parameter(s) of this optimizer do not belong to a prepared model" in said[0]
     assert silent == []
 
 

@@ -151,7 +151,7 @@ def test_every_auto_is_resolved_with_its_origin() -> None:
     [
         ("zero_optimization.reduce_bucket_size", "auto", "Net has no config.hidden_size"),
         ("train_micro_batch_size_per_gpu", "auto", "no loader with a batch size was prepared"),
-        ("optimizer.params.lr", "auto", "no setting of the run determines it"),
+        ("optimizer.params.lr", "auto", "none of the run's settings determines it"),
         ("gradient_accumulation_steps", "many", "'many' is not an integer"),
     ],
 )

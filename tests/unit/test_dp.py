@@ -105,7 +105,7 @@ def test_with_fewer_than_two_devices_it_warns_once_and_trains_like_single() -> N
     with cpu_devices(1):
         accelerator, model, text = _prepared(1)
         assert type(model) is _WithLoss
-    assert "this process has 1, so it trains like the engine single" in text
+    assert "this process has 1, so it trains like the single engine" in text
     assert accelerator.capabilities.num_devices == 1
 
 
@@ -135,4 +135,4 @@ def test_several_processes_are_refused() -> None:
     with pytest.raises(UsageError, match="there are 2 processes") as caught:
         DPEngine(world)
     assert "engine='dp'" in str(caught.value)
-    assert "use ddp" in str(caught.value)
+    assert "remove engine='dp'" in str(caught.value)

@@ -184,7 +184,7 @@ class _Own(torch.optim.SGD):
 
 
 def test_an_engine_that_cannot_sum_shards_is_rejected() -> None:
-    with pytest.raises(UsageError, match="the engine dp cannot sum the gradients of batch shards"):
+    with pytest.raises(UsageError, match="the dp engine cannot sum the gradients of batch shards"):
         _prepared(engine="dp")
 
 

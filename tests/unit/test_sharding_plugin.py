@@ -366,9 +366,9 @@ def test_misspelled_or_invalid_variables_are_reported(
     [
         ({"replicas": 0}, "replicas=0"),
         ({"wrap_classes": ("A",), "min_num_params": 2}, "wrap_classes and min_num_params both select"),
-        ({"reduce_dtype": torch.int8}, "reduce_dtype=torch.int8 is not a floating-point dtype"),
+        ({"reduce_dtype": torch.int8}, "reduce_dtype to be a floating-point dtype, but got torch.int8"),
         ({"ignored": "("}, "is not a valid regular expression"),
-        ({"ignored": ("head",)}, "ignored contains a str"),
+        ({"ignored": ("head",)}, "modules and parameters in ignored, but got str"),
     ],
 )
 def test_options_of_the_engine_are_checked(arguments: dict[str, Any], text: str) -> None:

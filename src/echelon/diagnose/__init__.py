@@ -1,1 +1,1 @@
-"""Diagnose stalls, stragglers and lost time from the records of the ranks. Starts no processes."""
+"""Diagnoses stalls, stragglers and lost time from the ranks' records, without starting any processes."""

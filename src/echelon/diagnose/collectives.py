@@ -1,4 +1,4 @@
-"""Compare the collectives that the ranks have started: find the first difference, or the ranks that are behind."""
+"""Compares the collectives that the ranks have started, to find the first difference or the ranks that are behind."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _UNLIKE_SIZES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall:
-    """One call of a collective, from torch's flight recorder."""
+    """One collective call, as recorded by torch's flight recorder."""
 
     number: int
-    """Number of the call in its group, from 1."""
+    """Number of the call in its group, starting at 1."""
     kind: str
     sizes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class CollectiveCall:
         return f"{self.kind} number {self.number}" + (f" of {tensors}" if tensors else "")
 
     def matches(self, other: CollectiveCall) -> bool:
-        """Return whether this and ``other`` on another rank can be the same operation."""
+        """Return whether this call and ``other`` on another rank can belong to the same operation."""
         if self.kind != other.kind:
             return False
         return self.kind in _UNLIKE_SIZES or (self.sizes, self.dtypes) == (other.sizes, other.dtypes)
@@ -38,31 +38,31 @@ class CollectiveCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Collectives that a rank has started in a group, oldest first."""
+    """The collectives that a rank has started in a group, oldest first."""
 
     ranks: tuple[int, ...]
-    """Ranks of the group."""
+    """Global ranks in the group."""
     started: tuple[CollectiveCall, ...]
 
     @property
     def number(self) -> int:
-        """Number of the last call, or 0."""
+        """Number of the last call, or 0 if there is none."""
         return self.started[-1].number if self.started else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """First difference between the ranks of a group."""
+    """The first difference between a group's ranks."""
 
     kind: Literal["other operation", "other shape", "behind"]
     at: Mapping[int, CollectiveCall | None]
-    """Call of each rank at the difference; None for a rank that is behind."""
+    """Each rank's call at the difference; None for a rank that is behind."""
     diverging: tuple[int, ...]
-    """Ranks that differ from the majority; empty without a majority."""
+    """Ranks that differ from the majority; empty if there is no majority."""
 
 
 def read_history(data: Any) -> dict[str, History]:
-    """Return group name -> history from a rank's record (``Reporter.collectives``), or {} if it has none.
+    """Return a rank's histories by group name from its record (``Reporter.collectives``), or {} if it has none.
 
     Raises:
         ValueError, TypeError, KeyError: the record is invalid.
@@ -84,7 +84,7 @@ def read_history(data: Any) -> dict[str, History]:
 
 
 def first_divergence(histories: Mapping[int, Mapping[str, History]]) -> Divergence | None:
-    """Return the first difference between calls, else between numbers of calls, or None if there is no difference.
+    """Return the first difference between calls, else between numbers of calls, or None if there is none.
 
     Args:
         histories: histories by rank and group; ranks without a history are ignored.
@@ -121,7 +121,7 @@ def _first_difference(histories: Mapping[int, History]) -> Divergence | None:
 
 
 def _minority(at: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
-    """Return the ranks that differ from the call of more than half of the ranks; empty without such a majority."""
+    """Return the ranks whose call differs from the majority's call; empty if there is no majority."""
     groups: list[list[int]] = []
     for rank, collective in at.items():
         group = next((group for group in groups if at[group[0]].matches(collective)), None)

@@ -1,4 +1,4 @@
-"""Goodput: a breakdown of a run's wall time over all its attempts."""
+"""Computes goodput, a breakdown of a run's wall time across all of its attempts."""
 
 from __future__ import annotations
 
@@ -25,57 +25,58 @@ _ITEM_OF = MappingProxyType(
 )
 _GOOD = ("compute", "communication", "program")
 ITEMS = (*_GOOD, "data wait", "checkpoint", "init", "detection", "restart", "lost steps", "end")
-"""Items of the breakdown."""
+"""The items of the breakdown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """Times of a rank on the board at the end of an attempt."""
+    """A rank's times from the status board at the end of an attempt."""
 
     rank: int
     times: Times | None = None
     marks: Sequence[Mark] = ()
     ended_ns: int | None = None
-    """When its program ended by itself, or None if it was still running at the end of the attempt."""
+    """Time when the rank's program ended on its own, or None if it was still running at the end of the attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One start of all ranks. Times are on ``time.monotonic_ns``."""
+    """One start of all ranks. Times are in nanoseconds of ``time.monotonic_ns``."""
 
     started_ns: int
     failed_ns: int
-    """First sign of the failure: an exit, an exception, or the last progress before a stall; without a failure, the end."""
+    """Time of the first sign of failure: an exit, an exception, or the last progress before a stall. Without a failure, the end."""
     noticed_ns: int
-    """When the launcher detected it."""
+    """Time when the launcher detected the failure."""
     ranks: Sequence[RankTimes]
 
     @property
     def loaded(self) -> int | None:
-        """Step from which its training loop resumed, -1 without a checkpoint, None if the loop never started."""
+        """Step from which the training loop resumed, -1 if there was no checkpoint, or None if the loop never started."""
         found = [one.times for one in self.ranks if one.times is not None]
         step = max((times.loaded for times in found), default=-1)
         return step if step >= 0 or any(times.begun_ns for times in found) else None
 
     def has_mark(self, step: int) -> bool:
-        """Return whether the attempt has started a checkpoint of ``step``."""
+        """Return whether the attempt started to save a checkpoint at ``step``."""
         return any(mark.step == step for one in self.ranks for mark in one.marks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBreakdown:
-    """Seconds by item, averaged over the ranks. The sum is ``wall_s``."""
+    """Seconds per item, averaged across ranks. They add up to ``wall_s``."""
 
     wall_s: float
     num_restarts: int
     seconds: Mapping[str, float]
-    """``compute`` and ``communication`` of steps that were kept; ``data wait``; ``checkpoint``; ``init`` until the training
-    loop; ``detection`` between a failure and its detection; ``restart`` until the next training loop; ``lost steps`` that
-    were repeated later; ``end`` after the program; ``program`` for the whole time of a program that records nothing."""
+    """Seconds by item. ``compute`` and ``communication`` count only steps that were kept; ``lost steps`` had to be repeated.
+    ``init`` is the time until the training loop starts, ``detection`` the time from a failure to its detection, ``restart``
+    the time until the next training loop, and ``end`` the time after the loop. ``program`` is the whole time of a program
+    that records nothing."""
 
     @property
     def goodput(self) -> float:
-        """Fraction of the time that was spent on computation and communication of steps that were kept."""
+        """Fraction of the wall time that was spent on computation and communication in steps that were kept."""
         return sum(self.seconds.get(item, 0.0) for item in _GOOD) / self.wall_s if self.wall_s else 0.0
 
     def __str__(self) -> str:
@@ -84,23 +85,23 @@ class TimeBreakdown:
         return f"goodput {self.goodput:.1%} of {self.wall_s:.1f} s: {items}{restarts}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the breakdown as JSON data for ``from_json``."""
+        """Return the breakdown as JSON data that ``from_json`` accepts."""
         seconds = {item: round(s, 6) for item, s in self.seconds.items()}
         return {"wall_s": self.wall_s, "num_restarts": self.num_restarts, "seconds": seconds}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TimeBreakdown:
-        """Return the breakdown that ``to_json`` returned as JSON data."""
+        """Return the breakdown from JSON data that ``to_json`` returned."""
         return cls(wall_s=data["wall_s"], num_restarts=data["num_restarts"], seconds=data["seconds"])
 
 
 def break_down_time(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int) -> TimeBreakdown:
-    """Return the time breakdown of a run.
+    """Return a run's time breakdown.
 
     Args:
-        attempts: attempts in order.
-        began_ns: start of the launcher.
-        ended_ns: end of the launcher.
+        attempts: the run's attempts, in order.
+        began_ns: time at which the launcher started, in nanoseconds.
+        ended_ns: time at which the launcher ended, in nanoseconds.
     """
     totals = dict.fromkeys(ITEMS, 0.0)
     is_recorded = any(one.times is not None and one.times.begun_ns for attempt in attempts for one in attempt.ranks)
@@ -123,7 +124,7 @@ def break_down_time(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int
 def _row(
     attempt: Attempt, one: RankTimes, kept: int | None, *, edge: int, before: str, is_recorded: bool
 ) -> dict[str, float]:
-    """Return the nanoseconds of a rank by item, from ``edge`` to the failure."""
+    """Return the nanoseconds that a rank spent on each item, from ``edge`` to the failure."""
     row = dict.fromkeys(ITEMS, 0.0)
     failed_ns, spent = attempt.failed_ns, spent_in(attempt, one)
     if spent is None or one.times is None:
@@ -141,9 +142,9 @@ def _row(
 
 
 def spent_in(attempt: Attempt, one: RankTimes) -> list[int] | None:
-    """Return the nanoseconds of each part of a rank's training loop until the failure or its end; None without a loop.
+    """Return the nanoseconds a rank spent in each part of its training loop until it failed or ended, or None without a loop.
 
-    The sum is the time since the loop started.
+    They add up to the time since the loop started.
     """
     times = one.times
     if times is None or not 0 < times.begun_ns < attempt.failed_ns:
@@ -160,7 +161,7 @@ def spent_in(attempt: Attempt, one: RankTimes) -> list[int] | None:
 
 
 def _kept_up_to(attempts: Sequence[Attempt]) -> list[int | None]:
-    """Return for each attempt the step up to which its work was kept; -1 for none, None for all of it."""
+    """Return, for each attempt, the step up to which its work was kept: -1 if none was kept, None if all of it was."""
     kept: list[int | None] = []
     need: int | None = None  # the step from which the later attempts continue
     for attempt in reversed(attempts):
@@ -171,7 +172,7 @@ def _kept_up_to(attempts: Sequence[Attempt]) -> list[int | None]:
 
 
 def _lost_from(attempt: Attempt, one: RankTimes, kept: int | None) -> Sequence[int] | None:
-    """Return the time that the rank had spent on each part when the lost work started, or None if nothing was lost."""
+    """Return the time the rank had spent in each part when the lost work started, or None if no work was lost."""
     if kept is None:
         return None
     if not attempt.has_mark(kept):

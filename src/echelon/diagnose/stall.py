@@ -1,4 +1,4 @@
-"""Stall diagnosis: detects whether a run hangs, why, and because of which rank, from the boards and stacks of all ranks."""
+"""Diagnoses stalls: whether a run hangs, why, and because of which rank, based on all ranks' status boards and stacks."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ __all__ = [
 ]
 
 _SILENT_S = 10.0
-"""Age of a heartbeat after which a running rank counts as blocked by native code."""
+"""Heartbeat age in seconds after which a running rank counts as blocked by native code."""
 _BUSY = 0.1
-"""Minimum fraction of CPU time that a computing rank uses."""
+"""Minimum fraction of one CPU that a computing rank uses."""
 _WORK_S = 0.5
-"""CPU time since the last check that shows that a process is working, even without a heartbeat."""
+"""CPU seconds since the last check that show that a process is working, even without a heartbeat."""
 _MAX_LINES = 8
 _LONG_PHASES = frozenset({Phase.SAVE, Phase.LOAD})
 _SEEN_PHASES = ("compiling", "importing")
-"""Phases that the reporter sees in the stack. The program records the other phases."""
+"""Phases that the reporter recognizes in the stack. The program records the other phases."""
 _PhaseKey: TypeAlias = tuple[str, int]
 LONG_FACTOR = 10
-"""Default limit of a declared slow phase, as a multiple of the stall timeout."""
+"""Default limit for a declared slow phase, as a multiple of the stall timeout."""
 
 
 class Class(Enum):
-    """The kind of a stall."""
+    """The kind of stall."""
 
     STOPPED = "a stopped process"
     SILENT = "a rank that does not answer"
@@ -55,7 +55,7 @@ class Class(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """The launcher's knowledge about a rank at a point in time."""
+    """What the launcher knows about a rank at one point in time."""
 
     rank: int
     watch: Watch | None = None
@@ -64,13 +64,13 @@ class RankView:
     is_stopped: bool = False
     """Whether the process is stopped, for example by SIGSTOP."""
     cpu_s: float = 0.0
-    """CPU time of the process."""
+    """CPU time that the process has used."""
     num_faults: int = 0
-    """Major page faults of the process, for example while it loads a library."""
+    """Number of major page faults in the process, which grows, for example, while it loads a library."""
 
     @property
     def waits(self) -> bool:
-        """Whether the rank is in a call that may wait for other ranks."""
+        """Whether the rank is inside a call that may wait for other ranks."""
         doing = Doing.NOTHING if self.watch is None else self.watch.doing
         in_call = doing & (Doing.COMMUNICATES | Doing.ENDED) == Doing.COMMUNICATES
         # A signal handler or a hook that hangs during a wait does not wait for another rank.
@@ -78,14 +78,14 @@ class RankView:
 
     @property
     def is_debugged(self) -> bool:
-        """Whether a debugger had stopped its program at its last heartbeat."""
+        """Whether a debugger had stopped the rank's program at its last heartbeat."""
         return self.watch is not None and bool(self.watch.doing & Doing.DEBUGS)
 
     @property
     def slow_phase(self) -> str:
-        """Slow phase that the rank declares; empty if there is none, or if it waits nevertheless.
+        """The slow phase that the rank declares; empty if there is none or if the rank waits for others nevertheless.
 
-        The declaration of a stopped rank persists; ``StallClock.declared`` checks whether the rank is alive.
+        A stopped rank's declaration persists; ``StallClock.declared`` checks whether the rank is alive.
         """
         if self.watch is not None and self.watch.doing & Doing.ENDED:
             return "exiting after the end of its program"
@@ -101,7 +101,7 @@ class RankView:
 
     @property
     def progress(self) -> tuple[object, ...]:
-        """Value that changes if the rank makes progress."""
+        """A value that changes when the rank makes progress."""
         watch, note = self.watch, self.note
         counts = (watch.num_collectives if watch else 0, note and (note.num_operations, note.step, note.phase))
         # While echelon waits, the thread polls, so that its stack changes.
@@ -111,16 +111,16 @@ class RankView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Answer of a rank to a request, or its record of a failure."""
+    """A rank's answer to a request, or its record of a failure."""
 
     call_site: CallSite | None = None
     trains: bool = False
-    """Whether it is in a backward pass, or in the forward pass of a wrapped model."""
+    """Whether the rank is in a backward pass, or in the forward pass of a wrapped model."""
     loops: tuple[str, ...] = ()
-    """``file:line`` of the loops that it is in, innermost first, without those of torch and the standard library."""
+    """``file:line`` of each loop that the rank is in, innermost first, excluding loops in torch and the standard library."""
     histories: Mapping[str, History] = field(default_factory=dict)
     no_histories: str = ""
-    """Reason for empty ``histories``."""
+    """Why ``histories`` is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,21 +129,21 @@ class Stall:
 
     kind: Class
     culprits: tuple[int, ...]
-    """Ranks that are late or differ from the majority; empty if they are unknown."""
+    """Ranks that are late or differ from the majority; empty if unknown."""
     what: str
-    """First line of the report."""
+    """The first line of the report."""
     ranks: Mapping[int, str]
-    """Rank -> state and call site."""
+    """Each rank's state and call site."""
     do: str
     waited_s: float
 
     @property
     def is_alarm(self) -> bool:
-        """Whether the stall requires action. A rank that is only slow catches up."""
+        """Whether the stall requires action. A rank that is merely slow will catch up."""
         return self.kind is not Class.SLOW
 
     def lines(self) -> list[str]:
-        """Return the states of the ranks, one line per distinct text, culprits first."""
+        """Return the ranks' states, with one line per distinct text and the culprits first."""
         by_text: dict[str, list[int]] = {}
         for rank, text in sorted(self.ranks.items(), key=lambda item: (item[0] not in self.culprits, item[0])):
             by_text.setdefault(text, []).append(rank)
@@ -161,7 +161,7 @@ class _LastProgress:
 
 @dataclass(slots=True)
 class _Work:
-    """Time when the system's counters last showed that a process was working."""
+    """Time at which the system's counters last showed that a process was working."""
 
     time: float
     cpu_s: float
@@ -170,16 +170,16 @@ class _Work:
 
 @final
 class StallClock:
-    """Tracks how long each rank has made no progress, and how long it has been in a declared slow phase.
+    """Tracks how long each rank has made no progress and how long it has been in a declared slow phase.
 
-    A declared phase counts only while the rank is alive: its process is running, and either its reporter writes heartbeats or,
-    if native code holds the GIL, the system's counters show that the process is working. Ranks that wait for a rank in a declared
-    phase do not count as stalled until the phase ends. The phase itself may last ``long_timeout_s``.
+    A declared phase counts only while the rank is alive: its process is running, and either its reporter writes heartbeats
+    or, if native code holds the GIL, the system's counters show that the process is working. Ranks that wait for a rank in a
+    declared phase do not count as stalled until the phase ends. The phase itself may last ``long_timeout_s``.
 
     Args:
-        timeout_s: how long a rank may wait for other ranks without progress.
-        long_timeout_s: how long a declared phase, or a computation for which other ranks wait, may last; None for ten times
-            ``timeout_s``.
+        timeout_s: how long a rank may wait for other ranks without progress, in seconds.
+        long_timeout_s: how long a declared phase, or a computation that other ranks wait for, may last, in seconds (default:
+            ten times ``timeout_s``).
     """
 
     def __init__(self, timeout_s: float, long_timeout_s: float | None = None) -> None:
@@ -188,14 +188,14 @@ class StallClock:
         self._last_progress: dict[int, _LastProgress] = {}
         self._work: dict[int, _Work] = {}
         self._phases: dict[int, dict[_PhaseKey, float]] = {}
-        """Rank -> current declared phases with their start times."""
+        """Each rank's currently declared phases and their start times."""
         self._reported: set[tuple[int, _PhaseKey]] = set()
-        """Phases that have been reported as too long."""
+        """Phases that have already been reported as too long."""
         self._excused = float("-inf")
-        """Time when a rank was last seen in a declared phase."""
+        """Time at which a rank was last seen in a declared phase."""
 
     def update(self, views: Sequence[RankView], now: float) -> frozenset[tuple[str, int]]:
-        """Track progress since the last update, and return (suspicion, rank) pairs; empty if there is no suspicion."""
+        """Track progress since the last update, and return (suspicion, rank) pairs; empty if there are none."""
         for view in views:
             known = self._last_progress.get(view.rank)
             if known is None or (not view.is_stopped and known.progress != view.progress):
@@ -246,7 +246,7 @@ class StallClock:
         return ["away"] if any(now - self._last_progress[o.rank].time >= self._timeout_s for o in others) else []
 
     def stalled_s(self, view: RankView, now: float) -> float:
-        """Return how long the rank has made no progress, without the time that it waited for a declared phase."""
+        """Return for how many seconds the rank has made no progress, excluding time that it waited for a declared phase."""
         last = self._last_progress[view.rank].time
         return now - (last if self._is_away(view, now) else max(last, self._excused))
 
@@ -254,18 +254,18 @@ class StallClock:
         return not view.waits or view.is_stopped or self.is_silent(view, now)
 
     def declared(self, view: RankView, now: float) -> str:
-        """Return the slow phase that a rank declares if it is alive, else an empty string."""
+        """Return the slow phase that a rank declares, or an empty string if it declares none or is not alive."""
         return view.slow_phase if view.slow_phase and self._is_alive(view, now) else ""
 
     def overdue(self, view: RankView, now: float) -> bool:
-        """Return whether the rank exceeds the limit of a declared phase and this has not been reported."""
+        """Return whether the rank exceeds the limit for its declared phase and this has not been reported yet."""
         started = self._phases.get(view.rank, {}).get(_phase_of(view))
         if started is None or not self.declared(view, now) or (view.rank, _phase_of(view)) in self._reported:
             return False
         return now - started >= self.long_timeout_s
 
     def mark_reported(self, views: Sequence[RankView], now: float) -> None:
-        """Record that the phases that currently exceed the limit have been reported."""
+        """Record that the phases that exceed the limit now have been reported."""
         self._reported |= {(view.rank, _phase_of(view)) for view in views if self.overdue(view, now)}
 
     def _is_alive(self, view: RankView, now: float) -> bool:
@@ -285,13 +285,13 @@ class StallClock:
         return max(2.0, min(_SILENT_S, self._timeout_s / 2))
 
     def is_silent(self, view: RankView, now: float) -> bool:
-        """Return whether the rank's heartbeat is missing without an explanation although its process is running."""
+        """Return whether the rank's heartbeat is missing for no known reason while its process is running."""
         if view.watch is None or view.is_stopped or _has_ended(view):
             return False  # it has not started writing, is stopped, or has finished
         return not self._is_fresh(view, now) and not self.declared(view, now)
 
     def is_busy(self, view: RankView, now: float) -> bool:
-        """Return whether the rank computes or makes progress."""
+        """Return whether the rank is computing or making progress."""
         last = self._last_progress[view.rank]
         return now - last.time < self._timeout_s / 2 or view.cpu_s - last.cpu_s > _BUSY * (now - last.time)
 
@@ -301,7 +301,7 @@ def _has_ended(view: RankView) -> bool:
 
 
 def _phase_of(view: RankView) -> _PhaseKey:
-    """Return the key of the declared phase that the rank is in."""
+    """Return the key for the declared phase that the rank is in."""
     # The time distinguishes the iterations of a loop that declares each of them.
     return view.slow_phase, 0 if view.note is None or view.slow_phase in _SEEN_PHASES else view.note.time_ns
 
@@ -309,13 +309,13 @@ def _phase_of(view: RankView) -> _PhaseKey:
 def diagnose(
     views: Sequence[RankView], answers: Mapping[int, Answer], clock: StallClock, *, now: float
 ) -> Stall | None:
-    """Return the cause of a stall, or None if the run does not stall.
+    """Return the stall and its cause, or None if the run is not stalled.
 
     Args:
         views: views of all ranks, taken after the answers.
-        answers: answers of the ranks that answered.
-        clock: clock that has been updated with ``views``.
-        now: current time of the clock.
+        answers: the answers from the ranks that answered.
+        clock: a clock that has been updated with ``views``.
+        now: the current time, as passed to ``clock.update``.
     """
     running = [view for view in views if view.exit_code is None]
     waiting = [view for view in running if view.waits and not view.is_stopped and not clock.is_silent(view, now)]
@@ -330,7 +330,7 @@ def diagnose(
     waiters = waiters if waiting else ""
     if stopped := [view.rank for view in running if view.is_stopped]:
         what = f"{name_ranks(stopped)} {_is(stopped)} stopped (SIGSTOP){waiters}"
-        return stall(Class.STOPPED, stopped, what, "continue the process (kill -CONT), or stop the run")
+        return stall(Class.STOPPED, stopped, what, "continue the process (kill -CONT) or stop the run")
     if silent := [view.rank for view in running if clock.is_silent(view, now)]:
         what = f"{name_ranks(silent)} {_is(silent)} blocked by native code that holds the GIL{waiters}"
         return stall(
@@ -347,7 +347,7 @@ def diagnose(
             Class.LONG,
             names,
             what,
-            "increase --slow_timeout SECONDS if the rank makes progress; otherwise, read its stack",
+            "increase --slow_timeout if the rank makes progress; otherwise, read its stack",
         )
     if not waiting:
         return None
@@ -388,7 +388,7 @@ def diagnose(
 
 
 def _of_computing_ranks(ranks: list[int], long_s: float | None, waiters: str) -> tuple[Class, list[int], str, str]:
-    """Return kind, culprits, text and advice for ranks that compute while others wait; ``long_s`` is an exceeded limit."""
+    """Return kind, culprits, text and advice for ranks that compute while others wait; ``long_s`` is the exceeded limit, if any."""
     if long_s is not None:
         what = f"{name_ranks(ranks)} {_has(ranks)} been computing for {format_duration(long_s)}{waiters}"
         do = "check that its loop ends; if the work is expected to take this long, declare it: with accelerator.slow(...)"
@@ -405,10 +405,10 @@ _SAME = "call the same collectives with the same shapes in the same order on eve
 
 
 def disagreement(answers: Mapping[int, Answer]) -> Stall | None:
-    """Return the difference between the collectives of the ranks of a failed run, or None if no difference is known.
+    """Return how the collectives of a failed run's ranks differ, or None if no difference is known.
 
     Args:
-        answers: records that the ranks wrote when they lost contact, or answers after that.
+        answers: records that the ranks wrote when they lost contact, or answers that they gave after that.
     """
     found = first_divergence({rank: answer.histories for rank, answer in answers.items()})
     if found is None:
@@ -448,7 +448,7 @@ def _of_divergence(
 def _beside_training(
     calls: str, answers: Mapping[int, Answer], elsewhere: Sequence[int], training: Sequence[int]
 ) -> tuple[Class, str, str]:
-    """Return whether ranks that call another collective than the training ranks do so in the training loop or after it."""
+    """Return kind, text and advice for ranks that call another collective than the ranks that are still training."""
     loop = next(iter(answers[training[0]].loops), "")
     is_inside = loop != "" and any(rank in answers and loop in answers[rank].loops for rank in elsewhere)
     # Of a loop in a library, such as the Trainer's, it is not known which lines of the program belong to it.
@@ -496,7 +496,7 @@ def _without_histories(
 
 
 def _operation_of(view: RankView, answer: Answer | None) -> str:
-    """Return the operation of echelon that the rank is in, as the user called it; empty if it is in none."""
+    """Return the echelon operation that the rank is in, as the user called it, or an empty string if it is in none."""
     note = view.note
     if note is None or not note.operation or not (note.waits or _is_at(answer, note)):
         return ""
@@ -504,7 +504,7 @@ def _operation_of(view: RankView, answer: Answer | None) -> str:
 
 
 def _is_at(answer: Answer | None, note: StatusNote) -> bool:
-    """Return whether the rank is at the line of the operation that it recorded last."""
+    """Return whether the rank is at the line of its last recorded operation."""
     call_site = None if answer is None else answer.call_site
     return (
         call_site is not None and call_site.line == note.line and call_site.file.endswith(note.file.removeprefix("..."))
@@ -522,7 +522,7 @@ def _line_of(view: RankView, answer: Answer | None) -> str:
 
 
 def _describe_rank(view: RankView, answer: Answer | None, clock: StallClock, now: float) -> str:
-    """Return the state, operation, phase, step and line of user code of a rank."""
+    """Return a rank's state, operation, phase, step and line in the user's code."""
     if view.exit_code is not None:
         return f"exited (code {view.exit_code})"
     parts: list[str] = []

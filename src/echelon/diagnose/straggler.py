@@ -1,4 +1,4 @@
-"""Straggler detection: step times by rank and part, and the rank for which the other ranks wait."""
+"""Detects stragglers from step times by rank and part, and names the rank that the other ranks wait for."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["StepTimeSpread", "Steps", "steps_of"]
 _OWN = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER, StepPart.OTHER)
 _MIN_STEPS = 20
 _MIN_WAIT = 0.1
-"""A rank counts as slow if the other ranks wait for it for at least this fraction of a step."""
+"""A rank counts as slow if the other ranks wait for it during at least this fraction of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeSpread:
-    """Spread of the time of one part of a step over the ranks, in milliseconds."""
+    """How the time for one part of a step varies across ranks, in milliseconds."""
 
     least: float
     least_rank: int
@@ -37,25 +37,25 @@ class StepTimeSpread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Times of the parts of a step, and the slow rank."""
+    """The times for each part of a step, and the slow rank."""
 
     num_steps: int
     parts: Mapping[str, StepTimeSpread]
-    """``communication`` is the shortest communication time of all ranks; ``wait`` is what exceeds it on each rank."""
+    """``communication`` is the shortest communication time on any rank; ``wait`` is how much longer each rank took."""
     slowest: int | None = None
-    """Rank for which the other ranks waited, or None."""
+    """The rank that the other ranks waited for, or None."""
     slow_part: str = ""
-    """Part in which it was slow."""
+    """The part of the step in which this rank was slow."""
     slow_ms: float = 0.0
-    """Its time of that part per step."""
+    """The slow rank's time for this part, in milliseconds per step."""
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {spread}" for name, spread in self.parts.items() if spread.most >= 0.05)
-        return f"{self.num_steps} steps, ms per step, min / median / max over the ranks: {parts}"
+        return f"{self.num_steps} steps, ms per step, min / median / max across ranks: {parts}"
 
     @property
     def verdict(self) -> str:
-        """Sentence that names the slow rank; empty if there is none."""
+        """A sentence that names the slow rank; empty if there is none."""
         if self.slowest is None:
             return ""
         own, wait = self.parts[self.slow_part], self.parts["wait"]
@@ -65,7 +65,7 @@ class Steps:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as JSON data for ``from_json``."""
+        """Return the record as JSON data that ``from_json`` accepts."""
         parts = {
             name: {field: getattr(spread, field) for field in StepTimeSpread.__slots__}
             for name, spread in self.parts.items()
@@ -75,21 +75,21 @@ class Steps:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Steps:
-        """Return the record that ``to_json`` returned as JSON data."""
+        """Return the record from JSON data that ``to_json`` returned."""
         parts = {name: StepTimeSpread(**spread) for name, spread in data["parts"].items()}
         slow = {name: data[name] for name in ("slowest", "slow_part", "slow_ms")}
         return cls(num_steps=data["num_steps"], parts=parts, **slow)
 
 
 def steps_of(spent_ms: Mapping[int, Sequence[float]], *, num_steps: int) -> Steps | None:
-    """Return the times of the parts of a step, or None if there were no steps.
+    """Return the times for each part of a step, or None if there were no steps.
 
-    Fast ranks wait for slow ranks in communication. Therefore, communication time beyond the shortest of all ranks counts as
-    ``wait``.
+    Fast ranks wait for slow ranks during communication. Therefore, communication time beyond the shortest on any rank counts
+    as ``wait``.
 
     Args:
-        spent_ms: rank -> time of each ``StepPart``.
-        num_steps: number of steps of each rank.
+        spent_ms: time that each rank spent in each ``StepPart``, by rank.
+        num_steps: number of steps that each rank took.
     """
     if not num_steps or not spent_ms:
         return None

@@ -312,7 +312,7 @@ class FSDP2Engine(Engine):
         num_replaced = sum(id(p) in replaced for group in optimizer.param_groups for p in group["params"])
         if num_replaced:
             raise UsageError(
-                f"{type(optimizer).__name__} holds {num_replaced} parameters that prepare() has replaced with sharded ones, so "
+                f"{type(optimizer).__name__} holds {num_replaced} parameters that prepare() replaced with sharded ones, so "
                 "its step would have no effect",
                 where=f"step() at {user_line()}, fsdp2 engine",
                 do="prepare both in one call (model, optimizer = accelerator.prepare(model, optimizer)), or create the optimizer "
