@@ -121,7 +121,10 @@ def test_arguments_that_contradict_the_environment_are_rejected_with_both_origin
 
 
 def test_setup_again_with_other_values_is_refused() -> None:
-    with process_group(), pytest.raises(SetupError, match=r"already exists with other values \(world_size 1 -> 2\)"):
+    with (
+        process_group(),
+        pytest.raises(SetupError, match=r"already exists with different values \(world_size 1 -> 2\)"),
+    ):
         setup(rank=0, world_size=2)
 
 

@@ -64,7 +64,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBreakdown:
-    """Seconds per item, averaged across ranks. They add up to ``wall_s``."""
+    """Seconds spent on each item, averaged across ranks. They add up to ``wall_s``."""
 
     wall_s: float
     num_restarts: int

@@ -108,7 +108,7 @@ def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | N
         scope: whether one rank of the run or one rank on each machine goes first (for files that machines do not share).
         mesh: 1-D device mesh (default: all ranks).
 
-    Collective: enter on every rank of ``mesh``.
+    Collective: enter the context on every rank of ``mesh``.
 
     Raises:
         DesyncError: raised on the other ranks if the block failed on the first rank.

@@ -52,7 +52,7 @@ class Preempted(SystemExit):
 
 
 def member_of_launch() -> BarrierMember | None:
-    """Return this rank's member in the stop barrier that ``echelon launch`` coordinates, or None under other launchers.
+    """Return this rank's member of the stop barrier that ``echelon launch`` coordinates, or None under other launchers.
 
     After the first call, the launcher waits for this rank at a stop barrier, and this rank forwards SIGTERM and SIGUSR1 to
     the launcher (unless the program has its own handlers).
@@ -86,7 +86,7 @@ def should_stop() -> bool:
 
 @contextmanager
 def on_signals(watcher: Watcher | None) -> Iterator[BarrierMember | None]:
-    """Handle SIGTERM and SIGUSR1 inside the ``with`` block, and yield this rank's member in the stop barrier.
+    """Handle SIGTERM and SIGUSR1 inside the ``with`` block, and yield this rank's member of the stop barrier.
 
     It yields None if the program has its own handlers or this is not the main thread.
 

@@ -41,8 +41,8 @@ def setup(
     Collective: call on every process of the world.
 
     Raises:
-        ConfigError: the rank is not below the world size, or the arguments contradict RANK or WORLD_SIZE.
-        SetupError: the group already exists with other values, the port is in use, or rank 0 is unreachable.
+        ConfigError: the rank is out of range, or the arguments contradict RANK or WORLD_SIZE.
+        SetupError: the group already exists with different values, the port is in use, or rank 0 is unreachable.
     """
     repair_fork()
     environment = _resolve_environment(rank, world_size)
@@ -78,7 +78,7 @@ def process_group(
 
     A process group that existed before the block stays open.
 
-    Collective: enter on every process of the world.
+    Collective: enter the context on every process of the world.
     """
     ours = not dist.is_initialized()
     world = setup(rank, world_size, backend, timeout, init_method)
@@ -131,6 +131,6 @@ def _require_same_setup(world: World, backend: str | None) -> None:
             f"{name} {present[name]!r} -> {requested[name]!r}" for name in present if requested[name] != present[name]
         )
         raise SetupError(
-            f"the process group already exists with other values ({differing})",
+            f"the process group already exists with different values ({differing})",
             do="call cleanup() before the second setup(), or pass the same values",
         )

@@ -1,4 +1,4 @@
-"""Access to a process group's store, with any supported torch version."""
+"""Accesses a process group's store with any supported torch version."""
 
 from __future__ import annotations
 

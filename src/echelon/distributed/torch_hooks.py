@@ -28,7 +28,7 @@ def watch_optimizer_steps(
 
     Args:
         owner: the object the hook belongs to; it is held weakly, and the hook is removed when it is freed.
-        before_step: returns a new closure for the step, or None to keep the old one. It must not reference ``owner``, so pass
+        before_step: function that returns a new closure, or None to keep the old one. It must not reference ``owner``, so pass
             a function defined in its class, not a bound method.
 
     Returns:
@@ -55,7 +55,7 @@ def watch_module_changes(owner: Owner, on_change: Callable[[Owner, nn.Module], N
 
     Args:
         owner: the object the hooks belong to; it is held weakly, and the hooks are removed when it is freed.
-        on_change: must not reference ``owner``, so pass a function defined in its class, not a bound method.
+        on_change: function that must not reference ``owner``, so pass one defined in its class, not a bound method.
 
     Source: torch.nn.modules.module.register_module_parameter_registration_hook.
     """

@@ -1,1 +1,1 @@
-"""Training engines: one class per way of distributing a model over the ranks, behind one abstract interface."""
+"""Training engines: each class distributes a model across ranks in a different way, behind one abstract interface."""

@@ -165,7 +165,7 @@ class Engine(ABC):
     def build_sharded_update(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
         """Stop reducing gradients, and return an object that sums the gradients of all batch shards in a fixed order.
 
-        Only for engines with ``Capabilities.sums_shards``.
+        Only engines with ``Capabilities.sums_shards`` support this.
 
         Args:
             num_shards: number of batch shards per update, across all ranks.

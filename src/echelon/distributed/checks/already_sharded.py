@@ -79,7 +79,7 @@ class ExistingSharding:
     what: str
     """What shards the loader, as worded in messages, such as ``its sampler (DistributedSampler)``."""
     place: Literal["sampler", "dataset", "user"]
-    """``user``: the user passed ``already_sharded=True``."""
+    """What shards the data; ``user`` if the user passed ``already_sharded=True``."""
     num_shards: int = -1
     """-1 if unknown."""
     shard: int = -1

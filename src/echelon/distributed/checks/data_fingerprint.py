@@ -47,7 +47,7 @@ _Column = Callable[[int], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnFingerprint:
-    """Fingerprint of a few items of one column."""
+    """A fingerprint of a few items from one column."""
 
     value: int
     """A 62-bit hash."""
@@ -161,7 +161,7 @@ def row_fingerprints(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
 
 
 def _columns(data: Any, num_samples: int, name: str, depth: int) -> list[tuple[str, _Column, int]]:
-    """Return (name, function that gets an item, number of items) for each column of ``data``."""
+    """Return, for each column of ``data``, its name, a function that gets an item, and its number of items."""
     if isinstance(data, IterableDataset):
         lists = [
             (key, part) for key, part in vars(data).items() if isinstance(part, (list, tuple, torch.Tensor, np.ndarray))

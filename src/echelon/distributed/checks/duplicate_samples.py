@@ -38,14 +38,14 @@ class DuplicateSamplesCheck:
     """Compares the fingerprints of this rank's first pass with those on the other ranks.
 
     Args:
-        token: identifies the loader on all ranks.
+        token: number that identifies the loader on all ranks.
         rank: this rank's index among the ranks that should read different data.
-        world_size: number of these ranks.
+        world_size: number of ranks that should read different data.
         line: the user's line that passed the loader to echelon.
         reads_own: whether each rank reads its own shard. If so, whole passes are compared, because each rank may read all
             data in a different order. Otherwise echelon shards the samples, and only the first batches are compared.
         do: what the user can do about duplicates.
-        is_error: raise an error instead of a warning.
+        is_error: whether to raise an error instead of warning.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DuplicateSamplesCheck:
             self._compare("pass", np.concatenate((numbers, self._sketch)), _same_in_pass)
 
     def compare_stream(self, columns: dict[str, ColumnFingerprint]) -> None:
-        """Compare samples from a stream that each rank reads in full but keeps only its slice of.
+        """Compare samples from a stream that each rank reads in full to keep only its slice.
 
         Raises:
             DesyncError: ``is_error`` is True and the ranks read different streams.
@@ -159,7 +159,7 @@ class DuplicateSamplesCheck:
 
 
 def _same_in_windows(ranks: list[_Rows]) -> tuple[int, int, str] | None:
-    """Return two ranks whose first batches are equal row by row, and the reason for the message."""
+    """Return two ranks whose first batches are equal row by row, with a reason for the message, or None."""
     seen: dict[bytes, int] = {}
     for rank, numbers in enumerate(ranks):
         num_windows, rows = _split_header(numbers)
@@ -174,7 +174,7 @@ def _same_in_windows(ranks: list[_Rows]) -> tuple[int, int, str] | None:
 
 
 def _same_in_pass(ranks: list[_Rows]) -> tuple[int, int, str] | None:
-    """Return two ranks that read mostly the same samples in a whole pass, in any order, and the reason for the message."""
+    """Return two ranks that read mostly the same samples in a pass, in any order, with a reason for the message, or None."""
     for one in range(len(ranks)):
         for other in range(one + 1, min(len(ranks), one + _MAX_NEIGHBOURS)):
             (num_rows, rows), (num_others, others) = _split_header(ranks[one]), _split_header(ranks[other])

@@ -97,7 +97,7 @@ def agree_on_loader(
         batches: the loader's batch sampler; None for iterable data.
         already_sharded: the user's setting; if None, it is detected.
         dispatches: whether only rank zero reads data.
-        is_exact: raise an error instead of a warning.
+        is_exact: whether to raise an error instead of warning.
         line: the user's line that passed the loader to echelon.
 
     Collective: call on every rank.

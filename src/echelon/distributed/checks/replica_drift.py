@@ -45,7 +45,7 @@ class ReplicaDriftCheck:
     Sharded parameters (DTensor and other subclasses) are not compared.
 
     Args:
-        is_error: raise an error instead of a warning.
+        is_error: whether to raise an error instead of warning.
     """
 
     def __init__(self, *, is_error: bool = False) -> None:

@@ -92,7 +92,7 @@ class UnshardedLoaderCheck:
 
 
 def _may_read_all(loader: DataLoader[Any]) -> bool:
-    """Return whether ``loader`` may read its whole dataset: torch's own samplers, and a dataset without a rank."""
+    """Return whether ``loader`` may read its whole dataset, because its samplers are torch's and its dataset has no rank."""
     sampler = loader.sampler
     return (
         not isinstance(loader.dataset, IterableDataset)

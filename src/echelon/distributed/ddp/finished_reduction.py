@@ -1,4 +1,4 @@
-"""Checks that DistributedDataParallel has averaged all gradients, for it waits for parameters the loss does not use."""
+"""Checks that DistributedDataParallel averaged all gradients and is not waiting for parameters the loss does not use."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class Replica:
         is_same = len(now) == len(self._all) and all(map(operator.is_, now, self._all)) and trained == self._trained
         if not is_same:
             self._require_rebuildable(now, trained)
-            monitored_barrier("the first forward pass after the parameters of a prepared model changed")
+            monitored_barrier("the first forward pass after a prepared model's parameters changed")
             require_same_parameters(module)
             known, were_trained = set(map(id, self._all)), set(map(id, self.parameters))
             for parameter in now:
@@ -247,8 +247,8 @@ class Replica:
                 f"{', '.join(frozen[:3]) or 'a parameter'}{' and others' if len(frozen) > 3 else ''} changed in a compiled model after "
                 "prepare(), and DDP has reduced only some of its gradients",
                 where="torch.compile and DistributedDataParallel",
-                do="freeze and unfreeze parameters before prepare(), or remove torch.compile (and gradient_as_bucket_view, to "
-                "unfreeze)",
+                do="freeze and unfreeze parameters before prepare(), or remove torch.compile (and gradient_as_bucket_view if you "
+                "unfreeze parameters)",
             )
         self.update_reduced()
         self._dirty = self._reduces
@@ -312,7 +312,7 @@ class Replica:
             self.update_reduced()
 
     def update_reduced(self) -> None:
-        """Update whether gradients are unreduced, based on the backward passes since the last call."""
+        """Update the unreduced flag based on the backward passes since the last call."""
         if not self._passes.is_any:
             return
         self._has_passes, self._is_assigned = True, False

@@ -228,7 +228,7 @@ def unresolved(config: Mapping[str, Any]) -> list[str]:
 
 
 def _integer(key: str, value: Any, origin: Origin) -> int:
-    """Return ``value`` as an integer. Accepts ``"8"``, ``5e8`` and ``8``."""
+    """Return ``value``, such as ``"8"``, ``5e8`` or ``8``, as an integer."""
     try:
         number = float(value)
     except (TypeError, ValueError):

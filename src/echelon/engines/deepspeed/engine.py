@@ -161,7 +161,7 @@ class DeepSpeedEngine(Engine):
         if self._run is not None or trained:
             number = len(trained) + (self._run is not None)
             raise UsageError(
-                f"DeepSpeed trains one model per Accelerator, but {number} models have optimizers",
+                f"DeepSpeed trains one model per Accelerator, but {number} models would be trained",
                 where="prepare(), deepspeed engine",
                 do="combine them into one module (nn.ModuleDict) with one optimizer, create an Accelerator for each model, or "
                 "use the fsdp2 or ddp engine",
@@ -322,8 +322,8 @@ class DeepSpeedEngine(Engine):
         if self._run is not None and optimizer is self._run.optimizer:
             return False
         raise UsageError(
-            f"{type(optimizer).__name__} would step without gradients, because DeepSpeed trains the model that has its parameters, "
-            "but it was not prepared with this model",
+            f"{type(optimizer).__name__} would step without gradients, because DeepSpeed trains the model that holds its "
+            "parameters, but the optimizer was not prepared together with that model",
             where="step(), deepspeed engine",
             do="prepare both in one call (model, optimizer = accelerator.prepare(model, optimizer)), and step the returned "
             "optimizer",

@@ -73,7 +73,7 @@ def _reset_ended_group() -> None:
 def _synchronize_counters() -> None:
     """Synchronize the counters that number modules and parameters in ZeRO stage 3. Collective: call on every rank.
 
-    The library counts per process and compares the counts between ranks (0.19.8), but some ranks may have started earlier.
+    The library counts per process and compares the numbers between ranks (0.19.8), but ranks may start with different counts.
     """
     parameters: Any = import_module("deepspeed.runtime.zero.partition_parameters").Init
     offload: Any = import_module("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload

@@ -96,8 +96,9 @@ class DeepSpeedModel:
             self._structure.renew(self.engine.module)
         if changed:
             raise UsageError(
-                f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} were added, frozen or unfrozen after "
-                "prepare(), but DeepSpeed trains only the parameters that required gradients during prepare()",
+                f"parameters were added, frozen or unfrozen after prepare() ({', '.join(changed[:3])}"
+                f"{' and others' if len(changed) > 3 else ''}), but DeepSpeed trains only the parameters that required gradients "
+                "during prepare()",
                 where="backward(), deepspeed engine",
                 do="freeze and unfreeze parameters before prepare(), and run each training phase as a separate script (with "
                 "save_model()), or use engine='fsdp2' or 'ddp', which support these changes",

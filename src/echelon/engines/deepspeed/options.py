@@ -28,8 +28,8 @@ class DummyOptim:
 
     Args:
         params: parameters or parameter groups.
-        lr: learning rate if the config says ``"auto"``.
-        weight_decay: weight decay if the config says ``"auto"``.
+        lr: learning rate that replaces ``"auto"`` in the config.
+        weight_decay: weight decay that replaces ``"auto"`` in the config.
         kwargs: other arguments, which are stored unchanged.
     """
 
@@ -45,8 +45,8 @@ class DummyScheduler:
 
     Args:
         optimizer: a ``DummyOptim`` or an optimizer.
-        total_num_steps: number of steps if the config says ``"auto"``, in batches of the loader before ``prepare``.
-        warmup_num_steps: number of warmup steps if the config says ``"auto"``.
+        total_num_steps: number of steps that replaces ``"auto"`` in the config, in batches of the unprepared loader.
+        warmup_num_steps: number of warmup steps that replaces ``"auto"`` in the config.
         lr_scheduler_callable: function that creates a scheduler for a given optimizer.
         kwargs: other arguments, which are stored unchanged.
     """

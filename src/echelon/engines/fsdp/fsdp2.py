@@ -239,7 +239,7 @@ class FSDP2Engine(Engine):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """See ``Engine.no_sync``. Unsharded gradients accumulate (FSDPModule.set_requires_gradient_sync).
 
-        After ``build_sharded_update``, gradients are reduced in each micro-step nevertheless.
+        After ``build_sharded_update``, gradients are exchanged in each micro-step even inside this context.
         """
         if self._update is not None:
             return nullcontext()

@@ -53,9 +53,9 @@ class UnshardedParameters:
         large = [names[id(p)] for p in new if p.dim()]
         if large:
             warn(
-                f"fully_shard does not shard {', '.join(large[:3])}{' and others' if len(large) > 3 else ''}, which were added to "
-                "the model after prepare(). echelon averages their gradients across ranks at each step. To shard these "
-                "parameters, add them before prepare()"
+                f"fully_shard does not shard parameters that were added to the model after prepare() ({', '.join(large[:3])}"
+                f"{' and others' if len(large) > 3 else ''}). echelon averages their gradients across ranks at each step. To "
+                "shard these parameters, add them before prepare()"
             )
         for parameter in new:
             dist.broadcast(parameter.data, src=0)
