@@ -247,9 +247,9 @@ def _misuse(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("object", "not float ({'loss': float})"),
+        ("object", "but got float ({'loss': float})"),
         ("reduction", "reduction must be one of mean, sum, max and none, but got 'median'"),
-        ("source", "from_process=2 is not one of the ranks [0, 1]"),
+        ("source", "from_process=2 is not one of the group's ranks [0, 1]"),
     ],
 )
 def test_errors_for_misuse_explain_the_problem_and_the_remedy(what: str, text: str) -> None:

@@ -278,7 +278,7 @@ def test_unsupported_operations_raise() -> None:
         "got a DummyOptim, but DeepSpeed's config does not define an optimizer",
         "defines an optimizer (AdamW), but prepare() also got AdamW",
         "prepare() was given a DummyOptim, a placeholder for an entry of DeepSpeed's config",
-        "was given 1 parameters, but DeepSpeed clips all 2",
+        "got 1 parameters, but DeepSpeed clips all 2",
         "clips only by the 2-norm",
         "does not support clipping by value",
         "does not support step(closure)",

@@ -152,7 +152,7 @@ def test_every_auto_is_resolved_with_its_origin() -> None:
         ("zero_optimization.reduce_bucket_size", "auto", "Net has no config.hidden_size"),
         ("train_micro_batch_size_per_gpu", "auto", "no loader with a batch size was prepared"),
         ("optimizer.params.lr", "auto", "none of the run's settings determines it"),
-        ("gradient_accumulation_steps", "many", "'many' is not an integer"),
+        ("gradient_accumulation_steps", "many", "to be an integer, but got 'many'"),
     ],
 )
 def test_an_unresolvable_auto_is_an_error_that_names_the_key(key: str, value: Any, says: str) -> None:

@@ -206,7 +206,7 @@ def test_a_mapping_that_cannot_be_rebuilt_is_named() -> None:
     assert map_tensors(lambda tensor: tensor, odd) is odd
     with pytest.raises(UsageError, match="cannot replace the tensors in a _Unmakeable") as caught:
         map_tensors(torch.Tensor.double, odd)
-    assert "return a dict, a dataclass or a named tuple" in str(caught.value)
+    assert "use a dict, a dataclass or a named tuple" in str(caught.value)
 
 
 @dataclass(slots=True)

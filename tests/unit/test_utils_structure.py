@@ -103,7 +103,7 @@ def test_the_batch_size_is_of_the_first_tensor() -> None:
     [
         ([], ValueError, "an empty list has no batch size"),
         ({}, ValueError, "an empty dict"),
-        (["x"], TypeError, "is str"),
+        (["x"], TypeError, "but got str"),
     ]
     + [(torch.tensor(1), ValueError, "a 0-d tensor has no batch size")],
 )
