@@ -42,6 +42,7 @@ FILES = {
     "ranks_options": "ranks/test_trainer_options.py",
     "ranks_resume": "ranks/test_trainer_resume.py",
     "ranks_sharded": "ranks/test_already_sharded.py",
+    "as_transformers": "unit/test_trainer_as_transformers.py",
     "overrides": "unit/test_trainer_overrides.py",
     "handler": "unit/test_trainer_callback_handler.py",
     "calls": "side_by_side/test_trainer_calls.py",

@@ -5,6 +5,7 @@ The libraries here are small stand-ins with the structure of the real ones; test
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -17,7 +18,9 @@ import pytest
 from echelon.base import environ
 from echelon.base.errors import LaunchError
 from echelon.cli.main import _run
+from echelon.commands.launch import launch_command, launch_command_parser
 from echelon.compat import swap
+from echelon.launch.node import GenerationResult, RunOver
 
 FILES = {
     # An older release than the one whose names echelon has. It must never be imported.
@@ -172,6 +175,20 @@ def test_launch_as_covers_a_program_without_a_change(site: Path) -> None:
     assert "echelon.compat.install" not in done.stderr
 
 
+def test_accelerate_need_not_be_installed(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.path = [folder for folder in sys.path if 'site-packages' not in folder]\n"
+        "import importlib.util; assert importlib.util.find_spec('accelerate') is None\n"
+        "from echelon.compat import swap; swap._add(('accelerate',))\n"
+        "import importlib.metadata, accelerate, accelerate.commands\n"
+        "print(accelerate.__version__, importlib.metadata.version('accelerate'), accelerate.__file__)"
+    )
+    source = Path(swap.__file__).parents[2]
+    done = _python(tmp_path, "-c", program.replace("not in folder]", f"not in folder] + [{str(source)!r}]"))
+    assert done.stdout.split()[:2] == ["1.15.0", "1.15.0"], done.stderr
+    assert done.stdout.split()[2] == str(source / "echelon" / "__init__.py")
+
+
 def test_a_library_that_is_already_imported_is_named_with_its_users(site: Path) -> None:
     (site / "site" / "accelerate" / "__init__.py").write_text("class Accelerator: pass\n")
     (site / "site" / "loops.py").write_text("from accelerate import Accelerator\n")
@@ -241,6 +258,45 @@ def test_the_ranks_are_told_by_a_variable(
         in said
     )
     assert "ignoring unknown" not in said
+
+
+def test_the_launcher_can_be_started_from_python(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As trl's command line does."""
+
+    def start(job: Any, *_: Any) -> Any:
+        jobs.append(job)
+        raise RunOver(GenerationResult(then="done", code=code))
+
+    jobs: list[Any] = []
+    monkeypatch.chdir(site)
+    monkeypatch.setattr("echelon.launch.agent.run_job", start)
+    parser = launch_command_parser()
+    args = parser.parse_args(["--num_processes", "1", "--cpu", "--mixed-precision=bf16", "program.py", "--cpu", "-m"])
+    args.num_processes = "2"
+    with environ.patch({"ECHELON_AS": "accelerate"}):
+        code = 0
+        launch_command(args)
+        code = 3
+        with pytest.raises(SystemExit) as end:
+            launch_command(args)
+    assert end.value.code == 3
+    job = jobs[0]
+    assert (job.script.target, job.script.args, job.num_processes) == ("program.py", ("--cpu", "-m"), 2)
+    assert job.environment["ECHELON_AS"] == "accelerate"
+    parsers = argparse.ArgumentParser()
+    launch_command_parser(parsers.add_subparsers())
+    assert parsers.parse_args(["launch", "program.py"]).func is launch_command
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_strict_is_passed_to_the_ranks(is_strict: bool, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(job: Any, *_: Any) -> None:
+        assert job.environment.get("ECHELON_STRICT") == ("1" if is_strict else None)
+        raise LaunchError("the ranks are started")
+
+    monkeypatch.chdir(site)
+    monkeypatch.setattr("echelon.launch.agent.run_job", start)
+    assert _run(["launch", "--cpu", "--num_processes=1", *(["--strict"] if is_strict else []), "program.py"]) == 1
 
 
 def test_env_tells_what_echelon_stands_in_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,9 +173,35 @@ def test_an_override_that_logs_itself_gets_the_losses(tmp_path: Path) -> None:
     expected = plain.train()
     losses = [[log["loss"] for log in one.state.log_history if "loss" in log] for one in (mine, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # summed in float32 and in float64
-    assert result.training_loss == pytest.approx(expected.training_loss, rel=1e-12)
+    assert result.training_loss == pytest.approx(expected.training_loss, rel=1e-6)  # the override summed in float32
     assert (tmp_path / "checkpoint-5").is_dir()
     assert [log["eval_loss"] for log in mine.state.log_history if "eval_loss" in log]
+
+
+@pytest.mark.parametrize("is_sum_first", [True, False])
+def test_the_sum_of_the_losses_that_an_override_sets_is_reported(is_sum_first: bool, tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def _maybe_log_save_evaluate(self, tr_loss, *args, **kwargs):  # type: ignore[no-untyped-def]
+            if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+                total, before = tr_loss.item(), self._total_loss_scalar
+                totals.append(total)
+                for is_sum in (is_sum_first, not is_sum_first):
+                    if is_sum:
+                        self._total_loss_scalar = before + 3.0 * total
+                    else:
+                        self._globalstep_last_logged = self.state.global_step
+                assert self._total_loss_scalar == pytest.approx(3.0 * sum(totals), rel=1e-6)
+
+    totals: list[float] = []
+    options: dict[str, Any] = {"logging_steps": 2, "save_strategy": "no", "num_train_epochs": 1}
+    mine = Mine(Line(), arguments(tmp_path, **options), train_dataset=DATA)
+    mine._total_loss_scalar = 100.0  # without effect: training starts with 0, as in transformers
+    steps, loss, _ = mine.train()
+    plain = Trainer(Line(), arguments(tmp_path / "plain", **options), train_dataset=DATA).train().training_loss
+    rest = plain * steps - sum(totals)  # of the steps after the last log
+    assert steps % 2, "no step is left after the last log"
+    assert rest > 0
+    assert loss == pytest.approx((3.0 * sum(totals) + rest) / steps, rel=1e-6)
 
 
 def test_columns_of_a_subclass_are_exactly_its_own(tmp_path: Path) -> None:
@@ -465,6 +491,7 @@ def test_ddp_looks_for_unused_parameters_as_in_transformers(given: bool | None, 
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "depends on an evaluation metric, but eval_strategy is 'no'"),
         ({"lr_scheduler_type": "greedy"}, "depends on an evaluation metric, but eval_strategy is 'no'"),
         ({"torch_empty_cache_steps": 0}, "torch_empty_cache_steps=0 is not a positive whole number"),
+        ({"torch_empty_cache_steps": 2.0}, "torch_empty_cache_steps=2.0 is not a positive whole number"),
     ],
 )
 def test_rules_of_transformers_arguments(options: dict[str, Any], message: str) -> None:

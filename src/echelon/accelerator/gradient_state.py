@@ -89,8 +89,8 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The plugin's fields."""
-        return dict(vars(self.plugin))
+        """The plugin's fields that differ from their defaults."""
+        return self.plugin.to_kwargs()
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:

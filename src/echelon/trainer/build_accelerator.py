@@ -27,7 +27,7 @@ from echelon.trainer.arguments.fsdp import fsdp_plugin, parallelism
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.trackers import tracker_settings
 
-__all__ = ["accelerator_arguments", "accumulation_options", "build_accelerator", "set_seeds"]
+__all__ = ["accelerator_arguments", "accumulation_options", "build_accelerator", "data_seed", "set_seeds"]
 
 # Keys of accelerator_config and their defaults.
 _DATA_OPTIONS = {
@@ -56,10 +56,10 @@ def build_accelerator(args: TrainingArguments, build_arguments: Callable[..., di
     Raises:
         ConfigError: a setting is not supported.
     """
-    accumulation_options(args)  # raises for an unknown key
-    data_config = DataLoaderConfiguration(
-        **_data_options(args), data_seed=args.seed if args.data_seed is None else args.data_seed
-    )
+    num_steps = accumulation_options(args).get("num_steps")
+    if num_steps is not None:
+        args.gradient_accumulation_steps = num_steps
+    data_config = DataLoaderConfiguration(**_data_options(args), data_seed=data_seed(args))
     accelerator = Accelerator(**build_arguments(dataloader_config=data_config, fsdp_plugin=fsdp_plugin(args)))
     is_exact = args.parity not in (None, "off")
     if accelerator.parity != "off" and not is_exact:  # set outside the script, as is the micro-batch size
@@ -94,6 +94,11 @@ def accelerator_arguments(args: TrainingArguments, model: nn.Module | None) -> d
         max_micro_batch_size=(args.max_micro_batch_size or args.train_batch_size) if is_exact else None,
         **settings,
     )
+
+
+def data_seed(args: TrainingArguments) -> int:
+    """Return the seed of the order of the training data."""
+    return args.seed if args.data_seed is None else args.data_seed
 
 
 def set_seeds(args: TrainingArguments) -> None:
@@ -135,6 +140,12 @@ def _accelerator_config(args: TrainingArguments) -> dict[str, Any]:
     given = args.accelerator_config or {}
     if isinstance(given, dict):
         return given
+    if isinstance(given, type):
+        raise ConfigError(
+            f"accelerator_config is the class {given.__name__}, not an instance of it",
+            where="TrainingArguments.accelerator_config",
+            do=f"pass {given.__name__}(), or a dict",
+        )
     return {name: value for name, value in vars(given).items() if not name.startswith("_")}
 
 

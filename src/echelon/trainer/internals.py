@@ -36,6 +36,7 @@ from echelon.trainer.model_interface import columns_of
 from echelon.trainer.optim.optimizers import param_groups_of
 from echelon.trainer.results import TrainOutput
 from echelon.trainer.session import TrainerSession, UpdateSize, global_batch_size
+from echelon.trainer.state import TrainerControl
 from echelon.trainer.training_run import plan_training
 
 __all__ = ["TrainerInternals"]
@@ -250,12 +251,13 @@ class TrainerInternals:
 
     @property
     def _total_loss_scalar(self) -> float:
-        """The sum of the losses logged in this training run; the loop computes it, so setting it has no effect."""
+        """The sum of the losses logged in this training run; the mean loss of the run is computed from it."""
         return float(self._session.points.default("_total_loss_scalar")())
 
     @_total_loss_scalar.setter
     def _total_loss_scalar(self, value: float) -> None:
-        pass
+        if self._session.points.is_bound("_total_loss_scalar"):  # training starts with 0, whatever was set before
+            self._session.points.default("_total_loss_scalar")(value)
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -397,6 +399,9 @@ class TrainerInternals:
         """Restore the callbacks from ``state.stateful_callbacks`` if the arguments request it."""
         if self.args.restore_callback_states_from_checkpoint:
             self.callback_handler.restore(self.state.stateful_callbacks)
+            saved = self.state.stateful_callbacks.get("TrainerControl")
+            if saved is not None:
+                self.control = TrainerControl(**saved.get("args", {}))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer and scheduler state. Collective: call on every rank."""

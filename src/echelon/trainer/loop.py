@@ -116,7 +116,7 @@ class TrainingLoop:
             self._end_step = partial(self._call_override, override)
         points.bind("_maybe_log_save_evaluate", self._log_evaluate_save)
         points.bind("_globalstep_last_logged", self._last_logged)
-        points.bind("_total_loss_scalar", lambda: self._mean_loss.sum())
+        points.bind("_total_loss_scalar", self._loss_sum)
         self._get_learning_rate = points.choose("_get_learning_rate", self._first_learning_rate)
         self._clip_grad_norm = points.choose("_clip_grad_norm", self._clip)
         self._get_grad_norm = points.choose("_get_grad_norm", None)
@@ -439,9 +439,15 @@ class TrainingLoop:
     def _last_logged(self, step: int | None = None) -> int:
         """Return the last logged step; an override that logs passes ``step`` to set it and reset the loss window."""
         if step is not None and step != self.last_logged_step:
-            self._mean_loss.take()
+            self._mean_loss.end_window()
             self.last_logged_step = step
         return self.last_logged_step
+
+    def _loss_sum(self, value: float | None = None) -> float:
+        """Return the sum of the logged losses; with ``value``, set it, as an override does that logs itself."""
+        if value is not None:
+            self._mean_loss.set_sum(value)
+        return self._mean_loss.sum()
 
     def _log_evaluate_save(
         self,

@@ -93,7 +93,9 @@ class MeanLoss:
 
     def __init__(self, accelerator: Accelerator, *, filtered: bool) -> None:
         self.window = LossWindow()
-        self._total = _no_losses()  # of the windows that ``take`` has returned
+        self._total = _no_losses()  # of the windows that ``take`` has returned, or as set
+        self._uncounted = _no_losses()  # of the windows that were ended without a log; set_sum may include them
+        self._num_steps_counted = 0  # steps of the current window when set_sum was called
         self._accelerator = accelerator
         self._num_ranks = 1 if accelerator.parity != "off" else accelerator.num_processes
         self._filtered = filtered
@@ -104,12 +106,30 @@ class MeanLoss:
         Collective: call on every rank.
         """
         num_steps, sums = self.window.num_steps, self._sum_over_ranks(self.window.take())
-        self._total += sums[1]
+        self._total += sums[1] + self._uncounted
+        self._uncounted, self._num_steps_counted = _no_losses(), 0
         return self._mean(sums[0], num_steps=num_steps)
 
+    def end_window(self) -> None:
+        """Start a new window. Its losses are added to the sum, unless ``set_sum`` has already included them, or will.
+
+        Collective: every rank.
+        """
+        is_counted = self.window.num_steps > 0 and self.window.num_steps == self._num_steps_counted
+        sums = self._sum_over_ranks(self.window.take())
+        self._uncounted += 0 if is_counted else sums[1]
+        self._num_steps_counted = 0
+
     def sum(self) -> float:
-        """Return the sum of the losses that ``take`` has returned, averaged over ranks."""
+        """Return the sum of the logged losses, averaged over ranks."""
         return float(self._total[3]) / self._num_ranks
+
+    def set_sum(self, value: float) -> None:
+        """Set the result of ``sum``, which then includes all steps so far."""
+        total = value * self._num_ranks
+        count = float((self._total + self._uncounted + self._num_ranks * self.window.state()[0])[2])
+        self._total = torch.tensor([total, count, count, total], dtype=torch.float64)
+        self._uncounted, self._num_steps_counted = _no_losses(), self.window.num_steps
 
     def total(self, *, num_steps: int) -> float:
         """Return the mean loss over all ``num_steps`` steps since training started."""

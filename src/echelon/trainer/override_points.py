@@ -96,6 +96,10 @@ class OverridePoints:
         self._defaults[name] = default
         return self.choose(name, default)
 
+    def is_bound(self, name: str) -> bool:
+        """Return whether the component that implements the method is running."""
+        return name in self._defaults
+
     def default(self, name: str) -> Callable[..., Any]:
         """Return the method's implementation.
 

@@ -13,9 +13,15 @@ import torch
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.training_arguments import TrainingArguments
-from echelon.trainer.build_accelerator import accumulation_options, set_seeds
+from echelon.trainer.build_accelerator import accumulation_options, data_seed, set_seeds
 from echelon.trainer.checkpoint.checkpoint_folders import PREFIX
-from echelon.trainer.checkpoint.resume_point import ResumedTraining, ResumePoint, find_checkpoint, saved_arguments
+from echelon.trainer.checkpoint.resume_point import (
+    ResumedTraining,
+    ResumePoint,
+    find_checkpoint,
+    saved_arguments,
+    saved_batch_size,
+)
 from echelon.trainer.checkpoint.save_on_error import save_checkpoint_after_error
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.features.auto_find_batch_size import find_batch_size_and_train
@@ -88,6 +94,11 @@ class TrainingRun:
                 self._set_global_batch_size()
             batch_size = self._session.wanted_batch_size or args.train_batch_size
             self._total = batch_size * accumulation
+            if args.auto_find_batch_size and self._folder is not None:
+                # The size that fitted into the memory of the saved run, unless the global batch size has changed since.
+                saved = saved_batch_size(self._folder)
+                if saved is not None and saved < batch_size and self._total % saved == 0:
+                    batch_size = saved
             points.bind("_update_auto_batch_size", self._set_batch_size)
             inner = points.bind("_inner_training_loop", self._train)
 
@@ -136,6 +147,7 @@ class TrainingRun:
         if resume_from_checkpoint is None or self._folder is None or Path(resume_from_checkpoint) != self._folder:
             self._folder = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
         self._call = self._call._replace(ignore_keys=ignore_keys_for_eval)
+        hooks.accelerator.dataloader_config.data_seed = data_seed(args)  # a script may have changed args since
         if hooks.model_init is not None:
             set_seeds(args)
             hooks.accelerator.free_memory()

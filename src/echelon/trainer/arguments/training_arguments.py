@@ -534,4 +534,11 @@ def _to_plain(name: str, value: Any) -> Any:
         return f"<{name.upper()}>"
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, dict):
+        return {
+            key: str(part).removeprefix("torch.") if isinstance(part, torch.dtype) else part
+            for key, part in value.items()
+        }
     return [_to_plain("", part) for part in value] if isinstance(value, list) else value

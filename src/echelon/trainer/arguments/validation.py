@@ -81,9 +81,9 @@ def check_values(args: TrainingFields) -> None:
             do="set eval_strategy='epoch', or 'steps' with eval_steps",
         )
     every = args.torch_empty_cache_steps
-    if every is not None and (every != int(every) or every <= 0):
+    if every is not None and (not isinstance(every, int) or every <= 0):
         raise ConfigError(
-            f"torch_empty_cache_steps={every} is not a positive whole number",
+            f"torch_empty_cache_steps={every!r} is not a positive whole number",
             where="TrainingArguments.torch_empty_cache_steps",
             do="set it to 1 or more, or to None",
         )

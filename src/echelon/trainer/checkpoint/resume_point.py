@@ -50,7 +50,15 @@ from echelon.trainer.session import TrainerSession, global_batch_size
 from echelon.trainer.state import TrainerState
 from echelon.trainer.training_plan import TrainingPlan
 
-__all__ = ["ResumePoint", "ResumedTraining", "best_folder", "find_checkpoint", "load_model_from", "saved_arguments"]
+__all__ = [
+    "ResumePoint",
+    "ResumedTraining",
+    "best_folder",
+    "find_checkpoint",
+    "load_model_from",
+    "saved_arguments",
+    "saved_batch_size",
+]
 
 logger = get_logger(__name__)
 
@@ -136,6 +144,11 @@ def saved_arguments(folder: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
+def saved_batch_size(folder: Path) -> int | None:
+    """Return the batch size of one process in the run saved in ``folder``; None if it is not stored."""
+    return TrainerState.load_from_json(folder / STATE_FILE).train_batch_size
+
+
 class ResumedTraining:
     """Resumes a run from a checkpoint.
 
@@ -214,7 +227,10 @@ class ResumedTraining:
         if state.train_batch_size not in (None, batch_size):
             others.append(f"per_device_train_batch_size={batch_size} (saved: {state.train_batch_size})")
         if others:
-            warn(f"the training arguments differ from those saved in {folder}: {', '.join(others)}")
+            warn(
+                f"the training arguments differ from those saved in {folder}: {', '.join(others)}; training continues with the "
+                "new ones"
+            )
         self._saved_batch_size, state.train_batch_size = state.train_batch_size, batch_size
         return state
 

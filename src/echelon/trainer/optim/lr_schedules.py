@@ -51,7 +51,7 @@ def get_scheduler(
     if kind in _WITH_MIN_LR:
         more["min_lr_rate"] = _min_lr_rate(kind, more, peak=float(optimizer.defaults["lr"]))
     if kind is SchedulerType.POLYNOMIAL:
-        more["end_rate"] = _end_rate(more.pop("lr_end", 1e-7), peak=float(optimizer.defaults["lr"]))
+        more = _with_end(more, peak=float(optimizer.defaults["lr"]))
     factor = partial(
         _FACTORS[kind], num_warmup_steps=num_warmup_steps or 0, num_training_steps=num_training_steps or 0, **more
     )
@@ -94,10 +94,11 @@ def _cosine_with_restarts(step: int, *, num_warmup_steps: int, num_training_step
 
 
 def _polynomial(
-    step: int, *, num_warmup_steps: int, num_training_steps: int, end_rate: float, power: float = 1.0
+    step: int, *, num_warmup_steps: int, num_training_steps: int, lr_init: float, lr_end: float, power: float = 1.0
 ) -> float:
     if step < num_warmup_steps:
         return step / max(1, num_warmup_steps)
+    end_rate = lr_end / lr_init
     if step > num_training_steps:
         return end_rate
     remaining = 1 - (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
@@ -194,14 +195,22 @@ def _min_lr_rate(kind: SchedulerType, more: dict[str, Any], *, peak: float) -> f
     return float(rate) if rate is not None else float(lr) / peak
 
 
-def _end_rate(lr_end: float, *, peak: float) -> float:
+def _with_end(given: Mapping[str, Any], *, peak: float) -> dict[str, Any]:
+    """Return the arguments ``given`` of the polynomial scheduler, and the first and the last learning rate."""
+    lr_end = given.get("lr_end", 1e-7)
+    if "lr_init" in given:
+        raise ConfigError(
+            "lr_init is not an argument of the polynomial scheduler: it starts at the learning rate of the optimizer",
+            where="lr_scheduler_kwargs",
+            do="remove it and set learning_rate",
+        )
     if not peak > lr_end:
         raise ConfigError(
             f"the polynomial scheduler's lr_end={lr_end} is not below the learning rate {peak}",
             where="lr_scheduler_kwargs",
             do="set a smaller lr_end",
         )
-    return lr_end / peak
+    return {"lr_end": lr_end, **given, "lr_init": peak}
 
 
 _FACTORS: Mapping[SchedulerType, Callable[..., float]] = {

@@ -1,0 +1,105 @@
+"""Behaviours of transformers' Trainer that its own tests hold, and echelon's lacked (tests/ecosystem/suites.py runs those)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from echelon import Accelerator
+from echelon.base.errors import ConfigError
+from echelon.base.warnings import EchelonWarning
+from echelon.trainer import Trainer, TrainerCallback, TrainerState, TrainingArguments, get_scheduler
+from tests.trainer_models import DATA, Line, arguments
+
+
+def test_a_changed_seed_changes_the_order_of_the_next_training(tmp_path: Path) -> None:
+    class Recorder(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            seen.append(inputs["x"].tolist())
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    seen: list[Any] = []
+    orders = []
+    trainer = Recorder(None, arguments(tmp_path, num_train_epochs=1, save_strategy="no"), train_dataset=DATA, model_init=Line)  # fmt: skip
+    for seed in (42, 314, 42):
+        trainer.args.seed = seed
+        trainer.train()
+        orders.append([*seen])
+        seen.clear()
+    other = Recorder(Line(), arguments(tmp_path, num_train_epochs=1, save_strategy="no", seed=314), train_dataset=DATA)
+    other.train()
+    assert orders[0] == orders[2]
+    assert orders[1] == seen != orders[0]
+
+
+def test_accumulation_steps_of_the_accelerator_config_are_those_of_the_arguments(tmp_path: Path) -> None:
+    config = {"gradient_accumulation_kwargs": {"num_steps": 5}}
+    trainer = Trainer(Line(), arguments(tmp_path, accelerator_config=config), train_dataset=DATA)
+    assert trainer.args.gradient_accumulation_steps == 5
+    with pytest.raises(ConfigError, match="is the class Config, not an instance"):
+        Trainer(Line(), arguments(tmp_path, accelerator_config=type("Config", (), {})), train_dataset=DATA)
+
+
+def test_plugin_kwargs_holds_what_was_set() -> None:
+    assert Accelerator(cpu=True, gradient_accumulation_steps=3).gradient_state.plugin_kwargs == {"num_steps": 3}
+
+
+def test_dtypes_are_saved_by_their_names() -> None:
+    @dataclass
+    class Mine(TrainingArguments):
+        dtype: Any = torch.bfloat16
+        model_kwargs: dict[str, Any] = field(default_factory=lambda: {"dtype": torch.float16, "layers": 2})
+
+    values = Mine(use_cpu=True).to_dict()
+    assert (values["dtype"], values["model_kwargs"]) == ("bfloat16", {"dtype": "float16", "layers": 2})
+
+
+def test_the_polynomial_schedule_has_transformers_keywords() -> None:
+    optimizer = torch.optim.SGD(Line().parameters(), lr=0.2)
+    options: dict[str, Any] = {"num_warmup_steps": 2, "num_training_steps": 10}
+    schedule: Any = get_scheduler("polynomial", optimizer, **options, scheduler_specific_kwargs={"lr_end": 0.05})
+    assert schedule.lr_lambdas[0].keywords == {**options, "lr_end": 0.05, "lr_init": 0.2}
+    for _ in range(6):
+        optimizer.step()
+        schedule.step()
+    assert schedule.get_last_lr() == pytest.approx([0.05 + 0.15 * (1 - 4 / 8)])
+    with pytest.raises(ConfigError, match="lr_init is not an argument"):
+        get_scheduler("polynomial", optimizer, **options, scheduler_specific_kwargs={"lr_init": 1.0})
+
+
+def test_the_control_is_restored_with_the_callbacks(tmp_path: Path) -> None:
+    Trainer(Line(), arguments(tmp_path, max_steps=2, save_steps=2, save_strategy="steps"), train_dataset=DATA).train()
+    state = TrainerState.load_from_json(tmp_path / "checkpoint-2" / "trainer_state.json")
+    for restores in (False, True):
+        args = arguments(tmp_path, restore_callback_states_from_checkpoint=restores)
+        trainer = Trainer(Line(), args, train_dataset=DATA)
+        trainer.state = state
+        trainer._load_callback_state()
+        assert trainer.control.should_training_stop is restores
+
+
+def test_a_resumed_run_starts_with_the_batch_size_that_fitted(tmp_path: Path) -> None:
+    class OutOfMemory(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            sizes.append(state.train_batch_size)
+            if state.train_batch_size > limit:
+                raise RuntimeError("CUDA out of memory.")
+
+    sizes: list[int] = []
+    limit = 2
+    options: dict[str, Any] = {"auto_find_batch_size": True, "per_device_train_batch_size": 4, "save_strategy": "steps"}
+    options |= {"save_steps": 1, "max_steps": 4}
+    trainer = Trainer(Line(), arguments(tmp_path, **options), train_dataset=DATA * 2, callbacks=[OutOfMemory()])
+    with pytest.warns(EchelonWarning, match="out of memory with a batch size of 4; the next attempt uses 2"):
+        trainer.train()
+    assert sizes == [4, 2, 2, 2, 2]
+    sizes.clear()
+    again = Trainer(Line(), arguments(tmp_path, **options), train_dataset=DATA * 2, callbacks=[OutOfMemory()])
+    assert again._train_batch_size == 4
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert sizes == [2, 2]
+    assert again._train_batch_size == 2
