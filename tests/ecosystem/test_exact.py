@@ -21,6 +21,11 @@ EXACT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "diffusers": (("--whole", "12", "--noise-in-data"), ("--parity", "exact")),
 }
 
+# The unchanged program, which draws noise in the loop. It computes where to resume from gradient_accumulation_steps, which has no
+# effect here, so that the resumed part is another run.
+BITWISE = ("diffusers", ("--whole", "12"), ("--parity", "bitwise", "--canonical_shards", "12"))
+NOT_COMPARED = {"resumed", "resumed_average"}
+
 # Norms are sums of squares of thousands of gradients in float32, which amplify the rounding of the losses.
 NORM_TOLERANCE = 1e-5
 
@@ -45,6 +50,15 @@ def test_exact_parity_gives_the_same_numbers_on_any_number_of_processes(name: st
         assert found
         limits = {key: NORM_TOLERANCE if key == "grad_norm" else TOLERANCE for key in found}
         assert {key: value for key, value in found.items() if value > limits[key]} == {}
+
+
+def test_bitwise_parity_gives_the_same_numbers_also_for_draws_in_the_loop() -> None:
+    name, args, flags = BITWISE
+    one, *others = (_run(name, "launch --as", num, args=args, flags=flags).values for num in (1, 2, 3))
+    for other in others:
+        found = compare(one, other)
+        assert {key for key, value in found.items() if value > TOLERANCE} <= NOT_COMPARED
+        assert found["average"] == 0.0
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -49,6 +49,13 @@ Facts = dict[str, str]
 # Shown in addition to the packages that echelon and its extras require.
 _PACKAGES = (
     "accelerate",
+    "transformers",
+    "datasets",
+    "trl",
+    "peft",
+    "sentence-transformers",
+    "setfit",
+    "diffusers",
     "lightning",
     "pytorch-lightning",
     "torchvision",
