@@ -64,7 +64,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBreakdown:
-    """Seconds spent on each item, averaged across ranks. They add up to ``wall_s``."""
+    """Seconds spent on each item, averaged across ranks. The values add up to ``wall_s``."""
 
     wall_s: float
     num_restarts: int
@@ -144,7 +144,7 @@ def _row(
 def spent_in(attempt: Attempt, one: RankTimes) -> list[int] | None:
     """Return the nanoseconds a rank spent in each part of its training loop until it failed or ended, or None without a loop.
 
-    They add up to the time since the loop started.
+    The values add up to the time since the loop started.
     """
     times = one.times
     if times is None or not 0 < times.begun_ns < attempt.failed_ns:

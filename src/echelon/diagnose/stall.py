@@ -448,7 +448,7 @@ def _of_divergence(
 def _beside_training(
     calls: str, answers: Mapping[int, Answer], elsewhere: Sequence[int], training: Sequence[int]
 ) -> tuple[Class, str, str]:
-    """Return kind, text and advice for ranks that call another collective than the ranks that are still training."""
+    """Return kind, text and advice if some ranks call a different collective from the ranks that are still training."""
     loop = next(iter(answers[training[0]].loops), "")
     is_inside = loop != "" and any(rank in answers and loop in answers[rank].loops for rank in elsewhere)
     # Of a loop in a library, such as the Trainer's, it is not known which lines of the program belong to it.

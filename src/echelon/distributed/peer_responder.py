@@ -171,7 +171,7 @@ def count_collectives(groups: WatchedGroups, *, since_ns: int = 0) -> dict[str, 
 
     Args:
         groups: the groups to count.
-        since_ns: ignore older gloo records, which belong to former groups with the same name (as in ``time.time_ns``).
+        since_ns: time as in ``time.time_ns``; older gloo records are ignored, because they belong to former groups.
     """
     recorded = _flight_recorder_counts(since_ns)
     started: dict[str, int] = {}

@@ -130,7 +130,7 @@ def repoint_scheduler(scheduler: Any, *, old: Optimizer, new: Optimizer) -> None
 
 
 def _record_step_calls(optimizer: Optimizer) -> None:
-    """Wrap ``optimizer.step`` as a scheduler's constructor does; otherwise the scheduler warns that it was never called.
+    """Wrap ``optimizer.step`` as a scheduler's constructor does; otherwise the scheduler warns that ``step`` was not called.
 
     Source: torch.optim.lr_scheduler.LRScheduler (torch 2.7 to 2.13).
     """

@@ -32,7 +32,7 @@ _CAPABILITIES = Capabilities(name="zero1", replicates=True, shards_optimizer_sta
 
 
 class Zero1Engine(DelegatingEngine):
-    """Every rank holds the whole model, and holds the optimizer state for the part of its parameters that it steps.
+    """Every rank holds the whole model, steps part of its parameters, and holds the optimizer state for that part.
 
     After a step, each rank broadcasts its part of the parameters. The results are bit-identical to the ddp engine's.
 

@@ -129,7 +129,7 @@ class DuplicateSamplesCheck:
     def _exchange(self, what: str, mine: bytes) -> list[bytes] | None:
         """Write ``mine`` to the store; the last rank to do so returns all ranks' messages, and the others return None.
 
-        If the store is no longer reachable, every rank returns None.
+        This method also returns None if the store is no longer reachable.
         """
         group = dist.group.WORLD
         if group is None:

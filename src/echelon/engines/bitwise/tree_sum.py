@@ -58,7 +58,7 @@ def top_of(num_leaves: int) -> SumNode:
 
 
 def roots_of(leaves: range, *, num_leaves: int) -> list[SumNode]:
-    """Return, in order, the largest nodes whose leaves are all in ``leaves``, whose sums a rank can compute alone."""
+    """Return, in order, the largest nodes whose leaves are all in ``leaves``. A rank can compute their sums alone."""
     roots: list[SumNode] = []
     pending = [top_of(num_leaves)] if leaves else []
     while pending:

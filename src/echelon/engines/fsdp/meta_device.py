@@ -37,7 +37,7 @@ _PAGEOUT = 21  # MADV_PAGEOUT (Linux 5.4), which keeps modified pages, unlike MA
 
 
 def move_to_meta(model: nn.Module, *, only_rank_zero: bool) -> Values | None:
-    """Move ``model`` to the meta device, and return rank zero's tensors, except those without values on all ranks.
+    """Move ``model`` to the meta device, and return rank zero's tensors, except those that have no values on any rank.
 
     If every rank has values and ``only_rank_zero`` is False, leave the model unchanged and return None.
 
@@ -128,7 +128,7 @@ def _broadcast_chunks(value: torch.Tensor | None, own: torch.Tensor, *, device: 
 
 
 def allocate_tensors(model: nn.Module, names: Collection[str], *, device: torch.device) -> None:
-    """Replace the meta parameters and buffers with the given ``names`` by uninitialized ones on ``device``.
+    """Replace the model's meta parameters and buffers listed in ``names`` with uninitialized ones on ``device``.
 
     Parameters keep their identity, which optimizers rely on, and shared tensors stay shared. Offloaded parameters are
     allocated on the CPU.
