@@ -249,7 +249,7 @@ class _Agent(SimpleElasticAgent):
         self._warm.prepare(next(iter(self._environments.values())), modules)
 
     def _have_communicated(self) -> bool:
-        """Return whether all ranks have called a collective, so that they have imported torch."""
+        """Return whether all ranks have called a collective, which implies that they have imported torch."""
         assert self._board is not None
         watches = [self._board.watch(index) for index in range(self._board.num_slots)]
         return all(watch is not None and watch.num_collectives > 0 for watch in watches)

@@ -125,7 +125,7 @@ def bind_training_step(
 
     Args:
         hooks: the Trainer's hooks.
-        points: an override of ``_track_num_input_tokens`` in it receives every batch after its step.
+        points: provides the override of ``_track_num_input_tokens``, which receives every batch after its step.
         before: called before a step if the model is in eval mode, for example after an evaluation.
     """
     takes_items = takes(hooks.training_step, "num_items_in_batch")

@@ -1,4 +1,4 @@
-"""The private methods of transformers' Trainer that libraries override or call, called at the same points as there.
+"""The private methods of transformers' Trainer that libraries override; the loop calls them where transformers does.
 
 ``trainer/override_points.py`` finds the overrides. Methods that need a running loop delegate to the implementation that
 the loop has bound there; functions in the Trainer's components implement the others.
@@ -286,7 +286,7 @@ class TrainerInternals:
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        """Set ``state``; return the numbers of complete epochs and of batches trained on in the next one."""
+        """Set ``state``; return how many epochs are complete and how many batches of the next one are used."""
         default = self._session.points.default("_init_training_state")
         epochs, used = default(max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
         return epochs, used
@@ -445,7 +445,7 @@ class TrainerInternals:
         return plan.initial_values()
 
     def store_flos(self) -> None:
-        """Add the floating-point operations since the last call to the state. Collective if the model counts them."""
+        """Add to the state the floating-point operations since the last call. Collective if the model counts them."""
         total, self.current_flos = self.current_flos, 0.0
         if self._session.interface.counts_flops and self.accelerator.num_processes > 1:
             total = float(

@@ -45,7 +45,7 @@ class TrainingLoop:
     """The training loop of one ``Trainer.train`` call; owns this call's state, such as the losses to log.
 
     Args:
-        call: the objects to work with.
+        call: the objects that this ``Trainer.train`` call works with.
         plan: the run's length in steps, epochs and batches.
         loader: the training data loader.
         resume_point: the position in the data at which training starts.
@@ -527,7 +527,8 @@ class TrainingLoop:
         self._save()
 
     def _stop_if_preempted(self, *, is_new_step: bool) -> None:
-        """If the ranks have agreed to stop here, save and end the process or, with ``enable_jit_checkpoint``, the run.
+        """If the ranks have agreed to stop here, save and end the process (with ``enable_jit_checkpoint``, only the
+        run).
 
         Collective: call on every rank, once the ranks have agreed to stop.
 

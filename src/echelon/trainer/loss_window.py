@@ -69,7 +69,7 @@ class LossWindow:
         self._before, self.num_steps = sums, num_steps
 
     def drop_open_step(self) -> None:
-        """Drop an incomplete update's losses, because it will not be completed."""
+        """Drop the losses of an incomplete update that will not be completed."""
         del self._pending[len(self._pending) - self._num_open :]
         self._num_open = 0
 

@@ -104,7 +104,7 @@ def place_model(hooks: TrainerHooks, points: OverridePoints) -> None:
 
 
 def columns_of(hooks: TrainerHooks, interface: ModelInterface) -> KeptColumns | None:
-    """Return the columns to keep; None for all."""
+    """Return the columns to keep, or None for all."""
     if not hooks.args.remove_unused_columns:
         return None
     return kept_columns(hooks.model, label_names=hooks.label_names, own_loss=interface.computes_own_loss)

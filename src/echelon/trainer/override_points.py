@@ -39,15 +39,15 @@ NOT_CALLED: Mapping[str, str] = MappingProxyType(
         "get_tp_size": _NO_AXIS,
     }
 )
-"""Maps methods of transformers' Trainer that echelon's Trainer lacks or never calls itself to the reason."""
+"""For each method of transformers' Trainer that echelon's Trainer lacks or never calls: the reason."""
 
 NOT_READ_IN_ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {
         "device": "the device comes from the Accelerator; select it with use_cpu or with the launcher",
-        "parallel_mode": "the Accelerator's engine decides how training is distributed; see the argument engine",
+        "parallel_mode": "the Accelerator's engine decides how training is distributed; see the engine argument",
     }
 )
-"""Maps TrainingArguments members that exist only for scripts, because the Trainer does not read them, to the reason."""
+"""For each TrainingArguments member that exists only for scripts and that the Trainer does not read: the reason."""
 
 _STATE_FILES = ("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler")
 
@@ -104,7 +104,7 @@ class OverridePoints:
         """Return the method's implementation.
 
         Raises:
-            UsageError: the component that implements it is not running.
+            UsageError: the component that implements the method is not running.
         """
         found = self._defaults.get(name)
         if found is None:
@@ -128,7 +128,7 @@ def check_overrides(trainer: Any, base: type[Any]) -> None:
         base: echelon's Trainer.
 
     Raises:
-        UsageError: there are any, and the program runs with ``--strict``.
+        UsageError: anything is reported and the program runs with ``--strict``.
     """
     own_format = checkpoint_format(trainer.args) != "transformers"
     not_called = {**NOT_CALLED, **(dict.fromkeys(_STATE_FILES, _OWN_FORMAT) if own_format else {})}
@@ -149,7 +149,7 @@ def check_attributes(trainer: Any, base: type[Any], known: frozenset[str]) -> No
         known: the attributes that echelon sets itself.
 
     Raises:
-        UsageError: there are any, and the program runs with ``--strict``.
+        UsageError: anything is reported and the program runs with ``--strict``.
     """
     added = vars(trainer).keys() & TRAINER_MEMBERS - known - {"_eval_dataloaders"}
     unread = sorted(name for name in added if name in NOT_CALLED or not hasattr(base, name))

@@ -36,14 +36,14 @@ def check_exact(hooks: TrainerHooks) -> None:
             f"loss_is_scaled_for_ga=True does not work with parity={parity!r}, which weights the loss of each micro-batch by "
             "its labels",
             where=f"{type(hooks).__name__}.loss_is_scaled_for_ga",
-            do="remove it and return the mean over the batch from compute_loss",
+            do="remove loss_is_scaled_for_ga and return the mean over the batch from compute_loss",
         )
 
 
 def exact_train_loader(hooks: TrainerHooks, batch_size: int) -> Any:
-    """Return the loader of ``get_train_dataloader``, each of whose batches is one update of all processes.
+    """Return the loader from ``get_train_dataloader``; each of its batches is one update across all processes.
 
-    An override gets ``batch_size`` from ``args.train_batch_size``. Warns if its loader has another one.
+    An override reads ``batch_size`` from ``args.train_batch_size``. Warns if the loader's batch size differs.
     """
     with building_loader(hooks.args, batch_size):
         loader = hooks.get_train_dataloader()
@@ -53,7 +53,8 @@ def exact_train_loader(hooks: TrainerHooks, batch_size: int) -> Any:
         parity = hooks.accelerator.parity
         warn(
             f"{type(hooks).__name__}.get_train_dataloader returned a loader with batches of {size} samples, but "
-            f"global_batch_size is {batch_size}. With parity={parity!r} a batch of the loader is one update of all processes, so "
+            f"global_batch_size is {batch_size}. With parity={parity!r}, each batch from the loader is one update "
+            "across all processes, so "
             f"updates have {size} samples. Build the loader with args.train_batch_size, which is global_batch_size inside "
             f"get_train_dataloader, or set global_batch_size={size}"
         )

@@ -34,7 +34,7 @@ class EvaluationState:
     """The running evaluation's state."""
 
     is_predicting: bool = False
-    """Whether ``predict`` is running, in which samples do not need labels."""
+    """Whether ``predict`` is running, which does not need labels."""
     is_repeatable: bool = False
     """Whether a resumed run would repeat this evaluation, so that preemption may interrupt it."""
     real_samples: tuple[int, int] | None = None

@@ -44,7 +44,7 @@ class TrainingRun:
     """One ``Trainer.train`` call.
 
     Args:
-        call: the objects to work with.
+        call: the objects that this ``Trainer.train`` call works with.
         trial: a trial's settings as a dict, or an optuna trial.
     """
 

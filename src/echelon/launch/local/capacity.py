@@ -55,7 +55,7 @@ def _check_room(room: Room | None, each: int, num_processes: int, resource: str,
 
 
 def _refusal(what: str, most: int, origin: str) -> ConfigError:
-    instead = f"use --num_processes {most} or fewer, or add" if most else "free some or raise the limit, or add"
+    instead = f"use --num_processes {most} or fewer, or add" if most else "free resources or raise the limit, or add"
     return ConfigError(what, where=origin, do=f"{instead} --oversubscribe to start them anyway")
 
 

@@ -19,8 +19,8 @@ import time
 __all__ = ["BYE", "ENDED", "LAUNCHER_VARIABLE", "STARTED", "STARTING", "main"]
 
 STARTING, STARTED, ENDED, BYE = "?", "+", "-", "bye"
-"""Messages: ``?TICKS`` before a rank is started, ``+PID START`` after that, ``-PID`` after it has ended, ``bye`` when
-the launcher exits normally. Ticks are in the same unit as in ``worker.start_of``."""
+"""Messages: ``?TICKS`` before a rank starts, ``+PID START`` once it has started, ``-PID`` once it has ended, and
+``bye`` when the launcher exits normally. Ticks are in the same unit as in ``worker.start_of``."""
 LAUNCHER_VARIABLE = "ECHELON_LAUNCHER"
 """Environment variable that identifies the launcher to which a rank belongs."""
 _NUM_SCANS, _SCAN_EVERY_S = 10, 0.1

@@ -81,8 +81,8 @@ class Workers:
         """Start one process for each local rank with its environment; return a dict from local rank to process id.
 
         Raises:
-            LaunchError: a process could not be started; the processes already started have been stopped.
-            Interrupted: the launcher must stop; the processes already started keep running.
+            LaunchError: a process could not be started; processes that had already started have been stopped.
+            Interrupted: the launcher must stop; processes that have already started keep running.
         """
         self._guardian.open()
         for local_rank, environment in environments.items():

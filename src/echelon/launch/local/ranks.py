@@ -45,7 +45,7 @@ class Ranks(Protocol):
         """Return the call site of a running rank that does not respond."""
 
     def save_report(self, report: str) -> None:
-        """Save ``report`` next to the stacks of the last request."""
+        """Save ``report`` next to the stacks from the last request."""
 
 
 STALL_FILE = "stall_{}.txt"
@@ -132,7 +132,7 @@ class LocalRanks:
         return Answer(call_site=CallSite(file=file, line=line, source=linecache.getline(file, line).strip()))
 
     def save_report(self, report: str) -> None:
-        """Save ``report`` next to the stacks of the last request."""
+        """Save ``report`` next to the stacks from the last request."""
         (self._directory / STALL_FILE.format(self._request)).write_text(report + "\n", encoding="utf-8")
 
 
@@ -142,7 +142,7 @@ def wait_for_verdict(
     """Wait until it is certain which rank failed first, and return how all ranks ended.
 
     Args:
-        ends_now: returns how each rank has ended, or that it is running.
+        ends_now: returns how each rank has ended, or that it is still running.
         ranks: the same ranks.
         check: called during the wait; raises an exception if the launcher must stop.
     """

@@ -32,7 +32,7 @@ class Slots:
             on_cpu: whether the run uses the CPU; the numbers then only determine the number of processes.
 
         Raises:
-            ConfigError: an accelerator does not exist, or none is left.
+            ConfigError: an accelerator does not exist, or all are excluded.
         """
         every = tuple(range(num_accelerators))
         if num_accelerators == 0:
@@ -100,7 +100,7 @@ def named_slots(resolved: Resolved[RunConfig]) -> Slots | None:
 
 
 def _of_this_machine(text: str, origin: Origin) -> str:
-    """Return the numbers in DeepSpeed's ``host:0,2``; empty for all."""
+    """Return the slot numbers in DeepSpeed's ``host:0,2``, or an empty list for all slots."""
     hosts = [part.partition(":") for part in text.split("@") if part]
     for host, _, _ in hosts:
         if not is_this_machine(host):

@@ -225,8 +225,8 @@ def die_with(parent: str, *, by_thread: bool = False) -> None:
     """Make this process die with its parent, so that kill -9 of a launcher leaves no orphans.
 
     On Linux, the kernel does this (PR_SET_PDEATHSIG), even while native code holds the GIL. It monitors the *thread*
-    that started this process; if that thread may end before the parent, use ``by_thread``. Setuid programs and child
-    processes do not inherit the setting.
+    that started this process; if that thread may end before the parent, use ``by_thread``. Child processes do not
+    inherit the setting, and executing a setuid program clears it.
 
     Args:
         parent: ``PID:START`` from ``parents.own_identity``; if the parent is already dead, ``getppid`` returns another

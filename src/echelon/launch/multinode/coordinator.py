@@ -285,7 +285,7 @@ class Coordinator:
             LaunchError(
                 f"{what}; {then}",
                 where=f"{ranks} of {generation.world_size}; detected by {name_of(self._own)}",
-                do=f"check this machine and its network connection{'' if continues else hint}",
+                do=f"check the lost machine and its network connection{'' if continues else hint}",
             )
         )
         for other in left:
@@ -480,7 +480,7 @@ class Coordinator:
             self._end("stop", code=exit_status(ends), failed_ns=first_sign(ends))
 
     def _may_have_lost_a_node(self, generation: Generation, first: RankEnd, ends: Sequence[RankEnd]) -> bool:
-        """Return whether a machine may be lost, which ranks that lose contact reveal before the heartbeat times out."""
+        """Return whether a machine may be lost; ranks that lost contact show this before the heartbeat times out."""
         if any(member.peer.is_lost for member in generation.members):
             return True  # the queue contains its "lost" event with the reason
         if cause_of(first, ends) is not Cause.COMMUNICATION:

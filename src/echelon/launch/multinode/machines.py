@@ -149,7 +149,8 @@ def check_rendezvous(resolved: Resolved[RunConfig], overrides: CliOverrides, ste
             f"rendezvous backend {backend!r} is not supported",
             where=str(resolved.origins["rdzv_backend"]),
             do=(
-                "remove it, or set it to c10d or static; the launchers themselves connect to --rdzv_endpoint or "
+                "remove rdzv_backend, or set it to c10d or static; the launchers themselves connect to "
+                "--rdzv_endpoint or "
                 "--main_process_ip"
             ),
         )

@@ -26,8 +26,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 class LoopbackStore:
-    """A ``TCPStore`` that only this machine can reach. Any user on the machine can, because torch's store has no
-    password.
+    """A ``TCPStore`` that listens only on loopback. It has no password, so any user on this machine can reach it.
 
     The store receives a socket that is already bound. torch itself would listen on all addresses, and another process
     could take a free port between its lookup and its use.

@@ -301,7 +301,7 @@ def _check(job: PodJob) -> None:
             f"a pod is killed {job.grace_s} s after SIGTERM, but the ranks may take {job.preemption_grace_s:g} s "
             "to agree on a step",
             where="flag --grace",
-            do=f"set it to more than {job.preemption_grace_s:g} s plus the time that a save takes",
+            do=f"use more than {job.preemption_grace_s:g} s plus the time that a save takes",
         )
 
 

@@ -181,7 +181,7 @@ def _check(job: BatchJob) -> None:
         raise ConfigError(
             f"the signal is sent {before} s before the time limit, but the ranks may take {job.preemption_grace_s:g} s to agree on a step",
             where="flag --signal",
-            do=f"set it to more than {job.preemption_grace_s:g} s plus the time that a save takes",
+            do=f"use more than {job.preemption_grace_s:g} s plus the time that a save takes",
         )
     if seconds is not None and before >= seconds:
         raise ConfigError(

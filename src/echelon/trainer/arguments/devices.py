@@ -16,8 +16,8 @@ __all__ = ["has_fixed_devices", "num_devices_of"]
 def num_devices_of(args: TrainingFields, state: PartialState) -> int:
     """Return the number of accelerators that this process trains on; 0 on the CPU.
 
-    As in transformers, it exceeds 1 if a process that was started without a launcher sees several accelerators, unless
-    an engine other than ``dp`` is set.
+    As in transformers, the number exceeds 1 if a process that was started without a launcher sees several accelerators,
+    unless an engine other than ``dp`` is set.
     """
     count = num_devices_of_process(state.device, engine=args.engine, parity=args.parity)
     is_split = state.num_processes > 1 or args.fsdp or args.deepspeed or args.parallelism_config

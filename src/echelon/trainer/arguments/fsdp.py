@@ -1,4 +1,4 @@
-"""Conversion of ``fsdp``, ``fsdp_config`` and ``parallelism_config`` to the Accelerator's plugin and config."""
+"""Converts ``fsdp``, ``fsdp_config`` and ``parallelism_config`` to the Accelerator's plugin and config."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def parse_duration(given: timedelta | float | str) -> timedelta:
     """Parse a duration: seconds, ``"1:30:00"`` (or ``"2:01:30:00"`` with days), or ``"90m"`` (units: s, m, h, d).
 
     Raises:
-        ConfigError: the value has another form or is not positive.
+        ConfigError: the value is not a positive duration.
     """
     seconds: float | None = None
     text = str(given).strip()

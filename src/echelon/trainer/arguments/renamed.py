@@ -46,7 +46,7 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
     "tpu_num_cores": "the launcher sets the number of processes",
     "use_ipex": "torch selects the CPU kernels itself",
     "use_mps_device": "the accelerator is detected automatically",
-    "xpu_backend": "the backend follows from the device",
+    "xpu_backend": "the device determines the backend",
     "sharded_ddp": "it was removed; use fsdp=",
     "torchdynamo": "it was removed; use torch_compile_backend=",
     "fp16_opt_level": "torch's mixed precision has no optimization levels",

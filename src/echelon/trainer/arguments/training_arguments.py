@@ -255,7 +255,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
         """Run the block on the main process first and then on the others, for example to fill a cache only once.
 
-        Collective: enter on every process.
+        Collective: every process must enter the block.
         """
         state = self.distributed_state
         logger.debug("main process first: %s", desc)
@@ -490,7 +490,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 
 @contextmanager
 def building_loader(args: TrainingArguments, batch_size: int) -> Iterator[None]:
-    """Let ``args.train_batch_size`` be the ``batch_size`` of the loader inside the block."""
+    """Make ``args.train_batch_size`` return the loader's ``batch_size`` inside the block."""
     token = _building.set((args, batch_size))
     try:
         yield
@@ -499,7 +499,7 @@ def building_loader(args: TrainingArguments, batch_size: int) -> Iterator[None]:
 
 
 def loader_batch_size(args: TrainingArguments) -> int | None:
-    """Return the samples of one batch of the training loader while it is built in an exact mode; else None."""
+    """Return the training loader's batch size while it is being built in an exact mode, otherwise None."""
     building = _building.get()
     return building[1] if building is not None and building[0] is args else None
 

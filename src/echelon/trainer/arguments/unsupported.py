@@ -11,7 +11,7 @@ __all__ = ["UNSUPPORTED", "refuse_optimizer", "refuse_unsupported"]
 
 # setting -> what to do instead
 UNSUPPORTED: Mapping[str, str] = {
-    "trackio_static_space_id": "remove it and create the static view with the trackio command line",
+    "trackio_static_space_id": "remove this setting and create the static view with the trackio command line",
 }
 # name -> (reason, optimizer to use instead)
 _EARLY = "it steps during the backward pass, before gradients are accumulated over batches and reduced across ranks"

@@ -1,4 +1,4 @@
-"""Derives TrainingArguments values from one another, and checks for invalid and conflicting values."""
+"""Derives dependent TrainingArguments values, and checks for invalid and conflicting ones."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def check_values(args: TrainingFields) -> None:
         raise ConfigError(
             f"torch_empty_cache_steps={every!r} is not a positive whole number",
             where="TrainingArguments.torch_empty_cache_steps",
-            do="set it to 1 or more, or to None",
+            do="set torch_empty_cache_steps to 1 or more, or to None",
         )
     if args.warmup_steps < 0:
         raise ConfigError(
@@ -133,7 +133,7 @@ def check_values(args: TrainingFields) -> None:
         raise ConfigError(
             "save_strategy='best' needs metric_for_best_model",
             where="TrainingArguments.metric_for_best_model",
-            do="set it to the name of an evaluation metric, such as 'loss'",
+            do="set metric_for_best_model to the name of an evaluation metric, such as 'loss'",
         )
     if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
         _check_saved_when_evaluated(args)
@@ -154,7 +154,7 @@ def _check_saved_when_evaluated(args: TrainingFields) -> None:
                 f"load_best_model_at_end needs an evaluation at each checkpoint, but save_steps={args.save_steps} is not a"
                 f" multiple of eval_steps={args.eval_steps}",
                 where="TrainingArguments.save_steps",
-                do="set it to a multiple, or set save_strategy='best'",
+                do="set save_steps to a multiple of eval_steps, or set save_strategy='best'",
             )
 
 

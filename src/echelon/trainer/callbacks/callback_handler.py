@@ -305,7 +305,7 @@ class DefaultFlowCallback(TrainerCallback):
     """Triggers logging, evaluation, saving and the end of training as the arguments specify."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
-        """Request what is due after this step."""
+        """Request the actions that are due after this step."""
         step = state.global_step
         if step == 1 and args.logging_first_step:
             control.should_log = True
@@ -326,7 +326,7 @@ class DefaultFlowCallback(TrainerCallback):
         return control  # type: ignore[no-any-return]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
-        """Request what is due after this epoch."""
+        """Request the actions that are due after this epoch."""
         if args.logging_strategy == IntervalStrategy.EPOCH:
             control.should_log = True
         if args.eval_strategy == IntervalStrategy.EPOCH and args.eval_delay <= state.epoch:

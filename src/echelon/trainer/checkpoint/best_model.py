@@ -47,7 +47,7 @@ def metric_for_best(hooks: TrainerHooks, metrics: dict[str, float]) -> float:
             f"metric_for_best_model={hooks.args.metric_for_best_model!r}, but the evaluation returned no {name!r}; "
             f"it returned {', '.join(metrics)}",
             where="TrainingArguments.metric_for_best_model",
-            do="set it to one of these metrics, or return it from compute_metrics",
+            do="set metric_for_best_model to one of these metrics, or return it from compute_metrics",
         )
     return metrics[name]
 

@@ -42,7 +42,7 @@ class TrainCursor:
     is_within_evaluation: bool = False
     """Whether training stopped during the evaluation after this step, which a resumed run repeats."""
     saves_after_evaluation: bool = False
-    """Whether a checkpoint was due after that evaluation."""
+    """Whether a checkpoint was due after the interrupted evaluation."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields."""

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 LENGTH_FIELDS = ("num_steps_beyond", "has_no_end")
-"""``TrainCursor`` fields that describe data with a wrong length; a resumed run keeps them."""
+"""``TrainCursor`` fields that describe data whose reported length is wrong; a resumed run keeps them."""
 CURSOR_FIELDS = ("epoch", "num_batches", "is_over", *LENGTH_FIELDS)
 """``TrainCursor`` fields saved in ``ECHELON_DATA``; the global step alone is ambiguous if the epoch length changes."""
 
@@ -46,7 +46,7 @@ def save_transformers(
     points: OverridePoints,
     write_model: Callable[[Path, Any], None],
 ) -> bool:
-    """Write ``folder`` and return whether the write succeeded.
+    """Write the checkpoint to ``folder``; return whether the write succeeded.
 
     The methods ``_save_optimizer_and_scheduler``, ``_save_scaler`` and ``_save_rng_state`` in ``points`` each write
     their own files.
@@ -109,7 +109,7 @@ def load_transformers(hooks: TrainerHooks, folder: Path, scheduler: Any, points:
     Collective: call on every rank if the optimizer state is sharded.
 
     Raises:
-        CheckpointError: a file is missing, damaged or contains code.
+        CheckpointError: a file is missing or damaged, or contains code.
     """
 
     def load_optimizer_and_scheduler(checkpoint: str) -> None:

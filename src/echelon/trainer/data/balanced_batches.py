@@ -16,14 +16,14 @@ _QUADRATIC = 0.001
 class BalancedBatchSampler(Sampler[list[int]]):
     """Yields batches for each rank in turn, balanced by cost within each update.
 
-    A batch's cost counts all samples padded to the longest one. Every update has the same number of random samples, but
-    its batches differ in size. An update's most expensive batches come first, one per rank.
+    A batch's cost is computed with all samples padded to the longest one. Every update has the same number of random
+    samples, but its batches differ in size. An update's most expensive batches come first, one per rank.
 
     Args:
         lengths: length of every sample.
         samples_per_update: samples per update across all ranks.
         num_ranks: number of ranks; consecutive batches go to consecutive ranks.
-        num_rounds: batches per rank and update.
+        num_rounds: number of batches per rank in one update.
         seed: epoch e uses a generator seeded with ``seed + e``.
         drop_last: drop an incomplete last update. Otherwise it has fewer rounds, and if it has fewer samples than
             ranks, samples from the start of the epoch are repeated.

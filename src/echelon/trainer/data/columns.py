@@ -71,7 +71,7 @@ class KeptColumns:
     """Whether to keep columns with label-like names, which an overridden compute_loss may read."""
 
     def keeps(self, name: str) -> bool:
-        """Return whether the column ``name`` is kept."""
+        """Return whether to keep column ``name``."""
         if name in self.names:
             return True
         return self.by_word and (name.lower() in _LABEL_LETTERS or any(word in name.lower() for word in _LABEL_WORDS))
@@ -84,7 +84,7 @@ def signature_columns(model: nn.Module, label_names: Sequence[str]) -> list[str]
 
 
 def kept_columns(model: nn.Module, *, label_names: Sequence[str], own_loss: bool) -> KeptColumns | None:
-    """Return the columns that ``model`` uses; None if its forward accepts any.
+    """Return the columns that ``model`` uses, or None if its forward accepts any column.
 
     Args:
         model: the model whose ``forward`` is inspected.
@@ -125,7 +125,7 @@ class ColumnFilter:
         self.dropped: frozenset[str] = frozenset()
 
     def __call__(self, features: Sequence[Any]) -> Any:
-        """Return the batch of ``features``."""
+        """Collate ``features`` into a batch."""
         if features and isinstance(features[0], Mapping):
             dropped = [name for name in features[0] if not self.kept.keeps(name)]
             if dropped:

@@ -54,7 +54,7 @@ class EpochBatches(Iterator[Any]):
         return batch
 
     def peek(self) -> Any:
-        """Return the first batch, which stays the next one; None without batches."""
+        """Return the first batch without consuming it, or None if there are no batches."""
         batch = next(self, None)
         self._ahead = [] if batch is None else [batch]
         return batch
@@ -93,7 +93,7 @@ class EpochBatches(Iterator[Any]):
         return num_with == num_ranks
 
     def close(self) -> None:
-        """End the pass of a prepared loader, which counts as active until then."""
+        """End a prepared loader's pass; the loader counts as active until then."""
         if isinstance(self._batches, Generator):
             self._batches.close()
 

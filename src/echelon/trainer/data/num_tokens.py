@@ -60,6 +60,6 @@ def num_tokens(inputs: Any, *, model: nn.Module, with_padding: bool, tokenizer: 
             "cannot exclude padding from the token count, because there is neither an attention_mask nor a "
             "pad_token_id",
             where="TrainingArguments.include_num_input_tokens_seen",
-            do="set it to 'all', or pass the tokenizer to the Trainer as processing_class",
+            do="set include_num_input_tokens_seen='all', or pass the tokenizer to the Trainer as processing_class",
         )
     return int((tokens != token).sum())

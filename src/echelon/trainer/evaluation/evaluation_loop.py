@@ -304,7 +304,7 @@ class _Collected:
         return {name: None if part is None else self._gathered(part) for name, part in found.items()}
 
     def keep(self, **found: Any) -> None:
-        """Store outputs, which are concatenated after the last batch."""
+        """Store outputs for concatenation after the last batch."""
         for name, part in found.items():
             if part is not None:
                 self.columns[name].add(part)
@@ -364,7 +364,7 @@ def _batches_and_rows(hooks: TrainerHooks, dataloader: Any) -> tuple[EpochBatche
 
 
 def _num_samples_of(hooks: TrainerHooks, dataloader: Any) -> int | None:
-    """Return the number of samples in the current batch of a prepared loader on this rank; None if it is unknown."""
+    """Return the number of samples in a prepared loader's current batch on this rank, or None if unknown."""
     last, contribution = dataloader.last_step, dataloader.contribution
     if last is not None:
         return int(last.sizes[hooks.accelerator.process_index])
@@ -399,7 +399,7 @@ def _refuse_without_labels(hooks: TrainerHooks, session: TrainerSession, inputs:
 
 
 class _Column:
-    """One kind of output, stored by batch."""
+    """Stores one kind of output, batch by batch."""
 
     def __init__(self, args: Any) -> None:
         self._every = args.eval_accumulation_steps

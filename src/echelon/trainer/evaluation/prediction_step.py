@@ -31,7 +31,7 @@ def evaluation_dtype(hooks: TrainerHooks) -> torch.dtype | None:
         raise ConfigError(
             "a sharded model cannot be cast for an evaluation",
             where="TrainingArguments.bf16_full_eval, .fp16_full_eval",
-            do="remove it; bf16=True and fp16=True also apply to evaluations",
+            do="remove this setting; bf16=True and fp16=True also apply to evaluations",
         )
     return torch.bfloat16 if hooks.args.bf16_full_eval else torch.float16
 
@@ -76,7 +76,7 @@ def predict_batch(
                     raise UsageError(
                         f"compute_loss(..., return_outputs=True) returned a {type(result).__name__}, not (loss, outputs)",
                         where=f"{type(hooks).__name__}.compute_loss",
-                        do="end it with `return (loss, outputs) if return_outputs else loss`",
+                        do="end compute_loss with `return (loss, outputs) if return_outputs else loss`",
                     )
                 loss, outputs = result
             loss = loss.detach().mean()

@@ -133,7 +133,7 @@ class Seq2SeqTrainer(Trainer):
             raise UsageError(
                 f"predict_with_generate=True, but {type(self.model).__name__} has no generate() or no generation_config",
                 where="Seq2SeqTrainingArguments.predict_with_generate",
-                do="remove it, or use a generative transformers model",
+                do="remove predict_with_generate, or use a generative transformers model",
             )
         inputs = self._prepare_inputs(inputs)
         labels = inputs.get("labels")

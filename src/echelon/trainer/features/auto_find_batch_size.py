@@ -42,7 +42,7 @@ def find_batch_size_and_train(
         raise ConfigError(
             "auto_find_batch_size does not support sharded models",
             where="TrainingArguments.auto_find_batch_size",
-            do="remove it and set per_device_train_batch_size",
+            do="remove auto_find_batch_size and set per_device_train_batch_size",
         )
     sizes = iter([*smaller_batch_sizes(batch_size, accumulation=accumulation), 0])
     weights = {name: value.detach().cpu().clone() for name, value in hooks.model.state_dict().items()}
@@ -83,5 +83,5 @@ def evaluation_memory_error(error: BaseException, *, batch_size: int) -> UsageEr
         f"the evaluation ran out of memory with batches of {batch_size}; auto_find_batch_size changes only the "
         "training batch size",
         where="TrainingArguments.per_device_eval_batch_size",
-        do="reduce it, or set eval_accumulation_steps to move predictions to the host earlier",
+        do="reduce per_device_eval_batch_size, or set eval_accumulation_steps to move predictions to the host earlier",
     )

@@ -20,8 +20,8 @@ class MemoryMeter:
     """Measures one stage at a time; a nested stage, such as an evaluation during training, counts as part of the outer
     one.
 
-    Metrics in bytes: ``<stage>_mem_cpu_alloc_delta`` (growth from start to end), ``..._peaked_delta`` (peak above the
-    end), and both for the accelerator (``..._mem_gpu_...``).
+    Metrics are in bytes: ``<stage>_mem_cpu_alloc_delta`` (growth from start to end), ``..._peaked_delta`` (peak above
+    the end), and both for the accelerator (``..._mem_gpu_...``).
     """
 
     def __init__(self, device: torch.device, *, is_on: bool) -> None:

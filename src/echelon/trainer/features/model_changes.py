@@ -1,4 +1,4 @@
-"""Changes that are made to a model before training: activation checkpointing and Liger kernels."""
+"""Modifies a model before training: enables activation checkpointing and applies Liger kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds and names the first tensor that contains a nan or an infinity."""
+"""Finds and names the first tensor that contains NaN or infinity."""
 
 from __future__ import annotations
 

@@ -168,7 +168,10 @@ def _target_weights(wanted: Any, model: nn.Module | None, *, optimizer: str) -> 
         raise ConfigError(
             f"optim={optimizer!r} requires optim_target_modules, the layers to apply it to",
             where="TrainingArguments.optim_target_modules",
-            do="set it to 'all-linear', a regular expression, or a list of name parts such as ['attn', 'mlp']",
+            do=(
+                "set optim_target_modules to 'all-linear', a regular expression, or a list of name parts such as "
+                "['attn', 'mlp']"
+            ),
         )
 
     def _is_wanted(name: str) -> bool:
@@ -183,7 +186,7 @@ def _target_weights(wanted: Any, model: nn.Module | None, *, optimizer: str) -> 
             f"optim_target_modules={wanted!r} does not match any linear layer; the model has "
             f"{', '.join(layers[:8]) or 'none'}",
             where="TrainingArguments.optim_target_modules",
-            do="set it to one or more of these layers, or to 'all-linear'",
+            do="set optim_target_modules to one or more of these layers, or to 'all-linear'",
         )
     return found
 
