@@ -56,7 +56,7 @@ def _check_module(name: str) -> None:
         do = (
             f"echelon launch {name} (without -m) runs a file"
             if os.path.exists(name)
-            else "check the module's name, or install it with pip"
+            else "check the name, or install the module with pip"
         )
         raise ConfigError(f"no module named {top!r}", where=f"-m {name}", do=do)
 

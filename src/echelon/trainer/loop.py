@@ -253,7 +253,7 @@ class TrainingLoop:
 
         The data determines this, not the plan, unless the user has set a limit or the data seems infinite.
 
-        Collective: if ``EpochBatches.has_more`` is.
+        Collective: call on every rank if ``EpochBatches.has_more`` is collective.
         """
         plan, cursor = self.plan, self.cursor
         num_batches = cursor.num_batches if num_batches is None else num_batches

@@ -113,7 +113,7 @@ class MeanLoss:
     def end_window(self) -> None:
         """Start a new window. Its losses are added to the sum, unless ``set_sum`` has already included them, or will.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         is_counted = self.window.num_steps > 0 and self.window.num_steps == self._num_steps_counted
         sums = self._sum_over_ranks(self.window.take())
