@@ -80,12 +80,12 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "LBFGS evaluates its closure again after the batches of an update are gone",
         lambda p, at: p.optimizer == "lbfgs",
-        "LBFGS evaluates its closure again at other parameters",
+        "LBFGS evaluates its closure again with different parameters",
     ),
     _Refusal(
         "optimizers with closures take turns in a batch",
         lambda p, at: p.closure and p.optimizers == 2 and at.parity == "bitwise",
-        "a second loss of a batch was computed after an optimizer's step",
+        "a second loss for the same batch was computed after an optimizer's step",
     ),
     _Refusal(
         "closures of two optimizers in an update of several micro-steps",
@@ -94,14 +94,13 @@ _REFUSALS: list[_Refusal] = [
             and p.optimizers == 2
             and (p.accumulation > 1 or at.max_micro is not None or at.parity == "bitwise")
         ),
-        "another optimizer has also evaluated closures",
+        "another optimizer also evaluated closures",
     ),
     _Refusal(
         "zipped batches of other sizes, cut in pieces",
         lambda p, at: p.zipped > 0 and at.parity != "off" and _sizes_differ(p),
-        "two training loaders are read together, but their micro-batches do not correspond"
-        "|a training loader yields a batch inside an update of another loader"
-        "|gather: the ranks do not pass the same structure",
+        "two training loaders are read together, but their micro-batches do not match|a training loader yielded a "
+        "batch in the middle of another loader's update|gather: the ranks do not pass the same structure",
     ),
     _Refusal(
         "split_batches needs a batch size that divides",
@@ -138,11 +137,13 @@ _EXPECTED_WARNINGS: list[str] = [
     "EchelonWarning: this step uses Net gradients that were not averaged across ranks",
     "EchelonWarning: .*was not prepared by this Accelerator",
     "EchelonWarning: . batches of iterable data were read again",
-    "EchelonWarning: .* has random states of . process",
+    "EchelonWarning: .* contains RNG states for . process",
     # of a zip() that is left after its first step: then nobody reads on, who could be told by an error
-    "EchelonWarning: two training loaders are read together, but their micro-batches do not correspond.*\\(for the last batches\\)",
+    "EchelonWarning: two training loaders are read together, but their micro-batches do not match.*\\(for the last "
+    "batches\\)",
     # of optimizers with closures, before the error about the closures of both
-    "EchelonWarning: a second loss of a batch was computed after an optimizer's step\\(\\), which is postponed to the last",
+    "EchelonWarning: a second loss for the same batch was computed after an optimizer's step\\(\\), which is "
+    "postponed to the last",
 ]
 
 
@@ -185,10 +186,6 @@ def excuse_of(case: Case, texts: Sequence[str]) -> str | None:
         return "torch's DistributedDataParallel does not average a layer that is unfrozen later"
     if not case.program.is_prepared and any("was not prepared by this Accelerator" in text for text in texts):
         return "an optimizer that was not prepared steps in every micro-step"
-    if (
-        case.program.zipped
-        and case.program.breaks == 1
-        and any("micro-batches do not correspond" in text for text in texts)
-    ):
+    if case.program.zipped and case.program.breaks == 1 and any("micro-batches do not match" in text for text in texts):
         return "zipped batches of other sizes, cut in pieces, and left after the first step"
     return None

@@ -137,7 +137,7 @@ def save_and_go_on(layout: str, folder: str, dtype: torch.dtype) -> tuple[Result
 def load_and_go_on(layout: str, folder: str, dtype: torch.dtype) -> tuple[Result, Result]:
     run = _Trained(layout, seed=9, dtype=dtype)
     with warnings.catch_warnings(), no_code_and_no_other_files(Path(folder).parent):
-        warnings.filterwarnings("ignore", ".*has random states of . processes", EchelonWarning)
+        warnings.filterwarnings("ignore", ".*contains RNG states for . processes", EchelonWarning)
         run.accelerator.load_state(folder)
     at_load = run.result()
     run.train(range(3, 6))
@@ -304,7 +304,7 @@ def test_a_missing_object_is_an_error_that_names_the_remedy(tmp_path: Path) -> N
         assert not torch.equal(model["body"].weight, weight)  # type: ignore[index]
         accelerator.load_state(tmp_path / saved, allow_missing=(allowed,))
         assert torch.equal(model["body"].weight, weight)  # type: ignore[index]
-    with pytest.raises(UsageError, match="'shedulers' is not the name of a checkpoint entry"):
+    with pytest.raises(UsageError, match="'shedulers' is not a checkpoint entry name"):
         everything[0].load_state(tmp_path / "large", allow_missing=("shedulers",))
 
 
@@ -438,7 +438,7 @@ def test_argument_and_environment_select_the_format(tmp_path: Path, monkeypatch:
     with pytest.raises(UsageError, match="checkpoint_format='pickle' is not one of 'echelon', 'accelerate'"):
         files(checkpoint_format="pickle")
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(UsageError, match="needs echelon's own checkpoint format"):
+    with pytest.raises(UsageError, match="requires echelon's own checkpoint format"):
         accelerator.save_state(tmp_path / "s", blocking=False)
 
 

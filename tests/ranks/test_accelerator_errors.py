@@ -91,10 +91,10 @@ def test_unequal_shapes_are_listed_for_each_rank() -> None:
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (torch.zeros(3, requires_grad=True) * 2, "scalar loss, but the loss has the shape [3]"),
+        (torch.zeros(3, requires_grad=True) * 2, "scalar loss, but got a tensor of shape [3]"),
         (0.5, "was given float, not a tensor"),
         ({"loss": torch.zeros(())}, "was given dict, not a tensor"),
-        (torch.zeros(()), "a loss without a graph"),
+        (torch.zeros(()), "a loss that does not require grad"),
     ],
 )
 def test_backward_rejects_invalid_losses(loss: Any, text: str) -> None:
@@ -116,7 +116,7 @@ def test_backward_accepts_a_non_scalar_with_a_gradient() -> None:
 
 @pytest.mark.parametrize("arguments", [(), (3, "x"), ([], {})])
 def test_prepare_without_known_objects_is_an_error(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(UsageError, match="given no object that it can prepare"):
+    with pytest.raises(UsageError, match="got no object that it can prepare"):
         Accelerator().prepare(*arguments)
 
 
@@ -127,7 +127,7 @@ def test_device_placement_of_the_wrong_length_is_an_error() -> None:
 
 @pytest.mark.parametrize("items", [-1, float("nan"), float("inf")])
 def test_invalid_num_items_is_an_error(items: float) -> None:
-    with pytest.raises(UsageError, match="is not a valid count"):
+    with pytest.raises(UsageError, match="is not a valid number of items"):
         Accelerator().backward(torch.ones((), requires_grad=True) * 2, num_items=items)
 
 

@@ -81,7 +81,7 @@ def test_a_model_on_several_devices_is_detected_and_not_replicated() -> None:
     model[0].hf_device_map = {"weight": 0, "bias": 1}
     assert accelerator.verify_device_map(model) is True
     with pytest.raises(
-        RanksFailed, match=r"(?s)Sequential was loaded over several devices .*remove device_map"
+        RanksFailed, match=r"(?s)Sequential was loaded across several devices .*remove device_map"
     ) as failed:
         run_on_ranks(_over_devices)
     assert {type(error) for error in failed.value.errors.values()} == {UsageError}

@@ -76,7 +76,7 @@ def _joined() -> tuple[str, bool]:
 def test_joining_an_unprepared_model_is_an_error() -> None:
     for text, entered in run_on_ranks(_joined):
         assert entered
-        assert "join_uneven_inputs() received objects that this Accelerator has not prepared: Linear" in text
+        assert "join_uneven_inputs() got objects that were not prepared by this Accelerator: Linear" in text
         assert "do:    pass the models that prepare() returned" in text
 
 

@@ -277,7 +277,7 @@ def test_unsupported_operations_raise() -> None:
         "DeepSpeed does not support fp16 on this device (cpu)",
         "got a DummyOptim, but DeepSpeed's config does not define an optimizer",
         "defines an optimizer (AdamW), but prepare() also got AdamW",
-        "prepare() was given a DummyOptim, a placeholder for an entry of DeepSpeed's config",
+        "prepare() got a DummyOptim, which is a placeholder for an entry in the DeepSpeed config",
         "got 1 parameters, but DeepSpeed clips all 2",
         "clips only by the 2-norm",
         "does not support clipping by value",

@@ -99,7 +99,7 @@ def test_unsupported_fp8_settings_raise_or_warn() -> None:
     with pytest.raises(ConfigError, match="on the device cpu: fp8 matrix products need an NVIDIA GPU") as raised:
         Accelerator(cpu=True, mixed_precision="fp8")
     assert "Float8LinearConfig(emulate=True)" in str(raised.value.do)
-    with pytest.raises(ConfigError, match="holds an AORecipeKwargs, but mixed_precision='bf16'"):
+    with pytest.raises(ConfigError, match="contains an AORecipeKwargs, but mixed_precision='bf16'"):
         Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[_recipe()])
     with environ.patch({"ACCELERATE_FP8_BACKEND": "TE"}), pytest.raises(ConfigError, match="fp8 with TE is not"):
         Accelerator(cpu=True, mixed_precision="fp8")

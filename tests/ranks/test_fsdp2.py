@@ -182,7 +182,7 @@ def _exact(folder: Path) -> Any:
         torch.optim.SGD(model.parameters(), lr=0.5),
         torch.utils.data.DataLoader(_ids()[0, 0, :11], batch_size=5, shuffle=True),  # type: ignore[arg-type]
     )
-    warnings.filterwarnings("ignore", "a loop ended inside an update")
+    warnings.filterwarnings("ignore", "a loop ended in the middle of an update")
     for _ in range(2):
         for stop in (True, False):  # an unfinished update that is repeated
             for ids in loader:
@@ -216,7 +216,7 @@ def _save(folder: Path, kind: str | None, load: bool) -> Any:
     model, optimizer = accelerator.prepare(model, _optimizer("adamw", model))
     if load:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".* has random states of . processes", category=EchelonWarning)
+            warnings.filterwarnings("ignore", message=".* contains RNG states for . processes", category=EchelonWarning)
             accelerator.load_state(folder)
     batches = map(share_of, _ids()[2 if load else 0 : None if load else 2, 0])
     train_prepared(accelerator, model, optimizer, batches, loss_of=partial(_loss, model))

@@ -244,7 +244,7 @@ def test_the_exact_modes_refuse_loaders_that_they_cannot_cut() -> None:
     accelerator = Accelerator(cpu=True, parity="exact")
     loader = DataLoaderShard(list(range(4)), batch_size=2)
     with pytest.raises(
-        UsageError, match="a DataLoaderShard that a script constructs cannot be read in the exact modes"
+        UsageError, match="a DataLoaderShard constructed by the script cannot be used in the exact modes"
     ):
         next(iter(loader))
     assert accelerator.gradient_state.in_dataloader is False

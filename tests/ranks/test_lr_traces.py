@@ -89,7 +89,7 @@ def test_rank_zero_reports_once_per_class_how_often_a_scheduler_steps() -> None:
         "INFO OneCycleLR advances 2 times per update",
         "INFO LinearLR advances 2 times per update",
     ]
-    assert "Accelerator(step_scheduler_with_optimizer=False) advances it once" in first[0]
+    assert "Accelerator(step_scheduler_with_optimizer=False) to step it once" in first[0]
     assert second == []
     assert run_on_ranks(_notes, False, False, world_size=2) == [[], []]  # the user's choice
     assert run_on_ranks(_notes, True, True, world_size=2) == [[], []]  # the global batch is the loader's

@@ -396,7 +396,7 @@ def _part(folder: str, kind: str, number: int, last: int, layout: str | None) ->
     )
     if number:
         with warnings.catch_warnings():  # each shard has its own RNG, so the warning does not apply
-            warnings.filterwarnings("ignore", ".*random states of", EchelonWarning)
+            warnings.filterwarnings("ignore", ".*RNG states for", EchelonWarning)
             accelerator.load_state(f"{folder}/{number - 1}")
     stop = 3 * (number + 1) if number < last else 12
     while accelerator.progress.step < stop:
@@ -478,7 +478,7 @@ def _groups_of_ranks() -> None:
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (_turns, UsageError, "was computed after an optimizer's step"),
-    (_outside, UsageError, "outside the loop of a prepared DataLoader"),
+    (_outside, UsageError, "outside a prepared DataLoader's loop"),
     (_norms_that_train_later, UsageError, "1 (BatchNorm1d): a BatchNorm in training mode"),
     (_fractions, UsageError, "num_items=2.5 is not an integer"),
     (_other_threads, ConfigError, "threads is 1 on rank 0 but 2 on rank 1"),
@@ -494,7 +494,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         partial(_prepared, _mlp(), kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")]),
         ConfigError,
-        "with parity='bitwise' DDP sends no gradients",
+        "DDP sends no gradients with parity='bitwise'",
     ),
 ]
 

@@ -99,7 +99,7 @@ def _train(folder: str, run: Run, start: Start) -> list[torch.Tensor] | None:
     loader: Any = DataLoader(_data(), batch_size=run.batch_size, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     with warnings.catch_warnings():  # each shard has its own RNG, so the warning does not apply
-        warnings.filterwarnings("ignore", ".*random states of", EchelonWarning)
+        warnings.filterwarnings("ignore", ".*RNG states for", EchelonWarning)
         accelerator.resume(folder)
     num_micro = 0
 

@@ -292,18 +292,18 @@ _REFUSALS: list[tuple[Callable[..., None], str, dict[str, Any], str]] = [
         _only_in_the_last,
         "sgd",
         _CUT,
-        "in micro-step 4 of an update but was called in only 0 of the 3 micro-steps before it",
+        "in micro-step 4 of an update, but in only 0 of the 3 micro-steps before it",
     ),
     (
         _only_in_the_last,
         "sgd",
         _WINDOW,
-        "in micro-step 2 of an update but was called in only 0 of the 1 micro-steps before it",
+        "in micro-step 2 of an update, but in only 0 of the 1 micro-steps before it",
     ),
     (_twice, "sgd", _CUT, "a second time in micro-step 1"),
-    (_of_two_optimizers, "sgd", _CUT, "another optimizer has also evaluated closures"),
-    (_of_two_optimizers, "sgd", _WINDOW, "another optimizer has also evaluated closures"),
-    (_after_a_backward, "sgd", _CUT, "backpropagates the batch a second time"),
+    (_of_two_optimizers, "sgd", _CUT, "another optimizer also evaluated closures"),
+    (_of_two_optimizers, "sgd", _WINDOW, "another optimizer also evaluated closures"),
+    (_after_a_backward, "sgd", _CUT, "called backward() a second time for this batch"),
     (_once, "deaf", _WINDOW, "_Deaf does not evaluate its closure"),
     (_once, "restless", _WINDOW, "_Restless changes the parameters before it evaluates"),
     (_once, "sgd", {"mixed_precision": "fp16"}, "with fp16 loss scaling"),
@@ -401,7 +401,7 @@ def test_a_two_step_optimizer_matches_the_plain_loop() -> None:
 
 
 def test_steps_hidden_from_the_accelerator_are_rejected_by_name() -> None:
-    with pytest.raises(UsageError, match=r"_SAM was stepped directly|gradients of earlier micro-steps were cleared"):
+    with pytest.raises(UsageError, match=r"_SAM was stepped directly|earlier micro-steps' gradients were cleared"):
         _sam(False, {"parity": "exact", "max_micro_batch_size": 2})
 
 

@@ -69,7 +69,7 @@ def test_gradients_of_an_update_left_at_its_last_micro_batch_are_dropped(world_s
     ranks = run_on_ranks(_prepared, _leaves_at_the_last_micro_batch, world_size=world_size)
     for weight, _ in ranks:
         torch.testing.assert_close(weight, expected, rtol=1e-12, atol=0)  # float64, sums in another order
-    assert any("a loop ended inside an update of several micro-steps" in text for text in ranks[0][1])
+    assert any("a loop ended in the middle of an update with several micro-steps" in text for text in ranks[0][1])
 
 
 def _updates_after_the_loop(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> None:

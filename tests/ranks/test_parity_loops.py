@@ -237,8 +237,8 @@ def test_loaders_may_alternate_if_an_update_is_one_micro_step(
     _check(program, sizes, setting)
 
 
-_PIECES = "do not correspond"
-_WITHIN = "inside an update of another loader"
+_PIECES = "do not match"
+_WITHIN = "in the middle of another loader's update"
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ _WITHIN = "inside an update of another loader"
             _PIECES,
         ),  # two samples cannot be split into two micro-batches for two ranks
         ("_zip", (16, 15, 4, 4), "ranks", _PIECES),
-        ("_nested", (10, 7, 4, 3), "ranks and accumulation", "Nested loops need updates of one micro-step"),
+        ("_nested", (10, 7, 4, 3), "ranks and accumulation", "Nested loops require one micro-step per update"),
         ("_nested_after", _EVEN, "max_micro_batch_size", _WITHIN),
         ("_nested_after", _EVEN, "ranks and accumulation", _WITHIN),
         ("_alternating", _EVEN, "max_micro_batch_size", _WITHIN),
@@ -264,7 +264,7 @@ _WITHIN = "inside an update of another loader"
             "_nested",
             _EVEN,
             "bitwise, a shard each",
-            "with fewer processes a nested loop would run several times",
+            "with fewer processes, a nested loop would run several times",
         ),
     ],
 )
@@ -285,7 +285,7 @@ def test_leaving_a_loop_within_an_update_is_reported() -> None:
     assert not isinstance(found, str), found
     _, num_steps, said = found
     assert num_steps == 1 + 4
-    assert any("ended inside an update of several micro-steps" in text for text in said), said
+    assert any("ended in the middle of an update with several micro-steps" in text for text in said), said
 
 
 def test_a_cycled_loader_with_mismatched_batches_is_reported() -> None:

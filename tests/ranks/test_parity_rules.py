@@ -377,7 +377,7 @@ def _plain_separate() -> list[torch.Tensor]:
 def _pairs() -> list[list[torch.Tensor]]:
     with warnings.catch_warnings():
         warnings.filterwarnings(
-            "ignore", message="a second loss of a batch was computed after", category=EchelonWarning
+            "ignore", message="a second loss for the same batch was computed after", category=EchelonWarning
         )
         return [_adversarial(9, 4), _adversarial(3, 1), _separate(True), _separate(False)]
 
@@ -390,7 +390,7 @@ def test_two_models_with_two_optimizers_are_updated_like_on_one_process(world_si
 
 
 def test_second_loss_after_an_optimizer_step_warns_once_with_accumulation() -> None:
-    with pytest.warns(EchelonWarning, match="it sees their old values") as caught:
+    with pytest.warns(EchelonWarning, match="it uses their old values") as caught:
         _adversarial(9, 4, accumulation=2)
     assert len(caught) == 1
 

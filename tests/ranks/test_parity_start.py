@@ -253,7 +253,9 @@ def _leave_in_the_middle() -> torch.Tensor:
                     optimizer.zero_grad()
                 if stop:
                     break
-    assert ["ended inside an update" in str(one.message) for one in said] == [True] * accelerator.is_main_process
+    assert ["ended in the middle of an update" in str(one.message) for one in said] == [
+        True
+    ] * accelerator.is_main_process
     weight: torch.Tensor = accelerator.unwrap_model(model).weight.detach().clone()
     return weight
 

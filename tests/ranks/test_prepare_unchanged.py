@@ -64,7 +64,7 @@ def test_data_that_is_no_loader_is_a_warning_on_several_processes(kind: str) -> 
     assert line == _line()
     assert f"argument 3 of prepare(), a {DATA[kind][1]}, unchanged: each of the 2 processes reads all of it" in text
     assert "pass a DataLoader" in text
-    assert "leave it out of prepare()" in text
+    assert "do not pass this object to prepare()" in text
     assert second[0] == []
     assert first[2] or kind in ("list of batches", "dict of tensors")  # a container is rebuilt
 
@@ -98,7 +98,7 @@ def test_none_is_returned_as_none() -> None:
 
 def test_a_string_alone_is_an_error_and_beside_others_it_is_returned() -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(UsageError, match=r"prepare\(\) was given no object that it can prepare: str"):
+    with pytest.raises(UsageError, match=r"prepare\(\) got no object that it can prepare: str"):
         accelerator.prepare("model")
     model = torch.nn.Linear(2, 1)
     assert accelerator.prepare(model, "model") == (model, "model")

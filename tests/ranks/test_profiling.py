@@ -69,5 +69,5 @@ def test_missing_or_already_written_traces_are_reported(tmp_path: Path) -> None:
 
 
 def test_an_unknown_activity_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="'gpu' is not an activity of the profiler"):
+    with pytest.raises(ConfigError, match="'gpu' is not a profiler activity"):
         ProfileKwargs(activities=["gpu"]).build()  # type: ignore[list-item]

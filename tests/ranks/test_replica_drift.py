@@ -92,7 +92,7 @@ def _run_exact() -> None:
 _FAULTS = {
     "other weights": ("0.weight before the first step", "before prepare()"),
     "other learning rate": ("lr of parameter group 0 before the first step", "the same learning rate"),
-    "missed step": ("0.weight, 0.bias, 2.weight and 1 more after 2 steps of SGD", "step() equally often"),
+    "missed step": ("0.weight, 0.bias, 2.weight and 1 more after 2 steps of SGD", "step() the same number of times"),
     "own optimizer": ("parameter 0 of shape [6] after 1 step of SGD", "accelerator.prepare()"),
 }
 

@@ -231,7 +231,7 @@ def _part(parity: str, num_samples: int, project: Path, stop_after: int) -> tupl
     loaders = DataLoader(_Drawn(num_samples), batch_size=6, shuffle=True), DataLoader(Numbers(8), batch_size=4)
     model, optimizer, schedule, loader, evaluation = accelerator.prepare(*_objects_of_a_part(), *loaders)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* has random states of . processes", category=EchelonWarning)
+        warnings.filterwarnings("ignore", message=".* contains RNG states for . processes", category=EchelonWarning)
         accelerator.resume()
     updates: _Updates = []
     seen: list[tuple[int, float]] = []
@@ -397,7 +397,7 @@ def _refused(project: Path, stop: bool) -> str:
     loader: Any = accelerator.prepare(DataLoader(range(12), batch_size=2))  # type: ignore[arg-type]
     if not stop:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".* has random states of . processes", category=EchelonWarning)
+            warnings.filterwarnings("ignore", message=".* contains RNG states for . processes", category=EchelonWarning)
             with pytest.raises((CheckpointError, DesyncError)) as caught:
                 accelerator.resume()
         return str(caught.value)

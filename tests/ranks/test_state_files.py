@@ -110,12 +110,12 @@ def test_accelerates_position_is_accepted_and_one_of_other_process_counts_reject
             folder = accelerator.save_state(tmp_path / "s")
             break
     assert [x.tolist() for (x,) in prepared()[1]][:1] == [[0, 1]]
-    with pytest.raises(CheckpointError, match="stores the data positions of 1 processes, but this is rank 1 of 1"):
+    with pytest.raises(CheckpointError, match="stores data positions for 1 processes, but this is rank 1 of 1"):
         load_accelerator_state(folder, [], [], [], [prepared()[1]], 1)
     position = load(folder / "dl_state_dict.bin")
     position["echelon"]["inner_of_others"] = [None]
     torch.save(position, folder / "dl_state_dict.bin")
-    with pytest.raises(CheckpointError, match="stores the data positions of 2 processes, but this is rank 0 of 1"):
+    with pytest.raises(CheckpointError, match="stores data positions for 2 processes, but this is rank 0 of 1"):
         prepared()[0].load_state(folder)
     for file in ("dl_state_dict.bin", "random_states_0.pkl"):
         content = load(folder / file)
@@ -237,7 +237,9 @@ def test_loading_on_more_processes_warns(tmp_path: Path) -> None:
     model = accelerator.prepare(nn.Linear(1, 1))
     accelerator.step = 5
     accelerator.save_state(tmp_path / "s")
-    with pytest.raises(RanksFailed, match="has random states of 1 processes") as caught:  # warnings are errors in tests
+    with pytest.raises(
+        RanksFailed, match="contains RNG states for 1 processes"
+    ) as caught:  # warnings are errors in tests
         run_on_ranks(_load_on_more, str(tmp_path / "s"))
     assert isinstance(caught.value.errors[0], DesyncError | EchelonWarning)
     assert _load_on_more(str(tmp_path / "s")) == (model.weight.item(), 5)
@@ -471,7 +473,7 @@ class _Holds(_Counter):
 
 def test_objects_that_cannot_be_loaded_are_rejected_at_registration_and_saving(tmp_path: Path) -> None:
     accelerator = Accelerator()
-    with pytest.raises(ValueError, match=r"argument 1 \(int\) has no state_dict and load_state_dict"):
+    with pytest.raises(ValueError, match=r"argument 1 \(int\) lacks state_dict or load_state_dict"):
         accelerator.register_for_checkpointing(_Counter(), 3)
     with pytest.raises(UsageError, match=r"the state of _Holds holds pathlib\.PosixPath, which is not plain data"):
         accelerator.register_for_checkpointing(_Holds(Path("x")))
@@ -586,7 +588,7 @@ def test_a_model_is_saved_in_shards_with_an_index(safe: bool, tmp_path: Path) ->
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="exists and is not a directory"):
         accelerator.save_model(model, tmp_path / "file")
-    with pytest.raises(UsageError, match="no values on this process: weight"):
+    with pytest.raises(UsageError, match="no values on this process, because weight"):
         accelerator.save_model(nn.Linear(1, 1, device="meta"), tmp_path / "m")
 
 

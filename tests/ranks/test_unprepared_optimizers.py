@@ -113,7 +113,7 @@ def test_a_step_within_an_update_of_one_process_warns() -> None:
     for weight, right in zip(weights or (), _stepped_in_each_micro_step(1)):
         torch.testing.assert_close(weight, right, rtol=1e-9, atol=1e-9)
     ((text, line),) = said
-    assert "its step() is not postponed to the end of the accumulation window of 2 micro-steps" in text
+    assert "its step() is not postponed to the end of the accumulation window (2 micro-steps)" in text
     assert "averaged" not in text
     assert line in _lines()
 
@@ -175,11 +175,11 @@ def _refused(form: str) -> str:
 @pytest.mark.parametrize(
     ("form", "world_size", "said"),
     [
-        ("exact", 1, "not counted, and not saved"),
-        ("exact", 2, "not counted, and not saved"),
+        ("exact", 1, "neither counted nor saved"),
+        ("exact", 2, "neither counted nor saved"),
         ("bitwise", 2, "not postponed to the end of an update"),
-        ("fp16", 1, "multiplied by the fp16 loss scale (65536)"),
-        ("fp16", 2, "multiplied by the fp16 loss scale (65536)"),
+        ("fp16", 1, "not been unscaled (fp16 loss scale 65536)"),
+        ("fp16", 2, "not been unscaled (fp16 loss scale 65536)"),
         ("in the backward pass", 2, "steps inside the backward pass"),
         ("made before prepare", 2, "that prepare() replaced with sharded ones"),
     ],
@@ -357,7 +357,7 @@ def test_gradients_of_earlier_micro_steps_are_kept_or_losing_them_is_an_error(pa
     """Against a plain loop: float64, SGD: 1e-12."""
     expected = _plain(_batches(2).flatten(0, 3).view(-1, 1, 8, 6), torch.optim.SGD)
     for weights, text in run_on_ranks(_cleared, parity, form, world_size=2):
-        assert weights or "of earlier micro-steps were cleared" in text
+        assert weights or "earlier micro-steps' gradients were cleared" in text
         assert ("optimizer" in form or form == "plain") <= bool(weights)
         torch.testing.assert_close(weights, expected if weights else [], rtol=1e-12, atol=1e-12)
 

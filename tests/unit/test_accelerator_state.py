@@ -28,7 +28,7 @@ def test_it_is_a_view_of_the_most_recent_accelerator() -> None:
     assert (first.state.mixed_precision, second.state.mixed_precision) == ("bf16", "no")
     assert first.state.num_processes == 1
     assert is_initialized()
-    with pytest.raises(UsageError, match="set it only once"):
+    with pytest.raises(UsageError, match=r"set it only in Accelerator\(mixed_precision"):
         AcceleratorState(mixed_precision="fp16")
 
 

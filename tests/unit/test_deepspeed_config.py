@@ -316,7 +316,7 @@ def test_dummies_and_the_model_fill_the_config(caplog: pytest.LogCaptureFixture)
     assert filled["zero_optimization"]["reduce_bucket_size"] == 32 * 32
     assert (filled["bf16"], filled["fp16"]["enabled"]) == ({"enabled": True}, False)
     assert str(plugin.origins["optimizer.params.lr"]) == "code DummyOptim(lr=)"
-    (shown,) = (record.message for record in caplog.records if "values resolved from" in record.message)
+    (shown,) = (record.message for record in caplog.records if "were resolved from" in record.message)
     assert "zero_optimization.reduce_bucket_size=1024" in shown
     assert "train_batch_size=16" in shown
 
@@ -327,7 +327,7 @@ def test_dummies_and_the_model_fill_the_config(caplog: pytest.LogCaptureFixture)
         ({"deepspeed_plugin": 3}, "deepspeed_plugin is a int"),
         ({"deepspeed_plugin": {"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin()}}, "has 2 plugins (a, b)"),
         ({"deepspeed_plugin": DeepSpeedPlugin(), "deepspeed_plugins": DeepSpeedPlugin()}, "are both set"),
-        ({"deepspeed_plugin": DeepSpeedPlugin(), "engine": "ddp"}, "engine='ddp' and settings of DeepSpeed"),
+        ({"deepspeed_plugin": DeepSpeedPlugin(), "engine": "ddp"}, "engine='ddp' and DeepSpeed settings"),
         ({"deepspeed_plugin": DeepSpeedPlugin(zero_stage=1), "engine": "fsdp2"}, "use engine='zero1'"),
         (
             {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3, offload_param_device="nvme"), "engine": "fsdp2"},
@@ -396,9 +396,7 @@ def test_settings_without_a_counterpart_in_fsdp2_warn_once() -> None:
         "steps_per_print",
         "mystery",
     ]
-    with pytest.warns(
-        EchelonWarning, match="has no counterpart for these keys of DeepSpeed's config: fp16.hysteresis=2"
-    ):
+    with pytest.warns(EchelonWarning, match="has no counterpart for these DeepSpeed config keys: fp16.hysteresis=2"):
         plugin, scaling = translate_plugin_to_fsdp2(DeepSpeedPlugin(hf_ds_config=config))
     assert (plugin.reshard_after_forward, plugin.cpu_offload.pin_memory) == (True, True)
     assert (scaling.init_scale, scaling.growth_interval) == (2.0**16, 1000)

@@ -63,7 +63,7 @@ def test_losses_of_devices_are_averaged_with_equal_weights() -> None:
 def test_a_loss_per_sample_is_rejected() -> None:
     with cpu_devices(2):
         accelerator, model, _ = _prepared(2)
-        with pytest.raises(UsageError, match="needs a scalar loss"):
+        with pytest.raises(UsageError, match="expects a scalar loss"):
             accelerator.backward(model.module.layer(torch.ones(3, 4, dtype=torch.float64)).squeeze(1))
 
 

@@ -50,8 +50,8 @@ def _saved(folder: Path, parity: str = "bitwise") -> None:
     ("name", "other", "do"),
     [
         ("canonical_shards", {"canonical_shards": 4}, "set canonical_shards=8"),
-        ("torch_build", {"torch_build": "2.0.0 (1234)"}, "install that version of torch"),
-        ("processor", {"processor": "an abacus"}, "resume on that type of processor"),
+        ("torch_build", {"torch_build": "2.0.0 (1234)"}, "install that torch version"),
+        ("processor", {"processor": "an abacus"}, "resume on a processor of that type"),
     ],
 )
 def test_a_run_resumes_only_if_its_bits_are_the_same(
@@ -79,7 +79,7 @@ def test_one_thread_and_two_are_not_mixed(tmp_path: Path) -> None:
             accelerator, *_ = _prepared()
         finally:
             torch.use_deterministic_algorithms(False)
-        with pytest.raises(CheckpointError, match="threads = 1, but here it is 2") as caught:
+        with pytest.raises(CheckpointError, match="threads = 1, but this run has threads = 2") as caught:
             accelerator.load_state(tmp_path)
         assert "set OMP_NUM_THREADS=1" in str(caught.value)
 

@@ -207,7 +207,7 @@ def test_missing_or_damaged_files_are_named(tmp_path: Path) -> None:
         return str(raised.value)
 
     assert "holds neither model.safetensors nor" in error(tmp_path)
-    assert "the Hugging Face Hub are not supported" in error(tmp_path / "gpt2")
+    assert "Hugging Face Hub names are not supported" in error(tmp_path / "gpt2")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[]")
     assert f"{index} is not a weight index" in error(tmp_path)

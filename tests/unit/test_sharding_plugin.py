@@ -324,7 +324,7 @@ def test_settings_without_effect_are_reported_once(
         ({"transformer_cls_names_to_wrap": ["B"], "min_num_params": 5}, "both define the units"),
         ({"min_num_params": 1.5}, "min_num_params=1.5 is not a count"),
         ({"cpu_offload": "yes"}, "cpu_offload='yes' is invalid"),
-        ({"state_dict_type": "LOCAL_STATE_DICT"}, "is not supported by torch's fully_shard"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "is not supported with torch's fully_shard"),
         ({"mixed_precision_policy": "bf61"}, "did you mean 'BF16'?"),
         ({"mixed_precision_policy": {"parm_dtype": bf16}}, "did you mean 'PARAM_DTYPE'?"),
         ({"mixed_precision_policy": {"param_dtype": "b"}}, "param_dtype='b' is unknown"),

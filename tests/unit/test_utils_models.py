@@ -177,7 +177,7 @@ def test_a_dynamo_plugin_reads_the_environment_and_gives_the_arguments_of_compil
     assert plugin.to_kwargs() == {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": True}
     assert utils.TorchDynamoPlugin(backend="torchxla_trace_once").to_dict()["backend"] == "torchxla_trace_once"
     assert [backend.value.lower() for backend in utils.DynamoBackend] == list(get_args(DynamoBackendName))
-    with pytest.raises(ValueError, match="'torhchxla_trace_once' is not a backend"):
+    with pytest.raises(ValueError, match="'torhchxla_trace_once' is not a torch"):
         utils.TorchDynamoPlugin(backend="torhchxla_trace_once")
 
 
@@ -192,7 +192,7 @@ def test_a_profiler_records_what_the_block_did() -> None:
     with utils.ProfileKwargs(activities=["cpu"], record_shapes=True).build() as profiler:
         torch.ones(3, 3) @ torch.ones(3, 3)
     assert any(event.key == "aten::mm" for event in profiler.key_averages(group_by_input_shape=True))
-    with pytest.raises(ValueError, match="'gpu' is not an activity of the profiler"):
+    with pytest.raises(ValueError, match="'gpu' is not a profiler activity"):
         utils.ProfileKwargs(activities=["gpu"]).build()  # type: ignore[list-item]
 
 

@@ -1,4 +1,4 @@
-"""Level 2: the Accelerator, for a user's own training loop on any number of ranks."""
+"""Level 2: the Accelerator, which runs a user's own training loop on any number of ranks."""
 
 from echelon.accelerator.accelerator import Accelerator
 from echelon.accelerator.gradient_state import GradientState

@@ -1,4 +1,4 @@
-"""The Accelerator: a training loop written for one device runs on any number of ranks."""
+"""The Accelerator, which runs a training loop written for one device on any number of ranks."""
 
 from __future__ import annotations
 
@@ -80,33 +80,41 @@ T = TypeVar("T")
 class Accelerator:
     """Prepares models, optimizers, schedulers and loaders for the ranks, and runs the rank-dependent parts of a training loop.
 
-    The interface matches Hugging Face Accelerate: same names, defaults and meaning, except where those are provably wrong.
-    Several Accelerators in one process do not interfere.
+    Names, defaults and semantics match Hugging Face Accelerate, except where Accelerate is provably wrong. Several
+    Accelerators in one process do not interfere with each other.
 
     Args:
         device_placement: move models and batches to the device.
         split_batches: see ``DataLoaderConfiguration``.
-        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``; None: from the environment or the launcher, else ``no``.
+        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``. None: use the environment or launcher setting, else
+            ``no``.
         gradient_accumulation_steps: micro-batches per update.
-        cpu: use the CPU even if accelerators are present.
+        cpu: use the CPU even if an accelerator is available.
         dataloader_config: how loaders are sharded.
-        deepspeed_plugin: train with DeepSpeed (``engine="fsdp2"``: with torch and its settings); None: from the environment.
-        fsdp_plugin: shard the model over the ranks with these settings; None: from the environment (``ACCELERATE_USE_FSDP``).
+        deepspeed_plugin: train with DeepSpeed, or with torch and these settings if ``engine="fsdp2"``. None: use the
+            environment.
+        fsdp_plugin: settings for sharding the model across ranks. None: use the environment (``ACCELERATE_USE_FSDP``).
         gradient_accumulation_plugin: replaces ``gradient_accumulation_steps``.
-        step_scheduler_with_optimizer: advance schedulers num_processes times per update; False: once per call.
-        kwargs_handlers: options of torch components; at most one of each kind.
-        dynamo_backend: backend of ``torch.compile``; None: from the environment or the launcher, else do not compile.
-        dynamo_plugin: replaces ``dynamo_backend``, with more options.
+        step_scheduler_with_optimizer: step schedulers num_processes times per optimizer update. False: step them once
+            per call.
+        kwargs_handlers: handlers with options for torch components; at most one of each type.
+        dynamo_backend: ``torch.compile`` backend. None: use the environment or launcher setting, else do not compile.
+        dynamo_plugin: ``torch.compile`` settings, used instead of ``dynamo_backend``.
         deepspeed_plugins: alias of ``deepspeed_plugin``.
-        parallelism_config: size and number of the shard groups; None: from the environment.
-        engine: name of an engine, or an ``Engine``; None: chosen by the number of processes and whether the model is sharded.
-        parity: ``off``: more processes mean a larger batch. ``exact``: the batch size is global, and each update equals that
-            of one process (docs/parity.md). ``bitwise``: also in every bit. None: from the environment, else ``off``.
-        seed: seed of all random numbers, and in the exact modes of the data order. None: the script's seed on rank zero.
-        canonical_shards: shards per update with ``parity="bitwise"``, at least the number of processes; None: 8.
-        max_micro_batch_size: largest micro-batch per process in the exact modes; None: its share of the batch.
+        parallelism_config: number and size of the shard groups. None: use the environment.
+        engine: engine name, or an ``Engine``. None: chosen from the number of processes and whether the model is
+            sharded.
+        parity: ``off``: the batch grows with the number of processes. ``exact``: the batch size is global, and each
+            update equals the one-process update (docs/parity.md). ``bitwise``: each update also matches bit for bit.
+            None: use the environment, else ``off``.
+        seed: seed for all random numbers and, in the exact modes, for the data order. None: use the seed set by the
+            script on rank zero.
+        canonical_shards: number of shards per update with ``parity="bitwise"``; at least the number of processes. None:
+            8.
+        max_micro_batch_size: largest micro-batch per process in the exact modes. None: the process's share of the
+            batch.
 
-    Collective: the first Accelerator creates the process group, so every rank must create it.
+    Collective: construct on every rank, because the first Accelerator creates the process group.
 
     Raises:
         ConfigError: settings are invalid, contradictory, or not supported.
@@ -194,7 +202,7 @@ class Accelerator:
         self._announce()  # AcceleratorState() must find it in the process that unpickled it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        """Return this object, because a copy of its holder must not have a second view of the process group."""
+        """Return this object itself, so that copying its owner does not create a second view of the process group."""
         return self
 
     device: torch.device = process.device
@@ -219,22 +227,22 @@ class Accelerator:
     capabilities: Capabilities = view("session.engine.capabilities", "The capabilities of the engine.")
     distributed_type: DistributedType = view(
         "session.distributed_type",
-        "How the run is distributed, as Accelerate's enum, for scripts that print or compare it.",
+        "Accelerate's ``DistributedType`` of this run, for scripts that print or compare it.",
     )
     multi_device: bool = property(  # type: ignore[assignment]
         lambda self: self.use_distributed and self.device.type != "cpu",
-        doc="Whether there are several processes, each with its own accelerator; as in Accelerate, False on CPUs.",
+        doc="Whether several processes each use an accelerator; as in Accelerate, False on CPUs.",
     )
     should_save_model: bool = view("is_local_main_process", "Whether this process writes the model.")
 
     @property
     def state(self) -> AcceleratorState:
-        """The facts of this process as an ``AcceleratorState``."""
+        """The rank, device and settings of this process as an ``AcceleratorState``."""
         return AcceleratorState.of(self)
 
     # ---- settings ----------------------------------------------------------------------------------------------------
 
-    config: Resolved[RunConfig] = view("session.config", "The settings of the run and their origins.")
+    config: Resolved[RunConfig] = view("session.config", "The run's settings and where each one was set.")
     parity: str = view("session.config.value.parity", "The parity mode: ``off``, ``exact`` or ``bitwise``.")
     mixed_precision: str = view("session.config.value.mixed_precision", "``no``, ``fp16``, ``bf16`` or ``fp8``.")
     native_amp: bool = property(  # type: ignore[assignment]
@@ -242,7 +250,7 @@ class Accelerator:
     )
     fp8_backend: FP8BackendType = property(  # type: ignore[assignment]
         lambda self: FP8BackendType.NO if self.ao_recipe_handler is None else FP8BackendType.AO,
-        doc="The fp8 library: torchao, or none without fp8.",
+        doc="The fp8 backend: torchao, or ``NO`` without fp8.",
     )
     scaler: torch.amp.GradScaler | None = view(
         "session.update.scaler", "The fp16 gradient scaler, or None.", is_settable=True
@@ -251,9 +259,11 @@ class Accelerator:
         "session.device_placement", "Whether models and batches are moved to the device.", is_settable=True
     )
     step_scheduler_with_optimizer: bool = view(
-        "session.step_scheduler_with_optimizer", "Whether schedulers advance with the optimizer.", is_settable=True
+        "session.step_scheduler_with_optimizer", "Whether schedulers step with the optimizer.", is_settable=True
     )
-    rng_types: list[Any] = view("session.rng_types", "RNG states synchronized over ranks in a pass.", is_settable=True)
+    rng_types: list[Any] = view(
+        "session.rng_types", "RNG states that ranks synchronize in each pass.", is_settable=True
+    )
     dataloader_config: DataLoaderConfiguration = view(
         "session.dataloader_config", "How loaders are sharded.", is_settable=True
     )
@@ -265,8 +275,8 @@ class Accelerator:
         "dataloader_config.use_stateful_dataloader", "See ``DataLoaderConfiguration``."
     )
     non_blocking: bool = view("dataloader_config.non_blocking", "See ``DataLoaderConfiguration``.")
-    project_configuration: ProjectConfiguration = view("session.project", "The folders of the run.", is_settable=True)
-    project_dir: Any = view("project_configuration.project_dir", "The folder for the files of the run.")
+    project_configuration: ProjectConfiguration = view("session.project", "The run's folders.", is_settable=True)
+    project_dir: Any = view("project_configuration.project_dir", "The folder for the run's files.")
     logging_dir: Any = view("project_configuration.logging_dir", "The folder for trackers.")
     save_iteration: int = view("project_configuration.iteration", "Number of the next automatically named checkpoint.")
     # Handlers passed as kwargs_handlers; None: torch's defaults.
@@ -276,14 +286,14 @@ class Accelerator:
     profile_handler: ProfileKwargs | None = given_handler(ProfileKwargs)
     scaler_handler: GradScalerKwargs | None = given_handler(GradScalerKwargs)
     ao_recipe_handler: AORecipeKwargs | None = view(
-        "session.ao_recipe_handler", "Settings of torchao for fp8; None without fp8.", is_settable=True
+        "session.ao_recipe_handler", "torchao settings for fp8; None without fp8.", is_settable=True
     )
-    dynamo_plugin: TorchDynamoPlugin = view("session.dynamo_plugin", "Settings of torch.compile.", is_settable=True)
+    dynamo_plugin: TorchDynamoPlugin = view("session.dynamo_plugin", "``torch.compile`` settings.", is_settable=True)
     deepspeed_plugin: DeepSpeedPlugin | None = view(
-        "session.deepspeed.plugin", "Settings of DeepSpeed; None if it is not used."
+        "session.deepspeed.plugin", "DeepSpeed settings; None if it is not used."
     )
     fsdp_plugin: FullyShardedDataParallelPlugin | None = view(
-        "session.fsdp_plugin", "Settings of model sharding; None without it.", is_settable=True
+        "session.fsdp_plugin", "Model sharding settings; None without sharding.", is_settable=True
     )
 
     is_fsdp2: bool = view("session.engine.capabilities.replaces_parameters", "Whether parameters are sharded.")
@@ -291,11 +301,11 @@ class Accelerator:
         "session.engine.capabilities.replaces_parameters", "Whether sharding can be combined with other axes."
     )
     parallelism_config: ParallelismConfig | None = view(
-        "session.layout", "Number of ranks on each axis; None if it was not configured."
+        "session.layout", "Number of ranks on each mesh axis; None if not configured."
     )
     torch_device_mesh: DeviceMesh | None = property(  # type: ignore[assignment]
         lambda self: None if self.parallelism_config is None else self.parallelism_config.device_mesh,
-        doc="The mesh of ``parallelism_config``; None without one or if no axis has two ranks.",
+        doc="Device mesh built from ``parallelism_config``; None without it or if no axis has more than one rank.",
     )
     data_parallel_rank: int = axis_rank("data_parallel_rank", "dp_replicate")
     data_parallel_shard_rank: int = axis_rank("data_parallel_shard_rank", "dp_shard")
@@ -310,7 +320,9 @@ class Accelerator:
     # ---- accumulation ------------------------------------------------------------------------------------------------
 
     gradient_state: GradientState = view("session.gradient_state", "The gradient accumulation state.")
-    step: int = view("session.update.step", "Micro-batches so far, counted as in Accelerate.", is_settable=True)
+    step: int = view(
+        "session.update.step", "Number of micro-batches so far, counted as in Accelerate.", is_settable=True
+    )
     progress: Progress = view("session.progress", "The position of the run.")
     preemption: PreemptionHandler = view("session.preemption", "Handles preemption of the run.")
     sync_gradients: bool = view(
@@ -319,17 +331,18 @@ class Accelerator:
 
     gradient_accumulation_steps: int = view("gradient_state.num_steps", "Micro-batches per update.", is_settable=True)
     optimizer_step_was_skipped: bool = view(
-        "session.objects.step_was_skipped", "Whether loss scaling skipped the last step of any optimizer."
+        "session.objects.step_was_skipped", "Whether loss scaling skipped any optimizer's last step."
     )
     trigger_sync_in_backward = staticmethod(trigger_sync_in_backward)
     update_loss = delegate(UpdatePolicy.update_loss, "session.update")
     unscale_gradients = delegate(UpdatePolicy.unscale_gradients, "session.update")
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return the context of one micro-step; the last one of a window synchronizes gradients and lets optimizers step.
+        """Return a context for one micro-step; the last one in an accumulation window synchronizes gradients and lets
+        optimizers step.
 
         Args:
-            models: the models that this micro-step trains; by default all.
+            models: models trained in this micro-step; by default all.
         """
         return MicroStep(self.session.update, tuple(map(self.session.objects.engine_model, models)))
 
@@ -338,8 +351,8 @@ class Accelerator:
 
         Args:
             model: a prepared model.
-            unsynced: let optimizers step with local gradients inside the context, so that the ranks diverge. Otherwise a
-                step inside it first averages the gradients over the ranks.
+            unsynced: let optimizers step with local gradients inside the context, so that the ranks diverge. Otherwise
+                a step inside the context first averages the gradients across ranks.
         """
         session = self.session
         steppers: list[AcceleratedOptimizer | UnpreparedOptimizerGuard] = (
@@ -348,29 +361,30 @@ class Accelerator:
         return LocalBackward(session.engine.no_sync(session.objects.engine_model(model)), steppers)
 
     def backward(self, loss: torch.Tensor, num_items: float | None = None, **kwargs: Any) -> None:
-        """Backpropagate ``loss``, weighted for its update.
+        """Run the backward pass of ``loss``, weighted by its share of the update.
 
         Args:
-            loss: scalar mean loss with a graph.
-            num_items: number of items (samples or tokens) of this process that ``loss`` is a mean over. The update is then
-                the mean over all items of all processes and micro-steps, however they are split. None: every process and
-                micro-step has the same weight, as in Accelerate.
+            loss: scalar mean loss that requires grad.
+            num_items: number of items (samples or tokens) that ``loss`` averages over on this process. The update then
+                averages over all items of all processes and micro-steps, however they are split. None: every process
+                and micro-step has the same weight, as in Accelerate.
             kwargs: passed to ``torch.Tensor.backward``.
 
-        Collective: in the last micro-step of an update.
+        Collective: call on every rank in the last micro-step of an update.
 
         Raises:
-            UsageError: the loss is not a scalar with a graph, weights contradict each other, or (once, on several
-                processes) a loader was not prepared.
+            UsageError: the loss is not a scalar that requires grad, weights contradict each other, or (raised once, on
+                several processes) a loader was not prepared.
         """
         self.session.update.backward(loss, num_items, kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the previous norm.
 
-        In the exact modes it scales only in the last micro-step of an update; the others return the norm so far.
+        In the exact modes gradients are scaled only in the last micro-step of an update; earlier calls return the norm
+        so far.
 
-        Collective: if parameters are sharded, or the step guard reduces gradients.
+        Collective: call on every rank if parameters are sharded or the step guard reduces gradients.
         """
         update = self.session.update
         if update.is_unfinished:
@@ -381,7 +395,7 @@ class Accelerator:
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp every gradient to ``[-clip_value, clip_value]``; in the exact modes once per update, at its end.
 
-        Collective: if the step guard reduces gradients.
+        Collective: call on every rank if the step guard reduces gradients.
         """
         if not self.session.update.is_unfinished:
             self.unscale_gradients()
@@ -397,7 +411,7 @@ class Accelerator:
     _custom_objects: list[Any] = view("checkpoints.registry.custom_objects", "Objects registered for checkpointing.")
 
     def allow_unsharded(self, loader: DataLoader[T]) -> DataLoader[T]:
-        """Allow every process to read all of ``loader`` and return it."""
+        """Return ``loader`` after allowing every process to read all of it."""
         self.session.unprepared.allow(loader)
         return loader
 
@@ -405,10 +419,11 @@ class Accelerator:
         """Return ``args`` prepared for the ranks, in the same order; objects of other types are returned unchanged.
 
         Args:
-            args: models, optimizers, schedulers and DataLoaders, possibly nested; prepared objects are returned as they are.
-            device_placement: per argument, whether to move it to the device; None: the Accelerator's setting.
+            args: models, optimizers, schedulers and DataLoaders, possibly nested; objects that are already prepared are
+                returned unchanged.
+            device_placement: whether to move each argument to the device. None: use the Accelerator's setting.
 
-        Collective: every rank, with the same objects in the same order.
+        Collective: call on every rank, with the same objects in the same order.
 
         Raises:
             UsageError: no argument can be prepared.
@@ -419,9 +434,9 @@ class Accelerator:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model; with ``evaluation_mode`` it is moved and cast, but not distributed over the ranks.
+        """Prepare one model; with ``evaluation_mode`` it is moved and cast, but not distributed across ranks.
 
-        Collective: unless ``evaluation_mode``.
+        Collective: call on every rank unless ``evaluation_mode``.
         """
         if evaluation_mode:
             place = self.device_placement if device_placement is None else device_placement
@@ -448,11 +463,12 @@ class Accelerator:
 
         Args:
             data_loader: prepared or not.
-            device_placement: move its batches to the device; None: the Accelerator's setting.
-            slice_fn_for_dispatch: splits a dispatched batch.
-            already_sharded: whether it gives each process its own shard; None: as in ``DataLoaderConfiguration``.
+            device_placement: move batches to the device. None: use the Accelerator's setting.
+            slice_fn_for_dispatch: function that splits a dispatched batch.
+            already_sharded: whether the loader already yields a different shard on each process. None: use
+                ``DataLoaderConfiguration``.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         is_plain = slice_fn_for_dispatch is None and already_sharded is None
         if is_plain or id(data_loader) in self.session.objects.originals or isinstance(data_loader, PreparedLoader):
@@ -472,18 +488,18 @@ class Accelerator:
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate each tensor of nested data over the processes. Collective. See ``echelon.distributed.gather``."""
+        """Concatenate each tensor in nested data across processes. Collective. See ``echelon.distributed.gather``."""
         self.session.update.require_every_rank("gather()")
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather the results of one step of a prepared loader: each sample exactly once, in dataset order.
+        """Gather the results for one batch of a prepared loader: each sample exactly once, in dataset order.
 
         Args:
             input_data: nested tensors whose first dimension is the batch, or objects (a list with one item per sample).
             use_gather_object: gather as objects even if all leaves are tensors.
 
-        Collective: every process, once per batch.
+        Collective: call on every process, once per batch.
         """
         loader = self.gradient_state.active_dataloader
         if self.num_processes == 1:
@@ -495,17 +511,17 @@ class Accelerator:
     trim_for_metrics = delegate(trim_for_metrics, "gradient_state")
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or average nested tensors over the processes. Collective. See ``echelon.distributed.reduce``."""
+        """Sum or average nested tensors across processes. Collective. See ``echelon.distributed.reduce``."""
         self.session.update.require_every_rank("reduce()")
         return collectives.reduce(tensor, reduction, scale)  # type: ignore[arg-type]
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad nested tensors to the largest size of any process. Collective."""
+        """Pad nested tensors to the largest size on any process. Collective."""
         self.session.update.require_every_rank("pad_across_processes()")
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def wait_for_everyone(self) -> None:
-        """Wait for all processes; an error names missing ones. Collective."""
+        """Wait for all processes; if some do not arrive, the error names them. Collective."""
         self.gradient_state.reading.metrics.check()
         control.barrier()
 
@@ -524,11 +540,11 @@ class Accelerator:
     # ---- models ------------------------------------------------------------------------------------------------------
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the mixed-precision context, for losses and other computation outside the model's forward."""
+        """Return the mixed-precision context for losses and other computations outside the model's forward."""
         return self.session.precision.autocast(None if autocast_handler is None else autocast_handler.to_kwargs())
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether ``model`` or a part of it was loaded over several devices (transformers' ``device_map``)."""
+        """Return whether ``model`` or a submodule was loaded across several devices (transformers' ``device_map``)."""
         return is_on_several_devices(model)
 
     unwrap_model = delegate(unwrap_model, "session")
@@ -552,23 +568,23 @@ class Accelerator:
     resume = delegate(Checkpoints.resume, "checkpoints")
     best_checkpoint: Path | None = property(  # type: ignore[assignment]
         lambda self: self.checkpoints.store.best(),
-        doc="The automatically named checkpoint with the best ``metric``; None if no checkpoint has one.",
+        doc="The automatically named checkpoint with the best ``metric``; None if no checkpoint has a metric.",
     )
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Iterate over the remaining epochs of the run, up to ``num_epochs`` in total; initially ``range(num_epochs)``.
 
-        After ``resume`` or a ``break`` the loop continues at the current position: in the middle of an epoch, the first pass
-        of each training loader yields the rest of its pass. An epoch ends when the loop requests the next one.
-        ``progress.epoch`` is the current epoch, which also determines each loader's order (later passes in the same epoch
-        use the orders of later epochs).
+        After ``resume`` or a ``break``, the loop continues at the current position. In the middle of an epoch, each
+        training loader first yields the rest of its interrupted pass. An epoch ends when the loop requests the next
+        one. ``progress.epoch`` is the current epoch, which also determines each loader's order (later passes in the
+        same epoch use the orders of later epochs).
         """
         first = self.session.resume_epochs()
         with self.preemption.during(self.session.watcher):
             yield from self.session.epochs.loop(first, num_epochs)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release all prepared objects and empty the device's cache; returns a None for each of ``objects``."""
+        """Release all prepared objects and empty the device's cache; return None for each of ``objects``."""
         self.session.forget_objects()
         if self.device.type != "cpu":
             torch.accelerator.memory.empty_cache()
@@ -577,7 +593,7 @@ class Accelerator:
     clear = free_memory
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the context of torch's profiler. Collective if a trace is written (``output_trace_dir``)."""
+        """Return a ``torch.profiler`` context. Collective if a trace is written (``output_trace_dir``)."""
         return profile(profile_handler or self.profile_handler or ProfileKwargs(), rank=self.process_index)
 
     # ---- trackers ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The existing Accelerators; ``AcceleratorState()`` refers to the one built last."""
+"""Tracks the existing Accelerators; ``AcceleratorState()`` refers to the one built last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["current_accelerator", "has_accelerator", "living_accelerators", "reg
 
 class _Built:
     accelerators: ClassVar[tuple[weakref.ref[Any], ...]] = ()
-    """Accelerators in the order of construction. Weak references, so that unused ones can be collected."""
+    """Accelerators in order of construction. The references are weak so that unused ones can be garbage-collected."""
 
 
 def register_accelerator(accelerator: Any) -> None:
@@ -23,7 +23,7 @@ def register_accelerator(accelerator: Any) -> None:
 
 
 def living_accelerators() -> Iterator[Any]:
-    """Yield the existing Accelerators, the one built last first."""
+    """Yield the existing Accelerators, newest first."""
     references = reversed(_Built.accelerators)
     return (accelerator for reference in references if (accelerator := reference()) is not None)
 

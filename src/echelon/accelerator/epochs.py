@@ -1,4 +1,4 @@
-"""The epochs of a run: the current epoch, the progress of its passes, and the loop that resumes there."""
+"""A run's epochs: the current epoch, the progress of its passes, and the loop that resumes at that position."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class _Update:
     """The position at which the current update started."""
 
     owner: PreparedLoader
-    """Loader of its first batch."""
+    """Loader that yielded the update's first batch."""
     records: dict[int, dict[str, Any] | None]
-    """Position of each loader, by the id of its source."""
+    """Each loader's position, by the id of its source."""
     draws: dict[int, dict[str, Any] | None]
     """RNG state from which each loader drew its next batch, by the id of its source."""
     random_states: dict[str, Any]
@@ -40,10 +40,10 @@ class Epochs(PassTracker[PreparedLoader]):
 
     Args:
         state: gradient accumulation state; its loaders report to this object.
-        progress: progress of the run; outside the exact modes this object sets the epoch.
+        progress: progress of the run; outside the exact modes, this object sets its epoch.
         objects: the prepared objects.
-        preemption: may stop the run at the end of an update or epoch.
-        is_exact: the update policy tracks the position of an update itself.
+        preemption: handler that may stop the run at the end of an update or epoch.
+        is_exact: whether the update policy itself tracks the position of an update.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Epochs(PassTracker[PreparedLoader]):
         return PassFacts(epoch=epoch, trains=trains, outlives_epochs=before is not None and before.outlives_epochs)
 
     def begin_batch(self, loader: PreparedLoader) -> None:
-        """Record the position at which an update of several micro-steps starts; the exact modes do this themselves."""
+        """Record where an update with several micro-steps starts; the exact modes do this themselves."""
         state = self._state
         if self._is_exact or not state.sync_gradients or state.num_steps == 1:
             return
@@ -100,7 +100,7 @@ class Epochs(PassTracker[PreparedLoader]):
         )
 
     def end_batch(self, loader: PreparedLoader) -> None:
-        """See ``PassTracker``: the run may stop here, between two updates."""
+        """See ``PassTracker``; the run may stop here, between two updates."""
         state = self._state
         if not state.sync_gradients:
             return
@@ -125,7 +125,7 @@ class Epochs(PassTracker[PreparedLoader]):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def own_state(self) -> dict[str, Any]:
-        """Return what this process needs for resuming, in addition to the records of its loaders."""
+        """Return what this process needs to resume, in addition to its loaders' records."""
         update = self._partial_update()
         draws = {id(loader.source): loader.rng_state() for loader in self._objects.loaders} | (
             update.draws if update else {}
@@ -136,7 +136,7 @@ class Epochs(PassTracker[PreparedLoader]):
         }
 
     def load_own_state(self, state: dict[str, Any] | None) -> None:
-        """Restore what ``own_state`` returned; None: this process has no saved state."""
+        """Restore what ``own_state`` returned, or None if this process has no saved state."""
         draws = [] if state is None else state["draws"]
         for i, loader in enumerate(self._objects.loaders):
             loader.load_rng_state(draws[i] if i < len(draws) else None)
@@ -144,12 +144,12 @@ class Epochs(PassTracker[PreparedLoader]):
         self._next = None
 
     def resume_passes(self) -> tuple[int, bool]:
-        """Let the next pass of each training loader continue at its position.
+        """Make the next pass of each training loader continue at its saved position.
 
         Returns the current epoch, and whether an incomplete update is repeated.
 
-        The epoch is the one in which a training pass started last, or the next one if all training loaders have finished it.
-        Evaluations start over.
+        The current epoch is the one in which the latest training pass started, or the next one if all training loaders
+        have finished it. Evaluations start over.
 
         Raises:
             CheckpointError: the saved position is invalid for this number of processes or this ``parity``.

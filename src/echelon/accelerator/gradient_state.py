@@ -25,8 +25,8 @@ class GradientState:
     Each Accelerator has its own state, so several in one process do not interfere.
 
     Args:
-        gradient_accumulation_plugin: plugin of a new state; None: share the state of the Accelerator built last (create a
-            new state if there is none).
+        gradient_accumulation_plugin: plugin for a new state. None: share the state of the Accelerator built last, or
+            create a new state if there is none.
     """
 
     _shared_state = _SharedState()
@@ -35,17 +35,18 @@ class GradientState:
     reading: ActiveLoaders[PreparedLoader]
     sync_gradients: bool
     micro_step: int
-    """Number of the current ``accumulate()`` in its window, from 1; 0 after the one that ends a window."""
+    """Number of the current ``accumulate()`` block in its window, starting at 1; 0 after the last block of a window."""
     has_loss: bool
-    """Whether a loss of this micro-step was backpropagated outside optimizer closures."""
+    """Whether this micro-step ran a backward pass outside optimizer closures."""
     num_losses: int
-    """Number of losses that ``accelerator.backward`` has backpropagated so far."""
+    """Number of backward passes that ``accelerator.backward`` has run so far."""
     in_closure: bool
     """Whether an optimizer closure is running."""
     has_loss_in_closure: bool
-    """Whether the last optimizer closure backpropagated a loss."""
+    """Whether the last optimizer closure ran a backward pass."""
     closures_waiting: object | None
-    """The ``Closures`` with evaluations in this update whose optimizer has not stepped; None if there are none."""
+    """``Closures`` that were evaluated in this update and whose optimizer has not stepped yet; None if there are none.
+    """
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         if gradient_accumulation_plugin is None and has_accelerator():
@@ -84,7 +85,7 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the end of a loader ends the window."""
+        """Whether the end of a loader ends the accumulation window."""
         return self.plugin.sync_with_dataloader
 
     @property
@@ -94,7 +95,7 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """Loader of the innermost loop."""
+        """Loader that the innermost loop reads."""
         return self.reading.innermost
 
     @property
@@ -115,13 +116,13 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Samples of all ranks in the last step without repeated ones; 0: no sample is repeated; -1: unknown."""
+        """Number of distinct samples across all ranks in the last step; 0 if no sample is repeated, -1 if unknown."""
         loader = self.reading.innermost
         return -1 if loader is None else loader.remainder
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Always False: there is no XLA device."""
+        """Always False, because XLA devices are not supported."""
         return False
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:

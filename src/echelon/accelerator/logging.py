@@ -1,4 +1,4 @@
-"""Loggers for scripts under Accelerate's names: on rank zero, on every rank, or on one rank after the other."""
+"""Loggers for scripts, with Accelerate's API, that log on rank zero, on every rank, or on one rank after another."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _VARIABLES = ("ECHELON_LOG_LEVEL", "ACCELERATE_LOG_LEVEL")
 
 
 class MultiProcessAdapter(Adapter):
-    """A logger that knows the ranks: every method accepts ``main_process_only`` (True) and ``in_order`` (False).
+    """A rank-aware logger: every method accepts ``main_process_only`` (True) and ``in_order`` (False).
 
-    It also works before an Accelerator or a process group exists; it then reads the rank from the environment.
+    It also works before an Accelerator or a process group exists, by reading the rank from the environment.
     """
 
     def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
@@ -41,10 +41,10 @@ class MultiProcessAdapter(Adapter):
             level: level of ``logging``.
             msg: message.
             args: format arguments of ``msg``.
-            kwargs: those of ``Logger.log``; ``main_process_only=True`` logs only on rank zero; ``in_order=True`` logs on
-                every rank, one after the other, whatever ``main_process_only`` is.
+            kwargs: the keyword arguments of ``Logger.log``, ``main_process_only=True`` to log only on rank zero, and
+                ``in_order=True`` to log on every rank, one after another, regardless of ``main_process_only``.
 
-        Collective: with ``in_order=True``; the level must be enabled on all ranks or on none.
+        Collective: with ``in_order=True``, call on every rank; the level must be enabled on all ranks or on none.
         """
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
@@ -69,11 +69,12 @@ class MultiProcessAdapter(Adapter):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return the logger ``name`` for several processes.
+    """Return the rank-aware logger ``name``.
 
     Args:
         name: usually ``__name__``.
-        log_level: level of this logger and the root logger; None: ECHELON_LOG_LEVEL, ACCELERATE_LOG_LEVEL, or unchanged.
+        log_level: level of this logger and the root logger. None: use ECHELON_LOG_LEVEL or ACCELERATE_LOG_LEVEL, or
+            leave it unchanged.
 
     Raises:
         ConfigError: the level is unknown.

@@ -1,4 +1,4 @@
-"""Device memory: releasing unused memory, and finding the largest batch size that fits on all ranks."""
+"""Releases unused device memory, and finds the largest batch size that fits on all ranks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Release the memory of objects; the caller assigns the result to the names that still hold them.
+    """Release the memory of ``objects``; assign the result to the variables that still reference them.
 
     Returns:
-        As many Nones: ``model, batch = release_memory(model, batch)``.
+        One None per object: ``model, batch = release_memory(model, batch)``.
     """
     count = len(objects)
     del objects
@@ -80,22 +80,23 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """Decorate ``function(batch_size, ...)`` to be called again with a smaller batch if memory runs out.
+    """Decorate ``function(batch_size, ...)`` so that it is called again with a smaller batch if memory runs out.
 
     The ranks decide together: if one runs out, all of them try the smaller size, even if their attempt succeeded. They
-    agree through the store of the process group after each attempt. A rank that is inside a collective when another runs
-    out of memory is released by the timeout of the group.
+    agree through the process group's store after each attempt. If a rank is inside a collective when another rank runs
+    out of memory, the group's timeout releases it.
 
     Args:
-        function: takes the batch size as its first argument, which the caller omits. Build model and loaders in it.
+        function: takes the batch size as its first argument, which the caller omits. Build the model and loaders inside
+            it.
         starting_batch_size: batch size of the first attempt.
-        reduce_batch_size_fn: returns the next batch size; None: nine tenths, rounded down.
+        reduce_batch_size_fn: returns the next batch size. None: 0.9 times the last one, rounded down.
 
     Collective: with several ranks, all of them must call the decorated function.
 
     Raises:
         UsageError: the caller passed a batch size.
-        RuntimeError: even a batch of one does not fit.
+        RuntimeError: even a batch size of one does not fit.
     """
     if function is None:
         return functools.partial(
@@ -120,19 +121,19 @@ def find_executable_batch_size(
             batch_size = int(batch_size * 0.9) if reduce_batch_size_fn is None else int(reduce_batch_size_fn())
             warn(f"out of memory with a batch size of {before}; the next attempt uses {batch_size}")
         raise _NoBatchFitsError(
-            "no executable batch size found: even the smallest batch does not fit into memory",
-            do="use a smaller model or sequence length, or more memory",
+            "no executable batch size found: even the smallest batch does not fit in memory",
+            do="use a smaller model, a shorter sequence length, or a device with more memory",
         )
 
     return with_batch_size
 
 
 class _NoBatchFitsError(UsageError, RuntimeError):
-    """Also a RuntimeError, which scripts written for Accelerate catch."""
+    """Also a RuntimeError, because scripts written for Accelerate catch that type."""
 
 
 class _ArgumentError(UsageError, TypeError):
-    """Also a TypeError, which scripts written for Accelerate catch."""
+    """Also a TypeError, because scripts written for Accelerate catch that type."""
 
 
 def _refuse_own_batch_size(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -151,7 +152,7 @@ def _refuse_own_batch_size(function: Callable[..., Any], args: tuple[Any, ...]) 
 def _attempt(
     function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[_Outcome, Any]:
-    """Return the outcome and the result. The exception is dropped here, because its traceback keeps tensors alive."""
+    """Return the outcome and the result. The exception is dropped, because its traceback would keep tensors alive."""
     try:
         return "done", function(batch_size, *args, **kwargs)
     except Exception as error:
@@ -162,19 +163,19 @@ def _attempt(
 
 
 def _any_ran_out(outcome: _Outcome) -> bool:
-    """Return on every rank whether any rank ran out; uses the store, which unfinished collectives do not affect."""
+    """Return whether any rank ran out of memory, using only the store, which unfinished collectives do not block."""
     votes = _vote(outcome, wait=True)
     failed = [rank for rank, vote in enumerate(votes) if vote == "failed"]
     if failed:
         raise DesyncError(
-            f"rank {failed[0]} failed in find_executable_batch_size for a reason other than memory",
-            do=f"fix the error of rank {failed[0]}",
+            f"rank {failed[0]} failed in find_executable_batch_size, but not because it ran out of memory",
+            do=f"fix the error that rank {failed[0]} raised",
         )
     return "ran out" in votes
 
 
 def _vote(outcome: _Outcome, *, wait: bool = False) -> list[str]:
-    """Write the outcome of this rank to the store of the group; with ``wait``, return the outcomes of all ranks."""
+    """Write this rank's outcome to the group's store; with ``wait``, return the outcomes of all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [outcome]
     group = dist.group.WORLD

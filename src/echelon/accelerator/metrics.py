@@ -1,4 +1,4 @@
-"""Gathering the results of an evaluation step, with each sample exactly once."""
+"""Gathers the results of an evaluation step, with each sample exactly once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["gather_samples", "own_samples", "trim_for_metrics"]
 
 
 def gather_samples(data: Any, last: LastStep | None, *, objects: bool = False) -> Any:
-    """Gather ``data`` of one step over the ranks without samples that were repeated to fill the batch.
+    """Gather ``data`` of one step across ranks, without samples that were repeated to fill the batch.
 
     Args:
         data: nested tensors whose first dimension is this rank's batch (others are gathered whole), or any object.
-        last: samples of each rank in the step; None if all ranks have equally many and none is repeated.
+        last: number of samples on each rank in the step; None if it is the same on all ranks and none is repeated.
         objects: gather as objects even if all leaves are tensors.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     if objects or not _is_of_tensors(data):
         if last is not None and isinstance(data, (list, tuple)) and len(data) == last.sizes[_rank()]:
@@ -42,10 +42,10 @@ def gather_samples(data: Any, last: LastStep | None, *, objects: bool = False) -
 
 
 def trim_for_metrics(state: GradientState, input_data: Any) -> Any:
-    """Return the results of one step of a prepared loader without samples that another process also counts.
+    """Return the results for one batch of a prepared loader, without samples that another process also counts.
 
-    Use it for metrics that each process accumulates itself and that are reduced once after the loop (``accelerator.reduce``,
-    torchmetrics). The results of a process that has only a padding sample in a step become empty.
+    Use it for metrics that each process accumulates itself and that are reduced once after the loop
+    (``accelerator.reduce``, torchmetrics). If a process has only a padding sample in a step, its results become empty.
 
     Args:
         input_data: nested tensors whose first dimension is the batch, or a list with one item per sample.
@@ -60,7 +60,7 @@ def own_samples(data: Any, last: LastStep | None) -> Any:
     Args:
         data: nested tensors whose first dimension is this rank's batch, or a list with one item per sample; anything else is
             returned unchanged.
-        last: samples of each rank in the step; None if all ranks have equally many and none is repeated.
+        last: number of samples on each rank in the step; None if it is the same on all ranks and none is repeated.
     """
     if last is None or last.real[_rank()] == last.sizes[_rank()]:
         return data

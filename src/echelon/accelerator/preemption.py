@@ -1,10 +1,12 @@
-"""Preemption of a run with an Accelerator: where it may stop, what it saves, and how it ends.
+"""Preempts a run with an Accelerator: where it may stop, what it saves, and how it ends.
 
-``distributed/preemption.py`` handles the requests and the agreement of the ranks. In a user's own loop the boundaries are:
+``distributed/preemption.py`` handles requests and makes the ranks agree. In a user's own loop, the boundaries are:
 
-* complete ones: the end of an iteration over training batches in which the optimizer stepped (except the last one of a pass,
-  because ``resume`` does not repeat the rest of the epoch's code), and the end of an epoch of ``accelerator.epochs``;
-* others: the end of an iteration over any prepared loader between two updates. They count after half the grace period.
+* complete boundaries: the end of an iteration over training batches in which the optimizer stepped (except the last
+  iteration of a pass, because ``resume`` does not repeat the rest of the epoch's code), and the end of an epoch of
+  ``accelerator.epochs``;
+* other boundaries: the end of an iteration over any prepared loader between two updates. They are used after half the
+  grace period.
 
 The Trainer has its own boundaries: the end of a step including its evaluation, and each batch of an evaluation, which is
 repeated after resuming.
@@ -35,20 +37,21 @@ class PreemptionHandler:
         self.folder: str | os.PathLike[str] | None = None
         """Folder passed to ``resume``."""
         self.save_and_end: WeakMethod[Callable[[], NoReturn]] | None = None
-        """Saves and ends the run. Weak, because a cycle would keep the Accelerator's lock thread alive until a collection."""
+        """Saves and ends the run. Weak, because a cycle would keep the Accelerator's lock thread alive until garbage
+        collection."""
 
     def __getstate__(self) -> dict[str, object]:
         return {"_member": None, "is_driven": self.is_driven, "folder": self.folder, "save_and_end": None}
 
     def join(self) -> bool:
-        """Take part from now on if our launcher handles preemptions; return whether it does."""
+        """Take part from now on if the echelon launcher handles preemptions; return whether it does."""
         if self._member is None:
             self._member = member_of_launch()
         return self._member is not None
 
     @contextmanager
     def during(self, watcher: Watcher | None) -> Iterator[bool]:
-        """Take part at least inside the ``with`` block; yields False with custom signal handlers or outside the main thread."""
+        """Take part at least inside the block; yield False with custom signal handlers or outside the main thread."""
         if self._member is not None or self.join():
             yield True
             return
@@ -59,12 +62,12 @@ class PreemptionHandler:
                 self._member = None
 
     def at_boundary(self, *, is_new_step: bool, is_whole: bool) -> bool:
-        """Report a boundary; return whether all ranks must save here and end. See ``BarrierMember.pass_boundary``."""
+        """Report a boundary; return whether all ranks must save here and exit. See ``BarrierMember.pass_boundary``."""
         member = self._member
         return member is not None and member.pass_boundary(is_new_step=is_new_step, is_whole=is_whole)
 
     def stop_if_requested(self, *, is_new_step: bool, is_whole: bool) -> None:
-        """Report a boundary of a user's own loop; save and end if all ranks must end."""
+        """Report a boundary of a user's own loop; save and exit if all ranks must."""
         member = self._member
         if member is None or self.is_driven or self.save_and_end is None:
             return

@@ -1,4 +1,4 @@
-"""Rank-related members under Accelerate's names, shared by Accelerator and PartialState.
+"""Rank-related members with Accelerate's names, shared by Accelerator and PartialState.
 
 Functions that take ``self`` are methods of both classes.
 """
@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 device: Any = view("_world.device", "The device of this process.")
-num_processes: Any = view("_world.world_size", "The number of processes on all machines.")
+num_processes: Any = view("_world.world_size", "The number of processes across all machines.")
 process_index: Any = view("_world.rank", "The global rank.")
 local_process_index: Any = view("_world.local_rank", "The rank within this machine.")
 is_main_process: Any = view("_world.is_rank_zero", "Whether this is rank zero.")
-is_local_main_process: Any = view("_world.is_local_rank_zero", "Whether this is the first process of its machine.")
+is_local_main_process: Any = view("_world.is_local_rank_zero", "Whether this is the first process on its machine.")
 is_last_process: Any = property(
     lambda process: process.process_index == process.num_processes - 1, doc="Whether this is the highest rank."
 )
@@ -69,7 +69,7 @@ def main_process_first(self: _Process) -> Iterator[None]:
 
 @contextmanager
 def local_main_process_first(self: _Process) -> Iterator[None]:
-    """Run the block on one process of each machine first, then on the others. Collective."""
+    """Run the block on one process per machine first, then on the others. Collective."""
     with control.main_first(scope="machine"):
         yield
 
@@ -84,18 +84,18 @@ def split_between_processes(self: _Process, inputs: Any, apply_padding: bool = F
 
 
 def print(self: _Process, *args: Any, **kwargs: Any) -> None:
-    """Print on one process of each machine."""
+    """Print on one process per machine."""
     if self.is_local_main_process:
         builtins.print(*args, **kwargs)
 
 
 def on_main_process(self: _Process, function: Any = None) -> Any:
-    """Run ``function`` only on rank zero; elsewhere it returns None."""
+    """Run ``function`` only on rank zero; on other ranks, it returns None."""
     return _only_if(self.is_main_process, function)
 
 
 def on_local_main_process(self: _Process, function: Any = None) -> Any:
-    """Run ``function`` only on one process of each machine."""
+    """Run ``function`` only on one process per machine."""
     return _only_if(self.is_local_main_process, function)
 
 
@@ -110,7 +110,7 @@ def on_process(self: _Process, function: Any = None, process_index: int | None =
 
 
 def on_local_process(self: _Process, function: Any = None, local_process_index: int | None = None) -> Any:
-    """Run ``function`` only on process ``local_process_index`` of each machine; a single process always runs it."""
+    """Run ``function`` only on process ``local_process_index`` on each machine; a single process always runs it."""
     return _only_if(self.local_process_index == local_process_index or not self.use_distributed, function)
 
 

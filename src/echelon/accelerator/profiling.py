@@ -1,4 +1,4 @@
-"""torch's profiler, with one trace file per rank."""
+"""Runs torch's profiler, with one trace file per rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PROFILE_PATTERN_NAME = "profile_{suffix}.json"
 def profile(handler: ProfileKwargs, *, rank: int) -> Iterator[torch.profiler.profile]:
     """Profile the block; with ``output_trace_dir``, write its trace as ``profile_<rank>.json`` and wait for all ranks.
 
-    With a schedule, the trace covers the last active period. torch writes a trace only once: if ``on_trace_ready`` has
-    already exported that period, its file is the only one, and a warning says so.
+    With a schedule, the trace covers the last active period. torch writes each trace only once: if ``on_trace_ready``
+    has already exported that period, this function does not write a file and warns.
 
     Collective: with ``output_trace_dir``.
     """
@@ -38,7 +38,7 @@ def profile(handler: ProfileKwargs, *, rank: int) -> Iterator[torch.profiler.pro
 
 def _export(profiler: torch.profiler.profile, path: Path) -> None:
     if profiler.profiler is None:
-        warn(f"{path} was not written, because the profiler's schedule never became active: call step() more often")
+        warn(f"{path} was not written, because the profiler's schedule never became active. Call step() more often")
         return
     try:
         profiler.export_chrome_trace(str(path))
@@ -46,5 +46,6 @@ def _export(profiler: torch.profiler.profile, path: Path) -> None:
         if "already saved" not in str(error):
             raise
         warn(
-            f"{path} was not written, because on_trace_ready has already exported the trace: remove one of the two exports"
+            f"{path} was not written, because on_trace_ready has already exported the trace. Remove one of the two "
+            "exports"
         )

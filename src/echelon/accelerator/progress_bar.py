@@ -1,4 +1,4 @@
-"""tqdm's progress bar, on one process of each machine."""
+"""A tqdm progress bar on one process per machine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     Args:
         args: passed to tqdm.
-        main_process_only: False: every process shows its own bar.
+        main_process_only: show the bar only on local rank zero. False: every process shows its own bar.
         kwargs: passed to tqdm; ``disable=True`` hides the bar everywhere.
 
     Raises:
-        UsageError: the first argument is a bool, as in an older signature.
+        UsageError: the first argument is a bool, as in an older signature of this function.
     """
     if args and isinstance(args[0], bool):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The parts of a training run, which the modules of the Accelerator work on."""
+"""The parts of a training run that the Accelerator's modules work on."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ class Session:
     rng_types: list[Any]
     gradient_state: GradientState
     counters: Progress
-    """Counters as the update policy keeps them; see ``progress``."""
+    """Counters kept by the update policy; see ``progress``."""
     objects: PreparedObjects
     unprepared: UnpreparedModelCheck
     update: UpdatePolicy
     preemption: PreemptionHandler = field(default_factory=PreemptionHandler)
-    """Where the run may stop on preemption."""
+    """Decides where the run may stop on preemption."""
     watcher: Watcher | None = None
-    """Answers other ranks that check on this one."""
+    """Answers other ranks that check whether this rank is alive."""
     logged_schedulers: set[type] = field(default_factory=set)
-    """Scheduler classes whose rate of advance was logged."""
+    """Scheduler classes whose steps per update have been logged."""
     epochs: Epochs = field(init=False)
     guard: UnpreparedOptimizerGuard = field(init=False)
     direct_backward: DirectBackwardCheck = field(init=False)
@@ -113,31 +113,31 @@ class Session:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities of the engine."""
+        """The engine's capabilities."""
         return self.engine.capabilities
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the run is distributed, as Accelerate's enum."""
+        """Accelerate's ``DistributedType`` of this run."""
         special = self.engine.capabilities.distributed_type
         if special:
             return DistributedType(special)
         return DistributedType.of(self.world.device, distributed=self.world.world_size > 1)
 
     def handler(self, kind: type[KwargsHandler]) -> Any:
-        """Return the configured handler of this kind, or None."""
+        """Return the configured handler of this type, or None."""
         return next((handler for handler in self.handlers if isinstance(handler, kind)), None)
 
     # ---- progress ----------------------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
-        """The position of the run."""
+        """The run's position."""
         self.counters.step = self._steps_before + self.objects.num_steps()
         return self.counters
 
     def restore_progress(self, counters: dict[str, Any] | None) -> None:
-        """Continue from the counters of a checkpoint; None: the checkpoint has none."""
+        """Continue from a checkpoint's counters, or None if it has none."""
         self.update.restore()
         self.epochs.end_update()
         if counters is not None:
@@ -145,20 +145,20 @@ class Session:
             self._steps_before = self.counters.step - self.objects.num_steps()
 
     def resume_epochs(self) -> int:
-        """Let the loaders continue at the position of the run; return its epoch."""
+        """Make the loaders continue at the run's position; return its epoch."""
         epoch, is_repeated = self.epochs.resume_passes()
         if is_repeated:
             self.update.step -= self.update.step % self.gradient_state.num_steps
         return epoch
 
     def run_final_checks(self) -> None:
-        """Check what may be wrong at the end of a run: ungathered metrics, and weights that differ between the ranks."""
+        """Check for ungathered metrics and for weights that differ between ranks at the end of a run."""
         self.gradient_state.reading.metrics.check()
         self.guard.compare_models("at end_training()", is_last=True)
         self.guard.drift.stop()
 
     def forget_objects(self) -> None:
-        """Release all prepared objects; optimizer steps remain counted."""
+        """Release all prepared objects, but keep the count of optimizer steps."""
         self._steps_before += self.objects.num_steps()
         self.objects.clear()
         self.guard.release()

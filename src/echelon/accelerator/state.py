@@ -1,4 +1,4 @@
-"""``PartialState`` and ``AcceleratorState``: facts about this process under Accelerate's names."""
+"""``PartialState`` and ``AcceleratorState``: read-only views of this process's rank, device and settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FACTS = (
 
 
 class _SharedState:
-    """Accelerate's shared dict: a copy of the facts, or empty before a state exists."""
+    """Accelerate's shared dict: a copy of the state's attributes, or empty before a state exists."""
 
     def __get__(self, state: object, kind: type[PartialState]) -> dict[str, Any]:
         known = kind._known()
@@ -50,13 +50,13 @@ class _SharedState:
 
 
 class PartialState:
-    """Facts about this process, under Accelerate's names. All instances are equal, and there is nothing to reset.
+    """Rank and device of this process, under Accelerate's names. All instances are equivalent and stateless.
 
     Args:
-        cpu: use the CPU even if accelerators are present.
-        kwargs: ``backend``, ``timeout`` and ``init_method`` of the process group, if it does not exist yet.
+        cpu: use the CPU even if an accelerator is available.
+        kwargs: ``backend``, ``timeout`` and ``init_method`` for the process group, if it does not exist yet.
 
-    Collective: the first instance creates the process group.
+    Collective: construct on every rank, because the first instance creates the process group.
 
     Raises:
         UsageError: an argument is unknown.
@@ -86,7 +86,7 @@ class PartialState:
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         if unknown := kwargs.keys() - {"backend", "timeout", "init_method"}:
             raise UsageError(
-                f"{type(self).__name__}() does not accept {', '.join(sorted(unknown))}",
+                f"{type(self).__name__}() got unexpected arguments: {', '.join(sorted(unknown))}",
                 do="pass cpu, backend, timeout or init_method",
             )
         use_cpu = current(from_code("PartialState", {"cpu": cpu or None})).value.cpu
@@ -96,12 +96,12 @@ class PartialState:
 
     @property
     def backend(self) -> str | None:
-        """The backend of the process group; None without one."""
+        """The process group's backend; None without a process group."""
         return self._world.backend if self.use_distributed else None
 
     @property
     def debug(self) -> bool:
-        """Whether every collective checks shapes first. Setting it sets ``ECHELON_DEBUG`` for this process."""
+        """Whether every collective checks shapes first. Setting this sets ``ECHELON_DEBUG`` for this process."""
         return current().value.debug
 
     @debug.setter
@@ -110,7 +110,7 @@ class PartialState:
 
     @property
     def fork_launched(self) -> bool:
-        """Always False: forked ranks need no special handling."""
+        """Always False, because forked ranks need no special handling."""
         return False
 
     @property
@@ -124,7 +124,7 @@ class PartialState:
 
     @property
     def initialized(self) -> bool:
-        """Always True: a view needs no initialization."""
+        """Always True, because a view needs no initialization."""
         return True
 
     @property
@@ -133,11 +133,11 @@ class PartialState:
         return World.current().device
 
     def set_device(self) -> None:
-        """Make the device of this process the current one."""
+        """Make this process's device the current device."""
         use_device(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Destroy ``group``; None: the process group of the run."""
+        """Destroy ``group``, or the default process group if None."""
         if group is None:
             cleanup()
         else:
@@ -157,12 +157,12 @@ class PartialState:
 
 
 class AcceleratorState(PartialState):
-    """The facts of the most recently built Accelerator, under Accelerate's names.
+    """The rank, device and settings of the Accelerator built last, under Accelerate's names.
 
-    The arguments are those of the Accelerator and may only repeat its values.
+    Arguments have the same meaning as in ``Accelerator`` and must match its values.
 
     Raises:
-        UsageError: there is no Accelerator, or an argument differs from it.
+        UsageError: there is no Accelerator, or an argument differs from its value.
     """
 
     def __init__(
@@ -197,15 +197,15 @@ class AcceleratorState(PartialState):
                 )
         if mixed_precision is not None and mixed_precision != self._accelerator.mixed_precision:
             raise UsageError(
-                f"AcceleratorState(mixed_precision={mixed_precision!r}) contradicts the Accelerator, which uses "
+                f"AcceleratorState(mixed_precision={mixed_precision!r}) does not match the Accelerator, which uses "
                 f"{self._accelerator.mixed_precision!r}",
-                do="set it only once, in Accelerator(mixed_precision=)",
+                do="set it only in Accelerator(mixed_precision=...)",
             )
         self._world = self._accelerator.world
 
     @classmethod
     def of(cls, accelerator: Any) -> AcceleratorState:
-        """Return the view of ``accelerator``, even if another one was built later."""
+        """Return a view of ``accelerator``, even if another one was built later."""
         state = cls.__new__(cls)
         state._accelerator = accelerator
         state._world = accelerator.world
@@ -236,7 +236,7 @@ class AcceleratorState(PartialState):
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """Settings of DeepSpeed; None if it is not used."""
+        """DeepSpeed settings; None if it is not used."""
         plugin: DeepSpeedPlugin | None = self._accelerator.deepspeed_plugin
         return plugin
 
@@ -247,13 +247,13 @@ class AcceleratorState(PartialState):
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """Settings of model sharding; None without it."""
+        """Model sharding settings; None without sharding."""
         plugin: FullyShardedDataParallelPlugin | None = self._accelerator.fsdp_plugin
         return plugin
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """Number of ranks on each axis; None if it was not configured."""
+        """Number of ranks on each mesh axis; None if not configured."""
         layout: ParallelismConfig | None = self._accelerator.parallelism_config
         return layout
 
@@ -270,7 +270,7 @@ class AcceleratorState(PartialState):
         return capabilities.replaces_parameters
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """Return the only plugin, whatever ``name`` is. Raises UsageError if there is none."""
+        """Return the only plugin, regardless of ``name``. Raises UsageError if there is none."""
         if self.deepspeed_plugin is None:
             raise _no_deepspeed("get_deepspeed_plugin()")
         return self.deepspeed_plugin
@@ -296,5 +296,5 @@ def _no_deepspeed(function: str) -> UsageError:
 
 
 def is_initialized() -> bool:
-    """Return whether an Accelerator exists, so that ``AcceleratorState()`` works."""
+    """Return whether an Accelerator exists, which ``AcceleratorState()`` requires."""
     return has_accelerator()

@@ -1,4 +1,4 @@
-"""The trackers of an Accelerator: created, started, written to, and finished together."""
+"""Creates, starts, writes to and finishes all trackers of an Accelerator."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Tracking"]
 
 
 class Tracking:
-    """The trackers of ``log_with``, and a JSONL record in addition if the project has a folder.
+    """The trackers selected by ``log_with``, and a JSONL record if the project has a folder.
 
-    Every rank calls every method, and each tracker decides on which ranks it acts. Nothing here communicates.
+    Call every method on every rank; each tracker decides on which ranks it acts. No method communicates.
 
     Args:
         log_with: see ``filter_trackers``.
-        project: its ``logging_dir`` is read when the trackers start.
+        project: project configuration, whose ``logging_dir`` is read when the trackers start.
 
     Raises:
         UsageError: a tracker is unknown, or needs a folder but has none.
@@ -41,8 +41,8 @@ class Tracking:
 
         Args:
             project_name: name of the experiment.
-            config: settings to store with it.
-            init_kwargs: additional arguments for starting a tracker, by tracker name.
+            config: settings to store with the experiment.
+            init_kwargs: additional arguments for tracker initialization, by tracker name.
 
         Raises:
             UsageError: ``init_kwargs`` names a tracker that is not in use.
@@ -62,9 +62,9 @@ class Tracking:
                 tracker.store_init_configuration(dict(config))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker ``name``; with ``unwrap``, its library's object (None on a rank that does not write).
+        """Return the tracker ``name``, or with ``unwrap`` its library's object (None on ranks that do not write).
 
-        Before ``init_trackers`` it returns a tracker that does nothing.
+        Before ``init_trackers``, this returns a tracker that does nothing.
 
         Raises:
             UsageError: there is no tracker with this name.
@@ -81,12 +81,12 @@ class Tracking:
         )
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Pass ``values`` of ``step`` to every tracker; call it on every process.
+        """Log ``values`` at ``step`` with every tracker; call on every process.
 
         Args:
             values: numbers and strings by name.
             step: step of the run.
-            log_kwargs: additional arguments of a tracker's ``log``, by tracker name.
+            log_kwargs: additional arguments for each tracker's ``log``, by tracker name.
         """
         given = log_kwargs or {}
         for tracker in self._active():
@@ -119,7 +119,7 @@ class Tracking:
         unused = sorted(set(given) - used)
         if unused:
             warn(
-                f"{argument} holds options for {', '.join(unused)}, but log_with has "
+                f"{argument} contains options for {', '.join(unused)}, but log_with has "
                 f"{', '.join(sorted(used)) or 'no tracker'}, so they have no effect"
             )
 

@@ -1,4 +1,4 @@
-"""Accelerate's members that this version does not support or that have no effect: methods of the Accelerator."""
+"""Accelerator methods that this version does not support or that have no effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def refuse_unsupported(**arguments: Any) -> None:
-    """Raise for the first argument that is set; none of them is supported yet."""
+    """Raise if any of these arguments is set, because none is supported yet."""
     for name, value in arguments.items():
         if value is not None:
             raise ConfigError(
@@ -45,5 +45,5 @@ def lomo_backward(self: object, loss: torch.Tensor, learning_rate: float) -> Non
     """Raise, because LOMO, which updates the parameters inside the backward pass, is not supported."""
     raise UsageError(
         "lomo_backward() is not supported: LOMO updates the parameters inside the backward pass, separately on each rank",
-        do="use an optimizer with step(), and backward(loss)",
+        do="use an optimizer with a step() method, and call accelerator.backward(loss)",
     )

@@ -1,4 +1,4 @@
-"""Builders of properties and methods that forward to a part of the Accelerator or a state."""
+"""Builds properties and methods that forward to a part of the Accelerator or a state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def view(path: str, doc: str, *, is_settable: bool = False) -> Any:
 
 
 def given_handler(kind: type[KwargsHandler]) -> Any:
-    """Return a read-only property: the handler of this kind in ``kwargs_handlers``. The engine was built with it."""
+    """Return a read-only property for the handler of this type in ``kwargs_handlers``, which the engine was built with."""
     return property(
         lambda instance: instance.session.handler(kind),
         doc=f"The ``{kind.__name__}`` in ``kwargs_handlers``; None if there is none.",
@@ -36,19 +36,19 @@ def given_handler(kind: type[KwargsHandler]) -> Any:
 
 
 def axis_rank(name: str, axis: str | None) -> Any:
-    """Return a property: the rank on an axis of ``parallelism_config``; ``axis`` None: the axis is not supported."""
+    """Return a property for the rank on ``axis`` of ``parallelism_config``; None if that axis is not supported."""
 
     def rank(instance: Any) -> int:
         layout = instance.session.layout
         if layout is None or axis is None:
             raise UsageError(
                 f"{name} is not available, because no parallelism_config was given",
-                do="use process_index, because every process has its own part of the data",
+                do="use process_index, because each process has a separate part of the data",
             )
         mesh = layout.device_mesh
         return mesh.get_local_rank(axis) if mesh is not None and axis in layout.active_mesh_dims else 0
 
-    where = f"The rank on the axis ``{axis}`` of ``parallelism_config``." if axis else "Not supported."
+    where = f"The rank on the ``{axis}`` axis of ``parallelism_config``." if axis else "Not supported."
     return property(rank, doc=f"{where} Raises UsageError if there is no such axis.")
 
 
@@ -57,9 +57,10 @@ _R = TypeVar("_R")
 
 
 def delegate(function: Callable[Concatenate[Any, _P], _R], owner: str) -> Callable[Concatenate[Any, _P], _R]:
-    """Return a method that calls ``function`` with the part ``owner`` of its instance; it has the same signature and docstring.
+    """Return a method that calls ``function`` with its instance's part ``owner``, with the same signature and
+    docstring.
 
-    A method of a class is looked up on the part, so that subclasses can override it.
+    If ``function`` is a method, it is looked up on the part, so that subclasses can override it.
     """
     find, name = attrgetter(owner), function.__name__
     is_method = "." in function.__qualname__

@@ -1,4 +1,4 @@
-"""The state of prepared objects in Accelerate's layout; ``checkpoint/formats/accelerate.py`` defines its files."""
+"""Saves and loads prepared objects in Accelerate's layout; ``checkpoint/formats/accelerate.py`` defines the files."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def collect_state(
     progress: dict[str, Any] | None = None,
     num_processes: int,
 ) -> TrainingState:
-    """Return the state of these objects and the current random states of this process.
+    """Return the state of these objects and this process's current RNG states.
 
-    Collective: every rank, with the same objects in the same order.
+    Collective: call on every rank, with the same objects in the same order.
     """
     loaders = [loader for loader in dataloaders if isinstance(loader, PreparedLoader)]
     positions = [gather_object(loader.state_dict()) if loader.is_stateful else [] for loader in loaders]
@@ -97,9 +97,9 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write the files of this rank into an existing folder; ``Accelerator.save_state`` also handles failures.
+    """Write this rank's files into an existing folder; ``Accelerator.save_state`` also handles failures.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     state = collect_state(
         weights=model_states,
@@ -134,7 +134,8 @@ def load_accelerator_state(
     data: DataPolicy | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
-    """Load the files of this rank, written by Accelerate or echelon, without running code. Returns ``step`` and ``progress``.
+    """Load this rank's files, written by Accelerate or echelon, without running code from them. Returns ``step`` and
+    ``progress``.
 
     Args:
         input_dir: checkpoint folder.
@@ -144,13 +145,14 @@ def load_accelerator_state(
         dataloaders: prepared or not.
         process_index: rank of this process.
         scaler: loss scaler, if any.
-        map_location: device to which tensors are read before they are copied: ``cpu`` (default) or ``on_device``.
-        load_kwargs: options of ``torch.load``, for everything but the models.
-        data: how changed data is treated; None: a change in the middle of an epoch is an error.
+        map_location: where tensors are loaded before they are copied: ``cpu`` (default) or ``on_device``.
+        load_kwargs: ``torch.load`` options for everything except the models.
+        data: how to handle changed data. None: a change in the middle of an epoch raises an error.
         load_model_func_kwargs: ``strict`` and other options of ``load_state_dict``, for the models.
 
     Raises:
-        CheckpointError: a file is missing (raised before anything is loaded), damaged, holds code, or does not match.
+        CheckpointError: a file is missing (raised before anything is loaded), is damaged, contains code, or does not
+            match.
     """
     folder = Path(input_dir)
     if map_location not in (None, "cpu", "on_device"):
@@ -193,7 +195,7 @@ def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, sa
     """Write the state of ``obj`` to ``custom_checkpoint_{index}.pkl`` in the folder ``path``, on rank zero.
 
     Raises:
-        CheckpointError: its state holds objects that loading would refuse.
+        CheckpointError: its state contains objects that loading would refuse.
     """
     if _is_writer(save_on_each_node):
         write_plain(obj.state_dict(), custom_path(Path(path), index))
@@ -203,7 +205,7 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
     """Load the state of ``obj`` from ``custom_checkpoint_{index}.pkl`` in the folder ``path`` without running code.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds code.
+        CheckpointError: the file is missing, is damaged, or contains code.
     """
     file = custom_path(Path(path), index)
     _require_files(Path(path), [file])
@@ -211,10 +213,10 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
 
 
 def require_custom_states(folder: Path, num_objects: int) -> None:
-    """Raise unless ``folder`` holds the states of exactly ``num_objects`` registered objects.
+    """Raise unless ``folder`` contains the states of exactly ``num_objects`` registered objects.
 
     Raises:
-        CheckpointError: it holds more or fewer.
+        CheckpointError: it contains more or fewer.
     """
     found = [path.name for path in custom_paths(folder)]
     if len(found) != num_objects:
@@ -226,7 +228,7 @@ def require_custom_states(folder: Path, num_objects: int) -> None:
 
 
 def require_plain(obj: Any) -> None:
-    """Raise if the state of ``obj`` could be written, but loading would refuse it.
+    """Raise if the state of ``obj`` could be saved, but loading would refuse it.
 
     Raises:
         UsageError: the state is not plain data; the message names the types.
@@ -244,7 +246,7 @@ def require_plain(obj: Any) -> None:
 
 
 def _without_data(value: Any) -> Any:
-    """Return ``value`` with empty tensors in place of its tensors, so that checking a state does not copy it."""
+    """Replace the tensors in ``value`` with empty ones, so that checking a state does not copy it."""
     if isinstance(value, torch.Tensor):
         return torch.empty(0, dtype=value.dtype) if type(value) in (torch.Tensor, nn.Parameter) else value
     if type(value) in (list, tuple):
@@ -267,7 +269,10 @@ def _require(folder: Path, missing: Sequence[str]) -> None:
     if missing:
         raise CheckpointError(
             f"{folder} has no {', '.join(missing)}",
-            do="load a complete checkpoint, saved with the same number of models, optimizers and schedulers as prepared here",
+            do=(
+                "load a complete checkpoint that was saved with the same number of models, optimizers and schedulers "
+                "as prepared here"
+            ),
         )
 
 
@@ -305,7 +310,7 @@ def _load_loaders(
     orders: Sequence[Mapping[str, Any]],
     changed: Collection[int],
 ) -> None:
-    """Restore the orders and the saved positions."""
+    """Restore the loaders' sample orders and saved positions."""
     known = {"positions": [], **(ours or {})}
     for i, loader in enumerate(loader for loader in dataloaders if isinstance(loader, PreparedLoader)):
         position = state_path(folder, POSITION_NAME, i)
@@ -324,7 +329,7 @@ def _read_position(path: Path, rank: int, loader: PreparedLoader, load_kwargs: d
         num_saved is not None and not rank < num_saved <= num_processes
     ):  # with fewer processes samples would be repeated
         raise CheckpointError(
-            f"{path} stores the data positions of {num_saved} processes, but this is rank {rank} of {num_processes}",
+            f"{path} stores data positions for {num_saved} processes, but this is rank {rank} of {num_processes}",
             do="resume with the same number of processes, or without use_stateful_dataloader",
         )
     return position_on_rank(file, rank, iteration=loader.iteration)
@@ -334,7 +339,7 @@ def _read_position(path: Path, rank: int, loader: PreparedLoader, load_kwargs: d
 
 
 def _read_random_states(folder: Path, rank: int) -> dict[str, Any]:
-    """Return the file of ``rank``; for a rank that the saved run did not have, only the shared entries.
+    """Return the contents of rank ``rank``'s file; if the saved run had no such rank, only the shared entries.
 
     Raises:
         CheckpointError: the file is missing although the saved run had this rank.
@@ -348,6 +353,6 @@ def _read_random_states(folder: Path, rank: int) -> dict[str, Any]:
         _require_files(folder, [path])
     if World.current().world_size > num_processes:
         warn(
-            f"{folder} has random states of {num_processes} processes; the other ranks keep their current random states"
+            f"{folder} contains RNG states for {num_processes} processes; the other ranks keep their current RNG states"
         )
     return states if path.exists() else {key: states[key] for key in ("step", OURS) if key in states}

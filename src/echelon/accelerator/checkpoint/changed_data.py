@@ -1,4 +1,4 @@
-"""Compares the data of a resumed run with the data of the checkpoint, and decides where the run continues if they differ."""
+"""Compares a resumed run's data with the checkpoint's data, and decides where the run continues if they differ."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPolicy:
-    """How a resumed run treats changes of its data."""
+    """How a resumed run handles changes in its data."""
 
     allows_changes: bool = False
     """Accept changes in the middle of an epoch."""
     is_at_boundary: bool = False
-    """The run resumes at an epoch boundary, whatever the loaders recorded."""
+    """The run resumes at an epoch boundary, regardless of what the loaders recorded."""
     finds_batches: bool = False
-    """Accept another batch size, because positions are counted in samples."""
+    """Accept a different batch size, because positions are counted in samples."""
 
 
 def reconcile_data(
@@ -52,17 +52,18 @@ def reconcile_data(
     num_ranks: int,
     policy: DataPolicy,
 ) -> tuple[list[Mapping[str, Any]], frozenset[int]]:
-    """Return the ``order_state`` of each loader for the current data, and the indices of loaders that changed in mid-pass.
+    """Return the ``order_state`` of each loader for the current data, and the indices of loaders whose data changed
+    mid-pass.
 
     Warns about a change between two epochs.
 
     Args:
         loaders: current loaders.
-        states: saved states; older checkpoints hold no data facts and are not compared.
+        states: saved states; those from older checkpoints contain no data facts and are not compared.
         source: the checkpoint, for messages.
         num_saved: number of processes in the saved run.
         num_ranks: number of processes in this run.
-        policy: how changes are treated.
+        policy: how to handle changes.
 
     Raises:
         CheckpointError: the data changed in the middle of an epoch and ``policy`` does not allow it.
@@ -102,7 +103,7 @@ def changed_data_error(source: object, changes: Sequence[str], positions: Sequen
     return CheckpointError(
         f"{source} was saved in the middle of an epoch, and its data has changed since: {'; '.join(changes)}. Samples would be "
         "repeated or skipped",
-        do="resume with the data, batch size and order it was saved with, or from a checkpoint saved at the end of an epoch; or "
+        do="resume with the same data, batch size and order, or from a checkpoint saved at the end of an epoch; or "
         f"pass allow_changed_data=True (echelon launch --allow_changed_data): then {'; '.join(positions)}",
     )
 
@@ -121,7 +122,7 @@ def read_optional_json(path: Path) -> Mapping[str, Any]:
 
 
 def read_facts(path: Path) -> DataFacts | None:
-    """Return the facts that ``stored_facts`` produced from a JSON file; None if it does not exist."""
+    """Read the result of ``stored_facts`` from a JSON file; None if the file does not exist."""
     return DataFacts.from_json(read_json(path)) if path.is_file() else None
 
 

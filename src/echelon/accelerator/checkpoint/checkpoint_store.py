@@ -1,4 +1,4 @@
-"""The checkpoint folders of a run: locking, numbering, atomic writing and deletion."""
+"""A run's checkpoint folders: locking, numbering, atomic writing and deletion."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREFIX = "checkpoint_"
 
 
 class CheckpointStore:
-    """The folders to which a run writes checkpoints, in the layouts of this library and others."""
+    """The folders to which a run writes checkpoints, in echelon's own or another library's layout."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -77,11 +77,11 @@ class CheckpointStore:
 
     @contextmanager
     def alone_in(self, folder: Path, *, prefix: str) -> Iterator[None]:
-        """Prevent other runs from writing checkpoints ``prefix`` + number to ``folder`` inside the block.
+        """Lock ``folder``: inside the block, no other run can write checkpoints named ``prefix`` + number to it.
 
-        Remains of interrupted saves in it are removed. A nested block for the same folder does not lock again.
+        Leftovers of interrupted saves are removed from it. A nested block for the same folder does not lock again.
 
-        Collective: every rank, on entering.
+        Collective: enter on every rank.
 
         Raises:
             CheckpointError: another run holds the lock; the message names it.
@@ -116,14 +116,14 @@ class CheckpointStore:
             self._lock = None
 
     def lock_numbered(self, target: Path, *, is_first: bool, is_foreign: bool) -> None:
-        """Lock the folder of numbered checkpoints and remove the remains of interrupted saves.
+        """Lock the folder of numbered checkpoints and remove leftovers of interrupted saves.
 
         Args:
             target: the next checkpoint.
             is_first: whether this process creates the folder.
             is_foreign: whether the checkpoint uses Accelerate's layout.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
 
         def lock() -> None:
@@ -157,7 +157,7 @@ class CheckpointStore:
         return next(iter(self._best(self.folder(), 1)), None)
 
     def _best(self, folder: Path, number: int | None = None) -> list[Path]:
-        """Return the checkpoints in ``folder`` with the best metrics, best first; ties are won by the newer one."""
+        """Return the checkpoints in ``folder`` with the best metrics, best first; the newer one wins a tie."""
         number = self._project.keep_best if number is None else number
         if not number:
             return []
@@ -179,8 +179,8 @@ class CheckpointStore:
         if place_of(LocalStorage(), target).exists():
             raise UsageError(
                 f"the checkpoint {target} already exists",
-                do="set accelerator.project_configuration.iteration to the next free number (after load_state: one more than "
-                "the number of the loaded checkpoint), or use another project_dir",
+                do="set accelerator.project_configuration.iteration to the next free number (after load_state: the "
+                "loaded checkpoint's number plus one), or use another project_dir",
             )
         return target
 
@@ -200,10 +200,10 @@ class CheckpointStore:
     def save_files(self, target: Path, write: Callable[[Path], None]) -> bool:
         """Write a checkpoint in echelon's own format from the files that ``write(folder)`` creates.
 
-        The files are synced, listed with their checksums, and committed atomically. Returns False if the disk failed, which
-        is reported (``max_failed_saves``).
+        The files are synced, listed with their checksums, and committed atomically. Returns False if the disk failed;
+        the failure is reported (see ``max_failed_saves``).
 
-        Collective: every rank; ``write`` must not communicate.
+        Collective: call on every rank; ``write`` must not communicate.
 
         Raises:
             TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
@@ -225,15 +225,17 @@ class CheckpointStore:
         return self.count_failures(save)
 
     def write_files(self, target: Path, write: Callable[[Path, bool], None], *, is_part: Callable[[str], bool]) -> bool:
-        """Write a checkpoint of another layout from the files that ``write(folder, is_owner)`` creates, without a manifest.
+        """Write a checkpoint in another layout from the files that ``write(folder, is_owner)`` creates, without a
+        manifest.
 
         Args:
-            target: written atomically; an existing checkpoint is replaced, and files of other programs in it are kept.
+            target: folder, written atomically; an existing checkpoint in it is replaced, and other programs' files are
+                kept.
             write: called on every rank; ``is_owner`` is true on the one rank per folder that writes shared files. It must not
                 communicate.
             is_part: returns whether a file name in the old folder belongs to the replaced checkpoint.
 
-        Collective: every rank.
+        Collective: call on every rank.
 
         Raises:
             TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
@@ -245,7 +247,7 @@ class CheckpointStore:
         return self.count_failures(save)
 
     def count_failures(self, save: Callable[[], None]) -> bool:
-        """Call ``save``; report a failure and return False.
+        """Call ``save``; if it fails, report this and return False.
 
         Raises:
             TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
@@ -260,7 +262,7 @@ class CheckpointStore:
 
 
 def no_folder_error(function: str, *, do: str) -> UsageError:
-    """Return the error of a call that needs a folder because checkpoints are not named automatically."""
+    """Return the error for a call without a folder when checkpoints are not named automatically."""
     return UsageError(
         f"{function}() was called without a folder",
         do=f"{do}, or set ProjectConfiguration(automatic_checkpoint_naming=True)",
@@ -268,7 +270,7 @@ def no_folder_error(function: str, *, do: str) -> UsageError:
 
 
 def _metric_of(folder: Path) -> float | None:
-    """Return the metric of a checkpoint; None if it has none or cannot be read."""
+    """Return a checkpoint's metric; None if it has none or cannot be read."""
     try:
         metric = Checkpoint(folder).objects().get("accelerator", {}).get("metric")
     except (CheckpointError, OSError):

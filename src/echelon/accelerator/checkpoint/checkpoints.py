@@ -76,9 +76,9 @@ class Checkpoints:
         self.store = CheckpointStore(session)
         """The checkpoint folders of the run."""
         self.registry = CheckpointRegistry(session.project)
-        """Custom objects and hooks of the script."""
+        """The script's custom objects and hooks."""
         self.data_policy = DataPolicy()
-        """How changed data is treated unless a call allows it; the Trainer counts positions in its own way."""
+        """How to handle changed data unless a call allows it; the Trainer counts positions differently."""
         self._lines_of_main_process: dict[
             UserLine, bool
         ] = {}  # whether a call of save_state is on the main process only
@@ -91,7 +91,7 @@ class Checkpoints:
     def use_methods(
         self, *, unwrap_model: Callable[..., nn.Module], get_state_dict: Callable[[nn.Module], dict[str, Any] | None]
     ) -> None:
-        """Read models with bound methods of the Accelerator, which a subclass may override. They are held weakly."""
+        """Unwrap and read models with these Accelerator methods, which a subclass may override. They are held weakly."""
         self._unwrap_model, self._get_state_dict = WeakMethod(unwrap_model), WeakMethod(get_state_dict)
 
     def save_state(
@@ -104,24 +104,27 @@ class Checkpoints:
         metric: float | None = None,
         **save_model_func_kwargs: Any,
     ) -> Path:
-        """Save everything needed to resume: prepared and registered objects, random states, ``step``. Returns the folder.
+        """Save everything needed to resume: prepared and registered objects, RNG states, ``step``. Returns the folder.
 
-        An error on any rank is raised on all ranks and leaves an existing checkpoint unchanged. A full or failing disk is
-        reported and does not end the run until ``max_failed_saves`` consecutive failures (docs/checkpoints.md).
+        An error on any rank is raised on all ranks and leaves an existing checkpoint unchanged. A full or failing disk
+        is reported, but ends the run only after ``max_failed_saves`` consecutive failures (docs/checkpoints.md).
 
         Args:
-            output_dir: target folder. An older state in it is replaced completely; other files are kept. With
-                ``automatic_checkpoint_naming`` it is ``project_dir/checkpoints/checkpoint_<iteration>`` instead.
+            output_dir: target folder. A checkpoint in it is replaced completely; other files are kept. With
+                ``automatic_checkpoint_naming``, the folder is always
+                ``project_dir/checkpoints/checkpoint_<iteration>``.
             safe_serialization: store weights as safetensors; False: use ``torch.save``, in Accelerate's layout.
-            blocking: False: return once the state is copied and write it in a thread; the next save waits for it.
-            metric: quality of the state for ``ProjectConfiguration(keep_best=)``; rank zero's value is used.
-            save_model_func_kwargs: options of engines that write checkpoints themselves; no engine of this version does.
+            blocking: False: return once the state is copied, and write it in a background thread; the next save waits
+                for it.
+            metric: metric of this checkpoint for ``ProjectConfiguration(keep_best=...)``; rank zero's value is used.
+            save_model_func_kwargs: options for engines that write checkpoints themselves; currently no engine does.
 
-        Collective: every rank.
+        Collective: call on every rank.
 
         Raises:
-            UsageError: no folder was given, it exists already (numbered) or cannot be replaced, or an argument is unknown.
-            CheckpointError: a state holds something that could not be loaded without running code.
+            UsageError: no folder was given, the folder already exists (automatic naming) or cannot be replaced, or an
+                argument is unknown.
+            CheckpointError: a state contains something that cannot be loaded without running code.
             DesyncError: some ranks failed; the message names them.
         """
         session = self._session
@@ -134,8 +137,8 @@ class Checkpoints:
                 )
         if save_model_func_kwargs:
             raise UsageError(
-                f"save_state() was given {', '.join(save_model_func_kwargs)}, which the engine "
-                f"{session.capabilities.name} does not support",
+                f"save_state() got {', '.join(save_model_func_kwargs)}, which the {session.capabilities.name} engine "
+                "does not support",
                 do="remove the argument",
             )
         monitored_barrier(
@@ -152,8 +155,9 @@ class Checkpoints:
                 return self._save_own(target, blocking=blocking, metric=metric)
             if not blocking or metric is not None:
                 raise UsageError(
-                    f"save_state({'metric=' if blocking else 'blocking=False'}) needs echelon's own checkpoint format",
-                    do="remove checkpoint_format='accelerate' and safe_serialization=False, or that argument",
+                    f"save_state({'metric=' if blocking else 'blocking=False'}) requires echelon's own checkpoint "
+                    "format",
+                    do="remove checkpoint_format='accelerate' and safe_serialization=False, or remove that argument",
                 )
             return self._save_as_accelerate(target, safe_serialization=safe_serialization)
 
@@ -166,8 +170,9 @@ class Checkpoints:
             self._lines_of_main_process[line] = is_on_main_process_only(line)
             if self._lines_of_main_process[line]:
                 warn(
-                    "save_state() runs on the main process only, so the checkpoint has no random states of the other ranks, and "
-                    "a resumed run is not bit-identical. Call save_state() on every rank, outside `if accelerator.is_main_process:`"
+                    "save_state() runs on the main process only, so the checkpoint lacks the other ranks' RNG states, "
+                    "and a resumed run is not bit-identical. Call save_state() on every rank, outside `if "
+                    "accelerator.is_main_process:`"
                 )
         return self._lines_of_main_process[line]
 
@@ -225,27 +230,28 @@ class Checkpoints:
     ) -> None:
         """Load a checkpoint that ``save_state`` or Accelerate wrote. Code in the files is never executed.
 
-        In echelon's own format every file is verified before anything is loaded, and the checkpoint may come from another
-        engine and another number of processes (docs/checkpoints.md).
+        In echelon's own format every file is verified before anything is loaded, and the checkpoint may come from a
+        different engine and number of processes (docs/checkpoints.md).
 
         Args:
-            input_dir: the folder; None: the newest complete one among the automatically named ones. Skipped ones are logged.
-            load_kwargs: options of ``torch.load`` for everything but the models, in Accelerate's layout.
+            input_dir: checkpoint folder. None: the newest complete automatically named checkpoint; skipped ones are
+                logged.
+            load_kwargs: ``torch.load`` options for everything except the models, in Accelerate's layout.
             allow_missing: entries that may be missing from the checkpoint or from this run: ``"scheduler"``, ``"loader[0]"``,
                 ``"model[0].head"`` (weights with this prefix), ... Only for echelon's own format.
-            allow_changed_data: continue from a checkpoint in the middle of an epoch although the number of samples, the batch
-                size, the order or the contents of the data changed; a warning names the position. None: use the
-                configuration (``echelon launch --allow_changed_data``). By default such a change is an error in the middle
-                of an epoch, and a warning between two epochs.
+            allow_changed_data: continue from a checkpoint in the middle of an epoch even if the number of samples, the
+                batch size, or the data's order or contents changed; a warning names the position. None: use the
+                configuration (``echelon launch --allow_changed_data``). By default a change raises an error in the
+                middle of an epoch and a warning between two epochs.
             load_model_func_kwargs: ``map_location`` (``cpu`` or ``on_device``), and ``strict`` and other options of
                 ``load_state_dict``, for the models.
 
-        Collective: every rank.
+        Collective: call on every rank.
 
         Raises:
             UsageError: the folder does not exist.
-            CheckpointError: a file is missing, damaged, holds code, or belongs to another model; or the checkpoint is in the
-                middle of an epoch over different data.
+            CheckpointError: a file is missing, is damaged, contains code, or belongs to another model; or the
+                checkpoint was saved in the middle of an epoch over different data.
             DesyncError: some ranks failed; the message names them.
         """
         monitored_barrier("load_state()")
@@ -315,20 +321,20 @@ class Checkpoints:
         repeated (docs/checkpoints.md).
 
         Args:
-            path: a folder that was passed to ``save_state``; None: the newest complete one among the automatically named
-                ones. Skipped ones are logged.
+            path: a folder that was passed to ``save_state``. None: the newest complete automatically named checkpoint;
+                skipped ones are logged.
             strict: require the model and the checkpoint to have the same weights.
             allow_missing: see ``load_state``.
             allow_changed_data: see ``load_state``.
             must_exist: raise an error if there is no checkpoint; otherwise the run logs this and starts from scratch.
 
-        Collective: every rank.
+        Collective: call on every rank.
 
         Raises:
-            UsageError: no path was given and checkpoints are not named automatically; nothing was saved (``must_exist``); or
-                the path is a file or a broken symbolic link.
-            CheckpointError: no checkpoint is complete; it belongs to another model; or (``parity="off"``) it is in the middle
-                of an epoch on another number of processes.
+            UsageError: no path was given and checkpoints are not named automatically; no checkpoint exists (with
+                ``must_exist``); or the path is a file or a broken symbolic link.
+            CheckpointError: no checkpoint is complete; the checkpoint belongs to another model; or (with
+                ``parity="off"``) it was saved in the middle of an epoch on a different number of processes.
             DesyncError: some ranks failed; the message names them.
         """
         monitored_barrier("resume()")
@@ -362,7 +368,7 @@ class Checkpoints:
         if not agree(is_there):
             if must_exist:
                 raise UsageError(
-                    f"there is no checkpoint in {place}",
+                    f"no checkpoint found in {place}",
                     where="resume(must_exist=True)",
                     do="check the path, or remove must_exist to start from scratch",
                 )
@@ -422,11 +428,11 @@ class Checkpoints:
         return target
 
     def _run_save_hooks(self, models: list[nn.Module], save: Save, collect: Callable[[], Content]) -> None:
-        """Run the save hooks; a model whose weights they remove from the list is not written.
+        """Run the save hooks; models whose weights a hook removes from the list are not written.
 
-        They may draw random numbers and change registered objects, so the content is collected again after them.
+        Hooks may draw random numbers and change registered objects, so the content is collected again afterwards.
 
-        Collective: if parameters are sharded.
+        Collective: call on every rank if parameters are sharded.
         """
         weights = [self._get_state_dict()(model) or {} for model in self._session.objects.models]
         given = list(weights)
@@ -448,7 +454,7 @@ class Checkpoints:
     def _source(self, input_dir: Any) -> tuple[Path, Checkpoint | None]:
         """Return the folder to load and, for echelon's own format, the verified checkpoint.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         storage, world = LocalStorage(), self._session.world
         if input_dir is not None:
@@ -465,7 +471,7 @@ class Checkpoints:
         return place_of(storage, folder), None
 
     def _newest(self) -> Path:
-        """Return the newest complete numbered checkpoint; warn about newer ones that are not. Collective."""
+        """Return the newest complete numbered checkpoint; warn about newer incomplete ones. Collective."""
         session, objects = self._session, self._session.objects
 
         def lacks(path: Path) -> str | None:
@@ -493,7 +499,7 @@ class Checkpoints:
                 do="pass the input_dir of another checkpoint; to start from scratch, set another project_dir",
             )
         if skipped:
-            warn(f"{found} is loaded; newer checkpoints are incomplete and were skipped:\n{skipped}")
+            warn(f"loading {found}; newer checkpoints are incomplete and were skipped:\n{skipped}")
         return found
 
     def _load_own(
@@ -507,7 +513,7 @@ class Checkpoints:
     ) -> None:
         if others:
             raise UsageError(
-                f"load_state() was given {', '.join(others)}, which echelon's own checkpoint format does not support",
+                f"load_state() got {', '.join(others)}, which echelon's own checkpoint format does not support",
                 do="remove the argument",
             )
         models = self._bare_models()
@@ -535,15 +541,15 @@ class Checkpoints:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the weights of ``model`` into a folder, under plain parameter names, for other programs.
+        """Write the weights of ``model`` to a folder under plain parameter names, for use by other programs.
 
         Args:
             model: prepared or not.
             save_directory: created if missing; other files in it are kept.
-            max_shard_size: largest size of a file, such as ``"5GB"``; several files get an index.
+            max_shard_size: maximum file size, such as ``"5GB"``; if there are several files, an index is written.
             safe_serialization: store safetensors; False: use ``torch.save``.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         monitored_barrier("save_model()", advice="Rank zero writes.")
         self._session.guard.compare_models("at save_model()")
@@ -563,7 +569,7 @@ class Checkpoints:
             on_meta = [name for name, tensor in state.items() if getattr(tensor, "is_meta", False)]
             if on_meta:
                 raise UsageError(
-                    f"the model has no values on this process: {', '.join(on_meta[:3])} are on the meta device",
+                    f"the model has no values on this process, because {', '.join(on_meta[:3])} are on the meta device",
                     do="load the weights before saving",
                 )
             world, each = self._session.world, self._project.save_on_each_node
@@ -572,7 +578,7 @@ class Checkpoints:
                 write_shards(state, folder, max_shard_bytes=max_bytes, safe_serialization=safe_serialization)
 
     def pass_was_over(self, folder: Path, loader: Any) -> bool:
-        """Return whether ``loader`` had yielded its last batch when ``folder``, in echelon's own format, was saved."""
+        """Return whether ``loader`` had yielded its last batch when ``folder`` was saved in echelon's own format."""
         states = Checkpoint(folder).objects()["orders"]
         found = [i for i, one in enumerate(self._session.objects.loaders) if one is loader]
         record = states[found[0]].get("pass") if found and found[0] < len(states) else None
@@ -580,7 +586,7 @@ class Checkpoints:
 
     @contextmanager
     def use_data_policy(self, policy: DataPolicy) -> Iterator[None]:
-        """Apply ``policy`` to checkpoints that are loaded in the block."""
+        """Apply ``policy`` to checkpoints that are loaded inside the block."""
         before, self.data_policy = self.data_policy, policy
         try:
             yield
@@ -590,10 +596,10 @@ class Checkpoints:
     def save_and_end(self, save_state: Callable[[Any], Path]) -> NoReturn:
         """Save a checkpoint for ``resume``, if a folder is known, and end the run.
 
-        Collective: every rank.
+        Collective: call on every rank.
 
         Raises:
-            Preempted: always, unless too many saves have failed.
+            Preempted: always raised, unless too many saves have failed.
         """
         project, step = self._project, self._session.progress.step
         folder = self._session.preemption.folder
@@ -622,7 +628,7 @@ class Checkpoints:
 
     @property
     def _world(self) -> World:
-        """The ranks that save together."""
+        """The world of the ranks that save together."""
         world = self._session.world
         return replace(world, world_size=1, local_world_size=1) if is_alone() else world
 
@@ -637,9 +643,9 @@ def _is_ours(name: str) -> bool:
 
 
 def _one_folder(given: Any, world: World, operation: str) -> Any:
-    """Return the folder given to the first rank of this machine, because given names may contain the time.
+    """Return the folder passed on this machine's first rank, because the names may contain the time and differ.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     named = gather_object([(world.node_rank, None if given is None else os.fspath(given))])
     first: dict[int, str | None] = {}
@@ -648,7 +654,7 @@ def _one_folder(given: Any, world: World, operation: str) -> Any:
     others = [rank for rank, (node_rank, folder) in enumerate(named) if folder != first[node_rank]]
     if others:
         warn(
-            f"{operation}() was given a different folder on ranks {', '.join(map(str, others))} than on the first rank of their "
-            f"machine. All ranks must share one checkpoint folder; these ranks use {first[named[others[0]][0]]}."
+            f"{operation}() got a different folder on ranks {', '.join(map(str, others))} than on the first rank of "
+            f"their machine. All ranks must share one checkpoint folder; these ranks use {first[named[others[0]][0]]}."
         )
     return first[world.node_rank]

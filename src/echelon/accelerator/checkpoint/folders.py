@@ -49,12 +49,12 @@ _CUT_OFF = "checkpoint-is-incomplete.txt"  # left by transformers if a save is k
 
 
 def checkpoints_in(folder: Path, *, prefix: str) -> list[Path]:
-    """Return the folders ``prefix`` + number in ``folder``, in ascending order, without the remains of killed saves."""
+    """Return the folders ``prefix`` + number in ``folder``, in ascending order, without leftovers of killed saves."""
     return numbered(folder, prefix=prefix)
 
 
 def folder_of(folder: Path) -> Path:
-    """Return the current path of a checkpoint, which a crash between two renames leaves under another name."""
+    """Return a checkpoint's current path; a crash between two renames leaves it under another name."""
     return place_of(LocalStorage(), folder)
 
 
@@ -71,7 +71,7 @@ def holds_training(folder: Path) -> bool:
 
 
 def holds_model(folder: Path) -> bool:
-    """Return whether a checkpoint in echelon's own format stores weights itself, not only in files of other formats."""
+    """Return whether a checkpoint in echelon's own format stores weights itself, not only in other formats' files."""
     prefix = model_prefix(0)
     return any(name.startswith(prefix) for name in Checkpoint(folder).names())
 
@@ -82,10 +82,10 @@ def registered_state(folder: Path, index: int) -> Any:
 
 
 def require_folder(path: Path, *, makes: bool) -> None:
-    """Raise if ``path`` is not a directory; if it does not exist and ``makes`` is set, create it.
+    """Raise if ``path`` exists and is not a directory; create it if it is missing and ``makes`` is set.
 
     Raises:
-        UsageError: it is a file or a broken symbolic link.
+        UsageError: ``path`` is a file or a broken symbolic link.
     """
     storage = LocalStorage()
     require_folder_or_nothing(storage, path)
@@ -94,10 +94,10 @@ def require_folder(path: Path, *, makes: bool) -> None:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Return whether ``folder`` holds anything; an empty folder has only been created.
+    """Return whether ``folder`` contains anything; an empty folder holds no checkpoint yet.
 
     Raises:
-        UsageError: it is a file or a broken symbolic link.
+        UsageError: ``folder`` is a file or a broken symbolic link.
     """
     storage = LocalStorage()
     require_folder_or_nothing(storage, folder)
@@ -108,15 +108,16 @@ def has_checkpoint(folder: Path) -> bool:
 def newest_whole(
     world: World, folder: Path, *, prefix: str, usable: Callable[[Path], str | None] = lambda _: None
 ) -> tuple[Path | None, Sequence[tuple[Path, str]]]:
-    """Return the newest checkpoint in ``folder``, of any layout, that is complete on every machine, and the skipped ones.
+    """Return the newest checkpoint (in any layout) in ``folder`` that is complete on every machine, and the skipped
+    ones.
 
     Args:
         world: this process.
-        folder: folder of the checkpoints.
-        prefix: name prefix, which a number follows.
-        usable: returns the reason why a complete checkpoint cannot be used, or None; equal on all ranks.
+        folder: folder that contains the checkpoints.
+        prefix: name prefix before the number.
+        usable: returns why a complete checkpoint cannot be used, or None; the same on all ranks.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
         UsageError: ``folder`` is a file or a broken symbolic link.
@@ -141,16 +142,16 @@ def newest_whole(
 def require_whole(world: World, folder: Path) -> None:
     """Raise unless the checkpoint ``folder`` is complete on every machine.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
         UsageError: the folder does not exist.
-        CheckpointError: it is damaged; the message names the problem.
+        CheckpointError: the checkpoint is damaged; the message names the problem.
     """
     storage = LocalStorage()
     require_folder_or_nothing(storage, folder)
     if not all(_gathered(place_of(storage, folder).is_dir())):
-        raise UsageError(f"there is no folder {folder}", do="pass the folder of a checkpoint")
+        raise UsageError(f"there is no folder {folder}", do="pass the path of a checkpoint folder")
     problem = _problem_on_any(world, folder)
     if problem is not None:
         raise CheckpointError(
@@ -171,10 +172,10 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def problems_in(folder: Path) -> list[str]:
-    """Return the problems of a checkpoint of any layout, naming the files; empty if it is complete.
+    """Return the problems in a checkpoint of any layout, with file names; empty if it is complete.
 
-    In echelon's own format every file is compared with its checksum. Other layouts have no checksums: missing and truncated
-    files are found, changed bytes are not.
+    In echelon's own format every file is compared with its checksum. Other layouts have no checksums: missing and
+    truncated files are detected, but changed bytes are not.
     """
     storage = LocalStorage()
     try:
@@ -214,7 +215,7 @@ def problems_in(folder: Path) -> list[str]:
 
 
 def _require_whole_archive(path: Path) -> None:
-    """Raise if a file written by torch.save is truncated: the directory of a zip file is at its end."""
+    """Raise if a file written by torch.save is truncated, so that it lacks the zip directory at its end."""
     with path.open("rb") as file:
         start = file.read(2)
     if not start:
@@ -231,11 +232,11 @@ def _require_whole_archive(path: Path) -> None:
 
 
 def same_on_all_ranks(text: str, *, within: timedelta) -> bool:
-    """Return whether every rank calls this with the same ``text`` in time; other ranks may hang or have ended.
+    """Return whether every rank calls this with the same ``text`` in time; other ranks may hang or have exited.
 
-    It uses only the store of the process group, so it does not disturb a collective in which another rank waits.
+    This uses only the process group's store, so it does not disturb a collective in which another rank waits.
 
-    Collective: every rank that can.
+    Collective: call on every rank that can.
     """
     payload = text.encode()
     try:
@@ -248,7 +249,7 @@ def same_on_all_ranks(text: str, *, within: timedelta) -> bool:
 
 
 def read_model_files(folder: Path) -> dict[str, Any]:
-    """Return the tensors of the model in a checkpoint, also under their further names (tied weights).
+    """Return a checkpoint's model tensors; tied weights appear under each of their names.
 
     They are read from transformers' files or from echelon's own format.
 
@@ -270,5 +271,5 @@ def read_model_files(folder: Path) -> dict[str, Any]:
 
 
 def remove_checkpoints(folder: Path, *, prefix: str, limit: int, keep: Collection[Path]) -> list[Path]:
-    """Delete the lowest-numbered checkpoints beyond ``limit``, never ``keep``; return the deleted ones. Call on one rank."""
+    """Delete and return the lowest-numbered checkpoints beyond ``limit``, except ``keep``. Call on one rank."""
     return remove_oldest(folder, prefix=prefix, limit=limit, keep=keep)

@@ -1,4 +1,4 @@
-"""State that an engine keeps in its own form: gathered in full for a checkpoint, and restored piece by piece."""
+"""Gathers engine-specific state in full for a checkpoint, and restores it piece by piece."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain
 __all__ = ["gathered_optimizer_state", "load_gathered_model", "load_gathered_optimizer"]
 
 _AT_ONCE_BYTES = 1 << 30
-"""Size of the weights that loading holds on the host at once, in addition to one module."""
+"""Maximum size of the weights that loading keeps in host memory at once, in addition to one module."""
 
 
 def gathered_optimizer_state(
@@ -31,7 +31,7 @@ def gathered_optimizer_state(
 
     If the state is sharded, both are empty except on rank zero.
 
-    Collective: if the state is sharded.
+    Collective: call on every rank if the state is sharded.
     """
     whole = engine.full_optimizer_state(optimizer.inner) or {"state": {}}
     by_name = {optimizer.parameters[number][0]: dict(entries) for number, entries in whole["state"].items()}
@@ -48,9 +48,9 @@ def load_gathered_model(
     strict: bool,
     allowed: Allowed,
 ) -> None:
-    """Load a model through ``load_state_dict``, which its engine supports, in parts of bounded size.
+    """Load a model whose engine supports ``load_state_dict``, in parts of bounded size.
 
-    Collective: if parameters are sharded.
+    Collective: call on every rank if parameters are sharded.
 
     Raises:
         CheckpointError: an entry is missing, unexpected, or has a different shape; raised before anything is loaded.
@@ -97,14 +97,14 @@ def load_gathered_optimizer(
 ) -> None:
     """Load an optimizer's state and its remaining entries, if the checkpoint has any.
 
-    Collective: if the state is sharded.
+    Collective: call on every rank if the state is sharded.
     """
     states = _SavedStates(checkpoint, [name for name, _ in optimizer.parameters], index)
     engine.load_full_optimizer_state(optimizer.inner, {**rest, "state": states, "param_groups": list(groups)})
 
 
 class _SavedStates(Mapping[int, Mapping[str, Any]]):
-    """States of an optimizer's parameters by number, each read from the checkpoint on access."""
+    """Per-parameter optimizer state by parameter number, read from the checkpoint on access."""
 
     def __init__(self, checkpoint: Checkpoint, names: Sequence[str], index: int) -> None:
         self._checkpoint, self._names, self._index = checkpoint, names, index

@@ -19,7 +19,7 @@ __all__ = ["CheckpointRegistry"]
 
 
 class CheckpointRegistry:
-    """Custom objects, save hooks and load hooks of one run."""
+    """A run's custom objects, save hooks and load hooks."""
 
     def __init__(self, project: ProjectConfiguration) -> None:
         self._project = project
@@ -29,7 +29,7 @@ class CheckpointRegistry:
         self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
     def chosen_format(self) -> str:
-        """Return the checkpoint format of the run, ``echelon`` or ``accelerate``."""
+        """Return the run's checkpoint format, ``echelon`` or ``accelerate``."""
         chosen = self._project.checkpoint_format or environ.get("ECHELON_CHECKPOINT_FORMAT") or "echelon"
         if chosen == "transformers" and self._project.checkpoint_format is None:
             chosen = "accelerate"  # the variable is for both levels of a program
@@ -40,15 +40,15 @@ class CheckpointRegistry:
         return chosen
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load the state of ``objects``, too.
+        """Include the state of ``objects`` in checkpoints.
 
         Raises:
-            UsageError: an object has no ``state_dict`` and ``load_state_dict``, or its state is not plain data.
+            UsageError: an object lacks ``state_dict`` or ``load_state_dict``, or its state is not plain data.
         """
         invalid = [f"{i} ({type(o).__name__})" for i, o in enumerate(objects) if not isinstance(o, SupportsStateDict)]
         if invalid:
             raise UsageError(
-                f"register_for_checkpointing: argument {', '.join(invalid)} has no state_dict and load_state_dict",
+                f"register_for_checkpointing: argument {', '.join(invalid)} lacks state_dict or load_state_dict",
                 do="define both methods, or store the state in an object that has them",
             )
         require = _require_savable if self.chosen_format() == "echelon" else require_plain
@@ -59,15 +59,17 @@ class CheckpointRegistry:
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank when ``save_state`` writes.
 
-        Entries that it removes from ``weights`` are not written; files that it writes into ``output_dir`` become part of the
-        checkpoint. The folder has a temporary name while it is written. ``handle.remove()`` of the result removes the hook.
+        Entries that it removes from ``weights`` are not written; files that it writes into ``output_dir`` become part
+        of the checkpoint. The folder has a temporary name while it is written. Call ``remove()`` on the returned handle
+        to remove the hook.
         """
         return _add_hook(self.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` reads.
 
-        Entries that it removes from ``models`` are not loaded. ``handle.remove()`` of the result removes the hook.
+        Entries that it removes from ``models`` are not loaded. Call ``remove()`` on the returned handle to remove the
+        hook.
         """
         return _add_hook(self.load_hooks, hook)
 

@@ -1,4 +1,4 @@
-"""The states of all random number generators that training code uses."""
+"""Saves and restores all random number generators that training code uses."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _MT19937 = ctypes.c_char * (625 * 4)  # 624 numbers and the position in them: nu
 
 
 def current_random_states() -> dict[str, Any]:
-    """Return the states of ``random``, numpy, torch and the accelerators, under Accelerate's keys."""
+    """Return the RNG states of ``random``, numpy, torch and the accelerators under Accelerate's keys."""
     return RandomStates().now()
 
 
 class RandomStates:
-    """Computes ``current_random_states`` at every step, and caches the slow part.
+    """Computes ``current_random_states`` at every step and caches its slow part.
 
-    numpy copies the 624 numbers of its generator one by one (50 us, longer than everything else). They are compared in place
-    and copied only if they have changed. The spare number of a Gaussian pair is stored elsewhere, so while there is one, they
-    are always copied. (One case is missed: a program that restores a state with a spare number after the number was used,
-    draws nothing else in between, and does so across the start of an update.)
+    numpy copies the 624 numbers of its generator one by one (50 us, longer than everything else). This class compares
+    them in place and copies them only if they have changed. The second value of a Gaussian pair is stored elsewhere, so
+    while there is one, the numbers are always copied. (One case is missed: across the start of an update, a program
+    restores a state with such a value after using that value, and draws nothing else in between.)
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def _device_states(kind: str) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Restore ``states``; an accelerator without a saved state keeps its own, with a warning."""
+    """Restore ``states``; an accelerator without a saved state keeps its current one, with a warning."""
     random.setstate(states["random_state"])
     np.random.set_state(states["numpy_random_seed"])
     torch.set_rng_state(states["torch_manual_seed"].cpu())
@@ -84,7 +84,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
     own = device.index or 0
     saved = states.get(_device_key(device.type), [])
     if own >= len(saved):
-        warn(f"the checkpoint has no random state for {device}, which keeps its current one")
+        warn(f"the checkpoint has no RNG state for {device}, which keeps its current one")
         return
     torch.get_device_module(device.type).set_rng_state(saved[own].cpu())  # of the current device: this rank's own
 

@@ -1,4 +1,4 @@
-"""Names of the entries of a training state in a checkpoint, and which of them may be missing."""
+"""Names the training state entries in a checkpoint, and decides which of them may be missing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Allowed:
         wrong = [name for name in names if not _PIECE.fullmatch(name)]
         if wrong:
             raise UsageError(
-                f"allow_missing={wrong[0]!r} is not the name of a checkpoint entry",
+                f"allow_missing={wrong[0]!r} is not a checkpoint entry name",
                 do="use names such as 'model[0].head', 'optimizer[1]', 'scheduler', 'loader[0]', 'custom[0]', 'scaler'",
             )
         self._names = tuple(names)
@@ -78,17 +78,17 @@ def frozen_names(models: Sequence[nn.Module]) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedOptimizer:
-    """An optimizer with named parameters; a parameter of no model is named by its position."""
+    """An optimizer with named parameters; a parameter that belongs to no model is named by its position."""
 
     inner: Any
     parameters: Sequence[tuple[str, torch.Tensor]]
-    """Parameters in the order of the groups, which defines the numbers in torch's state dicts."""
+    """Parameters in group order, which defines their numbers in torch's state dicts."""
     groups: Sequence[dict[str, Any]]
     """Parameter groups with names in place of parameters."""
 
     @staticmethod
     def of(optimizer: Any, names: Mapping[int, str], engine: Engine) -> NamedOptimizer:
-        """Name the parameters of ``optimizer``, prepared or not, with the result of ``names_of``."""
+        """Name the parameters of ``optimizer``, prepared or not, using the result of ``names_of``."""
         inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
         by_group = engine.parameter_groups(inner)
         flat = [parameter for group in by_group for parameter in group]
@@ -102,7 +102,7 @@ class NamedOptimizer:
     def matching(
         self, saved: Sequence[dict[str, Any]], frozen: Collection[str], index: int, checkpoint: Checkpoint
     ) -> list[dict[str, Any]]:
-        """Return the saved group for each group; both must hold the same parameters, in any order.
+        """Return the saved group for each group; both must contain the same parameters, in any order.
 
         Frozen parameters are ignored, because some engines leave them out of the groups.
 
@@ -135,7 +135,7 @@ def optional_names(
     strict: bool,
     allowed: Allowed,
 ) -> list[str]:
-    """Return which of a model's weights ``names`` the checkpoint may lack, with the names used in the checkpoint."""
+    """Return which of a model's weights ``names`` may be missing, under the names used in the checkpoint."""
     prefix, piece = model_prefix(index), f"model[{index}]."
     saved = {name.removeprefix(prefix) for name in checkpoint.names() if name.startswith(prefix)}
     # Other programs store tied weights under only one of their names.

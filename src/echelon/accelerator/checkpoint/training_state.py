@@ -1,4 +1,4 @@
-"""Training state in echelon's own checkpoint format, keyed by parameter names so that any layout can read any other."""
+"""Training state in echelon's own format, keyed by parameter name so that any engine and rank count can read it."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ def content_of(
     metric: float | None = None,
     world_size: int,
 ) -> Content:
-    """Return the checkpoint content of this rank.
+    """Return this rank's checkpoint content.
 
     Args:
         session: session whose objects are saved.
         models: the user's own models, in the order of preparation.
         custom_objects: objects registered for checkpointing.
-        random_states: random states of this process; None: the current ones.
-        metric: quality of the state.
+        random_states: RNG states of this process. None: the current ones.
+        metric: metric of this checkpoint, if any.
         world_size: number of ranks that save.
 
-    Collective: if the engine gathers its state.
+    Collective: call on every rank if the engine gathers its state.
     """
     engine, is_gathered = session.engine, not session.capabilities.exposes_state
     tensors: dict[str, Any] = {}
@@ -151,9 +151,9 @@ def load_content(
         custom_objects: objects registered for checkpointing.
         strict: require the model and the checkpoint to have the same weights.
         allowed: entries that may be missing.
-        data: how changed data is treated; None: a change in the middle of an epoch is an error.
+        data: how to handle changed data. None: a change in the middle of an epoch raises an error.
 
-    Collective: if the engine shards parameters.
+    Collective: call on every rank if the engine shards parameters.
 
     Raises:
         CheckpointError: an entry is missing, unexpected, or has a different shape.
@@ -187,8 +187,8 @@ def load_content(
         restore_random_states(own["random"])
     if session.world.world_size > checkpoint.manifest.world_size:
         warn(
-            f"{checkpoint.folder} has random states of {checkpoint.manifest.world_size} processes; the other ranks keep their "
-            "current random states"
+            f"{checkpoint.folder} contains RNG states for {checkpoint.manifest.world_size} processes; the other ranks "
+            "keep their current RNG states"
         )
     return {"step": objects["accelerator"]["step"], "progress": checkpoint.manifest.progress}
 
@@ -243,7 +243,7 @@ def _require_pieces(
     loaders: Sequence[PreparedLoader],
     allowed: Allowed,
 ) -> None:
-    """Raise unless the checkpoint has the entries of this run and no others (except loaders), or ``allowed`` covers them."""
+    """Raise if the checkpoint and this run have different entries (except loaders) that ``allowed`` does not cover."""
     facts = objects["accelerator"]
     has_scaler = objects["scaler"] is not None
     counts = [
@@ -271,7 +271,7 @@ def _require_pieces(
         pieces.append("scaler")
     if wrong:
         raise CheckpointError(
-            f"{checkpoint.folder} holds {'; '.join(wrong)}",
+            f"{checkpoint.folder} contains {'; '.join(wrong)}",
             do="prepare and register the same objects in the same order as in the saved run, or load without them: "
             f"allow_missing=({', '.join(map(repr, pieces))},)",
         )
@@ -320,7 +320,7 @@ def _address(value: torch.Tensor) -> tuple[int, int]:
 
 
 def _own_state(optimizer: NamedOptimizer) -> dict[str, Mapping[str, Any]]:
-    """Return the state that this rank holds, keyed by parameter name."""
+    """Return this rank's part of the state, keyed by parameter name."""
     state = optimizer.inner.state
     return {name: state[parameter] for name, parameter in optimizer.parameters if parameter in state}
 
@@ -360,7 +360,7 @@ def _numbered(optimizer: NamedOptimizer, groups: Sequence[Mapping[str, Any]]) ->
 
 
 def _read_like(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor sharded as ``parameter`` is, or in full if its shape differs."""
+    """Return a tensor sharded like ``parameter``, or in full if its shape differs."""
     if checkpoint.layout(name).shape != tuple(parameter.shape) or not is_dtensor(parameter):
         return checkpoint.read(name)
     _, box, _ = box_of(parameter)
@@ -389,7 +389,7 @@ def _load_loaders(
             continue
         if num_saved != session.world.world_size:  # samples would be repeated or skipped
             raise CheckpointError(
-                f"{checkpoint.folder} stores the data positions of {num_saved} processes, but this is rank "
+                f"{checkpoint.folder} stores data positions for {num_saved} processes, but this is rank "
                 f"{session.world.rank} of {session.world.world_size}",
                 do="resume with the same number of processes, or without use_stateful_dataloader",
             )

@@ -1,1 +1,1 @@
-"""Models: unwrapping, sizes, and weights in files."""
+"""Unwraps models, computes their sizes, and reads and writes their weight files."""

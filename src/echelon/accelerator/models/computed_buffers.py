@@ -15,12 +15,12 @@ __all__ = ["compute_buffers"]
 
 
 def compute_buffers(model: nn.Module, names: list[str]) -> None:
-    """Compute the allocated buffers ``names`` with the initializers of their modules.
+    """Compute the allocated buffers ``names`` with their modules' initializers.
 
     The initializer runs twice, on memory filled with zeros and with ones; equal results prove that it sets the buffer.
 
     Raises:
-        CheckpointError: no initializer computes some of them.
+        CheckpointError: no initializer computes some of the buffers.
     """
     left = []
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
@@ -60,7 +60,7 @@ def _initialized(model: nn.Module, path: str, names: list[str], fill: int) -> di
 
 
 def _without_values(module: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` and its submodules on the meta device; everything but tensors is shared."""
+    """Return a copy of ``module`` and its submodules on the meta device; everything except tensors is shared."""
     # copy.copy does not work, because torch gives the classes of sharded modules a constructor that returns a new object.
     copied: nn.Module = object.__new__(type(module))
     copied.__dict__.update(module.__dict__)

@@ -1,4 +1,4 @@
-"""Reads weight files into the places of a device map: devices, the CPU, or a folder of offloaded weights."""
+"""Loads weight files according to a device map: to devices, the CPU, or a folder of offloaded weights."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def load_by_device_map(
     keep_in_fp32: Sequence[str],
     strict: bool,
 ) -> None:
-    """Read ``checkpoint`` into ``model``, one tensor at a time; weights for the disk are written to ``folder``.
+    """Load ``checkpoint`` into ``model`` one tensor at a time; weights mapped to the disk are written to ``folder``.
 
     Raises:
-        UsageError: the map has no device for a tensor, or parts are for the disk without a folder.
+        UsageError: the map has no device for a tensor, or maps parts to the disk without a folder.
         CheckpointError: the weights are missing, damaged, or belong to another model.
     """
     tied = find_tied_parameters(model)
     check_tied_parameters_on_same_device(tied, device_map)
     if folder is None and "disk" in device_map.values():
         raise UsageError(
-            "the device map puts parts of the model on disk, but there is no folder", do="pass offload_folder="
+            "the device map puts parts of the model on disk, but no folder was given", do="pass offload_folder="
         )
     stored = stored_in(checkpoint)
     own = dict(own_tensors(model))
@@ -66,7 +66,7 @@ def load_by_device_map(
     to_disk: dict[str, UnreadTensor] = {}
     aliases: dict[str, str] = {}
     placed: dict[tuple[int, str], tuple[str, FileTensor]] = {}
-    """For each tensor of the model and place: its name, and where its values are stored."""
+    """For each model tensor and its target: its name, and where its values are stored."""
     for name, weight in [*found, *_tied_to(found, own)]:
         place = device_of(name, device_map)
         if place == "disk" and name in buffers and not offload_buffers:
@@ -97,7 +97,7 @@ def load_by_device_map(
 
 
 def _tied_to(found: Sequence[tuple[str, FileTensor]], own: Mapping[str, torch.Tensor]) -> list[tuple[str, FileTensor]]:
-    """Return the names of the tied tensors that are stored under another name, with their values."""
+    """Return the names of tied tensors that are stored under another name, with their values."""
     stored_as = {id(own[name]): weight for name, weight in found}
     names = {name for name, _ in found}
     return [(name, stored_as[id(one)]) for name, one in own.items() if name not in names and id(one) in stored_as]
@@ -121,6 +121,6 @@ def _unread(weight: FileTensor, dtype: torch.dtype) -> UnreadTensor:
 def _check_equal(checkpoint: Path, name: str, weight: FileTensor, first: str, source: FileTensor) -> None:
     if weight is not source and not torch.equal(weight.read(()), source.read(())):
         raise CheckpointError(
-            f"{checkpoint} holds different values for {name} and {first}, but the model ties them",
+            f"{checkpoint} contains different values for {name} and {first}, but the model ties them",
             do="load it into a model that does not tie them (tie_word_embeddings=False)",
         )

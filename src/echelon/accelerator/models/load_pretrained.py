@@ -47,31 +47,34 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Read a checkpoint into ``model`` and prepare it to run where the device map puts it; return the model.
+    """Load a checkpoint into ``model`` and prepare it to run on the devices in the map; return the model.
 
     Args:
         model: the model, usually on the meta device (``init_empty_weights``).
         checkpoint: see ``load_checkpoint_in_model``.
-        device_map: device by name of module (``"cpu"`` and ``"disk"`` are offloaded if there is an accelerator), or
-            ``"auto"`` and ``"balanced"`` (spread evenly over the accelerators), ``"balanced_low_0"`` (little on the first) or
-            ``"sequential"`` (fill one after the other); None: as ``load_checkpoint_in_model``.
-        max_memory: memory per device, for a map that is computed.
-        no_split_module_classes: names of classes whose modules stay on one device, for a map that is computed.
-        offload_folder: folder for the parts on disk.
+        device_map: device by module name (with an accelerator, ``"cpu"`` and ``"disk"`` modules are offloaded), or
+            ``"auto"`` and ``"balanced"`` (spread evenly across accelerators), ``"balanced_low_0"`` (little on the
+            first) or ``"sequential"`` (fill one after another). None: same as in ``load_checkpoint_in_model``.
+        max_memory: memory limit per device, used to compute the map.
+        no_split_module_classes: class names of modules that must not be split across devices, used to compute the map.
+        offload_folder: folder for modules that are offloaded to disk.
         offload_buffers: also offload buffers.
         dtype: new dtype of the weights.
-        offload_state_dict: accepted; weights are read one at a time, so there is no state dict to offload.
+        offload_state_dict: has no effect; weights are read one at a time, so there is no state dict to offload.
         skip_keys: keyword arguments of ``forward`` that are not moved between devices.
-        preload_module_classes: names of classes whose weights, with those of submodules, are loaded together.
-        force_hooks: attach hooks if the map has a single device, too.
-        strict: see ``load_checkpoint_in_model``, like the rest.
+        preload_module_classes: class names of modules whose weights, including submodules, are loaded together.
+        force_hooks: attach hooks even if the map has a single device.
+        strict: see ``load_checkpoint_in_model``, also for all other arguments.
 
-    Collective: if parameters are sharded.
+    Collective: call on every rank if parameters are sharded.
     """
     if device_map is None:
         _refuse(
             "load_checkpoint_and_dispatch",
-            do="pass device_map=, or remove them; to fit a large model, shard it: Accelerator(fsdp_plugin=)",
+            do=(
+                "pass device_map=, or remove these arguments; to fit a large model, shard it: "
+                "Accelerator(fsdp_plugin=...)"
+            ),
             max_memory=max_memory,
             skip_keys=skip_keys,
             force_hooks=force_hooks,
@@ -139,29 +142,32 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Read a checkpoint into ``model``, one tensor at a time; each rank reads only its shard of sharded parameters.
+    """Load a checkpoint into ``model`` one tensor at a time; each rank reads only its shard of sharded parameters.
 
-    Parameters on the meta device are allocated first: on the CPU, or if sharded, on the device of the run. Buffers on the
-    meta device that no file stores are recomputed by the module's ``reset_parameters`` or the model's ``_init_weights``.
+    Parameters on the meta device are first allocated: sharded ones on the run's device, others on the CPU. Buffers on
+    the meta device that are in no file are recomputed with the module's ``reset_parameters`` or the model's
+    ``_init_weights``.
 
     Args:
-        model: prepared or not; a model on the meta device is loaded after ``prepare`` if it is sharded, else before.
+        model: prepared or not. Load a model on the meta device after ``prepare`` if it will be sharded, otherwise
+            before.
         checkpoint: a folder written by ``save_pretrained`` or ``save_model``, its index, or a single weight file
             (safetensors or ``torch.save``). Every rank must be able to read it.
-        device_map: device by name of module, also ``"cpu"`` and ``"disk"``; ``dispatch_model`` then prepares the model to run.
-            None: the CPU, or where the shards are.
-        offload_folder: folder to which the weights for the disk are written.
-        offload_state_dict: accepted; weights are read one at a time, so there is no state dict to offload.
-        offload_buffers: also write the buffers of modules on disk.
-        keep_in_fp32_modules: names of modules that stay in float32 if ``dtype`` is float16.
+        device_map: device by module name, including ``"cpu"`` and ``"disk"``; call ``dispatch_model`` afterwards to run
+            it.
+            None: load onto the CPU, or each shard onto its own device.
+        offload_folder: folder for weights that are offloaded to disk.
+        offload_state_dict: has no effect; weights are read one at a time, so there is no state dict to offload.
+        offload_buffers: also offload the buffers of modules that are offloaded to disk.
+        keep_in_fp32_modules: names of modules to keep in float32 if ``dtype`` is float16.
         offload_8bit_bnb: not supported.
-        dtype: new dtype of all floating-point tensors of the model; None: keep the model's own dtype and convert the values.
-            Not supported for sharded models.
+        dtype: new dtype for all floating-point tensors in the model. None: keep the model's dtype and convert the
+            values. Not supported for sharded models.
         strict: raise if the file has extra weights, or lacks weights for which the model has values; False: warn.
         full_state_dict: False is not supported.
         broadcast_from_rank0: not supported.
 
-    Collective: if parameters are sharded.
+    Collective: call on every rank if parameters are sharded.
 
     Raises:
         UsageError: an argument is not supported, or ``dtype`` is set for sharded parameters.
@@ -177,7 +183,7 @@ def load_checkpoint_in_model(
     }
     _refuse(
         "load_checkpoint_in_model",
-        do="remove the argument; to fit a large model, shard it: Accelerator(fsdp_plugin=)",
+        do="remove the argument; to fit a large model, shard it: Accelerator(fsdp_plugin=...)",
         offload_8bit_bnb=offload_8bit_bnb,
         full_state_dict=not full_state_dict,
         broadcast_from_rank0=broadcast_from_rank0,
@@ -208,8 +214,9 @@ def load_checkpoint_in_model(
 def _convert(model: nn.Module, dtype: str | torch.dtype, *, is_sharded: bool) -> None:
     if is_sharded:
         raise UsageError(
-            "load_checkpoint_in_model(dtype=) is not possible for a sharded model, whose optimizer already holds the parameters",
-            do="remove dtype, so that values are converted, or build the model in that dtype",
+            "load_checkpoint_in_model(dtype=) cannot be used on a sharded model, because its optimizer already holds "
+            "the parameters",
+            do="remove dtype= to convert the values to the model's dtype, or build the model in the requested dtype",
         )
     model.to(as_dtype(dtype))
 
@@ -244,7 +251,7 @@ def _read(model: nn.Module, checkpoint: Path, *, device: torch.device, strict: b
                 local.copy_(part)
             elif not torch.equal(local, part.to(local)):
                 raise CheckpointError(
-                    f"{checkpoint} holds different values for {name} and {first}, but the model ties them",
+                    f"{checkpoint} contains different values for {name} and {first}, but the model ties them",
                     do="load it into a model that does not tie them (tie_word_embeddings=False)",
                 )
             del part  # release its mapping

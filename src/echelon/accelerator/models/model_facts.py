@@ -37,7 +37,7 @@ __all__ = [
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return all submodules, children before parents; ``return_fqns``: as (name, module)."""
+    """Return all submodules, children before parents; with ``return_fqns``, as (name, module) pairs."""
     stack, ordered = [("", model)], []
     while stack:
         prefix, module = stack.pop()
@@ -47,7 +47,7 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Return whether a parameter of ``model`` is a ``DTensor``."""
+    """Return whether ``model`` has a ``DTensor`` parameter."""
     return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
@@ -70,11 +70,12 @@ def is_peft_model(model: Any) -> bool:
 
 
 def load_state_dict(checkpoint_file: str, device_map: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read a weight file in safetensors or torch format without running code.
+    """Read a weight file in safetensors or torch format without running code from it.
 
     Args:
-        checkpoint_file: a ``.safetensors`` file, or a file of ``torch.save``.
-        device_map: device by name of module, for safetensors; other weights, and those for the disk, stay on the CPU.
+        checkpoint_file: a ``.safetensors`` file, or a file written by ``torch.save``.
+        device_map: device by module name, for safetensors; weights from other files or mapped to the disk stay on the
+            CPU.
 
     Raises:
         CheckpointError: the file is damaged, or contains code.
@@ -94,14 +95,14 @@ def load_state_dict(checkpoint_file: str, device_map: Mapping[str, Any] | None =
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a gradient scaler for the device of this process."""
+    """Return a gradient scaler for this process's device."""
     return torch.amp.GradScaler(World.current(cpu=current().value.cpu).device.type, **kwargs)
 
 
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Return autocast in the precision of the environment or the launcher; a no-op without ``native_amp``."""
+    """Return an autocast context with the precision set in the environment or launcher; a no-op without ``native_amp``."""
     if not native_amp:
         return nullcontext()
     config = current().value

@@ -29,13 +29,13 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write ``obj`` to ``f`` on rank zero, or on one rank of each machine.
+    """Write ``obj`` to ``f`` on rank zero, or on one rank per machine.
 
     Args:
         obj: a dict of tensors with ``safe_serialization``, else anything that ``torch.save`` accepts.
-        f: path; without ``safe_serialization`` also an open file.
-        save_on_each_node: write on each machine, for machines without a shared file system.
-        safe_serialization: write safetensors; of tensors that share memory only the first is written.
+        f: path or, without ``safe_serialization``, an open file.
+        save_on_each_node: write on each machine, for use without a shared file system.
+        safe_serialization: write safetensors; if tensors share memory, only the first is written.
 
     Raises:
         UsageError: ``safe_serialization`` is set, but ``obj`` is not a dict of tensors.
@@ -66,7 +66,7 @@ def _warn_of_aliases(aliases: Mapping[str, str]) -> None:
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return an identifier of the memory of ``tensor``: device, address, size in bytes."""
+    """Return an identifier of the memory used by ``tensor``: device, address, size in bytes."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -74,13 +74,13 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """Return the model inside DDP, DataParallel and FSDP.
+    """Remove DDP, DataParallel and FSDP wrappers from ``model``.
 
     Args:
         model: prepared or not.
         keep_fp32_wrapper: keep the mixed-precision forward; False: restore the model's own forward.
-        keep_torch_compile: keep the compiled module, now around the unwrapped model.
-        recursive: also unwrap submodules that have a ``module``.
+        keep_torch_compile: keep the compiled module, which then wraps the unwrapped model.
+        recursive: also unwrap submodules that have a ``module`` attribute.
     """
     compiled = model if is_compiled_module(model) else None
     inner = without_wrappers(model if compiled is None else model._orig_mod)
@@ -98,7 +98,7 @@ def extract_model_from_parallel(
 
 
 def offloaded_state(model: nn.Module) -> dict[str, Any] | None:
-    """Return the state dict of a model with offloaded weights (``dispatch_model``); None if all of its weights are in place."""
+    """Return the state dict of a model with offloaded weights (``dispatch_model``); None if no weights are offloaded."""
     if not any("_hf_hook" in vars(module) for module in model.modules()):
         return None
     from echelon.big_models import align_devices, offloaded_state as states  # noqa: PLC0415 - most programs never need it
@@ -109,7 +109,7 @@ def offloaded_state(model: nn.Module) -> dict[str, Any] | None:
 
 
 def bare_module(model: nn.Module) -> Any:
-    """Return the user's module inside DDP, DataParallel, FSDP and any number of ``torch.compile``."""
+    """Return the user's module without DDP, DataParallel, FSDP and ``torch.compile`` wrappers."""
     bare = extract_model_from_parallel(model, keep_torch_compile=False)
     while is_compiled_module(bare):
         bare = bare._orig_mod
@@ -117,7 +117,7 @@ def bare_module(model: nn.Module) -> Any:
 
 
 def without_wrappers(model: Any) -> Any:
-    """Return the model inside DDP, DataParallel and FSDP1, whoever wrapped it."""
+    """Remove DDP, DataParallel and FSDP1 wrappers from a model, whoever added them."""
     while isinstance(model, _WRAPPERS) or is_old_fsdp(model):
         model = model.module
     return model

@@ -1,4 +1,4 @@
-"""Loads weights from files into a model, independent of the wrapper they were saved from."""
+"""Loads weights from files into a model, regardless of the wrapper they were saved from."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["load_weights"]
 def load_weights(
     model: nn.Module, tensors: Mapping[str, Any], *, source: object, strict: bool = True, **kwargs: Any
 ) -> None:
-    """Load ``tensors`` into ``model``, independent of the wrappers (DDP, torch.compile) of both.
+    """Load ``tensors`` into ``model``, regardless of how either was wrapped (DDP, torch.compile).
 
     Args:
         model: prepared or not. Tied weights may be stored under only one of their names.
         tensors: tensors by name.
-        source: their origin, for errors.
-        strict: require exactly the tensors of the model.
+        source: where the tensors come from, for error messages.
+        strict: require exactly the model's tensors.
         kwargs: passed to ``load_state_dict``.
 
     Raises:
@@ -82,7 +82,7 @@ def load_weights(
 
 
 def _named_as(own: list[str], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename ``tensors`` to the names ``own``, ignoring the prefixes of DDP and torch.compile."""
+    """Rename ``tensors`` to the names ``own``, ignoring prefixes added by DDP and torch.compile."""
     by_plain = {name.replace("_orig_mod.", ""): name for name in own}
     found = {name.replace("_orig_mod.", ""): value for name, value in tensors.items()}
     while found and not found.keys() & by_plain.keys() and all(name.startswith("module.") for name in found):

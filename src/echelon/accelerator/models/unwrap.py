@@ -1,4 +1,4 @@
-"""The user's own module inside a prepared model, and its state dict."""
+"""Unwraps a prepared model to the user's own module, and reads its state dict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unwrap_model(
 
     Args:
         model: prepared or not.
-        keep_fp32_wrapper: keep its forward under autocast; False: restore its own forward.
+        keep_fp32_wrapper: keep its forward under autocast. False: restore the original forward.
         keep_torch_compile: keep a compiled module compiled.
     """
     objects = session.objects
@@ -41,11 +41,11 @@ def unwrap_model(
 
 
 def get_state_dict(session: Session, model: nn.Module, unwrap: bool = True) -> dict[str, Any] | None:
-    """Return the full state dict of a prepared model, by plain parameter names (``unwrap=False``: the wrapper's).
+    """Return a prepared model's full state dict under plain parameter names (``unwrap=False``: the wrapper's names).
 
-    If parameters are sharded, rank zero receives it on the host, and the other ranks None.
+    If parameters are sharded, rank zero receives it in host memory, and the other ranks receive None.
 
-    Collective: if parameters are sharded.
+    Collective: call on every rank if parameters are sharded.
     """
     if not unwrap:
         return model.state_dict()
@@ -55,6 +55,6 @@ def get_state_dict(session: Session, model: nn.Module, unwrap: bool = True) -> d
 
 
 def is_on_several_devices(model: nn.Module) -> bool:
-    """Return whether ``model`` or a part of it was loaded over several devices (transformers' ``device_map``)."""
+    """Return whether ``model`` or a submodule was loaded across several devices (transformers' ``device_map``)."""
     parts: Iterable[object] = model.modules()
     return any(isinstance(part, HasDeviceMap) and len(part.hf_device_map) > 1 for part in parts)

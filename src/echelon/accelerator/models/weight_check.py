@@ -1,4 +1,4 @@
-"""Compares the weights of a checkpoint with a model before any is loaded, and reports all differences at once."""
+"""Compares a checkpoint's weights with a model before loading any, and reports all differences at once."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def describe_mismatch(
 
 
 def listed(kinds: Mapping[str, Sequence[str]]) -> str:
-    """Return the non-empty entries of ``kinds`` in one line, each with its first few names."""
+    """Return the non-empty entries of ``kinds`` on one line, each with its first few names."""
     return "; ".join(f"{kind} {shortened(names)}" for kind, names in kinds.items() if names)
 
 
 def shortened(names: Sequence[str], separator: str = ", ") -> str:
-    """Return the first few ``names``, and how many more there are."""
+    """Return a text with the first few ``names`` and the number of further ones."""
     more = len(names) - _NUM_SHOWN
     return separator.join(names[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -50,7 +50,7 @@ def shortened(names: Sequence[str], separator: str = ", ") -> str:
 def require_model_of_checkpoint(
     checkpoint: Checkpoint, model: nn.Module, index: int, *, engine: Engine, strict: bool, allowed: Allowed
 ) -> None:
-    """Raise unless the checkpoint has the weights of ``model``, except those that may be missing.
+    """Raise unless the checkpoint has all weights of ``model``, except for those that may be missing.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.
@@ -83,5 +83,8 @@ def require_model_of_checkpoint(
         )
         raise CheckpointError(
             f"{checkpoint.folder} belongs to a different model than this {type(model).__name__}: {found}",
-            do=f"load it into the model it was saved from (`echelon checkpoint show {checkpoint.folder}` lists it){hint}",
+            do=(
+                f"load it into the model it was saved from (`echelon checkpoint show {checkpoint.folder}` lists its "
+                f"contents){hint}"
+            ),
         )

@@ -1,4 +1,4 @@
-"""The tensors of weight files, and how they match the tensors of a model."""
+"""Lists the tensors in weight files, and matches them to a model's tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FileTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """Name of the dtype in safetensors: F32, BF16, I64, ..."""
+    """Name of the dtype in the safetensors format: F32, BF16, I64, ..."""
     tensor: torch.Tensor | None
     """The memory-mapped tensor of a ``torch.save`` file; None for safetensors."""
 
@@ -58,7 +58,7 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except FileNotFoundError:
         raise CheckpointError(
-            f"the index names {path}, which does not exist", do="copy the complete folder, or use another one"
+            f"the index names {path}, which does not exist", do="copy the complete folder, or pass a complete one"
         ) from None
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{path} cannot be read: {error}", do="use another copy") from error
@@ -86,7 +86,7 @@ _KINDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 
 def _files_of(checkpoint: Path) -> list[Path]:
-    """Return the weight files of a folder or an index, or the given file."""
+    """Return the weight files that a folder or an index refers to, or the given file."""
     index = None
     if checkpoint.is_dir():
         for whole, parts in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
@@ -100,14 +100,14 @@ def _files_of(checkpoint: Path) -> list[Path]:
             if len(others) != 1:
                 found = f"{len(others)} other indices" if others else "no other index"
                 raise CheckpointError(
-                    f"{checkpoint} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, and {found}",
+                    f"{checkpoint} contains neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, and {found}",
                     do="pass a folder written by save_pretrained or save_model, an index, or a weight file",
                 )
             (index,) = others
     elif not checkpoint.is_file():
         raise CheckpointError(
             f"{checkpoint} does not exist",
-            do="pass a local folder of weights; names on the Hugging Face Hub are not supported",
+            do="pass a local folder of weights; Hugging Face Hub names are not supported",
         )
     elif checkpoint.suffix == ".json":
         index = checkpoint
@@ -130,7 +130,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of ``model`` that a weight file stores, each under all of its names."""
+    """Yield the tensors of ``model`` that a weight file would store, each under all of its names."""
     left_out = {
         joined(prefix, name)
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -144,10 +144,10 @@ def own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def fitted_to(
     model: nn.Module, own: Mapping[str, torch.Tensor], stored: Mapping[str, FileTensor]
 ) -> list[tuple[str, FileTensor]]:
-    """Return the entries of ``stored`` that the model has, under the model's names.
+    """Return the entries of ``stored`` that exist in the model, under the model's names.
 
-    Prefixes added by DDP and torch.compile are ignored, and so is the prefix by which a transformers model with a head differs
-    from the base model.
+    Prefixes added by DDP and torch.compile are ignored, as is the prefix that distinguishes a transformers model with a
+    head from its base model.
     """
     by_plain = {name.replace("_orig_mod.", ""): name for name in own}
     given = {name.replace("_orig_mod.", ""): one for name, one in stored.items()}
@@ -188,8 +188,8 @@ def check_fit(
     if wrong:
         raise CheckpointError(
             f"{checkpoint} does not match the {kind}: {shortened(wrong, '; ')}",
-            do="build the model with the configuration saved with the weights; quantized weights require the library that "
-            "wrote them",
+            do="build the model from the configuration saved with the weights; quantized weights require the library "
+            "that wrote them",
         )
     first: dict[int, str] = {}
     for name, tensor in own.items():
@@ -199,8 +199,8 @@ def check_fit(
     if without:
         raise CheckpointError(
             f"{checkpoint} has no values for {shortened(without)} of the {kind}, which are on the meta device",
-            do="pass the checkpoint of this model; to add a new part (a head), initialize it on rank zero in a model that is "
-            "not on the meta device",
+            do="pass a checkpoint of this model; to add a new module (such as a head), initialize it on rank zero in "
+            "a model that is not on the meta device",
         )
     names = {one.name for _, one in found}
     unknown = [name for name in stored if name not in names]
@@ -215,7 +215,7 @@ def check_fit(
 
 
 def _converts(stored: str, dtype: torch.dtype) -> bool:
-    """Return whether the file's dtype can be converted to the model's, up to rounding."""
+    """Return whether the file's dtype can be converted to the model's, apart from rounding."""
     if stored in _KINDS.values():
         return dtype in _KINDS
     return dtype not in _KINDS and not dtype.is_complex

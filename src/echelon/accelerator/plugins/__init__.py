@@ -1,1 +1,1 @@
-"""Options passed to the Accelerator as objects, under Accelerate's names and defaults."""
+"""Option objects that are passed to the Accelerator, with Accelerate's names and defaults."""

@@ -1,4 +1,4 @@
-"""Loader, accumulation and compilation options of the Accelerator, under Accelerate's names and defaults."""
+"""The Accelerator's loader, accumulation and compilation options, with Accelerate's names and defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "TorchDynamo
 @suggest_keywords
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are sharded over the processes; see ``LoaderOptions`` for fields without a description."""
+    """How loaders are sharded across processes; see ``LoaderOptions`` for fields without a description."""
 
     split_batches: bool = False
     dispatch_batches: bool | None = None
@@ -28,12 +28,13 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
     order: OrderKind = "randperm"
-    """Exact modes: shuffle by an explicit permutation, or by one that needs no memory and no time to seek (``feistel``)."""
+    """How the exact modes shuffle: with a stored permutation (``randperm``), or one that needs no memory or seek time
+    (``feistel``)."""
     already_sharded: bool | None = None
-    """Whether loaders already give each process its own shard, which is kept; None: detected (``DistributedSampler`` and
-    similar samplers, webdataset, MosaicML streaming, ``split_dataset_by_node``, ...)."""
+    """Whether loaders already yield a different shard on each process, which is then kept. None: detect this
+    (``DistributedSampler`` and similar samplers, webdataset, MosaicML streaming, ``split_dataset_by_node``, ...)."""
     replay_iterable: bool = False
-    """Exact modes: resume stateless iterable data by reading everything before the position again."""
+    """Whether the exact modes resume stateless iterable data by rereading everything before the position."""
 
 
 @suggest_keywords
@@ -43,8 +44,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     num_steps: int | None = None
     adjust_scheduler: bool = True
-    """No effect, as in Accelerate, which drops it: counting the steps that a scheduler skips while gradients are accumulated
-    would end OneCycleLR early."""
+    """Has no effect, as in Accelerate: counting the steps that a scheduler skips during gradient accumulation would end
+    OneCycleLR early."""
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
@@ -56,14 +57,14 @@ class GradientAccumulationPlugin(KwargsHandler):
 @suggest_keywords
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Arguments of ``torch.compile`` for prepared models. None: from the environment or the launcher."""
+    """``torch.compile`` arguments for prepared models. None: use the environment or launcher setting."""
 
     backend: DynamoBackend | str | None = None
-    """Backend; ``no`` disables compilation. Never None after construction."""
+    """Compiler backend; ``no`` disables compilation. Never None after construction."""
     mode: str | None = None
     fullgraph: bool | None = None
     dynamic: bool | None = None
-    """None if it is not configured anywhere: torch decides."""
+    """Whether to compile for dynamic shapes. None, if not configured anywhere: torch decides."""
     options: Any = None
     disable: bool = False
     use_regional_compilation: bool | None = None
@@ -74,7 +75,7 @@ class TorchDynamoPlugin(KwargsHandler):
         name = str(config.dynamo_backend if self.backend is None else self.backend)
         if name.upper() not in DynamoBackend:
             choices = ", ".join(backend.value.lower() for backend in DynamoBackend)
-            raise ConfigError(f"{name!r} is not a backend of torch.compile", do=f"use one of {choices}")
+            raise ConfigError(f"{name!r} is not a torch.compile backend", do=f"use one of {choices}")
         self.backend = DynamoBackend(name.upper())
         if self.mode is None:
             self.mode = config.dynamo_mode
@@ -86,9 +87,9 @@ class TorchDynamoPlugin(KwargsHandler):
             self.dynamic = config.dynamo_use_dynamic
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, with the backend in lower case as torch spells it."""
+        """Return the fields, with the backend in lower case, as torch expects it."""
         return {**super().to_dict(), "backend": str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of ``torch.compile`` that differ from the defaults."""
+        """Return the ``torch.compile`` arguments that differ from the defaults."""
         return {name: value for name, value in super().to_kwargs().items() if name != "use_regional_compilation"}

@@ -1,4 +1,4 @@
-"""``DeepSpeedPlugin``: DeepSpeed's settings under Accelerate's names, from code, the environment, or a ``ds_config.json``."""
+"""``DeepSpeedPlugin``: DeepSpeed settings under Accelerate's names, from code, the environment or a ``ds_config.json``."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ _DEVICES = ("none", "cpu", "nvme")
 @suggest_keywords
 @dataclass
 class DeepSpeedPlugin:
-    """DeepSpeed's settings. None: from the environment (``ACCELERATE_DEEPSPEED_*``), else the default.
+    """DeepSpeed settings. None: use the environment (``ACCELERATE_DEEPSPEED_*``), else the default.
 
-    With ``hf_ds_config``, that config applies, and the other arguments resolve ``"auto"`` values in it.
+    If ``hf_ds_config`` is given, it applies, and the other arguments resolve its ``"auto"`` values.
 
     Raises:
         ConfigError: a value is invalid, or an argument conflicts with the config.
@@ -83,28 +83,30 @@ class DeepSpeedPlugin:
     hf_ds_config: Any = None
     """A path, a dict, JSON text, or an ``HfDeepSpeedConfig``."""
     gradient_accumulation_steps: int = None  # type: ignore[assignment]
-    """``"auto"`` (the default): the Accelerator's value."""
+    """Number of micro-steps per update. ``"auto"`` (the default): the Accelerator's value."""
     gradient_clipping: float = None  # type: ignore[assignment]
-    """Maximum norm; 0: no clipping. ``"auto"`` (the default): the norm that the loop passes to ``clip_grad_norm_``, else 1.0,
-    as in Accelerate."""
+    """Maximum gradient norm; 0: no clipping. ``"auto"`` (the default): the norm that the loop passes to
+    ``clip_grad_norm_``, else 1.0, as in Accelerate."""
     zero_stage: int = None  # type: ignore[assignment]
-    """0 to 3; default 2."""
+    """ZeRO stage, from 0 to 3; default 2."""
     is_train_batch_min: bool = True
-    """Treat the loader with the smallest batch as the training loader; False: the one with the largest."""
+    """Whether the loader with the smallest batch is the training loader; otherwise, it is the one with the largest
+    batch."""
     offload_optimizer_device: str = None  # type: ignore[assignment]
-    """``none``, ``cpu`` or ``nvme``, in stages 1 to 3."""
+    """Where stages 1 to 3 offload optimizer state: ``none``, ``cpu`` or ``nvme``."""
     offload_param_device: str = None  # type: ignore[assignment]
-    """``none``, ``cpu`` or ``nvme``, in stage 3."""
+    """Where stage 3 offloads parameters: ``none``, ``cpu`` or ``nvme``."""
     offload_optimizer_nvme_path: str = None  # type: ignore[assignment]
     """Folder for ``nvme``."""
     offload_param_nvme_path: str = None  # type: ignore[assignment]
     """Folder for ``nvme``."""
     zero3_init_flag: bool = None  # type: ignore[assignment]
-    """In stage 3, let transformers' ``from_pretrained`` and ``from_config`` create sharded models; False on other engines."""
+    """Whether transformers' ``from_pretrained`` and ``from_config`` create sharded models in stage 3; False on other
+    engines."""
     zero3_save_16bit_model: bool = None  # type: ignore[assignment]
-    """No effect: full weights can always be gathered, in float32 (in Accelerate in 16 bits, and only with True)."""
+    """Has no effect: full weights can always be gathered in float32 (in Accelerate only if True, and in 16 bits)."""
     transformer_moe_cls_names: str = None  # type: ignore[assignment]
-    """Comma-separated classes of expert layers, each of which stage 3 gathers as a whole."""
+    """Comma-separated class names of expert layers that stage 3 gathers as a whole."""
     enable_msamp: bool = None  # type: ignore[assignment]
     """Not supported."""
     msamp_opt_level: Any = None
@@ -128,7 +130,7 @@ class DeepSpeedPlugin:
         else:
             self._load_config(self.hf_ds_config)
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
-        """Config passed to DeepSpeed; ``prepare`` resolves its ``"auto"`` values."""
+        """The config passed to DeepSpeed; ``prepare`` resolves its ``"auto"`` values."""
         self.origins: Mapping[str, Origin] = {}
         """Origin of each value in ``deepspeed_config``, by dotted key; empty until a model is prepared."""
         self.deepspeed_config.setdefault("steps_per_print", float("inf"))  # DeepSpeed prints every ten steps by default
@@ -180,7 +182,7 @@ class DeepSpeedPlugin:
             setattr(self, name, value)
 
     def _own_config(self) -> dict[str, Any]:
-        """Return a config made only from the arguments."""
+        """Return a config built only from the arguments."""
         zero: dict[str, Any] = {
             "stage": self.zero_stage,
             "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
@@ -199,7 +201,7 @@ class DeepSpeedPlugin:
         return config
 
     def _load_config(self, given: Any) -> None:
-        """Use ``given``, and set the fields to its values."""
+        """Use the config ``given`` and set the fields to its values."""
         config = given if isinstance(given, HfDeepSpeedConfig) else HfDeepSpeedConfig(given)
         self.hf_ds_config = config
         if _ZERO not in config.config:
@@ -220,7 +222,7 @@ class DeepSpeedPlugin:
                     node[last] = own
             elif origin is not None and origin.source is SettingSource.CODE and own not in ("auto", value):
                 raise ConfigError(
-                    f"{name}={own!r} (from {origin}) and {key}={value!r} (from {config.origin}) cannot both hold",
+                    f"{name}={own!r} (from {origin}) and {key}={value!r} (from {config.origin}) contradict each other",
                     where="DeepSpeedPlugin",
                     do=f'omit {name}, or write "auto" in DeepSpeed\'s config',
                 )
@@ -234,7 +236,7 @@ class DeepSpeedPlugin:
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Replace an "auto" value of the key by the value in ``kwargs``; append other differences to ``mismatches``.
+        """Replace an "auto" value with the one in ``kwargs``; append other differences to ``mismatches``.
 
         Raises:
             ConfigError: the value is "auto" and ``kwargs`` has no value.
@@ -245,7 +247,8 @@ class DeepSpeedPlugin:
         if node.get(last) == "auto":
             if ds_key_long not in kwargs:
                 raise ConfigError(
-                    f'{ds_key_long} is "auto", but no value was passed', do="pass one, or set it in the config"
+                    f'{ds_key_long} is "auto", but no value was passed for it',
+                    do=("pass a value, or set it in the config"),
                 )
             node[last] = kwargs[ds_key_long]
         elif (
@@ -271,7 +274,7 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Resolve every "auto" in the config (or in the part at ``prefix``) from ``kwargs``, by dotted key.
+        """Resolve every "auto" in the config (or below the key ``prefix``) from ``kwargs``, which has dotted keys.
 
         Raises:
             ConfigError: a value is missing, or (``must_match``) conflicts with the config.
@@ -291,7 +294,7 @@ class DeepSpeedPlugin:
         """Enable ``mixed_precision`` in the config.
 
         Raises:
-            ConfigError: the config enables the other 16-bit dtype.
+            ConfigError: the config enables a different 16-bit dtype.
         """
         config = self.deepspeed_config
         dtype = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(mixed_precision)
@@ -304,14 +307,14 @@ class DeepSpeedPlugin:
                 config[name]["enabled"] = dtype == name
             elif dtype is not None and dtype != name and str(enabled).lower() == "true":
                 raise ConfigError(
-                    f"mixed_precision={mixed_precision!r} and {name}.enabled=true (from {self.hf_ds_config.origin}) cannot both "
-                    "hold",
+                    f"mixed_precision={mixed_precision!r} and {name}.enabled=true (from {self.hf_ds_config.origin}) "
+                    "contradict each other",
                     where=f"DeepSpeed config {name}.enabled",
                     do=f'write "auto" there, or use mixed_precision={name!r}',
                 )
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
-        """Make stage 3 gather each expert layer of ``model`` as a whole; ``prepare`` calls this itself."""
+        """Make stage 3 gather each expert layer of ``model`` as a whole; ``prepare`` calls this automatically."""
         classes = self.leaf_classes
         if classes:
             import_module("deepspeed.utils").set_z3_leaf_modules(model, list(classes))
@@ -326,7 +329,7 @@ class DeepSpeedPlugin:
         return self.zero3_init_flag
 
     def set_deepspeed_weakref(self) -> None:
-        """Set this config in transformers, if it is imported, so that it creates sharded models."""
+        """Register this config with transformers, if imported, so that it creates sharded models."""
         self.dschf = None
         if "transformers" not in sys.modules:
             return
@@ -347,7 +350,7 @@ class DeepSpeedPlugin:
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Create sharded models in the block; ``enable=False``: unsharded ones."""
+        """Create sharded models inside the block, or unsharded ones if ``enable`` is False."""
         before = self.zero3_init_flag
         self.zero3_init_flag = enable
         self.set_deepspeed_weakref()
@@ -372,7 +375,7 @@ class DeepSpeedPlugin:
         self._selected = True
 
     def select_for_torch(self) -> None:
-        """Select this plugin for an engine that shards models in ``prepare``, so that transformers creates unsharded ones."""
+        """Select this plugin for an engine that shards in ``prepare``, so that transformers creates unsharded models."""
         self.zero3_init_flag = False
         self.set_deepspeed_weakref()
         self._selected = True
@@ -390,7 +393,7 @@ class DeepSpeedPlugin:
 
     @property
     def clips_by_default(self) -> bool:
-        """Whether ``gradient_clipping`` is a default that the loop's own value replaces."""
+        """Whether ``gradient_clipping`` is a default that the training loop's value replaces."""
         return self.is_auto("gradient_clipping")
 
     def precision(self) -> Setting | None:
@@ -403,7 +406,7 @@ class DeepSpeedPlugin:
         return None
 
     def accumulation(self) -> Setting | None:
-        """Return the accumulation steps set by the config or an argument, or None."""
+        """Return the number of accumulation steps set in the config or by an argument, or None."""
         value = self.get_value("gradient_accumulation_steps", "auto")
         if value == "auto":
             return None
@@ -421,18 +424,18 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
     if plugin is None:
         raise UsageError(
             "no DeepSpeedPlugin is selected",
-            do="pass Accelerator(deepspeed_plugin=), or launch with --use_deepspeed",
+            do="pass Accelerator(deepspeed_plugin=...), or launch with --use_deepspeed",
         )
     return plugin
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
-    """Return DeepSpeed's CPU optimizer that corresponds to ``optimizer``; ``prepare`` calls this itself."""
+    """Return DeepSpeed's CPU counterpart of ``optimizer``; ``prepare`` calls this automatically."""
     return host_optimizer(optimizer)
 
 
 class DeepSpeedSchedulerWrapper(DrivenScheduler):
-    """A scheduler that DeepSpeed steps; Accelerate's name."""
+    """A scheduler that DeepSpeed steps, under Accelerate's name."""
 
     def __init__(self, scheduler: Any, optimizers: Any) -> None:
         super().__init__(scheduler)
@@ -440,20 +443,20 @@ class DeepSpeedSchedulerWrapper(DrivenScheduler):
 
 
 class DeepSpeedOptimizerWrapper:
-    """An optimizer that DeepSpeed steps; ``step`` and ``zero_grad`` do nothing. For engines that the script created."""
+    """An optimizer stepped by a DeepSpeed engine that the script created; ``step`` and ``zero_grad`` do nothing."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def zero_grad(self, set_to_none: Any = None) -> None:
-        """Do nothing, because DeepSpeed's step clears gradients."""
+        """Do nothing, because DeepSpeed's ``step`` clears the gradients."""
 
     def step(self) -> None:
-        """Do nothing, because ``DeepSpeedEngineWrapper.backward`` steps."""
+        """Do nothing, because ``DeepSpeedEngineWrapper.backward`` steps the optimizer."""
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the gradients were infinite."""
+        """Whether the gradients overflowed."""
         return bool(getattr(self.optimizer, "overflow", False))
 
     def __getattr__(self, name: str) -> Any:
@@ -463,19 +466,19 @@ class DeepSpeedOptimizerWrapper:
 
 
 class DeepSpeedEngineWrapper:
-    """Runs backward and step of a DeepSpeed engine that the script created, as in Accelerate; ``prepare`` does not use it."""
+    """Runs a DeepSpeed engine that the script created itself, as in Accelerate; ``prepare`` does not use this class."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Backpropagate ``loss``, and step if ``sync_gradients``. Collective: if it steps."""
+        """Run the backward pass of ``loss``; step if ``sync_gradients``, which makes this call collective."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
         if sync_gradients:
             self.engine.step()
 
     def get_global_grad_norm(self) -> Any:
-        """Return the gradient norm of the last update."""
+        """Return the last update's gradient norm."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm

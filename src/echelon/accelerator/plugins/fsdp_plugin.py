@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallelPlugin``: how a model is sharded, under Accelerate's names, translated for the engine."""
+"""``FullyShardedDataParallelPlugin``: Accelerate's sharding settings, translated for the engine."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ _OBSOLETE = {
         "the next unit is always gathered during the backward pass of the current one",
     ),
     "forward_prefetch": (False, "gathering always overlaps with the forward pass"),
-    "limit_all_gathers": (True, "memory is freed in time without a limit"),
+    "limit_all_gathers": (True, "memory is freed early enough without a limit"),
     "use_orig_params": (True, "parameters always keep their names and shapes"),
     "sync_module_states": (False, "prepare() always copies rank zero's weights to all ranks"),
     "param_init_fn": (None, "parameters on the meta device receive their weights from rank zero"),
-    "state_dict_config": (None, "full state dicts are gathered on the host of rank zero"),
-    "optim_state_dict_config": (None, "full state dicts are gathered on the host of rank zero"),
+    "state_dict_config": (None, "full state dicts are gathered in rank zero's host memory"),
+    "optim_state_dict_config": (None, "full state dicts are gathered in rank zero's host memory"),
 }
 # Fields that affect saving, not training, and may change after the Accelerator was created.
 _CHANGEABLE = frozenset({"state_dict_type", "state_dict_config", "optim_state_dict_config", "_is_used"})
@@ -76,40 +76,41 @@ _HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHA
 @suggest_keywords
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How the model is sharded over the ranks. None: from the environment (``FSDP_*``), else the documented default.
+    """How the model is sharded across ranks. None: use the environment (``FSDP_*``), else the documented default.
 
-    Sharding uses ``torch.distributed.fsdp.fully_shard``. Arguments of FSDP1 are translated, and those that have no effect are
-    logged in one line.
+    Sharding uses ``torch.distributed.fsdp.fully_shard``. FSDP1 arguments are translated; those without effect are
+    listed in one warning.
 
     Raises:
-        ConfigError: a value is unknown, settings contradict each other, or a variable is misspelled.
+        ConfigError: a value is unknown, settings contradict each other, or an environment variable is misspelled.
     """
 
     fsdp_version: int = None  # type: ignore[assignment]
-    """FSDP version of the arguments: 1 (default) or 2. It determines the default of ``state_dict_type`` and the meaning of
-    numbers in ``reshard_after_forward``."""
+    """FSDP version that the arguments are written for: 1 (default) or 2. It determines the default of
+    ``state_dict_type`` and the meaning of numbers in ``reshard_after_forward``."""
     sharding_strategy: Any = None
-    """``FULL_SHARD``, ``SHARD_GRAD_OP``, ``NO_SHARD``, ``HYBRID_SHARD``, ``HYBRID_SHARD_ZERO2``, their numbers from 1, or
-    torch's enum. Hybrid strategies shard within each machine."""
+    """``FULL_SHARD``, ``SHARD_GRAD_OP``, ``NO_SHARD``, ``HYBRID_SHARD``, ``HYBRID_SHARD_ZERO2``, their numbers
+    (starting at 1), or torch's enum. Hybrid strategies shard within each machine."""
     reshard_after_forward: Any = None
-    """Free unsharded parameters after the forward pass (default); False: keep them until the backward pass; a number
-    (version 2): reshard them over that many ranks. Version 1 also accepts the values of ``sharding_strategy``."""
+    """True (default): free unsharded parameters after the forward pass. False: keep them until the backward pass. A
+    number (version 2): reshard them across that many ranks. Version 1 also accepts ``sharding_strategy`` values."""
     backward_prefetch: Any = None
-    """No effect, like the other fields without a description."""
+    """Has no effect, like the other fields without a description."""
     mixed_precision_policy: Any = None
     """A name (``bf16``, ``fp16``, ``fp8``, ``fp32``), a dict of dtypes, torch's ``MixedPrecisionPolicy`` or
-    ``MixedPrecision``; None: the Accelerator's ``mixed_precision``. A name is the dtype of parameters and inputs; gradients
-    are reduced in float32, as in DDP (in Accelerate in the low dtype), and outputs are not cast."""
+    ``MixedPrecision``. None: the Accelerator's ``mixed_precision``. A name sets the dtype of parameters and inputs;
+    gradients are reduced in float32, as in DDP (Accelerate uses the low precision), and outputs are not cast."""
     auto_wrap_policy: Any = None
-    """``transformer_based_wrap``, ``size_based_wrap``, ``no_wrap``, a function of a module, or a policy of torch; None:
-    the classes in the model's ``_no_split_modules`` (in Accelerate ``no_wrap``)."""
+    """``transformer_based_wrap``, ``size_based_wrap``, ``no_wrap``, a function that takes a module, or a torch policy.
+    None: wrap the classes in the model's ``_no_split_modules`` (Accelerate: ``no_wrap``)."""
     cpu_offload: Any = None
-    """True, or torch's ``CPUOffload`` or ``CPUOffloadPolicy``."""
+    """Whether to offload to the CPU: a bool, or torch's ``CPUOffload`` or ``CPUOffloadPolicy``."""
     ignored_modules: Any = None
-    """Modules, or a regular expression for full names of modules or parameters, that stay unsharded on every rank."""
+    """Modules (or a regular expression that matches full module or parameter names) to leave unsharded on every rank.
+    """
     state_dict_type: Any = None
-    """``FULL_STATE_DICT`` (default of version 1) or ``SHARDED_STATE_DICT`` (of version 2). Both write full tensors, because
-    sharded state dicts are not supported."""
+    """``FULL_STATE_DICT`` (version 1 default) or ``SHARDED_STATE_DICT`` (version 2 default). Both write full tensors,
+    because sharded state dicts are not supported."""
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
@@ -121,12 +122,12 @@ class FullyShardedDataParallelPlugin:
     activation_checkpointing_offload: bool = None  # type: ignore[assignment]
     """Not supported."""
     cpu_ram_efficient_loading: bool = None  # type: ignore[assignment]
-    """Load only on rank zero: its weights are sent in parts, and other ranks need no weights; each rank frees its own on the
-    way. The variables that transformers reads are set accordingly."""
+    """Whether to load weights only on rank zero, which sends them to the other ranks in parts; each rank frees its own
+    weights in the process. The environment variables that transformers reads are set accordingly."""
     transformer_cls_names_to_wrap: list[str] | None = None
-    """Classes for ``transformer_based_wrap``, which is then the default policy; None: ``_no_split_modules``."""
+    """Classes for ``transformer_based_wrap``, which becomes the default policy. None: ``_no_split_modules``."""
     min_num_params: int | None = None
-    """Size for ``size_based_wrap``, which is then the default policy."""
+    """Number of parameters for ``size_based_wrap``, which becomes the default policy."""
 
     def __post_init__(self) -> None:
         self._is_used = False
@@ -152,7 +153,8 @@ class FullyShardedDataParallelPlugin:
     def __setattr__(self, name: str, value: object) -> None:
         if self.__dict__.get("_is_used") and name not in _CHANGEABLE:
             raise UsageError(
-                f"fsdp_plugin.{name} was set after an Accelerator was created with the plugin, and would have no effect",
+                f"fsdp_plugin.{name} was set after an Accelerator was created with this plugin, so it would have no "
+                "effect",
                 do=f"pass it to FullyShardedDataParallelPlugin({name}=)",
             )
         super().__setattr__(name, value)
@@ -160,7 +162,7 @@ class FullyShardedDataParallelPlugin:
     # ---- the steps of the constructor ---------------------------------------------------------------------------------
 
     def _resolve(self) -> list[str]:
-        """Convert the fields to their final types; return the options without effect."""
+        """Convert the fields to their final types; return the options that have no effect."""
         self._resolve_strategy()
         self._resolve_units()
         self._resolve_offload()
@@ -172,7 +174,7 @@ class FullyShardedDataParallelPlugin:
         if self.activation_checkpointing_offload:
             raise ConfigError(
                 "activation_checkpointing_offload is not supported by this version of echelon",
-                do="remove it: activation_checkpointing=True alone keeps one activation of each unit on the device",
+                do="remove it: activation_checkpointing=True alone keeps only one activation per unit on the device",
             )
         return self._resolve_precision()
 
@@ -201,7 +203,7 @@ class FullyShardedDataParallelPlugin:
         self.sharding_strategy, self.reshard_after_forward = strategy, reshard
 
     def _check_units(self, given: frozenset[str]) -> None:
-        """Check that the code does not define units in two ways; ``given``: the fields set in code."""
+        """Check that the fields set in code (``given``) do not define units in two ways."""
         policy = self.auto_wrap_policy if self.auto_wrap_policy is not None else _text("auto_wrap_policy")
         belongs = {"transformer_cls_names_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
         kind = _shown(policy).upper()
@@ -232,7 +234,7 @@ class FullyShardedDataParallelPlugin:
         elif not (policy is None or callable(policy)):
             raise ConfigError(
                 f"auto_wrap_policy is a {type(policy).__name__}, which is not callable",
-                do="pass a function from a module to a bool",
+                do="pass a function that takes a module and returns a bool",
             )
         if policy is transformer_auto_wrap_policy:
             classes = classes if classes is not None else _text("transformer_cls_names_to_wrap")
@@ -242,7 +244,7 @@ class FullyShardedDataParallelPlugin:
         self.auto_wrap_policy = policy
 
     def _policy(self, name: str) -> Callable[..., bool]:
-        """Return torch's policy of this name."""
+        """Return the torch policy with this name."""
         if name.upper() not in FSDP_AUTO_WRAP_POLICY:
             raise _unknown("auto_wrap_policy", name, FSDP_AUTO_WRAP_POLICY)
         if name.upper() == "NO_WRAP":
@@ -254,7 +256,10 @@ class FullyShardedDataParallelPlugin:
         if not self.min_num_params:
             raise ConfigError(
                 "auto_wrap_policy='size_based_wrap' requires a size",
-                do="set min_num_params, the number of parameters above which a module is a separate unit (such as 1_000_000)",
+                do=(
+                    "set min_num_params, the number of parameters above which a module becomes a separate unit (such "
+                    "as 1_000_000)"
+                ),
             )
         return size_based_auto_wrap_policy
 
@@ -270,7 +275,7 @@ class FullyShardedDataParallelPlugin:
         self.cpu_offload = offload
 
     def _resolve_precision(self) -> list[str]:
-        """Convert the policy to one of torch's; return the parts of it without effect."""
+        """Convert the policy to a torch policy; return its settings that have no effect."""
         policy = self.mixed_precision_policy
         without_effect = []
         if isinstance(policy, str):
@@ -302,21 +307,21 @@ class FullyShardedDataParallelPlugin:
         return without_effect
 
     def _warn_of_unused(self, without_effect: list[str]) -> None:
-        """Warn in one line about options that have no effect."""
+        """Warn once about all options that have no effect."""
         for name, (neutral, why) in _OBSOLETE.items():
             value = getattr(self, name)
             if value is not None and value != neutral and str(value).upper() != neutral:
                 without_effect.append(f"{name} ({why})")
         if without_effect:
             _logger.warning(
-                "FullyShardedDataParallelPlugin: options without effect in torch's fully_shard: %s",
+                "FullyShardedDataParallelPlugin: options that have no effect with torch's fully_shard: %s",
                 "; ".join(without_effect),
             )
 
     # ---- Accelerate's methods -----------------------------------------------------------------------------------------
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose how state is saved, in full or in shards; None: the given value, the environment, or the version's default."""
+        """Choose whether state is saved in full or in shards. None: the given value, the environment, or the default."""
         given = state_dict_type if state_dict_type is not None else self.state_dict_type
         given = _text("state_dict_type") if given is None else given
         value = given or ("FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT")
@@ -325,7 +330,7 @@ class FullyShardedDataParallelPlugin:
             kind = _numbered("state_dict_type", value, FSDP_STATE_DICT_TYPE, tuple(StateDictType))
         if kind is StateDictType.LOCAL_STATE_DICT:
             raise ConfigError(
-                "state_dict_type='LOCAL_STATE_DICT' is not supported by torch's fully_shard",
+                "state_dict_type='LOCAL_STATE_DICT' is not supported with torch's fully_shard",
                 do="set SHARDED_STATE_DICT or FULL_STATE_DICT",
             )
         if given is not None and kind is StateDictType.SHARDED_STATE_DICT:
@@ -336,11 +341,11 @@ class FullyShardedDataParallelPlugin:
         self.state_dict_type = kind
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Use ``mixed_precision`` (a name or a dtype) if no policy was given; with ``override`` in any case.
+        """Use ``mixed_precision`` (a name or a dtype) if no policy was given, or in any case with ``override``.
 
         Args:
             mixed_precision: dtype of parameters and inputs; gradients are reduced in float32.
-            buffer_autocast: no effect, because buffers keep their dtype.
+            buffer_autocast: has no effect, because buffers keep their dtype.
             override: replace an existing policy.
         """
         if override or self.mixed_precision_policy is None:
@@ -350,12 +355,12 @@ class FullyShardedDataParallelPlugin:
     # ---- for the engine -----------------------------------------------------------------------------------------------
 
     def sharding_options(self, world: World, *, mixed_precision: str, replicas: int | None = None) -> ShardingOptions:
-        """Return the options of the engine; afterwards only options for saving may change.
+        """Return the engine's options; afterwards, only options for saving may change.
 
         Args:
-            world: its machines are the groups of a hybrid strategy.
-            mixed_precision: precision mode of the run, used if the plugin has no policy.
-            replicas: from ``ParallelismConfig``; None: determined by the strategy.
+            world: ranks and machines; a hybrid strategy shards within each machine.
+            mixed_precision: the run's precision, used if the plugin has no policy.
+            replicas: number of replicas set in ``ParallelismConfig``. None: determined by the strategy.
 
         Raises:
             ConfigError: the ranks cannot be divided this way.
@@ -403,7 +408,10 @@ class FullyShardedDataParallelPlugin:
                 raise ConfigError(
                     f"{_shown(strategy)} shards within each machine, but {world.world_size} processes are not a multiple of "
                     f"the {world.local_world_size} on this machine",
-                    do="start equally many processes on every machine, or set ParallelismConfig(dp_replicate_size=, dp_shard_size=)",
+                    do=(
+                        "start the same number of processes on every machine, or set "
+                        "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)"
+                    ),
                 )
         if given is None:
             return own
@@ -439,7 +447,7 @@ def _variable(name: str) -> str:
 
 
 def _text(name: str) -> str | None:
-    """Return the variable of the field, or None; launchers write the text "None" for None."""
+    """Return the value of the field's environment variable, or None; launchers write "None" for None."""
     text = environ.get(_variable(name))
     return None if text is None or text.lower() == "none" else text
 
@@ -455,7 +463,7 @@ def _integer(name: str, value: object) -> int:
 
 
 def _numbered(name: str, value: object, names: list[str], members: tuple[Any, ...]) -> Any:
-    """Return the member with the name ``value``, in any case, or with that number, from 1."""
+    """Return the enum member whose name (in any case) or number (starting at 1) is ``value``."""
     text = str(value).upper().lstrip("_")
     if text.isdigit() and 0 < int(text) <= len(members):
         return members[int(text) - 1]
@@ -486,7 +494,7 @@ def _resharding(value: object, *, version: int) -> bool | int | ShardingStrategy
 def _check_group(reshard: bool | int, shards: int) -> None:
     if not isinstance(reshard, bool) and (reshard < 1 or shards % reshard):
         raise ConfigError(
-            f"reshard_after_forward={reshard} does not divide the {shards} ranks over which the model is sharded",
+            f"reshard_after_forward={reshard} does not divide the {shards} ranks across which the model is sharded",
             do="set a divisor of that number, True or False",
         )
 
@@ -501,12 +509,12 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
 
 
 def _reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype for reducing gradients: bf16 would lose most of its eight bits over hundreds of ranks."""
+    """Return the dtype for reducing gradients; over hundreds of ranks, bf16 would lose most of its eight bits."""
     return None if dtype is None else torch.float32
 
 
 def _of_one_module(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
-    """Return ``policy`` as a function of only a module; FSDP1's policies take three arguments."""
+    """Return ``policy`` as a function that takes only a module; FSDP1 policies take three arguments."""
     try:
         inspect.signature(policy).bind(module=None, recurse=False, nonwrapped_numel=0)
     except (TypeError, ValueError):  # other arguments, or implemented in C without a signature
@@ -527,7 +535,7 @@ def _contradiction(strategy: ShardingStrategy, reshard: object) -> ConfigError:
     return ConfigError(
         f"sharding_strategy={_shown(strategy)} and reshard_after_forward={reshard} contradict each other",
         where="code FullyShardedDataParallelPlugin(sharding_strategy=, reshard_after_forward=)",
-        do="set one of them; FULL_SHARD is True, SHARD_GRAD_OP is False",
+        do="set only one of them; FULL_SHARD corresponds to True, SHARD_GRAD_OP to False",
     )
 
 

@@ -1,4 +1,4 @@
-"""Options of the torch components that the Accelerator calls, under Accelerate's names and defaults."""
+"""Options for the torch components that the Accelerator uses, with Accelerate's names and defaults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
 
 @dataclass
 class KwargsHandler:
-    """Base class of the handlers, whose fields are keyword arguments."""
+    """Base class of handlers, whose fields are keyword arguments."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a deep copy of the fields."""
@@ -72,7 +72,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
     """Gradient compression hook."""
     comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
-    """FP16 or BF16: also cast what ``comm_hook`` sends."""
+    """``FP16`` or ``BF16``: additionally cast what ``comm_hook`` sends."""
     comm_state_option: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``PowerSGDState``."""
 
@@ -86,7 +86,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """Register ``comm_hook`` on ``model``; does nothing for NO.
 
         Raises:
-            ConfigError: hook and wrapper cannot be combined.
+            ConfigError: the hook and the wrapper cannot be combined.
         """
         register_comm_hook(
             model,
@@ -111,13 +111,13 @@ class GradScalerKwargs(KwargsHandler):
 @suggest_keywords
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Options of the process group."""
+    """Process group options."""
 
     backend: str | None = "nccl"
-    """Backend; the default means the backend of the device, such as gloo on a CPU."""
+    """Process group backend; the default selects the one for the device, such as gloo on a CPU."""
     init_method: str | None = None
     timeout: timedelta | None = None
-    """Timeout of collectives. The default (shown as 10 minutes with nccl, else 30) means the default of ``setup``."""
+    """Timeout for collectives. The default value (10 minutes with nccl, else 30) selects the default of ``setup``."""
 
     def __post_init__(self) -> None:
         if self.timeout is None:
@@ -127,16 +127,18 @@ class InitProcessGroupKwargs(KwargsHandler):
 @suggest_keywords
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """How torchao trains in fp8; requires the extra ``fp8``."""
+    """How torchao trains in fp8; requires the ``fp8`` extra."""
 
     config: Any = None
-    """A ``torchao.float8.Float8LinearConfig``; None: from the two fields below."""
+    """A ``torchao.float8.Float8LinearConfig``. None: build it from ``enable_fsdp_float8_all_gather`` and
+    ``pad_inner_dim``."""
     module_filter_func: Callable[[torch.nn.Module, str], bool] | None = None
-    """Selects the modules to convert, by module and name; None: every Linear except the first and the last."""
+    """Function of a module and its name that selects which modules to convert. None: every Linear except the first and
+    last."""
     pad_inner_dim: bool | None = None
-    """None: from the environment, else True."""
+    """Whether to pad inner dimensions to the multiple that fp8 requires. None: use the environment, else True."""
     enable_fsdp_float8_all_gather: bool | None = None
-    """None: from the environment, else True."""
+    """Whether FSDP all-gathers weights in fp8. None: use the environment, else True."""
 
     def __post_init__(self) -> None:
         float8 = require("torchao.float8", extra="fp8", purpose="mixed_precision='fp8' (AORecipeKwargs)")
@@ -153,7 +155,7 @@ class AORecipeKwargs(KwargsHandler):
 
 
 def fp8_recipe(given: AORecipeKwargs | None, *, precision: str, device: torch.device) -> AORecipeKwargs | None:
-    """Return the recipe of a run in ``precision`` on ``device``: ``given``, torchao's default for fp8, else None.
+    """Return the fp8 recipe for ``precision`` on ``device``: ``given``, torchao's default for fp8, or None.
 
     Raises:
         ConfigError: the run does not use fp8, the backend is not torchao, or the device does not support fp8.
@@ -162,7 +164,7 @@ def fp8_recipe(given: AORecipeKwargs | None, *, precision: str, device: torch.de
     if precision != "fp8":
         if given is not None:
             raise ConfigError(
-                f"kwargs_handlers holds an AORecipeKwargs, but mixed_precision={precision!r}",
+                f"kwargs_handlers contains an AORecipeKwargs, but mixed_precision={precision!r}",
                 where="code Accelerator(kwargs_handlers=)",
                 do="set mixed_precision='fp8', or remove the recipe",
             )
@@ -170,7 +172,7 @@ def fp8_recipe(given: AORecipeKwargs | None, *, precision: str, device: torch.de
     backend = parse_choice_from_env("ACCELERATE_FP8_BACKEND", "AO")
     if given is None and backend.upper() not in ("AO", "NO"):
         raise ConfigError(
-            f"fp8 with {backend} is not supported: echelon computes in fp8 with torchao",
+            f"fp8 with {backend} is not supported: echelon only supports torchao for fp8",
             where="env ACCELERATE_FP8_BACKEND",
             do="set it to AO, or unset it",
         )
@@ -185,9 +187,9 @@ class ProfileKwargs(KwargsHandler):
     """Options of ``torch.profiler.profile``."""
 
     activities: list[ProfilerActivity] | None = None
-    """None: all activities that this machine supports."""
+    """Activities to record. None: all that this machine supports."""
     schedule_option: dict[str, int] | None = None
-    """Arguments of ``torch.profiler.schedule``; None: record everything."""
+    """``torch.profiler.schedule`` arguments. None: record everything."""
     on_trace_ready: Callable[..., Any] | None = None
     record_shapes: bool = False
     profile_memory: bool = False
@@ -195,7 +197,7 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | None = None
-    """Folder into which ``Accelerator.profile`` writes one trace per rank."""
+    """Folder to which ``Accelerator.profile`` writes one trace per rank."""
 
     def build(self) -> torch.profiler.profile:
         """Return the profiler without starting it.
@@ -218,6 +220,6 @@ class ProfileKwargs(KwargsHandler):
 def _activity(name: str) -> torch.profiler.ProfilerActivity:
     known = [one for one in get_args(ProfilerActivity) if hasattr(torch.profiler.ProfilerActivity, one.upper())]
     if name not in known:
-        raise ConfigError(f"{name!r} is not an activity of the profiler", do=f"use one of {', '.join(known)}")
+        raise ConfigError(f"{name!r} is not a profiler activity", do=f"use one of {', '.join(known)}")
     activity: torch.profiler.ProfilerActivity = getattr(torch.profiler.ProfilerActivity, name.upper())
     return activity

@@ -32,13 +32,13 @@ _VARIABLES = (
 @suggest_keywords
 @dataclass
 class ParallelismConfig:
-    """The number of ranks on each axis of the device mesh; None: from the environment (``PARALLELISM_CONFIG_*``), else 1.
+    """The number of ranks on each device mesh axis. None: use the environment (``PARALLELISM_CONFIG_*``), else 1.
 
-    The model has ``dp_replicate_size`` copies, each in ``dp_shard_size`` shards. The Accelerator of this version refuses the
-    other axes.
+    The model has ``dp_replicate_size`` copies, each split into ``dp_shard_size`` shards. The Accelerator does not
+    support other axes yet.
 
     Raises:
-        ConfigError: a size is below 1, a backend is unknown, or axes exclude each other.
+        ConfigError: a size is below 1, a backend is unknown, or axes are mutually exclusive.
     """
 
     dp_replicate_size: int = None  # type: ignore[assignment]
@@ -77,7 +77,7 @@ class ParallelismConfig:
         except (TypeError, ValueError):
             raise ConfigError(f"{name}={value!r} is not an integer", where=where, do="set a number of ranks") from None
         if size < 1:
-            raise ConfigError(f"{name}={size} is below 1", where=where, do="set 1 to disable this axis")
+            raise ConfigError(f"{name}={size} is below 1", where=where, do="set it to 1 to disable this axis")
         setattr(self, name, size)
 
     def __repr__(self) -> str:
@@ -89,14 +89,14 @@ class ParallelismConfig:
         return json.dumps(asdict(self), default=vars)
 
     def check_covers(self, world_size: int) -> None:
-        """Check that this layout matches ``world_size`` ranks; one whose sizes are all 1 always does.
+        """Check that this layout matches ``world_size`` ranks; a layout with all sizes at 1 always does.
 
         Raises:
             ConfigError: an axis is not supported, or the product of the sizes differs.
         """
         if refused := [f"{axis}_size={self._size(axis)}" for axis in self.non_dp_dim_names]:
             raise ConfigError(
-                f"ParallelismConfig({', '.join(refused)}) is not supported by this version of echelon, which splits neither "
+                f"ParallelismConfig({', '.join(refused)}) is not supported: this version of echelon splits neither "
                 "layers nor sequences",
                 where="code Accelerator(parallelism_config=)",
                 do="set it to 1, and shard the model with dp_shard_size",
@@ -112,9 +112,10 @@ class ParallelismConfig:
             )
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Return the mesh of the axes above 1, with the joint axes ``dp``, ``dp_shard_cp`` and ``dp_cp``; None without axes.
+        """Build the mesh of all axes above 1 and the joint axes ``dp``, ``dp_shard_cp`` and ``dp_cp``; None if there
+        are none.
 
-        Collective: every rank.
+        Collective: call on every rank.
         """
         axes = [axis for axis in _AXES if self._size(axis) > 1]
         if not axes:
@@ -128,12 +129,12 @@ class ParallelismConfig:
         return found
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh, which the first call with a device type creates.
+        """Return the mesh; the first call with a device type creates it.
 
         Collective: the first call.
 
         Raises:
-            UsageError: there is no mesh and no device type, or the mesh has another device type.
+            UsageError: there is no mesh and no device type was passed, or the mesh has a different device type.
         """
         if self.device_mesh is None:
             if device_type is None:
@@ -155,7 +156,7 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether several groups of ranks hold a copy of the model."""
+        """Whether several groups of ranks each hold a copy of the model."""
         return self.dp_replicate_size > 1
 
     @property
@@ -175,7 +176,7 @@ class ParallelismConfig:
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are split for attention by heads (sequence parallelism)."""
+        """Whether sequences are split, with attention computed by heads (sequence parallelism)."""
         return self.sp_size > 1
 
     @property
@@ -185,22 +186,22 @@ class ParallelismConfig:
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """The axes above 1 on which ranks have equal samples."""
+        """The axes above 1 on which ranks have the same samples."""
         return self._above_one("tp", "cp", "sp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """The axes above 1 over which parameters are sharded."""
+        """The axes above 1 across which parameters are sharded."""
         return self._above_one("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """The axes above 1 over which the loss is averaged."""
+        """The axes above 1 across which the loss is averaged."""
         return self._above_one("dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The mesh axes passed to ``fully_shard``, which always include the joint axis of the shards."""
+        """The mesh axes passed to ``fully_shard``; they always include the joint shard axis."""
         return [*self._above_one("dp_replicate"), "dp_shard_cp"]
 
     @property
@@ -220,5 +221,5 @@ class ParallelismConfig:
 
     @property
     def non_data_parallel_size(self) -> int:
-        """The number of ranks with equal samples."""
+        """The number of ranks with the same samples."""
         return self.tp_size * self.cp_size * self.sp_size

@@ -1,4 +1,4 @@
-"""Folders and retention of a project's checkpoints and logs, under Accelerate's names and defaults."""
+"""Folders and retention for a project's checkpoints and logs, with Accelerate's names and defaults."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["ProjectConfiguration"]
 @suggest_keywords
 @dataclass
 class ProjectConfiguration:
-    """The folders of a project, and the naming and retention of its checkpoints.
+    """A project's folders, and how its checkpoints are named and retained.
 
-    A relative folder is resolved when it is set, so a later ``os.chdir`` has no effect.
+    Relative folders are resolved when they are set, so a later ``os.chdir`` has no effect.
     """
 
     project_dir: str | os.PathLike[str] | None = None
-    """Folder for the files of the project."""
+    """Folder for the project's files."""
     logging_dir: str | os.PathLike[str] | None = None
     """Folder for trackers; None: ``project_dir``."""
     automatic_checkpoint_naming: bool = False
@@ -32,18 +32,19 @@ class ProjectConfiguration:
     iteration: int = 0
     """Number of the next checkpoint."""
     save_on_each_node: bool = False
-    """Save on every machine, not only on the main one."""
+    """Whether to save on every machine, not only on the first."""
     checkpoint_format: Literal["echelon", "accelerate"] | None = None
-    """Format that ``save_state`` writes: echelon's own (crash-safe, verified, layout-free) or Accelerate's; None:
-    ECHELON_CHECKPOINT_FORMAT, else ``echelon``. ``load_state`` reads both."""
+    """Format that ``save_state`` writes: echelon's own (crash-safe, verified, independent of engine and rank count) or
+    Accelerate's. None: use ECHELON_CHECKPOINT_FORMAT, else ``echelon``. ``load_state`` reads both."""
     max_failed_saves: int = 3
-    """Number of consecutive failed saves that ends the run; fewer failures are only reported."""
+    """Number of consecutive failed saves after which the run ends; fewer failures are only reported."""
     keep_every: int | None = None
-    """Keep numbered checkpoints whose number is a multiple of it, in addition to ``total_limit``; None: keep none."""
+    """Keep each checkpoint whose number is a multiple of this value, in addition to ``total_limit``. None: keep none.
+    """
     keep_best: int = 0
-    """Number of checkpoints with the best ``save_state(metric=)`` to keep, in addition to ``total_limit``."""
+    """Number of checkpoints with the best ``save_state(metric=...)`` to keep, in addition to ``total_limit``."""
     greater_is_better: bool = False
-    """Whether a greater metric is better; by default a smaller one is, as for a loss."""
+    """Whether a greater metric is better; by default a smaller one is better, as for a loss."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, _absolute(value) if name in ("project_dir", "logging_dir") else value)

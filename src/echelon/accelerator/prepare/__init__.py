@@ -1,1 +1,1 @@
-"""``prepare``: models, optimizers, schedulers and loaders."""
+"""``Accelerator.prepare`` for models, optimizers, schedulers and loaders."""

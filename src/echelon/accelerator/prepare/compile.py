@@ -1,4 +1,4 @@
-"""``torch.compile`` for models, as a whole or by repeated blocks (each kind of block is compiled once)."""
+"""Compiles models with ``torch.compile``, as a whole or by repeated blocks (each kind of block is compiled once)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_compiled_module(module: object) -> bool:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` created a submodule (or the module itself)."""
+    """Return whether ``torch.compile`` created the module or a submodule."""
     return any(is_compiled_module(submodule) for submodule in module.modules())
 
 
@@ -48,7 +48,7 @@ def is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a submodule (or the module itself) is a list of repeated blocks."""
+    """Return whether the module or a submodule is a list of repeated blocks."""
     return any(is_repeated_blocks(submodule) for submodule in module.modules())
 
 
@@ -60,32 +60,32 @@ def compiles(plugin: TorchDynamoPlugin, module: nn.Module, *, by_regions: bool) 
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``torch.compile``, ``compile_regions`` or its own ``compile()`` has compiled ``module``."""
+    """Return whether ``module`` was compiled with ``torch.compile``, ``compile_regions`` or ``module.compile()``."""
     return uncompiled(module) is not module or module._compiled_call_impl is not None
 
 
 def compile_whole(module: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-    """Return ``module`` compiled; compilation happens at its first call."""
+    """Return ``module`` wrapped by ``torch.compile``; it is compiled on its first call."""
     return _compiled(module, plugin.to_kwargs())
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that was passed to ``torch.compile`` or ``compile_regions``; ``module`` if it was not compiled."""
+    """Return the module passed to ``torch.compile`` or ``compile_regions``, or ``module`` itself if it is not compiled."""
     holder: Mapping[str, Any] = module._modules if is_compiled_module(module) else module.__dict__
     inner: nn.Module = holder.get("_orig_mod", module)
     return inner
 
 
 def moved_to(module: nn.Module, compiled: Any) -> nn.Module:
-    """Return ``module`` compiled with the options of ``compiled``, which is not changed."""
+    """Return ``module`` compiled with the options that ``compiled`` was compiled with; ``compiled`` is not changed."""
     moved: nn.Module = type(compiled)(module, compiled.dynamo_ctx)  # same as its __reduce__
     return moved
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Return a copy of ``module`` that shares its parameters and has its repeated blocks compiled separately.
+    """Return a copy of ``module`` that shares its parameters and whose repeated blocks are compiled separately.
 
-    A module without repeated blocks is compiled as a whole. The attribute ``_orig_mod`` of the copy holds the original.
+    A module without repeated blocks is compiled as a whole. The copy's ``_orig_mod`` attribute is the original.
     """
     compiled = _compile_regions(module, compile_kwargs)
     compiled.__dict__.setdefault("_orig_mod", module)

@@ -1,4 +1,4 @@
-"""Loaders without an Accelerator, under Accelerate's names: preparing one, and skipping its first batches."""
+"""Prepares loaders and skips their first batches without an Accelerator, under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ __all__ = ["get_sampler", "prepare_data_loader", "skip_first_batches"]
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Return a loader like ``dataloader`` that skips the first ``num_batches`` batches of every pass.
 
-    For map-style datasets the batch sampler is advanced without reading; iterable datasets are read and discarded.
+    For map-style datasets, the batch sampler advances without reading samples; for iterable datasets, skipped samples
+    are read and discarded.
 
     Args:
-        dataloader: prepared (``num_batches`` then counts this rank's batches) or not. It is not changed.
+        dataloader: a loader, prepared (``num_batches`` then counts this rank's batches) or not. It is not changed.
         num_batches: number of batches to skip.
     """
     if isinstance(dataloader, PreparedLoader):
@@ -53,28 +54,28 @@ def prepare_data_loader(
     already_sharded: bool | None = None,
     reading: ActiveLoaders[PreparedLoader] | None = None,
 ) -> PreparedLoader:
-    """Shard ``dataloader`` explicitly; the Accelerator built last, if any, tracks when it is read.
+    """Shard ``dataloader`` explicitly. The Accelerator built last, if any, tracks when the loader is read.
 
     Args:
         dataloader: the user's loader.
         device: device of this process; None: the current one.
-        num_processes: None: size of the process group.
-        process_index: None: rank in the process group.
-        split_batches: this and the following options: see ``DataLoaderConfiguration``.
+        num_processes: number of processes. None: size of the process group.
+        process_index: rank of this process. None: its rank in the process group.
+        split_batches: see ``DataLoaderConfiguration``, also for options without a description.
         put_on_device: move batches to the device.
-        rng_types: random states that every rank takes from rank zero at the start of each pass.
-        dispatch_batches: only rank zero reads; None: for iterable datasets with ``put_on_device``.
-        even_batches: fill the last step, so that every process makes the same number of steps.
-        slice_fn_for_dispatch: splits a dispatched batch.
-        use_seedable_sampler: shuffle by (seed, epoch).
+        rng_types: RNG states that every rank copies from rank zero at the start of each pass.
+        dispatch_batches: read only on rank zero. None: only for iterable datasets with ``put_on_device``.
+        even_batches: fill the last step with repeated samples, so that every process runs the same number of steps.
+        slice_fn_for_dispatch: function that splits a dispatched batch.
+        use_seedable_sampler: shuffle with an order that depends only on (seed, epoch).
         data_seed: seed for ``use_seedable_sampler``.
         non_blocking: copy to the device asynchronously.
         use_stateful_dataloader: use torchdata's StatefulDataLoader.
-        torch_device_mesh: mesh whose axes ``tp``, ``cp`` and ``sp`` do not split batches.
-        already_sharded: whether it already gives each process its own shard; None: detected.
-        reading: tracks the loaders being read; None: that of ``GradientState()``.
+        torch_device_mesh: device mesh; its axes ``tp``, ``cp`` and ``sp`` do not split batches.
+        already_sharded: whether the loader already yields a different shard on each process. None: detect this.
+        reading: tracks the loaders being read. None: use the tracker of ``GradientState()``.
 
-    Collective: every process of the group.
+    Collective: call on every process in the group.
     """
     world = World.current()
     rank = world.rank if process_index is None else process_index
@@ -109,7 +110,7 @@ def rng_type_names(rng_types: Iterable[Any] | None) -> tuple[str, ...]:
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """Return the sampler that determines the order of ``dataloader``."""
+    """Return the sampler that determines the sample order of ``dataloader``."""
     if isinstance(dataloader, PreparedLoader):
         return dataloader.get_sampler()
     batches: Any = dataloader.sampler if hasattr(dataloader.sampler, "batch_size") else dataloader.batch_sampler
@@ -117,7 +118,7 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
 
 
 def _along_batch_axes(mesh: Any, rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and size over the axes along which batches are split; ranks that differ in others read the same data."""
+    """Return rank and size over the axes that split batches; ranks that differ only on other axes read the same data."""
     same = 1
     for axis in ("tp", "cp", "sp"):
         if axis in (mesh.mesh_dim_names or ()):

@@ -1,6 +1,6 @@
 """Accelerate's loader classes, for scripts that construct or subclass them; ``prepare`` does not need them.
 
-The loaders that ``prepare`` returns are instances of these classes, too.
+``isinstance`` also holds for these classes and the loaders that ``prepare`` returns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["DataLoaderAdapter", "DataLoaderDispatcher", "DataLoaderShard", "Data
 
 
 class _OfPreparedLoaders(type):
-    """Counts prepared loaders as instances of a class that names them; subclasses have only their own instances."""
+    """Metaclass that makes prepared loaders instances of a class that lists them, but not of its subclasses."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         if super().__instancecheck__(instance):
@@ -39,24 +39,25 @@ class _OfPreparedLoaders(type):
 
 
 class DataLoaderShard(PreparedLoader, metaclass=_OfPreparedLoaders):
-    """A DataLoader that reads the given data as it is, one batch ahead, and moves batches to ``device``.
+    """A DataLoader that reads the given data unchanged, one batch ahead, and moves batches to ``device``.
 
-    It does not shard: the batch sampler (``BatchSamplerShard``) or the dataset (``IterableDatasetShard``) is that of this rank.
+    It does not shard the data: pass this rank's batch sampler (``BatchSamplerShard``) or dataset
+    (``IterableDatasetShard``).
 
     Args:
         dataset: as in ``DataLoader``.
-        device: device of the batches; None: they are not moved.
-        rng_types: RNG states that every rank takes from rank zero at the start of each pass.
+        device: device to move batches to. None: do not move them.
+        rng_types: RNG states that every rank copies from rank zero at the start of each pass.
         synchronized_generator: the generator for the RNG type ``generator``.
         skip_batches: number of batches to skip at the start of each pass.
-        use_stateful_dataloader: read with torchdata's StatefulDataLoader.
-        _drop_last: an incomplete last step is dropped.
+        use_stateful_dataloader: use torchdata's StatefulDataLoader.
+        _drop_last: drop an incomplete last step.
         _non_blocking: copy to the device asynchronously.
-        torch_device_mesh: accepted; the data is not sharded here.
+        torch_device_mesh: has no effect, because this class does not shard the data.
         iteration: epoch of the first pass.
         kwargs: keyword arguments of ``DataLoader``.
 
-    Collective: each pass, if ``rng_types`` are given.
+    Collective: start each pass on every rank if ``rng_types`` is given.
     """
 
     includes: ClassVar[tuple[type, ...]] = (PreparedLoader,)
@@ -90,18 +91,18 @@ class DataLoaderShard(PreparedLoader, metaclass=_OfPreparedLoaders):
 
     @property
     def synchronized_generator(self) -> torch.Generator | None:
-        """The generator that is synchronized; None: none."""
+        """The generator that is synchronized, or None."""
         return self._generator
 
     @property
     def total_batch_size(self) -> int | None:
-        """Number of samples of all ranks in one step."""
+        """Number of samples in one step, across all ranks."""
         assert isinstance(self.source, GivenSource)
         return self.source.samples_per_step
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples of the dataset."""
+        """Number of samples in the dataset."""
         dataset: Any = self.original.dataset
         return int(dataset.total_length) if hasattr(dataset, "total_length") else len(dataset)
 
@@ -113,21 +114,22 @@ class DataLoaderShard(PreparedLoader, metaclass=_OfPreparedLoaders):
 
 
 class DataLoaderDispatcher(DispatchedLoader, metaclass=_OfPreparedLoaders):
-    """A DataLoader that only rank zero reads; it sends each rank its part of every batch.
+    """A DataLoader that only rank zero reads, and that sends each rank its part of every batch.
 
     Args:
         dataset: as in ``DataLoader``; the other ranks do not read it.
-        split_batches: split each batch between the ranks; False: join one batch per rank.
+        split_batches: split each batch across ranks. False: concatenate one batch per rank.
         skip_batches: number of steps to skip at the start of each pass.
-        use_stateful_dataloader: read with torchdata's StatefulDataLoader.
-        _drop_last: drop an incomplete last step; False: fill it with the first samples.
+        use_stateful_dataloader: use torchdata's StatefulDataLoader.
+        _drop_last: drop an incomplete last step. False: fill it with the first samples.
         _non_blocking: copy to the device asynchronously.
-        slice_fn: takes the part of a rank from a batch, called as ``slice_fn(batch, slice, process_index=, num_processes=)``.
-        torch_device_mesh: accepted if it does not split the data by other axes than ranks.
+        slice_fn: returns a rank's part of a batch; called as ``slice_fn(batch, slice, process_index=,
+            num_processes=)``.
+        torch_device_mesh: device mesh; must not have axes on which ranks share batches.
         iteration: epoch of the first pass.
         kwargs: keyword arguments of ``DataLoader``.
 
-    Collective: the constructor and each step.
+    Collective: construct and run each step on every rank.
     """
 
     includes: ClassVar[tuple[type, ...]] = (DispatchedLoader,)
@@ -147,8 +149,11 @@ class DataLoaderDispatcher(DispatchedLoader, metaclass=_OfPreparedLoaders):
     ) -> None:
         if torch_device_mesh is not None and "tp" in (torch_device_mesh.mesh_dim_names or ()):
             raise UsageError(
-                "DataLoaderDispatcher() does not support a mesh with the axis 'tp'",
-                do="pass the mesh to prepare_data_loader(torch_device_mesh=), which gives the ranks of the axis the same batches",
+                "DataLoaderDispatcher() does not support a mesh with a 'tp' axis",
+                do=(
+                    "pass the mesh to prepare_data_loader(torch_device_mesh=), which gives all ranks on that axis the "
+                    "same batches"
+                ),
             )
         loader = _build(dataset, use_stateful_dataloader, _drop_last, kwargs)
         world = World.current()
@@ -173,10 +178,12 @@ class DataLoaderDispatcher(DispatchedLoader, metaclass=_OfPreparedLoaders):
 
 
 class DataLoaderStateMixin(metaclass=_OfPreparedLoaders):
-    """For loaders of one's own: tells the Accelerator which loader is read, and whether its batch is the last.
+    """For custom loaders: reports to the Accelerator which loader is being read, and whether its current batch is the
+    last.
 
-    A subclass sets ``gradient_state = GradientState()``, calls ``begin()`` and ``end()`` around a pass, and sets
-    ``end_of_dataloader`` before it yields the last batch. ``remainder`` is the number of new samples of all ranks in that batch.
+    A subclass must set ``gradient_state = GradientState()``, call ``begin()`` and ``end()`` around a pass, and set
+    ``end_of_dataloader`` before it yields the last batch. ``remainder`` is the number of samples in that batch, across
+    all ranks, that are not repeated.
     """
 
     includes: ClassVar[tuple[type, ...]] = (PreparedLoader,)
@@ -214,7 +221,7 @@ class DataLoaderStateMixin(metaclass=_OfPreparedLoaders):
         reading.loaders = [loader for loader in reading.loaders if loader is not self]
 
     def step_to_trim(self) -> LastStep | None:
-        """Return how many samples of each rank are new in the last step; None if all are."""
+        """Return the number of samples on each rank in the last step that are not repeated; None if no sample is."""
         world_size = World.current().world_size
         foreign: Any = self
         total = getattr(foreign, "total_batch_size", None)
@@ -224,17 +231,17 @@ class DataLoaderStateMixin(metaclass=_OfPreparedLoaders):
         return LastStep([size] * world_size, [min(max(self.remainder - r * size, 0), size) for r in range(world_size)])
 
     def require_every_rank(self, operation: str) -> None:
-        """Do nothing: the batches of the other ranks are not known here."""
+        """Do nothing, because the other ranks' batches are not known here."""
 
     def record_now(self, *, num_unused: int = 0) -> None:
-        """Return None: checkpoints do not know the position of this loader."""
+        """Return None, because checkpoints do not store this loader's position."""
 
     def rng_state(self, *, num_unused: int = 0) -> None:
         """Return None, like ``record_now``."""
 
 
 class DataLoaderAdapter(metaclass=_OfPreparedLoaders):
-    """Wraps a DataLoader that it builds, and forwards attributes to it.
+    """Builds and wraps a DataLoader, and forwards attribute access to it.
 
     Args:
         dataset: as in ``DataLoader``.
@@ -260,12 +267,12 @@ class DataLoaderAdapter(metaclass=_OfPreparedLoaders):
 
     @property
     def __class__(self) -> Any:
-        """The class of the DataLoader, so that ``isinstance(adapter, DataLoader)`` holds."""
+        """The DataLoader's class, so that ``isinstance(adapter, DataLoader)`` is True."""
         return type(self.base_dataloader)
 
     @__class__.setter
     def __class__(self, kind: Any) -> None:
-        raise UsageError("the class of a DataLoaderAdapter cannot be changed", do="build another one")
+        raise UsageError("the __class__ of a DataLoaderAdapter cannot be changed", do="build another one")
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
@@ -274,16 +281,16 @@ class DataLoaderAdapter(metaclass=_OfPreparedLoaders):
         return iter(self.base_dataloader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of a stateful DataLoader."""
+        """Return a stateful DataLoader's position."""
         state: dict[str, Any] = self.base_dataloader.state_dict()  # type: ignore[attr-defined]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next pass of a stateful DataLoader continue at a position."""
+        """Make a stateful DataLoader's next pass continue at a position."""
         self.base_dataloader.load_state_dict(state_dict)  # type: ignore[attr-defined]
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Do nothing: positions count the batches that were yielded."""
+        """Do nothing, because positions count the batches that were yielded."""
 
 
 def _build(dataset: Any, stateful: bool, drop_last: bool, kwargs: dict[str, Any]) -> DataLoader[Any]:
@@ -316,6 +323,7 @@ def _begin(
 def _require_inexact(loader: PreparedLoader) -> None:
     if loader.active.driver is not None:
         raise UsageError(
-            f"a {type(loader).__name__} that a script constructs cannot be read in the exact modes, which cut each batch themselves",
+            f"a {type(loader).__name__} constructed by the script cannot be used in the exact modes, which split each "
+            "batch themselves",
             do="pass the DataLoader to accelerator.prepare(), or set parity='off'",
         )

@@ -1,4 +1,4 @@
-"""The arguments of ``prepare``: objects of known kinds, possibly nested; also nested tensors, for the Trainer."""
+"""Finds objects of known types in the (possibly nested) arguments of ``prepare``; also nested tensors, for the Trainer."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _KNOWN = (nn.Module, Optimizer, LRScheduler, DataLoader, AcceleratedScheduler, D
 def known_objects(
     arguments: Sequence[Any], placement: Sequence[bool | None] | None, *, default: bool
 ) -> list[tuple[Any, bool]]:
-    """Return the objects of known kinds in ``arguments``, each once, with whether to move it to the device.
+    """Return each object of a known type in ``arguments`` once, and whether to move it to the device.
 
     Raises:
-        UsageError: there is none, although an argument is not None (a script's scheduler may be None), or ``placement`` does
-            not have one entry per argument.
+        UsageError: there is no such object even though an argument is not None (a script's scheduler may be None), or
+            ``placement`` does not have one entry per argument.
     """
     if placement and len(placement) != len(arguments):
         raise UsageError(
             f"device_placement has {len(placement)} entries for {len(arguments)} arguments",
-            do="pass one entry for each argument",
+            do="pass one entry per argument",
         )
     found: list[tuple[Any, bool]] = []
     for argument, place in zip(arguments, placement or [None] * len(arguments)):
@@ -51,7 +51,7 @@ def known_objects(
     if not found and not (arguments and all(argument is None for argument in arguments)):
         kinds = ", ".join(type(argument).__name__ for argument in arguments) or "no argument"
         raise UsageError(
-            f"prepare() was given no object that it can prepare: {kinds}",
+            f"prepare() got no object that it can prepare: {kinds}",
             do="pass a torch.nn.Module, a torch Optimizer, a learning-rate scheduler or a DataLoader",
         )
     return found
@@ -70,12 +70,12 @@ def _collect(argument: Any, place: bool, found: list[tuple[Any, bool]]) -> None:
 
 
 def check_unprepared_data(arguments: Sequence[Any], *, num_processes: int, is_exact: bool) -> None:
-    """Warn of data among the arguments that ``prepare`` returns unchanged: every process reads all of it.
+    """Warn if ``prepare`` returns an argument with data unchanged, because every process then reads all of it.
 
-    Other objects stay silent: no text or config changes what is trained.
+    Other unchanged objects, such as text or configs, cause no warning, because they do not affect training.
 
     Raises:
-        UsageError: there is data, in an exact mode.
+        UsageError: an argument contains data in an exact mode.
     """
     if num_processes == 1:
         return
@@ -87,14 +87,14 @@ def check_unprepared_data(arguments: Sequence[Any], *, num_processes: int, is_ex
         if isinstance(argument, Iterator) or (not has_loader and _holds_data(argument)):
             kind = type(argument).__name__
             what = f"argument {number} of prepare(), a {kind}, unchanged: each of the {num_processes} processes reads all of it"
-            do = "pass a DataLoader; if it yields other data on each process already, leave it out of prepare()"
+            do = "pass a DataLoader; if each process already reads different data, do not pass this object to prepare()"
             if is_exact:
                 raise UsageError(f"prepare() would return {what}", where=str(user_line()), do=do)
             warn(f"prepare() returns {what}. Instead, {do}")
 
 
 def _holds_data(argument: Any) -> bool:
-    """Return whether ``argument`` is a dataset or holds plain tensors, such as a list of batches."""
+    """Return whether ``argument`` is a dataset or contains plain tensors, such as a list of batches."""
     while isinstance(argument, (tuple, list, Mapping)) and len(argument):
         argument = next(iter(argument.values() if isinstance(argument, Mapping) else argument))
     is_dataset = isinstance(argument, Dataset) and not isinstance(argument, _KNOWN)

@@ -43,15 +43,15 @@ def prepare_arguments(
     *,
     is_on_several_devices: Callable[[nn.Module], bool],
 ) -> Any:
-    """Return ``arguments`` prepared, as ``Accelerator.prepare`` does.
+    """Prepare ``arguments`` as ``Accelerator.prepare`` does.
 
     Args:
-        session: session of the run, whose ``objects`` record the results.
-        arguments: objects of any kind, possibly nested.
-        placement: per argument, whether to move it to the device; None: as the session says.
-        is_on_several_devices: returns whether a model was loaded over several devices.
+        session: the run's session, whose ``objects`` record the results.
+        arguments: objects of any type, possibly nested.
+        placement: whether to move each argument to the device. None: use the session's setting.
+        is_on_several_devices: returns whether a model was loaded across several devices.
 
-    Collective: every rank, with the same objects in the same order.
+    Collective: call on every rank, with the same objects in the same order.
     """
     found = known_objects(arguments, placement, default=session.device_placement)
     check_unprepared_data(arguments, num_processes=session.world.world_size, is_exact=session.parity != "off")
@@ -67,11 +67,11 @@ def _prepare_unprepared(
     """Prepare the objects that have not been prepared before.
 
     Args:
-        session: session of the run, whose ``objects`` record the results.
-        found: objects of known kinds, each with whether to move it to the device.
-        is_on_several_devices: returns whether a model was loaded over several devices.
+        session: the run's session, whose ``objects`` record the results.
+        found: objects of known types, each with a flag that says whether to move it to the device.
+        is_on_several_devices: returns whether a model was loaded across several devices.
 
-    Collective: every rank, with the same objects in the same order.
+    Collective: call on every rank, with the same objects in the same order.
     """
     objects, engine = session.objects, session.engine
     new = [(o, place) for o, place in found if id(o) not in objects.originals]
@@ -88,9 +88,9 @@ def _prepare_unprepared(
     for model, place in models:
         if session.world.world_size > 1 and is_on_several_devices(model):
             raise UsageError(
-                f"{type(model).__name__} was loaded over several devices (its hf_device_map has several entries), so "
-                "each rank cannot train its own copy",
-                do="load it on one device: remove device_map",
+                f"{type(model).__name__} was loaded across several devices (its hf_device_map has several entries), "
+                "so each rank cannot train its own copy",
+                do="remove device_map to load it on one device",
             )
         _place_and_cast(session, model, place=place)
     bare = [model for model, _ in models]
@@ -110,7 +110,7 @@ def _prepare_unprepared(
 
 
 def _build_watcher(models: Sequence[nn.Module], *, world: World) -> Watcher | None:
-    """Return the watcher that answers other ranks; it counts the collectives over the shards of ``models``."""
+    """Return the watcher that answers other ranks; it also counts the collectives across shards of ``models``."""
     if world.world_size == 1:
         return None
     watcher = Watcher.of_process(world.device)
@@ -123,7 +123,7 @@ def _build_watcher(models: Sequence[nn.Module], *, world: World) -> Watcher | No
 
 
 def prepare_for_evaluation(session: Session, model: nn.Module, *, place: bool) -> nn.Module:
-    """Return ``model`` moved, cast and compiled, but not distributed over the ranks."""
+    """Move, cast and compile ``model`` without distributing it across ranks."""
     if place:
         model.to(session.world.device)
     session.precision.wrap_forward(model)
@@ -142,7 +142,7 @@ def _place_and_cast(session: Session, model: nn.Module, *, place: bool) -> None:
 
 
 def _arrives_later(session: Session, model: nn.Module) -> bool:
-    """Return whether the engine materializes ``model`` in parts, because it may not fit on the device as a whole."""
+    """Return whether the engine materializes ``model`` in parts, because the whole model may not fit on the device."""
     on_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     if session.capabilities.shards_parameters:
         return on_meta or (session.fsdp_plugin is not None and session.fsdp_plugin.cpu_ram_efficient_loading)
@@ -150,7 +150,7 @@ def _arrives_later(session: Session, model: nn.Module) -> bool:
         raise UsageError(
             f"{type(model).__name__} is on the meta device and has no values",
             where=f"prepare(), engine {session.capabilities.name}",
-            do="call load_checkpoint_in_model(model, folder) before prepare(); if parameters are sharded, after it",
+            do="call load_checkpoint_in_model(model, folder) before prepare(), or after it if parameters are sharded",
         )
     return False
 
@@ -162,7 +162,7 @@ def _compile(plugin: TorchDynamoPlugin, model: nn.Module, *, by_regions: bool) -
 
 
 def _add_model(session: Session, model: nn.Module, shaped: nn.Module, wrapped: nn.Module) -> None:
-    """Register the engine's result ``wrapped`` for ``shaped``, which is ``model`` or its compiled copy."""
+    """Record ``wrapped``, which the engine returned for ``shaped`` (``model`` or its compiled copy)."""
     objects, update, capabilities = session.objects, session.update, session.capabilities
     objects.models.append(wrapped)
     if capabilities.shards_parameters:  # its forward pass already waits for every rank
@@ -221,8 +221,8 @@ def _log_num_times(session: Session, kind: type, num_times: int) -> None:
         return
     session.logged_schedulers.add(kind)
     _logger.info(
-        "%s advances %d times per update, once for each process, because %d processes use that many batches in it. "
-        "Accelerator(step_scheduler_with_optimizer=False) advances it once per call of its step().",
+        "%s steps %d times per update, once for each process, because %d processes use that many batches per update. "
+        "Pass Accelerator(step_scheduler_with_optimizer=False) to step it once per call of its step().",
         kind.__name__,
         num_times,
         num_times,
@@ -230,7 +230,7 @@ def _log_num_times(session: Session, kind: type, num_times: int) -> None:
 
 
 def _fill_deepspeed(session: Session, models: list[nn.Module], optimizers: list[Any], schedulers: list[Any]) -> None:
-    """Pass the numbers of this run to DeepSpeed's config."""
+    """Fill DeepSpeed's config with this run's values."""
     sizes = [loader.batch_size for loader in session.objects.loaders]
     world_size, split_batches = session.world.world_size, session.dataloader_config.split_batches
     shares = world_size if split_batches or session.update.uses_global_batches else 1
@@ -257,14 +257,15 @@ def prepare_one_loader(
     slice_fn: Any = None,
     already_sharded: bool | None = None,
 ) -> PreparedLoader:
-    """Prepare a loader that was not prepared before. Collective: every rank.
+    """Prepare a loader that was not prepared before. Collective: call on every rank.
 
     Args:
-        session: session of the run.
+        session: the run's session.
         loader: the user's loader.
-        place: whether to move its batches to the device.
-        slice_fn: splits a dispatched batch.
-        already_sharded: None: as in ``DataLoaderConfiguration``.
+        place: whether to move batches to the device.
+        slice_fn: function that splits a dispatched batch.
+        already_sharded: whether the loader already yields a different shard on each process. None: use
+            ``DataLoaderConfiguration``.
     """
     config, update = session.dataloader_config, session.update
     options = LoaderOptions(

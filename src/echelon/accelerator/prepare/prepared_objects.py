@@ -14,9 +14,9 @@ __all__ = ["PreparedObjects"]
 
 
 class PreparedObjects:
-    """Prepared objects, in the order of preparation. The lists keep their identity.
+    """Prepared objects, in order of preparation. The list objects are never replaced.
 
-    A pickle is empty, because prepared objects are identified by id, which a copy does not share.
+    Pickling yields an empty object, because prepared objects are identified by id, which a copy does not share.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class PreparedObjects:
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[PreparedLoader] = []
         self.originals: dict[int, tuple[object, Any]] = {}
-        """Original and prepared object, by the id of the original."""
+        """Original and prepared object, by the original's id."""
         self._compiled: dict[int, nn.Module] = {}  # id of a model compiled as a whole -> the engine's model in it
 
     def __getstate__(self) -> dict[str, Any]:
@@ -36,11 +36,11 @@ class PreparedObjects:
         PreparedObjects.__init__(self)
 
     def record(self, original: object, prepared: Any) -> None:
-        """Record that ``prepared`` was made from ``original``."""
+        """Record that ``prepare`` turned ``original`` into ``prepared``."""
         self.originals[id(original)] = (original, prepared)
 
     def record_compiled(self, compiled: nn.Module, model: nn.Module) -> None:
-        """Record the engine's model inside a model that was compiled as a whole."""
+        """Record which engine model is inside a model that was compiled as a whole."""
         self._compiled[id(compiled)] = model
 
     def is_compiled_whole(self, model: nn.Module) -> bool:
@@ -48,16 +48,16 @@ class PreparedObjects:
         return id(model) in self._compiled
 
     def engine_model(self, model: nn.Module) -> nn.Module:
-        """Return the engine's model of a prepared model; any other model is returned unchanged."""
+        """Return the engine's model inside a prepared model; return any other model unchanged."""
         return self._compiled.get(id(model), model)
 
     def num_steps(self) -> int:
-        """Return the number of steps that the optimizers have taken."""
+        """Return how many steps the optimizers have taken."""
         return max((optimizer.num_steps for optimizer in self.optimizers), default=0)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether loss scaling skipped the last step of any optimizer."""
+        """Whether loss scaling skipped any optimizer's last step."""
         return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -72,7 +72,7 @@ class PreparedObjects:
         return [p for o in self.optimizers for g in o.param_groups for p in g["params"] if id(p) not in held]
 
     def drop_gradients(self) -> None:
-        """Clear all gradients of an abandoned update."""
+        """Clear all gradients after an abandoned update."""
         for optimizer in self.optimizers:
             optimizer.drop_gradients()
         for model in self.models:

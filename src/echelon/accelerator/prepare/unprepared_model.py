@@ -1,4 +1,4 @@
-"""Detects training on several ranks with a loader or model that was not prepared: repeated data, unreduced gradients."""
+"""Detects unprepared loaders and models on several ranks, which repeat data or do not reduce gradients."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["UnpreparedModelCheck"]
 
 
 class UnpreparedModelCheck:
-    """At the first backward pass on several processes, checks that the loader and the model were prepared.
+    """Checks at the first backward pass on several processes that the loader and the model were prepared.
 
     Args:
         num_processes: number of processes in the run.
-        state: knows whether a prepared loader is being read.
+        state: tells whether a prepared loader is being read.
     """
 
     def __init__(self, *, num_processes: int, state: GradientState) -> None:
@@ -35,7 +35,7 @@ class UnpreparedModelCheck:
         self._state = state
         self._unsharded: list[DataLoader[Any]] = []
         self.is_pending = num_processes > 1
-        """Whether the first backward pass is still to come."""
+        """Whether no backward pass has run yet."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_unsharded": []}
@@ -57,7 +57,7 @@ class UnpreparedModelCheck:
             _warn_of_unprepared_model("backward()", num_processes=self._num_processes)
 
     def run_before_step(self) -> None:
-        """Check before a step of an optimizer in a prepared loader's loop, where no model and no optimizer was prepared."""
+        """Check before an optimizer step in a prepared loader's loop if no model and no optimizer was prepared."""
         self.is_pending = False
         _warn_of_unprepared_model("step()", num_processes=self._num_processes)
 
@@ -68,7 +68,7 @@ def _refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> No
     Called at the first backward pass outside the loop of a prepared loader.
 
     Raises:
-        UsageError: there is one; the message names it and the user's line.
+        UsageError: such a loader was found; the message names it and the user's line.
     """
     place = user_line()
     for name, value in _variables_of_script(place):
@@ -77,9 +77,9 @@ def _refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> No
 
 
 def _warn_of_unprepared_model(call: str, *, num_processes: int) -> None:
-    """Warn if the user's frames hold a trainable model and none whose gradients are averaged.
+    """Warn if the user's frames contain a trainable model, but none whose gradients are averaged.
 
-    Called at the first ``call`` of an Accelerator without prepared models.
+    Called at the first ``call`` on an Accelerator that has no prepared models.
     """
     place = user_line()
     models = [(name, value) for name, value in _variables_of_script(place) if isinstance(value, nn.Module)]
@@ -88,8 +88,9 @@ def _warn_of_unprepared_model(call: str, *, num_processes: int) -> None:
     trained = [name for name, model in models if any(p.requires_grad for p in model.parameters())]
     if trained:
         warn(
-            f"{call} runs on {num_processes} processes, but this Accelerator has prepared no model: each process trains "
-            f"its own model, because nothing averages the gradients. Write {trained[0]} = accelerator.prepare({trained[0]})"
+            f"{call} runs on {num_processes} processes, but no model was passed to this Accelerator's prepare(): each "
+            f"process trains a separate model, because nothing averages the gradients. Write {trained[0]} = "
+            f"accelerator.prepare({trained[0]})"
         )
 
 
@@ -133,5 +134,8 @@ def _error(name: str, place: UserLine, num_processes: int) -> UsageError:
         f"backward() runs on {num_processes} processes outside the loop of a prepared loader, and {name!r} is a DataLoader that "
         "was not prepared, so every process would train on the same samples",
         where=str(place),
-        do=f"{name} = accelerator.prepare({name}), or accelerator.allow_unsharded({name}) if every process should read all of it",
+        do=(
+            f"call {name} = accelerator.prepare({name}), or accelerator.allow_unsharded({name}) if every process "
+            "should read all of it"
+        ),
     )

@@ -1,1 +1,1 @@
-"""Building a run: settings, process group and engine from the arguments of ``Accelerator()``."""
+"""Builds a run's settings, process group and engine from the ``Accelerator()`` arguments."""

@@ -22,12 +22,12 @@ __all__ = ["agree_on_models", "agree_on_settings"]
 
 
 def agree_on_settings() -> None:
-    """Compare the settings that the launcher and the environment gave each rank.
+    """Compare the settings that each rank received from the launcher and the environment.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
-        ConfigError: on every rank, naming the setting, its values and their origins.
+        ConfigError: the settings differ; raised on every rank, with the setting, its values and their origins.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -46,16 +46,20 @@ def agree_on_settings() -> None:
             raise ConfigError(
                 f"the ranks have different settings: {name} is {' and '.join(values_found)}",
                 where=f"setting {name}",
-                do="use the same environment and configuration file for all processes; set variables in the script on all of them",
+                do=(
+                    "use the same environment and configuration file for all processes; if the script sets variables, "
+                    "set them on all ranks"
+                ),
             )
 
 
 def agree_on_models(models: Sequence[nn.Module]) -> None:
-    """Compare the weights and buffers of ``models`` with rank zero's, and warn about ranks that start with different ones.
+    """Compare the weights and buffers of ``models`` with rank zero's, and warn about ranks where they differ.
 
-    The engine copies rank zero's values to every rank. A rank with other values was seeded differently or read another file.
+    The engine copies rank zero's values to every rank. A rank with different values was seeded differently or read a
+    different file.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
         DesyncError: the models differ in names, shapes or dtypes.
@@ -91,7 +95,7 @@ def _compare_parts(rank: int, theirs: Sequence[Any], first: Sequence[Any]) -> No
     place = next((i for i, (a, b) in enumerate(zip(parts, expected)) if a != b), min(len(parts), len(expected)))
     mine, his = (found[place] if place < len(found) else "nothing" for found in (parts, expected))
     raise DesyncError(
-        f"rank {rank} prepares a different model than rank zero: it has {mine!r} where rank zero has {his!r}",
+        f"rank {rank} prepares a different model than rank zero: expected {his!r}, but got {mine!r}",
         where="prepare()",
         do="build the model with the same settings on every rank",
     )

@@ -1,4 +1,4 @@
-"""Builds the settings, process group and engine of a run from the arguments of ``Accelerator()``."""
+"""Builds a run's settings, process group and engine from the ``Accelerator()`` arguments."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def resolve_settings(
     *,
     more: Mapping[str, object],
 ) -> Resolved[RunConfig]:
-    """Return the settings of the run; code takes precedence over the environment, and both over defaults."""
+    """Return the run's settings; code takes precedence over the environment, and both over defaults."""
     if plugin is not None and steps != 1:
         raise ConfigError(
             f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin are both set",
@@ -84,14 +84,14 @@ def resolve_settings(
 
 
 def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str, object]:
-    """Return the settings of ``torch.compile`` given in code."""
+    """Return the ``torch.compile`` settings given in code."""
     if plugin is None:
         return {"dynamo_backend": backend}
     if backend is not None:
         raise ConfigError(
             f"dynamo_backend={str(backend)!r} and dynamo_plugin are both set",
             where="code Accelerator(dynamo_backend=, dynamo_plugin=)",
-            do="pass one of the two; the plugin also sets the backend",
+            do="pass only one of them; the plugin also sets the backend",
         )
     return {
         "dynamo_backend": plugin.backend,
@@ -103,7 +103,7 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str,
 
 
 def dynamo_plugin_of(config: RunConfig) -> TorchDynamoPlugin:
-    """Return the settings of ``torch.compile`` as a plugin."""
+    """Return the ``torch.compile`` settings as a plugin."""
     return TorchDynamoPlugin(
         backend=config.dynamo_backend,
         mode=config.dynamo_mode,
@@ -114,7 +114,7 @@ def dynamo_plugin_of(config: RunConfig) -> TorchDynamoPlugin:
 
 
 def handlers_by_kind(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
-    """Return one handler of each kind; a subclass counts as its base."""
+    """Return one handler of each type; a subclass counts as its base."""
     kinds: tuple[type[KwargsHandler], ...] = (
         AORecipeKwargs,
         AutocastKwargs,
@@ -128,18 +128,18 @@ def handlers_by_kind(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
         kind = next((kind for kind in kinds if isinstance(handler, kind)), None)
         if kind is None:
             raise ConfigError(
-                f"kwargs_handlers holds a {type(handler).__name__}, which the Accelerator does not support",
+                f"kwargs_handlers contains a {type(handler).__name__}, which the Accelerator does not support",
                 do=f"pass one of {', '.join(k.__name__ for k in kinds)}",
             )
         if kind in found:
-            raise ConfigError(f"kwargs_handlers holds two {kind.__name__}", do="pass at most one of each kind")
+            raise ConfigError(f"kwargs_handlers holds two {kind.__name__}", do="pass at most one of each type")
         found[kind] = handler
     # The fp8 recipe imports torchao, so it is only built if fp8 is configured.
     return {kind: found.get(kind) or kind() for kind in kinds if kind is not AORecipeKwargs or kind in found}
 
 
 def build_world(config: RunConfig, options: InitProcessGroupKwargs, engine: Engine | str | None = None) -> World:
-    """Create the process group if there are several processes, or ``engine`` needs one, and the script has not created it."""
+    """Create the process group if several processes or ``engine`` need one, unless the script has created it."""
     repair_fork()  # also for a group that the script has created
     needs_group = False
     if isinstance(engine, str) and engine not in GROUPLESS:
@@ -157,11 +157,11 @@ def build_world(config: RunConfig, options: InitProcessGroupKwargs, engine: Engi
 
 @lru_cache  # once per process, because a second call would take a share of the share
 def _bind_to_cores(device: torch.device, local_rank: int, local_world_size: int) -> None:
-    """Bind this process to the cores near its device; without a known NUMA node, to an equal share of all cores."""
+    """Bind this process to the cores near its device, or to an equal share of all cores if its NUMA node is unknown."""
     node = numa_node_of(device)
     cores = (cores_of_node(node) if node is not None else None) or share_of(local_rank, local_world_size)
     bind(cores)
-    _logger.info("process %d of this machine is bound to the cores %s", local_rank, sorted(cores), all_ranks=True)
+    _logger.info("process %d on this machine is bound to cores %s", local_rank, sorted(cores), all_ranks=True)
 
 
 def build_sharding(
@@ -172,14 +172,14 @@ def build_sharding(
     mixed_precision: str,
     engine: Engine | str | None = None,
 ) -> tuple[FullyShardedDataParallelPlugin | None, ShardingOptions | None, ParallelismConfig | None]:
-    """Return the plugin, its options for the engine, and the layout of the ranks; each is None if not configured.
+    """Return the plugin, its engine options, and the layout of the ranks; each is None if not configured.
 
     Args:
-        plugin: None: from the environment if ``ACCELERATE_USE_FSDP`` is set; with defaults if ``config`` or ``engine`` shard
-            the model.
-        config: None: from the environment if ``ACCELERATE_USE_PARALLELISM_CONFIG`` is set.
-        world: its ranks must be covered.
-        mixed_precision: precision mode of the run.
+        plugin: sharding plugin. None: build it from the environment if ``ACCELERATE_USE_FSDP`` is set, or with defaults
+            if ``config`` or ``engine`` shard the model.
+        config: mesh sizes. None: use the environment if ``ACCELERATE_USE_PARALLELISM_CONFIG`` is set.
+        world: the ranks that the layout must cover.
+        mixed_precision: the run's precision.
         engine: engine passed to the Accelerator.
 
     Raises:
@@ -235,16 +235,16 @@ def build_engine(
     *,
     engine_from: Origin | None = None,
 ) -> Engine:
-    """Return ``engine``, or build the engine of that name; None: chosen by the number of processes and sharding.
+    """Return ``engine``, or build the engine with that name. None: choose from the number of processes and sharding.
 
-    ``more``: options that only a specific engine has. ``engine_from``: origin of the name.
+    ``more`` contains options for a specific engine; ``engine_from`` is the origin of the name.
     """
     if sharding is not None and engine is not None and engine not in SHARDING:
         shown = f"{type(engine).__name__}()" if isinstance(engine, Engine) else repr(engine)
         raise ConfigError(
             f"engine={shown} and sharding settings (fsdp_plugin, parallelism_config or ACCELERATE_USE_FSDP) are both set",
             where="code Accelerator(engine=)" if isinstance(engine, Engine) else str(engine_from),
-            do="omit engine to shard the model, or remove those settings to use the engine",
+            do="omit engine= to shard the model, or remove the sharding settings to use this engine",
         )
     if isinstance(engine, Engine):
         return engine

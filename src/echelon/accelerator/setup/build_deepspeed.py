@@ -1,6 +1,6 @@
-"""``deepspeed_plugin`` and its environment variables, as settings of the run and options of the engine.
+"""Turns ``deepspeed_plugin`` and its environment variables into run settings and engine options.
 
-``echelon.engines.deepspeed`` translates DeepSpeed's config; this module handles the plugins.
+``echelon.engines.deepspeed`` translates the DeepSpeed config; this module handles the plugins.
 """
 
 from __future__ import annotations
@@ -53,24 +53,25 @@ _CLIPPING = Setting(1.0, Origin(SettingSource.DEFAULT, "of accelerate"))
 
 
 def choose_plugin(plugin: Any, plugins: Any, *, engine: Engine | str | None) -> DeepSpeedPlugin | None:
-    """Return the given plugin, else one from the environment; None: DeepSpeed is not requested.
+    """Return the given plugin, or one built from the environment; None if DeepSpeed is not requested.
 
     Raises:
-        ConfigError: the argument is not a plugin, or holds several.
+        ConfigError: the argument is not a plugin, or contains several.
     """
     if plugin is not None and plugins is not None:
         raise ConfigError(
             "deepspeed_plugin and deepspeed_plugins are both set",
             where="code Accelerator(deepspeed_plugin=, deepspeed_plugins=)",
-            do="pass one of the two",
+            do="pass only one of them",
         )
     given = plugin if plugin is not None else plugins
     if isinstance(given, Mapping):
         if len(given) != 1:
             raise ConfigError(
-                f"deepspeed_plugin has {len(given)} plugins ({', '.join(map(str, given))}), but an Accelerator trains one model",
+                f"deepspeed_plugin contains {len(given)} plugins ({', '.join(map(str, given))}), but an Accelerator "
+                "trains one model",
                 where="code Accelerator(deepspeed_plugin=)",
-                do="create one Accelerator per model, each with its plugin; they are independent",
+                do="create a separate Accelerator for each model, with its own plugin",
             )
         (given,) = given.values()
     if given is None:
@@ -89,7 +90,7 @@ def choose_plugin(plugin: Any, plugins: Any, *, engine: Engine | str | None) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedSettings:
-    """The settings of a run that follow from its DeepSpeed plugin."""
+    """The run settings that follow from its DeepSpeed plugin."""
 
     plugin: DeepSpeedPlugin | None = None
     engine: Engine | str | None = None
@@ -97,9 +98,9 @@ class DeepSpeedSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the engine."""
     scaling: GradScalerKwargs | None = None
-    """Default settings of the loss scale; None: torch's."""
+    """Default loss scaler settings. None: torch's defaults."""
     clipping: Clipping | None = None
-    """Clipping that an optimizer applies before its step if the engine does not clip."""
+    """Gradient clipping that an optimizer applies before its step if the engine does not clip."""
 
     def fill(self, **known: Any) -> None:
         """See ``resolve_plugin_config``."""
@@ -115,7 +116,7 @@ def build_deepspeed(
     engine: Engine | str | None,
     fsdp_plugin: FullyShardedDataParallelPlugin | None,
 ) -> tuple[DeepSpeedSettings, Resolved[RunConfig]]:
-    """Return the settings of the engine deepspeed (the plugin's default) or fsdp2 for the plugin, and those of the run.
+    """Return the run and engine settings for the plugin, with the deepspeed (default) or fsdp2 engine.
 
     Raises:
         ConfigError: the plugin is invalid, settings conflict, or the engine cannot implement them.
@@ -146,7 +147,7 @@ def _build_use(
         raise ConfigError(
             "fsdp_plugin and deepspeed_plugin both define how the model is sharded",
             where="code Accelerator(fsdp_plugin=, deepspeed_plugin=)",
-            do="pass one of the two",
+            do="pass only one of them",
         )
     if engine in SHARDING:
         translated, scaling = translate_plugin_to_fsdp2(plugin)
@@ -159,9 +160,12 @@ def _build_use(
     if engine is not None and engine not in BY_DEEPSPEED:
         shown = f"{type(engine).__name__}()" if isinstance(engine, Engine) else repr(engine)
         raise ConfigError(
-            f"engine={shown} and settings of DeepSpeed (deepspeed_plugin, or ACCELERATE_USE_DEEPSPEED) are both set",
+            f"engine={shown} and DeepSpeed settings (deepspeed_plugin or ACCELERATE_USE_DEEPSPEED) are both set",
             where="code Accelerator(engine=)",
-            do="omit engine to use DeepSpeed, pass engine='fsdp2' to do the same with torch, or remove the DeepSpeed settings",
+            do=(
+                "omit engine= to use DeepSpeed, pass engine='fsdp2' to train the same way with torch, or remove the "
+                "DeepSpeed settings"
+            ),
         )
     _require_library(where)
     options = deepspeed_options(plugin, mixed_precision=mixed_precision)
@@ -169,12 +173,12 @@ def _build_use(
 
 
 def _require_library(where: str) -> None:
-    """Raise MissingExtraError if DeepSpeed is missing; transformers' own error would name neither cause nor remedy."""
+    """Raise MissingExtraError if DeepSpeed is missing; transformers' own error would explain neither cause nor remedy."""
     if not is_available("deepspeed"):
         raise MissingExtraError(
             "sharding with DeepSpeed needs the package 'deepspeed', which is not installed",
             where=where,
-            do="pip install 'echelon[deepspeed]', or pass engine='fsdp2' to do the same with torch",
+            do="pip install 'echelon[deepspeed]', or pass engine='fsdp2' to train the same way with torch",
         )
 
 
@@ -183,14 +187,17 @@ def reject_placeholders(objects: Sequence[Any]) -> None:
     for one in objects:
         if isinstance(one, (DummyOptim, DummyScheduler)):
             raise ConfigError(
-                f"prepare() was given a {type(one).__name__}, a placeholder for an entry of DeepSpeed's config",
+                f"prepare() got a {type(one).__name__}, which is a placeholder for an entry in the DeepSpeed config",
                 where="prepare()",
-                do="use Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=...)) with the engine deepspeed, or pass a torch one",
+                do=(
+                    "use Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=...)) with the deepspeed engine, "
+                    "or pass a torch object instead"
+                ),
             )
 
 
 def apply_plugin_settings(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) -> Resolved[RunConfig]:
-    """Replace the run's default settings by the plugin's.
+    """Replace the run's default settings with the plugin's.
 
     Raises:
         ConfigError: both are set to different values.
@@ -209,7 +216,8 @@ def apply_plugin_settings(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) 
             continue
         if origins[name].source not in (SettingSource.DEFAULT, SettingSource.ENV):
             raise ConfigError(
-                f"{name}={present!r} (from {origins[name]}) and {setting.value!r} (from {setting.origin}) cannot both hold",
+                f"{name}={present!r} (from {origins[name]}) and {setting.value!r} (from {setting.origin}) contradict "
+                "each other",
                 where=f"DeepSpeed config {name}",
                 do='write "auto" in DeepSpeed\'s config, or remove the other setting',
             )
@@ -220,7 +228,7 @@ def apply_plugin_settings(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) 
 
 
 def deepspeed_options(plugin: DeepSpeedPlugin, *, mixed_precision: str) -> DeepSpeedOptions:
-    """Return the options of the engine deepspeed; ``prepare`` later resolves the ``"auto"`` values of its config."""
+    """Return the deepspeed engine's options; ``prepare`` later resolves the ``"auto"`` values in its config."""
     plugin.set_mixed_precision(mixed_precision)
     plugin.select(_from_accelerator_state=True)
     return DeepSpeedOptions(
@@ -242,7 +250,7 @@ def resolve_plugin_config(
     schedulers: Sequence[Any],
     split_batches: bool,
 ) -> None:
-    """Resolve the ``"auto"`` values of the plugin's config, and log them.
+    """Resolve the ``"auto"`` values in the plugin's config, and log them.
 
     Raises:
         ConfigError: a value cannot be resolved, or two values conflict.
@@ -269,19 +277,19 @@ def resolve_plugin_config(
         if origin.source in (SettingSource.DERIVED, SettingSource.DEFAULT)
     ]
     if resolved:  # a warning is visible at the default log level
-        _logger.warning('DeepSpeed\'s config, values resolved from "auto" or defaults: %s', ", ".join(resolved))
+        _logger.warning('DeepSpeed config values that were resolved from "auto" or defaults: %s', ", ".join(resolved))
 
 
 def build_plugin(
     config: Mapping[str, Any], known: Mapping[str, tuple[str, Any]], *, batch_size: int, of: str
 ) -> DeepSpeedPlugin:
-    """Return a plugin for ``config`` with the values known before the model exists; the others stay "auto".
+    """Return a plugin for ``config`` with the values known before the model exists; other values stay "auto".
 
     Args:
         config: DeepSpeed's config.
-        known: name and value of an argument, by dotted config key.
+        known: argument name and value, by dotted config key.
         batch_size: batch size per process.
-        of: class that has these arguments, for messages.
+        of: class that these arguments belong to, for messages.
 
     Raises:
         ConfigError: an argument conflicts with the config.
@@ -299,7 +307,7 @@ def build_plugin(
 def translate_plugin_to_fsdp2(
     plugin: DeepSpeedPlugin,
 ) -> tuple[FullyShardedDataParallelPlugin, GradScalerKwargs]:
-    """Return the settings of fsdp2 that implement the plugin's config; warn once about keys without a counterpart.
+    """Return the fsdp2 settings that implement the plugin's config; warn once about keys without a counterpart.
 
     Raises:
         ConfigError: fsdp2 cannot implement a setting.
@@ -316,5 +324,5 @@ def translate_plugin_to_fsdp2(
     )
     if settings.without_counterpart:
         missing = "; ".join(settings.without_counterpart)
-        warn(f"engine='fsdp2' has no counterpart for these keys of DeepSpeed's config: {missing}")
+        warn(f"engine='fsdp2' has no counterpart for these DeepSpeed config keys: {missing}")
     return translated, GradScalerKwargs(**settings.scaler)

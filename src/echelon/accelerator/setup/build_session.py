@@ -1,4 +1,4 @@
-"""Builds the ``Session`` of a run from the arguments of ``Accelerator()``."""
+"""Builds a run's ``Session`` from the ``Accelerator()`` arguments."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def build_session(
     project: ProjectConfiguration,
     **given: Any,
 ) -> Session:
-    """Build the parts of a run from the arguments of ``Accelerator()``.
+    """Build the parts of a run from the ``Accelerator()`` arguments.
 
-    Collective: the first call creates the process group.
+    Collective: call on every rank, because the first call creates the process group.
     """
     kinds = handlers_by_kind(handlers)
     deepspeed, config = build_deepspeed(
@@ -144,7 +144,7 @@ def _build_scaler(
 
 
 def _build_update(parts: UpdateParts, *, comm_hook: object) -> UpdatePolicy:
-    """Return the update policy for the run's parity mode. Collective: with ``bitwise``."""
+    """Return the update policy for the run's parity mode. Collective with ``bitwise``."""
     config, origins = parts.config.value, parts.config.origins
     if config.seed is not None and origins["seed"].source is SettingSource.CODE:
         set_seed(config.seed)
@@ -154,8 +154,8 @@ def _build_update(parts: UpdateParts, *, comm_hook: object) -> UpdatePolicy:
         return build_bitwise_update(parts, comm_hook=comm_hook)
     if config.max_micro_batch_size is not None:
         raise ConfigError(
-            f"max_micro_batch_size={config.max_micro_batch_size} (from {origins['max_micro_batch_size']}) splits the "
-            "batches of the exact modes, but parity is 'off'",
+            f"max_micro_batch_size={config.max_micro_batch_size} (from {origins['max_micro_batch_size']}) only "
+            "applies to the exact modes, but parity is 'off'",
             do="set parity='exact', or remove max_micro_batch_size",
         )
     return PlainUpdate(parts)

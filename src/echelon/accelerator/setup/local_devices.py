@@ -1,4 +1,4 @@
-"""The number of devices that one process trains on if no engine was chosen and no launcher started it as a rank."""
+"""Counts the devices that one process trains on if no engine was chosen and no launcher started it as a rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ __all__ = ["num_devices_of_process"]
 def num_devices_of_process(device: torch.device, *, engine: str | None, parity: str | None) -> int:
     """Return the number of accelerators that this process, with its own ``device``, trains on; 0 on the CPU.
 
-    It is several with the engine ``dp``, and by default if the process sees several accelerators, is not a rank, and neither
-    the script nor the environment chooses an engine, sharding or a parity mode.
+    A process trains on several accelerators with the ``dp`` engine. This is the default if it sees several
+    accelerators, is not a rank, and neither the script nor the environment chooses an engine, sharding or a parity
+    mode.
     """
     count = len(devices_from(device))
     if count < 2:

@@ -1,4 +1,4 @@
-"""What the bits of ``parity="bitwise"`` depend on besides the program: recorded, compared, or refused."""
+"""Records, compares or rejects everything outside the program that affects the bits of ``parity="bitwise"``."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ _BY_ELEMENT = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsEnvironment:
-    """Facts on which the bits of a bitwise run depend."""
+    """Properties that determine the exact bits of a bitwise run."""
 
     canonical_shards: int
     """Number of shards per update."""
     threads: int
-    """Number of CPU threads per process, by which kernels split their work."""
+    """Number of CPU threads per process, which determines how kernels split their work."""
     torch_build: str
-    """Version and commit of torch."""
+    """torch version and commit."""
     processor: str
-    """Type of the CPU or accelerator, by which kernels are chosen."""
+    """CPU or accelerator type, which determines which kernels are used."""
 
     @classmethod
     def here(cls, canonical_shards: int, device: torch.device) -> NumericsEnvironment:
-        """Return the facts of this process."""
+        """Return the properties of this process."""
         return cls(
             canonical_shards=canonical_shards,
             threads=torch.get_num_threads(),
@@ -69,36 +69,36 @@ class NumericsEnvironment:
         )
 
     def require(self, saved: Mapping[str, Any], folder: object) -> None:
-        """Compare with the facts saved in a checkpoint.
+        """Compare with the properties saved in a checkpoint.
 
         Raises:
-            CheckpointError: the run would continue with different bits.
+            CheckpointError: the properties differ, so the run would continue with different bits.
         """
         remedies = {
             "canonical_shards": f"set canonical_shards={saved['canonical_shards']}",
             "threads": f"set OMP_NUM_THREADS={saved['threads']}",
-            "torch_build": "install that version of torch",
-            "processor": "resume on that type of processor",
+            "torch_build": "install that torch version",
+            "processor": "resume on a processor of that type",
         }
         for field in fields(self):
             there, here = saved[field.name], getattr(self, field.name)
             if there != here:
                 raise CheckpointError(
-                    f"{folder} was saved by a bitwise run with {field.name} = {there}, but here it is {here}: the run would not "
-                    "continue with the same bits",
+                    f"{folder} was saved by a bitwise run with {field.name} = {there}, but this run has {field.name} "
+                    f"= {here}, so its results would not be bit-identical",
                     where="parity='bitwise'",
-                    do=f"{remedies[field.name]}; or, if different last bits are acceptable, load it with parity='exact' "
-                    "(save_state() then writes a checkpoint from which a new bitwise run can start)",
+                    do=f"{remedies[field.name]}; or, if differences in the last bits are acceptable, load it with "
+                    "parity='exact' (save_state() then writes a checkpoint that a new bitwise run can start from)",
                 )
 
 
 def build_numerics_environment(config: Resolved[RunConfig], device: torch.device) -> NumericsEnvironment:
     """Set the number of threads, and return the environment that all ranks share.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
-        ConfigError: the ranks differ, or torch may choose kernels whose results vary from run to run.
+        ConfigError: the environment differs between ranks, or torch may choose kernels whose results vary between runs.
     """
     # torch's default depends on how a process was started, the launcher's on the machine and the number of processes.
     is_users_choice = environ.get("OMP_NUM_THREADS") != environ.get(CHOSEN_THREADS)
@@ -112,7 +112,7 @@ def build_numerics_environment(config: Resolved[RunConfig], device: torch.device
                 raise ConfigError(
                     f"{name} is {value} on rank 0 but {by_rank[other][name]} on rank {other}, so their bits would differ",
                     where="parity='bitwise'",
-                    do=f"make it equal on all processes (threads: OMP_NUM_THREADS), {_EXACT}",
+                    do=f"use the same value on all ranks (threads: set OMP_NUM_THREADS), {_EXACT}",
                 )
     refuse_kernels(device, threads=own.threads)
     refuse_compilation(config.value)
@@ -133,10 +133,10 @@ def _processor(device: torch.device) -> str:
 
 
 def refuse_kernels(device: torch.device, *, threads: int) -> None:
-    """Raise if torch may choose kernels whose results vary from run to run.
+    """Raise if torch may choose kernels whose results vary between runs.
 
     Raises:
-        ConfigError: names the feature and the call that disables it.
+        ConfigError: it may; the message names the feature and the call that disables it.
     """
     is_deterministic = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -153,29 +153,29 @@ def refuse_kernels(device: torch.device, *, threads: int) -> None:
     for what, (is_allowed, do) in reasons.items():
         if is_allowed:
             raise ConfigError(
-                f"torch may use {what}, on {device.type} with {threads} thread{'s' if threads > 1 else ''}",
+                f"torch may use {what} on {device.type} with {threads} thread{'s' if threads > 1 else ''}",
                 where="parity='bitwise'",
                 do=f"{do} before the Accelerator is created; {_EXACT}",
             )
 
 
 def refuse_compilation(config: RunConfig) -> None:
-    """Raise if torch.compile would choose kernels depending on the shapes that a process has seen before.
+    """Raise if torch.compile may choose kernels depending on the shapes that a process has seen before.
 
     Raises:
-        ConfigError: names the setting that prevents it.
+        ConfigError: it may; the message names the setting that prevents it.
     """
     if config.dynamo_backend != "no" and config.dynamo_use_dynamic is None:
         raise ConfigError(
-            "torch.compile may choose different kernels for a shape after it has seen other shapes, and the shards that a process "
-            "computes depend on the number of processes",
+            "torch.compile may choose different kernels for a shape after it has seen other shapes, and the number of "
+            "processes determines which shards a process computes",
             where="parity='bitwise', dynamo_backend",
             do=f"set TorchDynamoPlugin(dynamic=False) (dynamo_use_dynamic: false), {_EXACT}",
         )
 
 
 def refuse_modules(models: Sequence[nn.Module]) -> None:
-    """Raise if a module mixes the samples of a shard, or keeps state from the shards of its process.
+    """Raise if a module mixes the samples in a shard, or keeps state computed from its process's shards.
 
     Raises:
         UsageError: names the modules.
@@ -192,13 +192,13 @@ def refuse_modules(models: Sequence[nn.Module]) -> None:
 
 
 _NORM = (
-    "a BatchNorm in training mode computes its statistics from the samples of one shard, and its running statistics from the "
-    "shards of one process"
+    "a BatchNorm in training mode computes its statistics over one shard, and its running statistics over one "
+    "process's shards"
 )
-_RUNNING = "it keeps running statistics of the shards of one process"
+_RUNNING = "it keeps running statistics of one process's shards"
 _POWER = "it runs one power iteration per forward pass, and a process with fewer shards runs fewer"
 _COMPILED = "torch.compile may choose different kernels for a shape after it has seen other shapes"
-_SPARSE = "its gradients are sparse, but only dense gradients of shards are summed in a fixed order"
+_SPARSE = "its gradients are sparse, but only dense gradients can be summed in a fixed order"
 _INSTEAD = {
     _NORM: "use GroupNorm or LayerNorm, or put these layers in eval mode before prepare()",
     _RUNNING: "use track_running_stats=False, or put these layers in eval mode before prepare()",
@@ -225,11 +225,11 @@ def _named_reasons(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def refuse_changed_buffers(models: Sequence[nn.Module], before: Mapping[int, int]) -> None:
-    """Raise if a forward pass has changed a buffer, whose value then depends on the shards of its process.
+    """Raise if a forward pass has changed a buffer, because its value then depends on its process's shards.
 
     Args:
-        models: models of the run.
-        before: version of each buffer before that pass, by id.
+        models: the run's models.
+        before: each buffer's version before that pass, by id.
 
     Raises:
         UsageError: names the buffers.
@@ -239,10 +239,13 @@ def refuse_changed_buffers(models: Sequence[nn.Module], before: Mapping[int, int
     ]
     if changed:
         raise UsageError(
-            f"the buffer{'s' if len(changed) > 1 else ''} {', '.join(changed[:5])} changed in a training forward pass; a process "
-            "with other shards would have other values",
+            f"the buffer{'s' if len(changed) > 1 else ''} {', '.join(changed[:5])} changed in a training forward "
+            "pass, so the values depend on which shards a process computes",
             where="parity='bitwise'",
-            do=f"compute the value without state, freeze it, keep it out of the buffers if nothing depends on it, {_EXACT}",
+            do=(
+                "compute the value without state, freeze it, store it outside buffers if nothing depends on it, "
+                f"{_EXACT}"
+            ),
         )
 
 
@@ -255,33 +258,33 @@ def refuse_sparse_gradients(models: Sequence[nn.Module]) -> None:
     named = [name for m in models for name, p in m.named_parameters() if p.grad is not None and p.grad.is_sparse]
     if named:
         raise UsageError(
-            f"the gradients of {', '.join(named[:5])}{' and others' if len(named) > 5 else ''} are sparse, but only dense gradients "
-            "of shards are summed in a fixed order",
+            f"the gradients of {', '.join(named[:5])}{' and others' if len(named) > 5 else ''} are sparse, but only "
+            "dense gradients can be summed in a fixed order",
             where="parity='bitwise'",
             do=f"set sparse=False, {_EXACT}",
         )
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer], *, is_sharded: bool) -> None:
-    """Raise if stepping the shards of a parameter does not give the bits of stepping the whole parameter.
+    """Raise if stepping a parameter's shards does not produce the same bits as stepping the whole parameter.
 
     Raises:
-        UsageError: names the optimizer and an alternative.
+        UsageError: it does not; the message names the optimizer and an alternative.
     """
     for optimizer in optimizers if is_sharded else ():
         kind = type(optimizer)
         if any(group.get("fused") for group in optimizer.param_groups):
             raise UsageError(
-                f"{kind.__name__}(fused=True) rounds differently for different shards of a parameter, and the shard of a process "
-                "depends on the number of processes",
+                f"{kind.__name__}(fused=True) rounds differently for different shards of a parameter, and the "
+                "sharding depends on the number of processes",
                 where="parity='bitwise', sharded parameters",
-                do="set fused=False (transformers: optim='adamw_torch'), use the engine ddp or zero1, " + _EXACT,
+                do="set fused=False (transformers: optim='adamw_torch'), use the ddp or zero1 engine, " + _EXACT,
             )
         if kind.__module__.startswith("torch.optim") and kind.__name__ not in _BY_ELEMENT:
             raise UsageError(
-                f"{kind.__name__} needs whole parameters, but their shards are on several processes",
+                f"{kind.__name__} needs whole parameters, but they are sharded across processes",
                 where="parity='bitwise', sharded parameters",
-                do="use an elementwise optimizer (AdamW, SGD), or the engine ddp or zero1, " + _EXACT,
+                do="use an elementwise optimizer (AdamW, SGD), or the ddp or zero1 engine, " + _EXACT,
             )
         if not kind.__module__.startswith("torch.optim"):
             warn(

@@ -1,4 +1,4 @@
-"""Environment variables that decide whether transformers loads a model on rank zero only."""
+"""Sets environment variables that determine whether transformers loads a model only on rank zero."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _OWN = "ECHELON_WROTE_FOR_TRANSFORMERS"
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Set the variables that shard models and let transformers load them only on the first rank of each machine."""
+    """Set the variables that enable sharding and make transformers load models only on each machine's first rank."""
     environ.write({_SHARDED: environ.get(_SHARDED) or "True", _EFFICIENT: "True", _OWN: None})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers load models on every rank."""
+    """Make transformers load models on every rank."""
     environ.write({_EFFICIENT: "False", _OWN: None})
 
 
 def configure_transformers() -> None:
-    """Set transformers' variables for ``cpu_ram_efficient_loading=True`` in code; other Accelerators do not read them."""
+    """Set transformers' variables if code sets ``cpu_ram_efficient_loading=True``; other Accelerators ignore them."""
     missing = [name for name in (_SHARDED, _EFFICIENT) if not parse_flag_from_env(name)]
     if missing:
         own = [*(environ.get(_OWN) or "").split(), *missing]
@@ -37,5 +37,5 @@ def configure_transformers() -> None:
 
 
 def is_echelons_own(name: str) -> bool:
-    """Return whether ``configure_transformers`` set the variable ``name``."""
+    """Return whether ``configure_transformers`` has set the variable ``name``."""
     return name in (environ.get(_OWN) or "").split()

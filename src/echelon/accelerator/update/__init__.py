@@ -1,1 +1,1 @@
-"""One update: its micro-steps, their weights, the optimizer and the scheduler."""
+"""Runs an update: its micro-steps and their weights, the optimizer step and the scheduler step."""

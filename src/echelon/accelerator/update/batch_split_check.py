@@ -16,7 +16,7 @@ _SUM = 2  # torch.nn._reduction.get_enum("sum")
 
 
 class BatchSplitCheck:
-    """Examines losses and parameters in the first backward passes of an exact run, then less and less often."""
+    """Checks losses and parameters in an exact run's backward passes, less and less often."""
 
     def __init__(self) -> None:
         self._num_passes = 0
@@ -25,7 +25,8 @@ class BatchSplitCheck:
     def check(
         self, loss: torch.Tensor, models: Sequence[nn.Module], contribution: Contribution, *, is_counted: bool
     ) -> None:
-        """Warn about a loss that is a sum over the batch, and about hooks on gradients of parts of the batch.
+        """Warn about losses that are summed over the batch, and about gradient hooks that receive only a part of the
+        batch.
 
         Args:
             loss: the loss of the micro-batch.
@@ -39,16 +40,18 @@ class BatchSplitCheck:
             return
         if not is_counted and _is_sum_over_batch(loss, len(contribution.samples)):
             self._warn_once(
-                "this loss is a sum over the samples of a batch, but the exact modes average the losses of the parts of a batch, so "
-                "gradients are smaller than those of the whole batch. Use a mean (reduction='mean'), or pass the number of items "
-                "that the loss sums over: accelerator.backward(loss, num_items=n) divides by the number of all items of the update"
+                "this loss is a sum over the samples in a batch, but the exact modes average the losses over the "
+                "parts of a batch, so the gradients are smaller than for the whole batch. Use a mean "
+                "(reduction='mean'), or pass the number of items that the loss sums over: accelerator.backward(loss, "
+                "num_items=n) divides by the total number of items in the update"
             )
         hooked = next((name for model in models for name, p in model.named_parameters() if _has_hook(p)), None)
         if hooked is not None:
             self._warn_once(
-                f"a hook on {hooked.removeprefix('module.')} (register_hook) receives the gradient of a part of the batch on each rank, so the update "
-                "differs from that of the whole batch if the hook changes it in a nonlinear way (clamping, noise, normalization). "
-                "Change p.grad between accelerator.backward() and optimizer.step() instead, if accelerator.sync_gradients is true"
+                f"a hook on {hooked.removeprefix('module.')} (register_hook) receives the gradient for only a part of "
+                "the batch on each rank. If the hook changes it nonlinearly (clamping, noise, normalization), the "
+                "update differs from the update for the whole batch. Instead, change p.grad between "
+                "accelerator.backward() and optimizer.step() when accelerator.sync_gradients is true"
             )
 
     def _warn_once(self, message: str) -> None:
@@ -58,7 +61,7 @@ class BatchSplitCheck:
 
 
 def _has_hook(parameter: torch.Tensor) -> bool:
-    """Return whether the user has registered a hook; echelon's own ones do not change gradients."""
+    """Return whether the user has registered a hook; echelon's own hooks do not change gradients."""
     hooks = parameter._backward_hooks
     return hooks is not None and any(
         not str(getattr(hook, "__module__", "")).startswith("echelon.") for hook in hooks.values()
@@ -66,7 +69,7 @@ def _has_hook(parameter: torch.Tensor) -> bool:
 
 
 def _is_sum_over_batch(loss: torch.Tensor, num_samples: int) -> bool:
-    """Return whether the last operation of ``loss`` sums over ``num_samples`` samples."""
+    """Return whether the last operation that computed ``loss`` is a sum over ``num_samples`` samples."""
     node = loss.grad_fn
     if getattr(node, "_saved_reduction", None) == _SUM:
         return True

@@ -1,4 +1,4 @@
-"""``parity="bitwise"``: updates whose bits do not depend on the number of ranks."""
+"""``parity="bitwise"``: updates that are bit-identical on any number of ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _logger = get_logger(__name__)
 
 
 class BitwiseUpdate(ExactUpdate):
-    """Cuts each update into the same shards on any number of processes, and isolates the state that depends on a shard."""
+    """Splits each update into the same shards on any number of processes, and isolates state that depends on a shard."""
 
     _allows_alternation = False  # with fewer processes an update has several micro-steps
 
@@ -59,7 +59,7 @@ class BitwiseUpdate(ExactUpdate):
         self._contribution: Contribution | None = None
 
     def log_batch_size(self, batch_size: int | None) -> None:
-        """Log once what a batch size means in this mode.
+        """Log once how this mode splits a batch.
 
         Raises:
             ConfigError: a shard exceeds ``max_micro_batch_size``.
@@ -70,7 +70,7 @@ class BitwiseUpdate(ExactUpdate):
         limit = self._max_micro_batch_size
         if limit is not None and largest > limit:
             raise ConfigError(
-                f"max_micro_batch_size={limit} is smaller than a shard: a batch of {batch_size} is cut into "
+                f"max_micro_batch_size={limit} is smaller than a shard: a batch of {batch_size} is split into "
                 f"{self.num_shards} shards of up to {largest} samples",
                 where="parity='bitwise'",
                 do=f"set canonical_shards={-(-batch_size // limit)} or a larger max_micro_batch_size",
@@ -90,14 +90,14 @@ class BitwiseUpdate(ExactUpdate):
             _logger.warning("parity='bitwise': %s", line)
 
     def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
-        """Check again for layers that mix the samples of a shard."""
+        """Check again for layers that mix samples in a shard."""
         if not plan.trains:
             return
         self.progress.epoch = loader.iteration
         refuse_modules(self.objects.models)
 
     def _open_micro_step(self, contribution: Contribution) -> None:
-        """Open the micro-step of a shard and seed its random numbers."""
+        """Start a shard's micro-step and seed its random numbers."""
         if contribution.micro_step:
             self._kept.require_unchanged()  # the gradients of the previous shard are about to be stored
         self._kept.clear()
@@ -112,7 +112,7 @@ class BitwiseUpdate(ExactUpdate):
         self._draw_from(_IDLE if contribution.shard is None else contribution.shard)
 
     def _draw_from(self, shard: int) -> None:
-        """Seed all generators from the run's seed, the position of the update, and ``shard``."""
+        """Seed all generators from the run's seed, the update's position, and ``shard``."""
         assert self._contribution is not None
         key = key_of(self.seed, self.progress.epoch, self._contribution.update.start, shard)
         torch.default_generator.manual_seed(key)
@@ -125,10 +125,10 @@ class BitwiseUpdate(ExactUpdate):
     def _require_threads(self) -> None:
         if torch.get_num_threads() != self._environment.threads:
             raise UsageError(
-                f"torch now uses {torch.get_num_threads()} threads, but the run started with {self._environment.threads}; kernels "
-                "would round differently",
+                f"torch now uses {torch.get_num_threads()} threads, but the run started with "
+                f"{self._environment.threads}, so kernels would round differently",
                 where="parity='bitwise'",
-                do="remove torch.set_num_threads() from the script and set OMP_NUM_THREADS before the start",
+                do="remove torch.set_num_threads() from the script and set OMP_NUM_THREADS before starting the run",
             )
 
     def contribution(self) -> Contribution:
@@ -140,7 +140,7 @@ class BitwiseUpdate(ExactUpdate):
         found = super().contribution()
         if found is None:
             raise UsageError(
-                "backward() outside the loop of a prepared DataLoader, which defines the shards of an update",
+                "backward() was called outside a prepared DataLoader's loop, which defines the shards of an update",
                 where="parity='bitwise'",
                 do="prepare the loader and call backward() in its loop, or use parity='exact'",
             )
@@ -151,7 +151,7 @@ class BitwiseUpdate(ExactUpdate):
         self.shards.before_backward()
 
     def after_backward(self) -> None:
-        """See ``ExactUpdate``: the last micro-step sums the shards and reseeds for draws outside any shard."""
+        """See ``ExactUpdate``; the last micro-step sums the shards and reseeds for draws outside any shard."""
         if self._versions is not None:
             refuse_sparse_gradients(self.objects.models)
         self._keep_gradients()
@@ -167,14 +167,14 @@ class BitwiseUpdate(ExactUpdate):
         """See ``ExactUpdate``.
 
         Raises:
-            UsageError: with this module or optimizer the bits would depend on the number of processes.
+            UsageError: with a module or optimizer, the bits would depend on the number of processes.
         """
         refuse_modules(models)
         refuse_optimizers(optimizers, is_sharded=self.engine.capabilities.shards_parameters)
         super().check_prepared(models, optimizers)
 
     def finished_models(self) -> Sequence[nn.Module]:
-        """See ``ExactUpdate``: the sums cover all parameters."""
+        """See ``ExactUpdate``; the sums cover all parameters."""
         return self.objects.models
 
     def record(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class BitwiseUpdate(ExactUpdate):
             self._environment.require(saved, folder)
 
     def weigh(self, contribution: Contribution) -> float:
-        """Return the factor of a mean loss over the samples of ``contribution``; gradients are summed over ranks."""
+        """Return the factor for a mean loss over the samples in ``contribution``; gradients are summed across ranks."""
         self._update_loaders.require_matching_shares(contribution)
         return contribution.num_items / len(contribution.update)
 
@@ -195,19 +195,20 @@ class BitwiseUpdate(ExactUpdate):
         """See ``ExactUpdate``.
 
         Raises:
-            UsageError: ``num_items`` is not an integer, so its sum would depend on the order.
+            UsageError: ``num_items`` is not an integer, so its sum would depend on the summation order.
         """
         if num_items != int(num_items):
             raise UsageError(
                 f"num_items={num_items} is not an integer, so its sum would depend on the order of the processes",
                 where="parity='bitwise'",
-                do="pass a count as num_items and scale the loss itself",
+                do="pass an integer count as num_items, and scale the loss instead",
             )
         num_turns = num_postponed + num_taken
         if self._is_counted and num_turns > self._num_postponed:
             raise UsageError(
-                "a second loss of a batch was computed after an optimizer's step(). With one shard per process it sees the new "
-                "parameters, with several shards the old ones, so the bits would depend on the number of processes",
+                "a second loss for the same batch was computed after an optimizer's step(). It uses the new "
+                "parameters with one shard per process, but the old ones with several, so the bits would depend on "
+                "the number of processes",
                 where="parity='bitwise'",
                 do="compute both losses before the first step(), give each optimizer its own loop, or use parity='exact'",
             )
@@ -230,18 +231,22 @@ class BitwiseUpdate(ExactUpdate):
         """See ``PassDriver``.
 
         Raises:
-            UsageError: always, because with fewer processes an update has several micro-steps, whose batches are not kept.
+            UsageError: always raised, because with fewer processes an update has several micro-steps, whose batches are
+                not kept.
         """
         raise UsageError(
-            f"{who} evaluates its closure again at other parameters. With several shards per process, the batches of the "
-            "earlier shards are not kept",
+            f"{who} evaluates its closure again with different parameters. With several shards per process, the "
+            "earlier shards' batches are not kept",
             where="parity='bitwise', optimizer.step(closure)",
-            do="use an optimizer that evaluates its closure once (LBFGS: max_iter=1), or parity='exact' with updates of one micro-step",
+            do=(
+                "use an optimizer that evaluates its closure once (LBFGS: max_iter=1), or parity='exact' with one "
+                "micro-step per update"
+            ),
         )
         yield
 
     def update_loss(self) -> float:
-        """Return the mean of the losses since the update started, with the same bits on any number of ranks. Collective.
+        """Return the mean loss since the update started, bit-identical on any number of ranks. Collective.
 
         See ``ExactUpdate``.
         """
@@ -252,34 +257,35 @@ class BitwiseUpdate(ExactUpdate):
         return self._mean(math.fsum(sums), num_items)
 
     def loader_options(self, config: DataLoaderConfiguration) -> ExactOptions:
-        """Return how loaders split batches. Collective: at the first call."""
+        """Return how loaders split batches. Collective on the first call."""
         return replace(super().loader_options(config), canonical_shards=self.num_shards)
 
 
 def build_bitwise_update(parts: UpdateParts, *, comm_hook: object) -> BitwiseUpdate:
-    """Return the policy of ``parity="bitwise"``, which replaces the gradient reduction of the engine.
+    """Return the policy for ``parity="bitwise"``, which replaces the engine's gradient reduction.
 
     Args:
-        parts: parts of the run.
+        parts: the run's parts.
         comm_hook: DDP communication hook that the script configured.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
         ConfigError: there are fewer shards than processes, or the bits would depend on the number of processes.
-        UsageError: the engine does not support it.
+        UsageError: the engine does not support ``parity="bitwise"``.
     """
     config, world = parts.config, parts.world
     num_shards = config.value.canonical_shards
     if num_shards < world.world_size:
         raise ConfigError(
-            f"canonical_shards={num_shards} is less than the {world.world_size} processes, so some would be idle",
+            f"canonical_shards={num_shards} is less than the number of processes ({world.world_size}), so some "
+            "processes would be idle",
             where=str(config.origins["canonical_shards"]),
             do=f"set canonical_shards={world.world_size} or more, and the same value in every run that must match bit for bit",
         )
     if str(getattr(comm_hook, "value", comm_hook)) != "no":
         raise ConfigError(
-            f"comm_hook={str(comm_hook)!r} changes what DDP sends, but with parity='bitwise' DDP sends no gradients",
+            f"comm_hook={str(comm_hook)!r} has no effect, because DDP sends no gradients with parity='bitwise'",
             where="parity='bitwise'",
             do="remove comm_hook, or use parity='exact'",
         )

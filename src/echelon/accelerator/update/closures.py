@@ -1,8 +1,8 @@
 """``optimizer.step(closure)`` with gradient accumulation and several ranks.
 
-In a plain loop the optimizer evaluates the closure given to each step: once (SGD) or several times (LBFGS). Here an update may
-have several micro-steps, each with a closure for its own batch. Each closure is evaluated in its own micro-step; the
-optimizer, which steps in the last one, receives the mean loss over all micro-steps and ranks.
+In a plain loop, the optimizer evaluates the closure passed to each step once (SGD) or several times (LBFGS). Here, an
+update may have several micro-steps, each with a closure for its own batch. Each closure is evaluated in its own
+micro-step; the optimizer steps in the last one and receives the mean loss over all micro-steps and ranks.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ __all__ = ["Closures"]
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
-    """Value that a closure returned in a micro-step, and its weight."""
+    """A closure's return value in one micro-step, and its weight."""
 
     value: float
     weight: float
     place: int
-    """Index of the partial sum that it is added to."""
+    """Index of the partial sum that the value is added to."""
 
 
 class Closures:
-    """The closures of one optimizer.
+    """One optimizer's closures.
 
     Args:
         state: counters of the accumulation window.
-        world: ranks whose losses are averaged.
+        world: the ranks across which losses are averaged.
     """
 
     def __init__(self, state: GradientState, world: World | None) -> None:
@@ -48,10 +48,11 @@ class Closures:
         self._world = world
         self._pending: list[_Evaluation] = []  # micro-steps of the update so far
         self.clears: bool | None = None
-        """Whether ``zero_grad`` clears inside the running closure: the update has no earlier micro-steps. None outside."""
+        """Whether ``zero_grad`` clears gradients inside the running closure, because it is in the update's first
+        micro-step. None outside a closure."""
 
     def forget(self) -> None:
-        """Drop the evaluations of an abandoned update."""
+        """Drop the evaluations after an abandoned update."""
         self._pending = []
         if self._state.closures_waiting is self:
             self._state.closures_waiting = None
@@ -63,11 +64,12 @@ class Closures:
         number = self._micro_step()
         if number and len(self._pending) >= number:
             raise UsageError(
-                f"step(closure) of {type(optimizer).__name__} is called a second time in micro-step {number}, but all steps of "
-                "an update run in the last micro-step, so the second closure would not see the effect of the first step",
+                f"step(closure) of {type(optimizer).__name__} was called a second time in micro-step {number}, but "
+                "optimizers only step in an update's last micro-step, so the second closure would not see the effect "
+                "of the first step",
                 where=self._where(),
-                do="call it once per micro-step, or use updates of one micro-step (remove gradient_accumulation_steps and "
-                "max_micro_batch_size)",
+                do="call it once per micro-step, or use one micro-step per update (remove gradient_accumulation_steps "
+                "and max_micro_batch_size)",
             )
         self._require_every_micro_step(optimizer)
         self._require_sole_optimizer(optimizer)
@@ -75,11 +77,11 @@ class Closures:
         value = self._evaluate(closure, clears=not self._pending)
         if had_loss and self._state.has_loss_in_closure:
             raise UsageError(
-                "the closure backpropagates the batch a second time, after a backward() outside the closure, but a two-step "
-                f"optimizer ({type(optimizer).__name__}) needs the gradients of the whole update in between",
+                "the closure called backward() a second time for this batch, after a backward() outside the closure, "
+                f"but a two-step optimizer ({type(optimizer).__name__}) needs the whole update's gradients in between",
                 where=self._where(),
-                do="use updates of one micro-step (remove gradient_accumulation_steps and max_micro_batch_size and start more "
-                "processes), or call backward() only in the closure",
+                do="use one micro-step per update (remove gradient_accumulation_steps and max_micro_batch_size, and "
+                "start more processes), or call backward() only in the closure",
             )
         self._pending.append(self._evaluated(value))
         self._state.closures_waiting = self
@@ -99,9 +101,9 @@ class Closures:
 
         Args:
             optimizer: optimizer that steps.
-            closure: closure of the last micro-step.
+            closure: the last micro-step's closure.
             finish: called after each evaluation, when the gradients are complete.
-            averages: whether losses are averaged over the ranks; otherwise each rank uses its own.
+            averages: whether losses are averaged across ranks; otherwise each rank uses its own loss.
         """
         self._require_every_micro_step(optimizer)
         self._require_sole_optimizer(optimizer)
@@ -113,12 +115,12 @@ class Closures:
         number = self._micro_step()
         if number > 1 and len(self._pending) != number - 1:
             raise UsageError(
-                f"step(closure) of {type(optimizer).__name__} is called in micro-step {number} of an update but was called in "
-                f"only {len(self._pending)} of the {number - 1} micro-steps before it. Each closure is evaluated for the batch of "
-                "its own micro-step, so the other batches would not count",
+                f"step(closure) of {type(optimizer).__name__} was called in micro-step {number} of an update, but in "
+                f"only {len(self._pending)} of the {number - 1} micro-steps before it. Each closure is evaluated on "
+                "its own micro-step's batch, so the other batches would be ignored",
                 where=self._where(),
-                do="call step(closure) in every micro-step, not only if accelerator.sync_gradients is true; all calls but "
-                "the last evaluate the closure without changing the parameters",
+                do="call step(closure) in every micro-step, not only when accelerator.sync_gradients is true; all "
+                "calls except the last evaluate the closure without changing the parameters",
             )
 
     def _require_sole_optimizer(self, optimizer: Optimizer) -> None:
@@ -126,11 +128,12 @@ class Closures:
         if others is None or others is self:
             return
         raise UsageError(
-            f"step(closure) of {type(optimizer).__name__} is called in an update of several micro-steps in which another "
-            "optimizer has also evaluated closures; their gradients would add up, and each optimizer would step with the sum",
+            f"step(closure) of {type(optimizer).__name__} was called in an update with several micro-steps in which "
+            "another optimizer also evaluated closures. Their gradients would add up, and each optimizer would step "
+            "with the sum",
             where=self._where(),
-            do="use updates of one micro-step (remove gradient_accumulation_steps and max_micro_batch_size and start more "
-            "processes), or give each optimizer its own loop",
+            do="use one micro-step per update (remove gradient_accumulation_steps and max_micro_batch_size, and start "
+            "more processes), or give each optimizer its own loop",
         )
 
     def _evaluate(self, closure: Callable[[], Any], *, clears: bool) -> Any:
@@ -158,13 +161,13 @@ class Closures:
 
     @staticmethod
     def _where() -> str:
-        return "optimizer.step(closure), in an update of several micro-steps"
+        return "optimizer.step(closure), in an update with several micro-steps"
 
 
 class UpdateClosure:
-    """Closure passed to the optimizer in the last micro-step: returns the loss of the whole update.
+    """The closure passed to the optimizer in the last micro-step, which returns the whole update's loss.
 
-    Collective: each evaluation, on several ranks.
+    Collective: evaluate on every rank.
     """
 
     def __init__(
@@ -187,7 +190,7 @@ class UpdateClosure:
         self._versions: list[tuple[int, int]] = []
         self.num_evaluations = 0
         self.first: Any = None
-        """Value of the first evaluation."""
+        """Value returned by the first evaluation."""
         if pending:
             # Evaluate before the step, so that the gradients of all micro-steps are reduced before the step guard checks them.
             self._ahead.append(self._evaluate())
@@ -199,11 +202,11 @@ class UpdateClosure:
                 raise self._unsupported_error("changes the parameters before it evaluates its closure")
             return self._ahead.pop()
         if self._pending:
-            raise self._unsupported_error("evaluates its closure again at other parameters")
+            raise self._unsupported_error("evaluates its closure again with different parameters")
         return self._evaluate()
 
     def require_evaluated(self) -> None:
-        """Raise if the optimizer stepped without evaluating its closure, and so without the last micro-step."""
+        """Raise if the optimizer stepped without evaluating its closure, and therefore without the last micro-step."""
         if self._ahead:
             raise self._unsupported_error("does not evaluate its closure")
 
@@ -221,7 +224,7 @@ class UpdateClosure:
         return value
 
     def _mean(self, value: Any) -> Any:
-        """Return the mean over the micro-steps and ranks of the update, as a tensor if ``value`` is one."""
+        """Return the mean over the update's micro-steps and ranks, as a tensor if ``value`` is one."""
         world = self._closures._world
         is_alone = world is None or world.world_size == 1 or not self._averages
         if value is None or (is_alone and not self._pending):
@@ -247,11 +250,12 @@ class UpdateClosure:
 
     def _unsupported_error(self, does: str) -> UsageError:
         return UsageError(
-            f"{type(self._optimizer).__name__} {does}, but this update has {len(self._pending) + 1} micro-steps and the batches "
-            "of the earlier ones are no longer available to their closures",
+            f"{type(self._optimizer).__name__} {does}, but this update has {len(self._pending) + 1} micro-steps, and "
+            "the earlier batches are no longer available to their closures",
             where=self._closures._where(),
-            do="use updates of one micro-step (remove gradient_accumulation_steps and max_micro_batch_size and start more "
-            "processes), or an optimizer that evaluates its closure once, at the current parameters (LBFGS: max_iter=1)",
+            do="use one micro-step per update (remove gradient_accumulation_steps and max_micro_batch_size, and start "
+            "more processes), or an optimizer that evaluates its closure once, with the current parameters (LBFGS: "
+            "max_iter=1)",
         )
 
 

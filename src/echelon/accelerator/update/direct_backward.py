@@ -1,4 +1,4 @@
-"""Detects ``loss.backward()`` where ``accelerator.backward(loss)`` was needed to weigh the loss: a warning or an error."""
+"""Warns or raises if ``loss.backward()`` was called although only ``accelerator.backward(loss)`` weights the loss."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _DO = "call accelerator.backward(loss) instead of loss.backward()"
 
 
 class DirectBackwardCheck:
-    """Checks before each step of a prepared optimizer whether ``accelerator.backward`` computed its gradients.
+    """Checks before each prepared optimizer step whether ``accelerator.backward`` computed the gradients.
 
     Args:
-        state: counts the losses that ``accelerator.backward`` has backpropagated.
+        state: counts the backward passes that ``accelerator.backward`` has run.
         parity: the run's parity mode.
         num_processes: the run's number of processes.
-        contribution: returns the share of the current batch in its update; None outside the exact modes.
+        contribution: returns the current batch's share of its update. None outside the exact modes.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class DirectBackwardCheck:
         self._is_warned = False
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Warn once where the loss was not divided by the micro-steps of an accumulation window.
+        """Warn once if the loss was not divided by the number of accumulation steps.
 
         Raises:
-            UsageError: in an exact mode, where the loss needed a weight.
+            UsageError: the loss needed a weight (in an exact mode).
         """
         num_losses, stepped = self._steps.get(optimizer, (0, None))
         if num_losses != self._state.num_losses:
@@ -65,28 +65,31 @@ class DirectBackwardCheck:
         if self._contribution is None and self._state.num_steps > 1 and not self._is_warned:
             self._is_warned = True
             warn(
-                f"{type(optimizer).__name__} steps with gradients that accelerator.backward() did not compute: echelon has not divided "
-                f"their losses by the {self._state.num_steps} micro-steps of gradient_accumulation_steps. {_DO.capitalize()}."
+                f"{type(optimizer).__name__} steps with gradients that accelerator.backward() did not compute: their "
+                f"losses were not divided by gradient_accumulation_steps={self._state.num_steps}. {_DO.capitalize()}."
             )
 
     def _missing_weight(self) -> str | None:
-        """Return why the losses of this update needed weights; None if they needed none."""
+        """Return why this update's losses needed weights; None if they did not."""
         contribution = None if self._contribution is None else self._contribution()
         if contribution is None:
             return None
         if self._parity == "bitwise":
-            return "their sum over the shards was not taken"
+            return "they were not summed across shards"
         if contribution.num_micro_steps > 1:
-            return f"their losses were not weighed: this update consists of {contribution.num_micro_steps} micro-steps"
+            return (
+                f"their losses were not weighted, even though this update has {contribution.num_micro_steps} "
+                "micro-steps"
+            )
         if contribution.num_items * self._num_processes != len(contribution.update):
             return (
-                f"their losses were not weighed: this update consists of {len(contribution.update)} samples on "
-                f"{self._num_processes} processes, which have different numbers of them"
+                f"their losses were not weighted, even though this update's {len(contribution.update)} samples are "
+                f"unevenly split across {self._num_processes} processes"
             )
         return None
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Remember the gradients that ``optimizer`` has used."""
+        """Record the gradients that ``optimizer`` used."""
         gradient = _first_gradient(optimizer)
         self._steps[optimizer] = self._state.num_losses, None if gradient is None else ref(gradient)
 

@@ -1,4 +1,4 @@
-"""``parity="exact"``: weighs the loss of each micro-step so that the update equals that of one process."""
+"""``parity="exact"``: weights each micro-step's loss so that the update equals the one-process update."""
 
 from __future__ import annotations
 
@@ -33,18 +33,22 @@ from echelon.world.world import World
 __all__ = ["ExactUpdate"]
 
 _logger = get_logger(__name__)
-CHANGED = "the parameters changed between two micro-steps of one update, but all gradients of an update must be computed at the same parameters"
+CHANGED = (
+    "the parameters changed between two micro-steps of one update, but all of an update's gradients must be computed "
+    "with the same parameters"
+)
 HOW_TO_CHANGE = (
-    "Change parameters only after the step, when accelerator.sync_gradients is true. A two-step optimizer (SAM) needs updates "
-    "of one micro-step: remove gradient_accumulation_steps and max_micro_batch_size and start more processes"
+    "Change parameters only after the step, when accelerator.sync_gradients is true. A two-step optimizer (SAM) "
+    "requires one micro-step per update: remove gradient_accumulation_steps and max_micro_batch_size, and start more "
+    "processes"
 )
 
 
 class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
-    """Groups the micro-batches of prepared loaders into updates; the loader decides where an update ends."""
+    """Groups prepared loaders' micro-batches into updates; the loader decides where an update ends."""
 
     _allows_alternation = True
-    """Whether loops over several loaders may alternate, which requires updates of one micro-step."""
+    """Whether loops over several loaders may be interleaved, which requires one micro-step per update."""
 
     uses_global_batches = True
 
@@ -80,11 +84,11 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
 
     @property
     def seed(self) -> int:
-        """Seed of the run, equal on every rank; by default torch's seed on rank zero when the first loader is prepared.
+        """The run's seed, equal on every rank. Default: torch's seed on rank zero when the first loader is prepared.
 
         It is not read earlier because many scripts call ``set_seed`` after they create the Accelerator.
 
-        Collective: at the first call.
+        Collective: the first call must be made on every rank.
         """
         if self._seed is None:
             (seeds,) = gather_counts(torch.initial_seed() & (2**62 - 1))
@@ -92,7 +96,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         return self._seed
 
     def log_batch_size(self, batch_size: int | None) -> None:
-        """Log once what a batch size means in this mode."""
+        """Log once how this mode splits a batch."""
         if batch_size is None:
             return
         world_size = self.world.world_size
@@ -121,7 +125,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
     def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
         """Seed each rank's RNG separately and collect the BatchNorm layers.
 
-        Collective: for a training pass.
+        Collective: call on every rank for a training pass.
         """
         if not plan.trains:
             return
@@ -130,7 +134,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         self._batch_norms = [m for model in self.objects.models for m in model.modules() if isinstance(m, _BatchNorm)]
 
     def begin_micro_step(self, loader: PreparedLoader, contribution: Contribution) -> None:
-        """Open the micro-step of the batch that the loader is about to yield."""
+        """Start the micro-step for the batch that the loader is about to yield."""
         before = self._update_loaders.lead
         if not self._update_loaders.leads(
             loader, contribution, is_counted=self._is_counted, is_mid_update=self._is_mid_update
@@ -148,10 +152,10 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
     def _open_micro_step(self, contribution: Contribution) -> None:
         if contribution.micro_step > 0 and not self._is_mid_update:
             raise UsageError(
-                "a loop resumes an update that was dropped because another pass over its loader started in the meantime",
+                "a loop tried to resume an update that was dropped because another pass over its loader had started",
                 where="parity='exact'",
-                do="iterate over a loader in one loop at a time, or use updates of one micro-step: remove "
-                "gradient_accumulation_steps and max_micro_batch_size and start more processes",
+                do="iterate over a loader in one loop at a time, or use one micro-step per update: remove "
+                "gradient_accumulation_steps and max_micro_batch_size, and start more processes",
             )
         if self._batch_norms:
             self._check_batch_norms(contribution)
@@ -205,22 +209,22 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         if not self._warned_of_dropped_update:
             self._warned_of_dropped_update = True
             warn(
-                "a loop ended inside an update of several micro-steps; its gradients are dropped and its samples are read again. "
-                "Leave the loop when accelerator.sync_gradients is true, and count updates (accelerator.progress.step) instead "
-                "of loop iterations"
+                "a loop ended in the middle of an update with several micro-steps; the update's gradients are dropped "
+                "and its samples are read again. Leave loops only when accelerator.sync_gradients is true, and count "
+                "updates (accelerator.progress.step) instead of loop iterations"
             )
 
     def _step_counts(self) -> list[tuple[int, int]]:
         return [(optimizer.num_postponed, optimizer.num_steps) for optimizer in self.objects.optimizers]
 
     def _misses_last_loss(self) -> bool:
-        """Return whether the loop ended at the last micro-step, before its backward pass: no step used the gradients."""
+        """Return whether the loop ended in the last micro-step before backward, so that no step used the gradients."""
         if self._is_counted or not self._has_several_micro_steps or not self._losses:
             return False
         return all(now[1] == before[1] for now, before in zip(self._step_counts(), self._step_counts_before))
 
     def _check_steps(self) -> None:
-        """Warn if an optimizer's step was postponed to the end of the last update and never came."""
+        """Warn if an optimizer step was postponed to the end of the last update and never ran."""
         if self._warned_of_missing_step or not self._is_counted or self._is_mid_update:
             return
         for optimizer, (postponed, taken) in zip(self.objects.optimizers, self._step_counts_before):
@@ -228,14 +232,15 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             if is_missing and not optimizer.step_was_skipped:
                 self._warned_of_missing_step = True
                 warn(
-                    f"step() of {type(optimizer.optimizer).__name__} was called in an earlier micro-step of an update, where it "
-                    "does nothing, and not in the last one, so the parameters did not change. Call step() in every iteration "
-                    "of the loop, or when accelerator.sync_gradients is true; an iteration is not an update here"
+                    f"step() of {type(optimizer.optimizer).__name__} was called in an earlier micro-step of an "
+                    "update, where it does nothing, but not in the last one, so the parameters did not change. Call "
+                    "step() in every loop iteration, or when accelerator.sync_gradients is true; here, an iteration "
+                    "is not an update"
                 )
                 return
 
     def _drop_partial_update(self) -> None:
-        """Drop the gradients of an update whose loop ended early: its samples are read again."""
+        """Drop the gradients of an update whose loop ended early; its samples are read again."""
         self._is_mid_update = False
         self._kept.clear()
         self.objects.drop_gradients()
@@ -245,8 +250,8 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         idle = [] if contribution.step is None else [r for r, num in enumerate(contribution.step.real) if num == 0]
         if idle and training:
             raise UsageError(
-                f"an update of {len(contribution.update)} samples leaves rank(s) {', '.join(map(str, idle))} without samples, and "
-                "a BatchNorm in training mode would count their padding sample",
+                f"an update of {len(contribution.update)} samples leaves rank(s) {', '.join(map(str, idle))} without "
+                "samples, and BatchNorm in training mode would count their padding samples",
                 where="parity='exact'",
                 do="use drop_last=True, a different batch size, fewer processes, or GroupNorm",
             )
@@ -256,16 +261,16 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         if training and not self._warned_of_batch_norm:
             self._warned_of_batch_norm = True
             warn(
-                f"the model has {len(training)} BatchNorm layer(s) that compute statistics per micro-batch, so the update depends "
-                "on how the batch is split, with or without parity='exact'. GroupNorm and LayerNorm do not; "
-                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) uses the samples of all ranks and, without gradient "
-                "accumulation, matches one process"
+                f"the model has {len(training)} BatchNorm layer(s) that compute statistics per micro-batch, so the "
+                "update depends on how the batch is split, with or without parity='exact'. Use GroupNorm or "
+                "LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), which uses all ranks' samples "
+                "and matches one process if there is no gradient accumulation"
             )
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def count_micro_batch(self) -> bool:
-        """See ``UpdatePolicy``: a prepared loader has opened the micro-step."""
+        """See ``UpdatePolicy``; a prepared loader has already started the micro-step."""
         if not self.drives:
             return super().count_micro_batch()
         self.step += 1
@@ -282,7 +287,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         return not self.state.sync_gradients
 
     def check_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """See ``UpdatePolicy``: checks that all ranks start with the same model."""
+        """See ``UpdatePolicy``; this checks that all ranks start with the same model."""
         if self.world.world_size > 1:
             agree_on_models(models)
 
@@ -298,11 +303,11 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         contribution, scale, factor = self.contribution(), None, 1.0
         if contribution is None and self._is_mid_update:
             raise UsageError(
-                "backward() after the iterator of a loader was closed inside an update of several micro-steps (a loop that was "
-                "left, or next(iter(loader))): the batch is only a part of a batch, and its update cannot be completed",
+                "backward() was called after a loader's iterator was closed in the middle of an update with several "
+                "micro-steps (by leaving a loop, or by next(iter(loader))), so the update cannot be completed",
                 where=f"parity={self.config.value.parity!r}, micro-step {self.progress.micro_step}",
-                do="keep the iterator (batches = iter(loader)), leave loops when accelerator.sync_gradients is true, or use "
-                "updates of one micro-step: remove gradient_accumulation_steps and max_micro_batch_size",
+                do="keep the iterator (batches = iter(loader)), leave loops only when accelerator.sync_gradients is "
+                "true, or use one micro-step per update: remove gradient_accumulation_steps and max_micro_batch_size",
             )
         if contribution is not None:
             num_items, is_counted = (0.0 if contribution.is_padding else num_items), num_items is not None
@@ -328,11 +333,11 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             self._finish_gradients(factor)
 
     def before_backward(self) -> None:
-        """Check gradients before the backward pass of the current batch."""
+        """Check gradients before the current batch's backward pass."""
         self._kept.require_unchanged()
 
     def after_backward(self) -> None:
-        """Record gradients after the backward pass. Collective: in the last micro-step."""
+        """Record gradients after the backward pass. Collective in the last micro-step."""
         self._keep_gradients()
 
     def note_cleared(self) -> None:
@@ -348,7 +353,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any] | None:
-        """See ``UpdatePolicy``: an unfinished accumulation window is replayed with the RNG state it started with."""
+        """See ``UpdatePolicy``; an unfinished accumulation window is replayed from the RNG state it started with."""
         self._count_tokens()
         return self._random_states if self._is_mid_update else None
 
@@ -360,7 +365,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
     # ---- losses ------------------------------------------------------------------------------------------------------
 
     def contribution(self) -> Contribution | None:
-        """Return the share of the current batch in its update; None outside the loop of a prepared loader.
+        """Return the current batch's share of its update; None outside a prepared loader's loop.
 
         Raises:
             UsageError: the pass is an evaluation, whose batches do not form updates.
@@ -374,8 +379,8 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         assert loader.plan is not None
         if not loader.plan.trains and loader.holds_no_update:
             raise UsageError(
-                "backward() in a pass that started as an evaluation (all models in eval mode, or gradients disabled), whose "
-                "batches are split and joined to preserve the order of results and to give every process samples",
+                "backward() was called in a pass that started as an evaluation (all models in eval mode, or gradients "
+                "disabled), whose batches do not form updates",
                 where="parity='exact'",
                 do="call model.train() before the loop; submodules may stay in eval mode",
             )
@@ -383,7 +388,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
 
     @property
     def drives(self) -> bool:
-        """Whether a loader decides where the update ends."""
+        """Whether a prepared loader decides where the update ends."""
         return self._update_loaders.lead is not None
 
     @property
@@ -403,7 +408,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
 
     @property
     def place(self) -> tuple[int, int]:
-        """See ``PassDriver``: sums may be added in any order."""
+        """See ``PassDriver``; sums may be added in any order."""
         return 0, 1
 
     @contextmanager
@@ -416,10 +421,10 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             self._is_reevaluating = False
 
     def note_loss(self, loss: torch.Tensor, num_items: float, *, num_postponed: int, num_taken: int) -> None:
-        """Add a mean loss over ``num_items`` items to the loss of the update.
+        """Add a mean loss over ``num_items`` items to the update's loss.
 
         Args:
-            loss: for the current batch.
+            loss: mean loss for the current batch.
             num_items: on this rank.
             num_postponed: number of optimizer ``step`` calls so far that were postponed to the end of an update.
             num_taken: number of optimizer steps taken so far.
@@ -436,15 +441,16 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         elif num_postponed > self._num_postponed and not self._warned_of_postponed_step:
             self._warned_of_postponed_step = True
             warn(
-                "a second loss of a batch was computed after an optimizer's step(), which is postponed to the last of several "
-                "micro-steps. If the loss depends on that optimizer's parameters, it sees their old values, with or without "
-                "parity='exact'. Without gradient accumulation and max_micro_batch_size it sees the new ones"
+                "a second loss for the same batch was computed after an optimizer's step(), which is postponed to the "
+                "last micro-step. If the loss depends on that optimizer's parameters, it uses their old values, with "
+                "or without parity='exact'. To use the new values, remove gradient_accumulation_steps and "
+                "max_micro_batch_size"
             )
         if num_items:
             self._losses.append((loss.detach(), num_items))
 
     def _check_parameters_unchanged(self) -> None:
-        """Compare parameter versions with the first micro-step; the first and last parameter represent each model."""
+        """Compare parameter versions with the first micro-step, for each model's first and last parameter."""
         trained = [[p for p in model.parameters() if p.requires_grad] for model in self.objects.models]
         now = [getattr(p, "_local_tensor", p)._version for own in trained for p in own[:1] + own[-1:]]
         if self.micro_step > 1 and self._parameter_versions not in ([], now):
@@ -457,23 +463,23 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             warn(f"{CHANGED}. {HOW_TO_CHANGE}")
 
     def update_loss(self) -> float:
-        """Return the mean of the losses recorded since the update started; nan if it had no items. Collective."""
+        """Return the mean loss since the update started; nan if there were no items. Collective."""
         mine = sum(float(loss) * num_items for loss, num_items in self._losses)
         loss, num_items = self._sum_over_ranks([mine, self._num_items])
         return self._mean(loss, num_items)
 
     def _mean(self, total: float, num_items: float) -> float:
-        """Return the mean loss of an update; nan if it had no items.
+        """Return an update's mean loss; nan if it had no items.
 
         Raises:
             UsageError: no loss has been recorded at all.
         """
         if not num_items and not self._has_had_loss:
-            raise UsageError("no update has had a loss yet", do="call update_loss() after backward()")
+            raise UsageError("no loss has been recorded yet", do="call update_loss() after backward()")
         return total / num_items if num_items else math.nan
 
     def loader_options(self, config: DataLoaderConfiguration) -> ExactOptions:
-        """Return how loaders split batches. Collective: at the first call."""
+        """Return how loaders split batches. Collective on the first call."""
         seed = self.seed
         return ExactOptions(
             seed=seed if config.data_seed is None else config.data_seed,
@@ -483,7 +489,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         )
 
     def weigh(self, contribution: Contribution) -> float:
-        """Return the factor of a mean loss over the samples of ``contribution``, computed without communication."""
+        """Return the factor for a mean loss over the samples in ``contribution``, computed without communication."""
         self._update_loaders.require_matching_shares(contribution)
         return contribution.num_items * self.world.world_size / len(contribution.update)
 
@@ -504,7 +510,7 @@ def seed_ranks_separately(world: World) -> None:
     Rank zero keeps its seed, so that one process matches the plain program; the other ranks derive theirs from it. Ranks that
     already differ (seeded by the user, restored, or by this function) keep their seeds.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     if world.world_size == 1:
         return

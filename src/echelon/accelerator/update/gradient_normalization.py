@@ -1,4 +1,4 @@
-"""Normalization of an update: the weights of its losses, and the single division of its gradients by their sum."""
+"""Normalizes an update: weights its losses, and divides its gradients once by the sum of the weights."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ TotalOf = Callable[[float], float]
 
 
 class AccumulationWindow:
-    """Micro-steps of one update, and their weights.
+    """The micro-steps of one update, and their weights.
 
-    A mean loss over n items is scaled by ``n / REF``, and the reduced gradients are multiplied once by
-    ``REF * world_size / total`` (DDP and FSDP average over the ranks), so no rank has to know later micro-steps. REF is a power
-    of two near the typical n: it does not change the bits, and an fp16 loss keeps the magnitude its scale was chosen for. The
-    total of an update of one micro-step is known before the backward pass, so it needs no second pass over the gradients.
+    A mean loss over n items is scaled by ``n / REF``, and the reduced gradients are multiplied once by ``REF *
+    world_size / total`` (DDP and FSDP average across ranks), so no rank needs to know about later micro-steps. REF is a
+    power of two near the typical n, so it does not change the bits, and an fp16 loss keeps the magnitude that its loss
+    scale was chosen for. If an update has one micro-step, its total is known before the backward pass, so no second
+    pass over the gradients is needed.
 
-    Without weights the factors match Accelerate: each loss is divided by the number of accumulation steps. An incomplete
-    window at the end of a loader is corrected in the same way, once.
+    Without weights the factors match Accelerate: each loss is divided by the number of accumulation steps. An
+    incomplete window at the end of a loader is corrected once, in the same way.
     """
 
     __slots__ = (
@@ -44,16 +45,16 @@ class AccumulationWindow:
         """Create a closed window.
 
         Args:
-            world_size: number of ranks over which the reduced gradients are averaged.
-            total_of: ``total_of(x)`` returns the sum of x over the ranks (a collective).
-            is_redone: each backward pass of the last micro-step recomputes the sum of all gradients (bitwise).
+            world_size: number of ranks across which gradients are averaged.
+            total_of: ``total_of(x)`` returns the sum of x across ranks (a collective).
+            is_redone: whether each backward pass in the last micro-step recomputes the sum of all gradients (bitwise).
         """
         self._world_size = world_size
         self._is_redone = is_redone
         self._total_of = total_of
         self._reference: float | None = None
         self.is_open = False
-        """Whether micro-steps of this window are still to come."""
+        """Whether this window has further micro-steps."""
         self._reset()
 
     def _reset(self) -> None:
@@ -64,7 +65,7 @@ class AccumulationWindow:
         self._factor: float | None = None  # applied to the finished gradients, so later losses of this step include it
         self._finished: frozenset[int] = frozenset()  # ids of the models it was applied to
         self.total = 0.0
-        """Items of all ranks in this update, once known."""
+        """Number of items across all ranks in this update, once known."""
         self._scale: float | None = None  # in a window of one micro-step
 
     def begin_micro_step(self) -> None:
@@ -81,7 +82,7 @@ class AccumulationWindow:
         return self._count
 
     def plain(self, *, num_steps: int, inside: bool, sync: bool) -> tuple[float, float]:
-        """Return (factor of the loss before backward, factor of the gradients after it) for a loss without weight."""
+        """Return the factors (for the loss before backward, for the gradients after it) for a loss without a weight."""
         scale = 1.0 / num_steps
         if not inside:
             return scale, 1.0
@@ -96,16 +97,17 @@ class AccumulationWindow:
     def weighted(
         self, num_items: float, *, inside: bool, sync: bool, trained: frozenset[int] = frozenset()
     ) -> tuple[float, float]:
-        """Return the same pair for a mean loss over ``num_items`` items; a scale of 0 means no contribution.
+        """Return the factors (see ``plain``) for a mean over ``num_items`` items; a loss factor of 0 means no
+        contribution.
 
-        ``trained`` holds the ids of the models whose gradients the factor is applied to; each is finished once.
+        ``trained`` contains the ids of the models whose gradients the factor is applied to; each is scaled once.
 
-        Collective: at the end of a window, and at the first weighted loss.
+        Collective: call on every rank at the end of a window and for the first weighted loss.
         """
         if not (math.isfinite(num_items) and num_items >= 0):
             raise UsageError(
-                f"num_items={num_items} is not a valid count",
-                do="pass the number of items that the loss is a mean over",
+                f"num_items={num_items} is not a valid number of items",
+                do="pass the number of items that the loss averages over",
             )
         if not inside:  # a separate window
             return self._single_scale(num_items), 1.0
@@ -115,8 +117,11 @@ class AccumulationWindow:
             self._weight += num_items
         elif self._items != num_items:
             raise UsageError(
-                f"num_items={num_items} after num_items={self._items} in the same micro-step",
-                do="pass the same num_items for every loss of a micro-step (scale the losses themselves if they differ)",
+                f"got num_items={num_items} after num_items={self._items} in the same micro-step",
+                do=(
+                    "pass the same num_items for every loss in a micro-step (scale the losses instead if the counts "
+                    "differ)"
+                ),
             )
         if self._count == 1 and sync and not self._is_redone:
             if self._scale is None:
@@ -139,7 +144,7 @@ class AccumulationWindow:
         if self._is_weighted is not None and self._is_weighted is not weighted:
             raise UsageError(
                 "one update mixes losses with num_items= and losses without",
-                do="pass num_items= to every backward() of an update, or to none",
+                do="pass num_items= to every backward() call in an update, or to none",
             )
         self._is_weighted = weighted
 

@@ -1,4 +1,4 @@
-"""``Accelerator.join_uneven_inputs``: ranks run out of batches at different steps."""
+"""``Accelerator.join_uneven_inputs``, for ranks that run out of batches at different steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["join_uneven_inputs"]
 
 @contextmanager
 def join_uneven_inputs(session: Session, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-    """Let processes run out of batches at different steps, while the others continue training.
+    """Allow processes to run out of batches at different steps while others continue training.
 
     Args:
-        joinables: prepared models (optimizers need nothing).
-        even_batches: value for the prepared loaders inside the block; None: unchanged.
+        joinables: prepared models (optimizers are not needed).
+        even_batches: ``even_batches`` of prepared loaders inside the block. None: unchanged.
 
-    Collective: every process enters.
+    Collective: enter on every process.
 
     Raises:
             UsageError: one of ``joinables`` was not prepared (checked on several processes).
@@ -33,7 +33,7 @@ def join_uneven_inputs(session: Session, joinables: list[Any], even_batches: boo
     unknown = [one for one in joinables if not is_alone and all(one is not known for known in prepared)]
     if unknown:
         raise UsageError(
-            f"join_uneven_inputs() received objects that this Accelerator has not prepared: "
+            "join_uneven_inputs() got objects that were not prepared by this Accelerator: "
             f"{', '.join(type(one).__name__ for one in unknown)}",
             do="pass the models that prepare() returned",
         )

@@ -19,18 +19,19 @@ __all__ = ["LocalSGD"]
 
 
 class LocalSGD:
-    """Context of a training loop whose ranks communicate only every ``local_sgd_steps`` steps.
+    """Context for a training loop whose ranks communicate only every ``local_sgd_steps`` steps.
 
-    Call ``step()`` after each optimizer step. Parameters are averaged; optimizer states and buffers stay local.
-    If the block raises, nothing is averaged, because the other ranks may not take part.
+    Call ``step()`` after each optimizer step. Parameters are averaged; optimizer state and buffers stay local. If the
+    block raises, parameters are not averaged, because the other ranks may not take part.
 
     Args:
-        accelerator: its optimizers step locally inside the block.
-        model: prepared model that every rank holds in full.
-        local_sgd_steps: number of steps between two averages.
-        enabled: False disables local SGD, as does a single process.
+        accelerator: the Accelerator, whose optimizers step locally inside the block.
+        model: prepared model, with a full copy on every rank.
+        local_sgd_steps: number of steps after which parameters are averaged.
+        enabled: whether to use local SGD; it has no effect on a single process.
 
-    Collective: every rank enters, calls ``step()`` equally often, and leaves (which averages the parameters again).
+    Collective: on every rank, enter, call ``step()`` the same number of times, and exit (which averages the parameters
+        again).
 
     Raises:
         UsageError: the engine shards the model, or ``local_sgd_steps`` is below 1.
@@ -47,7 +48,8 @@ class LocalSGD:
         self._local: AbstractContextManager[None] | None = None
         if self.enabled and not accelerator.capabilities.replicates:
             raise UsageError(
-                f"LocalSGD needs a full copy of the model on every rank, but the engine {accelerator.capabilities.name!r} has none",
+                f"LocalSGD requires a full copy of the model on every rank, but the {accelerator.capabilities.name!r} engine shards "
+                "the model",
                 do="use a replicating engine (ddp), or LocalSGD(enabled=False)",
             )
         if local_sgd_steps < 1:
@@ -72,7 +74,7 @@ class LocalSGD:
             local.__exit__(kind, error, traceback)
 
     def step(self) -> None:
-        """Count one optimizer step; average after every ``local_sgd_steps`` steps. Collective: then."""
+        """Count one optimizer step, and average every ``local_sgd_steps`` steps, which is collective."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

@@ -1,4 +1,4 @@
-"""The contexts of one micro-step: ``accumulate()``, ``no_sync()`` and ``trigger_sync_in_backward()``."""
+"""Contexts for one micro-step: ``accumulate()``, ``no_sync()`` and ``trigger_sync_in_backward()``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LocalBackward", "MicroStep", "trigger_sync_in_backward"]
 
 
 class MicroStep:
-    """Context of ``accumulate()``. It is a class because a generator costs several microseconds per step."""
+    """Context returned by ``accumulate()``, written as a class because a generator costs several microseconds per step."""
 
     __slots__ = ("_local", "_models", "_update")
 
@@ -75,13 +75,13 @@ class LocalBackward:
 
 
 def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context whose backward pass is synchronized although its forward passes ran in ``no_sync``.
+    """Return a context in which backward synchronizes gradients even if the forward passes ran in ``no_sync``.
 
-    Use it for several forward passes in ``no_sync`` before the first backward pass: the last backward pass, in this context,
-    reduces the gradients of all of them. It is static, as in Accelerate, and finds the Accelerator that prepared ``model``;
-    for an unprepared model the context does nothing.
+    Use it if several forward passes run in ``no_sync`` before the first backward pass: run the last backward pass in
+    this context, which reduces the gradients of all of them. As in Accelerate, the method is static; it finds the
+    Accelerator that prepared ``model``. For an unprepared model, the context does nothing.
 
-    Collective: the backward pass inside it.
+    Collective: run the backward pass inside it on every rank.
     """
     for accelerator in living_accelerators():
         session: Session = accelerator.session

@@ -1,7 +1,8 @@
-"""Several training loaders in one loop, in the exact modes: which loader's batches form the updates.
+"""Decides which loader's batches form the updates if a loop reads several training loaders in the exact modes.
 
-If loaders are read in lockstep (``zip``), the first one leads, and each rank must hold the same share of every loader's batch.
-Otherwise they alternate (nested loops, or one batch of each after the other), and each batch is an update.
+If loaders are read in lockstep (``zip``), the first one leads, and each rank must hold the same share of every loader's
+batch. Otherwise the loaders take turns (nested loops, or one batch from each loader in turn), and each batch is an
+update.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from echelon.data.loader import PreparedLoader
 __all__ = ["UpdateLoaders"]
 
 _Share = tuple[int, int, tuple[Fraction, ...]]
-"""Micro-step, number of micro-steps, and each rank's fraction of the update (one entry if all are equal)."""
+"""Micro-step, number of micro-steps, and each rank's fraction of the update (a single entry if all fractions are
+equal)."""
 
 
 class UpdateLoaders:
-    """Tracks which of the training loaders being read leads.
+    """Tracks which of the training loaders being read forms the updates (the lead).
 
     Args:
-        allows_alternation: whether loops over several loaders may alternate.
+        allows_alternation: whether loops over several loaders may be interleaved.
     """
 
     def __init__(self, *, allows_alternation: bool) -> None:
         self._allows_alternation = allows_alternation
         self.lead: PreparedLoader | None = None
-        """Loader of the current micro-step's batch."""
+        """Loader that yielded the current micro-step's batch."""
         self._outer: list[PreparedLoader] = []  # loaders of the enclosing loops
         self._lockstep: list[tuple[PreparedLoader, Contribution]] = []  # read together with the current batch
         self._lockstep_loaders: list[PreparedLoader] = []  # read together with any batch of the lead's pass
@@ -50,7 +52,7 @@ class UpdateLoaders:
         self._warned_of_abandoned = False
 
     def lockstep_micro_steps(self, starting: PreparedLoader | None, *, is_counted: bool) -> int:
-        """Return the least number of micro-steps for a loader that starts now: that of the loader it is zipped with."""
+        """Return the minimum number of micro-steps for a loader that starts now, set by the loader it is zipped with."""
         lead = self.lead
         if starting is None or lead is None or lead is starting or is_counted or lead.contribution is None:
             return 1
@@ -69,12 +71,12 @@ class UpdateLoaders:
 
         Args:
             loader: loader that yields.
-            contribution: share of its batch.
+            contribution: this rank's share of its batch.
             is_counted: whether the current batch has had a loss.
-            is_mid_update: whether the update of the current batch is incomplete.
+            is_mid_update: whether the current batch's update is incomplete.
 
         Raises:
-            UsageError: a loader is read in lockstep with another one, in micro-batches that do not correspond.
+            UsageError: a loader is read in lockstep with another one, but their micro-batches do not match.
         """
         lead = self.lead
         if lead is None or lead is loader or lead.contribution is None:
@@ -104,14 +106,16 @@ class UpdateLoaders:
             return True
         if is_mid_update or not self._allows_alternation:
             error = UsageError(
-                "a training loader yields a batch inside an update of another loader that has several micro-steps; a nested "
-                f"loop would run {own.num_micro_steps} times in each update"
+                "a training loader yielded a batch in the middle of another loader's update, which has "
+                f"{own.num_micro_steps} micro-steps; a nested loop would run {own.num_micro_steps} times in each "
+                "update"
                 if is_mid_update
-                else "training loaders alternate; with fewer processes a nested loop would run several times in each update of "
-                "the outer loader",
+                else "training loaders are read in turn; with fewer processes, a nested loop would run several times "
+                "in each update of the outer loader",
                 where="parity='exact' or 'bitwise'",
-                do="use updates of one micro-step (parity='exact' without gradient_accumulation_steps and max_micro_batch_size, "
-                "and more processes), read the loaders together (zip), or train on one after the other",
+                do="use one micro-step per update (parity='exact' without gradient_accumulation_steps and "
+                "max_micro_batch_size, on more processes), read the loaders together with zip(), or train on one "
+                "loader after another",
             )
             self._rejected.append((loader, error))
             return False
@@ -133,14 +137,14 @@ class UpdateLoaders:
         self._lockstep_shares, self._has_lockstep_ended = set(), False
 
     def end(self, loader: PreparedLoader, *, is_over: bool) -> PreparedLoader | None:
-        """Record the end of a pass over ``loader``; return the loader that leads next, if any other does.
+        """Record the end of a pass over ``loader``; return the other loader that leads next, if any.
 
         Args:
             loader: loader whose pass ends.
-            is_over: whether it was exhausted, not left early.
+            is_over: whether the loader was exhausted rather than left early.
 
         Raises:
-            UsageError: it was read in lockstep with another loader, in micro-batches that do not correspond.
+            UsageError: the loader was read in lockstep with another one, but their micro-batches do not match.
         """
         self._outer = [one for one in self._outer if one is not loader]
         if self.lead is not None:
@@ -181,14 +185,15 @@ class UpdateLoaders:
         return self.lead
 
     def require_matching_shares(self, own: Contribution) -> None:
-        """Raise if a loss weighted by the samples of ``own`` may cover batches of other loaders with other weights."""
+        """Raise if a loss weighted by the samples in ``own`` may cover other loaders' batches with different weights."""
         self._was_weighted_by_samples = True
         if self._abandoned is not None and self._abandoned[0] is self.lead and not self._warned_of_abandoned:
             self._warned_of_abandoned = True
             warn(
-                "a batch of another training loader was read before this loss, and that loader is no longer being read. If the "
-                f"loss covers both batches, the update does not match whole batches: {self._abandoned[1].what}. Read both loaders "
-                "with zip(); read batches that are only inspected under torch.no_grad()"
+                "a batch of another training loader was read before this loss, and that loader is no longer being "
+                "read. If the loss covers both batches, the update is not equivalent to whole batches: "
+                f"{self._abandoned[1].what}. Read both loaders with zip(); if you only inspect a batch, read it under "
+                "torch.no_grad()"
             )
         if not self._lockstep_shares:
             return
@@ -200,9 +205,10 @@ class UpdateLoaders:
         if self._has_lockstep_ended and is_unmatched and not self._warned_of_unequal_ends:
             self._warned_of_unequal_ends = True
             warn(
-                "a loader that was read together with this one has ended. If its batches are reused (itertools.cycle), their "
-                f"shares differ from this batch's ({_describe(own)}), so the update does not match whole batches. Use "
-                "drop_last=True for both loaders, and dataset sizes that are multiples of the batch sizes"
+                "a loader that was read together with this one has ended. If its batches are reused "
+                f"(itertools.cycle), their shares differ from this batch's ({_describe(own)}), so the update is not "
+                "equivalent to whole batches. Use drop_last=True for both loaders, and dataset sizes that are "
+                "multiples of the batch sizes"
             )
 
 
@@ -219,10 +225,10 @@ def _describe(of: Contribution) -> str:
 
 def _mismatch_error(own: Contribution, other: Contribution) -> UsageError:
     return UsageError(
-        f"two training loaders are read together, but their micro-batches do not correspond: {_describe(own)} of one, "
-        f"{_describe(other)} of the other. A loss over both would not match whole batches",
+        f"two training loaders are read together, but their micro-batches do not match: {_describe(own)} from one, "
+        f"{_describe(other)} from the other. A loss over both would not be equivalent to whole batches",
         where="parity='exact' or 'bitwise'",
-        do="use batch sizes of which one divides the other, with the larger one first in zip(), and drop_last=True; or pass "
-        "num_items= with updates of one micro-step; or read both data sets with one loader (torch.utils.data.StackDataset). "
-        "Nested loops need updates of one micro-step",
+        do="use batch sizes where one divides the other, with the larger one first in zip(), and drop_last=True; or "
+        "pass num_items= with one micro-step per update; or read both datasets with one loader "
+        "(torch.utils.data.StackDataset). Nested loops require one micro-step per update",
     )

@@ -1,4 +1,4 @@
-"""An optimizer wrapper that steps only if an update is complete, through the engine."""
+"""An optimizer wrapper that steps through the engine, and only when an update is complete."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Clipping:
 
     max_norm: float
     gives_way: bool
-    """Whether it is a default that is skipped if the training loop clips."""
+    """Whether this is a default that is skipped if the training loop clips gradients."""
 
 
 class AcceleratedOptimizer(Optimizer):
     """Wraps an optimizer: ``step`` and ``zero_grad`` do nothing while gradients are being accumulated.
 
-    ``zero_grad`` works before the backward pass and after the step. If a loop starts with it, the first micro-step clears the
-    gradients of the previous update, and the later micro-steps keep those of the current one.
+    ``zero_grad`` works before the backward pass and after the step. If a loop starts with it, the first micro-step
+    clears the previous update's gradients, and later micro-steps keep the current update's.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class AcceleratedOptimizer(Optimizer):
         self.guard = guard
         self.direct_backward = direct_backward
         self.is_clipped = False
-        """Whether the training loop has clipped the gradients of this update."""
+        """Whether the training loop has clipped this update's gradients."""
         self.unsynced = False
         self._skipped = False
         self._is_used = False  # a step has used the current gradients
         self._is_postponed = False  # a step() was postponed to the end of the window, and so is the next zero_grad()
         self._closures = Closures(gradient_state, world)
         self.num_postponed = 0
-        """Number of ``step`` calls postponed to the end of a window."""
+        """Number of ``step`` calls that were postponed to the end of an accumulation window."""
         self.num_steps = 0
-        """Number of steps taken, without those that loss scaling skipped."""
+        """Number of steps taken, excluding steps that loss scaling skipped."""
 
     @property
     def state(self) -> Any:
@@ -106,13 +106,13 @@ class AcceleratedOptimizer(Optimizer):
         """Take a step if the update is complete.
 
         Args:
-            closure: computes and backpropagates the loss of the current micro-step. It is evaluated in each micro-step for its
-                own batch, in the last one by the optimizer.
+            closure: computes the current micro-step's loss and calls backward. It is evaluated in each micro-step for
+                that batch; in the last one, the optimizer evaluates it.
 
         Returns:
-            With a closure, its value; at the end of an update, the mean over its micro-steps and ranks.
+            The closure's value, if any; at the end of an update, the mean over its micro-steps and ranks.
 
-        Collective: with a closure, and if the step guard reduces gradients.
+        Collective: call on every rank with a closure or if the step guard reduces gradients.
 
         Raises:
             UsageError: the closure cannot behave as in a plain loop (docs/parity.md).
@@ -145,7 +145,7 @@ class AcceleratedOptimizer(Optimizer):
         return value
 
     def _step_by(self, closure: Any) -> Any:
-        """Step with the closure of the last micro-step; return the loss of the update."""
+        """Step with the last micro-step's closure; return the update's loss."""
         averages = not self.unsynced and not self.gradient_state.reading.joined
         whole = self._closures.build_update_closure(
             self.optimizer, closure, finish=self._finish_evaluation, averages=averages
@@ -155,7 +155,7 @@ class AcceleratedOptimizer(Optimizer):
         return whole.first
 
     def _finish_evaluation(self) -> None:
-        """After a closure, unscale and clip its gradients as before a step."""
+        """Unscale and clip the gradients after a closure, as is done before a step."""
         if self.direct_backward is not None:
             self.direct_backward.before_step(self.optimizer)
         self.engine.unscale(self.optimizer, unsynced=self.unsynced)
@@ -165,20 +165,20 @@ class AcceleratedOptimizer(Optimizer):
         kind = type(self.optimizer).__name__
         if not self.engine.capabilities.takes_closures:
             raise UsageError(
-                f"the engine {self.engine.capabilities.name} does not support step(closure) ({kind})",
+                f"the {self.engine.capabilities.name} engine does not support step(closure) ({kind})",
                 where="optimizer.step(closure)",
-                do="call backward() and step() without a closure, or use the engine ddp or fsdp2",
+                do="call backward() and step() without a closure, or use the ddp or fsdp2 engine",
             )
         if self.scaler is not None or self.engine.capabilities.owns_loss_scaling:
             raise UsageError(
-                f"step(closure) of {kind} with fp16 loss scaling: gradients must be checked before the step, but the optimizer "
-                "would compute them within it",
+                f"step(closure) of {kind} cannot be used with fp16 loss scaling, because gradients must be checked "
+                "before the step, but the optimizer computes them inside it",
                 where="mixed_precision='fp16', optimizer.step(closure)",
                 do="use mixed_precision='bf16', or call backward() and step() without a closure",
             )
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of an abandoned update."""
+        """Drop the gradients after an abandoned update."""
         self.engine.zero_grad(self.optimizer)
         self._closures.forget()
 
@@ -220,7 +220,7 @@ class AcceleratedOptimizer(Optimizer):
             driver.note_cleared()
 
     def _holds_micro_steps(self) -> bool:
-        """Return whether the gradients belong to earlier micro-steps and this call starts another one."""
+        """Return whether the gradients belong to earlier micro-steps and this call starts a new one."""
         state = self.gradient_state
         driver = state.reading.driver
         # A loop that steps under `if accelerator.sync_gradients` has postponed nothing.
@@ -240,24 +240,24 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def full_state_dict(self) -> Any:
-        """Return the full state on rank zero; None elsewhere if it is sharded. Collective: if it is sharded."""
+        """Return the full state on rank zero; if it is sharded, None elsewhere. Collective if it is sharded."""
         if self.engine.capabilities.shards_optimizer_state:
             advice = "It returns the state on rank zero and None on the other ranks."
             monitored_barrier("the optimizer's full_state_dict()", advice=advice)
         return self.engine.full_optimizer_state(self.optimizer)
 
     def load_full_state_dict(self, state_dict: Any) -> None:
-        """Load the state that ``full_state_dict`` returned on rank zero; every rank calls it. Collective: if it is sharded."""
+        """Load the state that ``full_state_dict`` returned on rank zero. Collective: call on every rank."""
         if self.engine.capabilities.shards_optimizer_state:
             monitored_barrier("the optimizer's load_full_state_dict()")
         self.engine.load_full_optimizer_state(self.optimizer, state_dict)
 
     def train(self) -> Any:
-        """Switch a schedule-free optimizer to training weights."""
+        """Switch a schedule-free optimizer to its training weights."""
         return self.optimizer.train() if hasattr(self.optimizer, "train") else None
 
     def eval(self) -> Any:
-        """Switch a schedule-free optimizer to evaluation weights."""
+        """Switch a schedule-free optimizer to its evaluation weights."""
         return self.optimizer.eval() if hasattr(self.optimizer, "eval") else None
 
     def __getattr__(self, name: str) -> Any:

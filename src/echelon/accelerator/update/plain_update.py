@@ -1,4 +1,4 @@
-"""``parity="off"``: Accelerate's update, in which more processes mean a larger batch."""
+"""``parity="off"``: Accelerate's update, in which the batch grows with the number of processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PlainUpdate"]
 
 
 class PlainUpdate(UpdatePolicy):
-    """Weighs every process and micro-step equally, unless losses have a number of items."""
+    """Weights every process and micro-step equally, unless losses are passed with ``num_items``."""
 
     drives = False
     is_unfinished = False
@@ -39,9 +39,9 @@ class PlainUpdate(UpdatePolicy):
             self._finish_gradients(factor)
 
     def update_loss(self) -> float:
-        """Raise, because this mode does not know the weight of every loss."""
+        """Raise, because this mode does not record every loss's weight."""
         raise UsageError(
-            "update_loss() needs the weight of every loss, which parity='off' does not record",
+            "update_loss() requires every loss's weight, which parity='off' does not record",
             where=f"parity={self.config.value.parity} (from {self.config.origins['parity']})",
             do="use Accelerator(parity='exact'), or accelerator.reduce(loss, 'mean')",
         )

@@ -1,4 +1,4 @@
-"""A scheduler wrapper that advances only if its optimizers stepped."""
+"""A scheduler wrapper that steps only if its optimizers stepped."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from echelon.distributed.small_messages import gather_bytes
 
 __all__ = ["AcceleratedScheduler", "steps_with_metric"]
 
-_DO = "give every rank the same metric: accelerator.reduce(metric, 'mean'), or compute it from accelerator.gather_for_metrics(...)"
+_DO = (
+    "pass the same metric on every rank: use accelerator.reduce(metric, 'mean'), or compute it from "
+    "accelerator.gather_for_metrics(...)"
+)
 
 
 def steps_with_metric(scheduler: Any) -> bool:
-    """Return whether ``scheduler.step`` requires a metric, as that of ``ReduceLROnPlateau`` does."""
+    """Return whether ``scheduler.step`` requires a metric, as in ``ReduceLROnPlateau``."""
     if isinstance(scheduler, ReduceLROnPlateau):
         return True
     kinds = inspect.Parameter
@@ -35,11 +38,12 @@ def steps_with_metric(scheduler: Any) -> bool:
 class AcceleratedScheduler:
     """Wraps a learning-rate scheduler.
 
-    With ``step_with_optimizer`` it does not advance while gradients are accumulated or if a step was skipped. Unless
-    ``split_batches``, it advances ``num_processes`` times per update, because that many batches have been used.
+    With ``step_with_optimizer``, it does not step while gradients are being accumulated or if an optimizer step was
+    skipped. Unless ``split_batches`` is set, it steps ``num_processes`` times per update, because that many batches
+    have been used.
 
-    A scheduler that follows a metric advances once per call, because it counts evaluations, not batches. All ranks give it the
-    same metric: their mean if they differ.
+    A scheduler that follows a metric steps once per call, because it counts evaluations, not batches. If the ranks pass
+    different metrics, it uses their mean.
     """
 
     def __init__(
@@ -65,9 +69,9 @@ class AcceleratedScheduler:
         self._has_end = hasattr(scheduler, "total_steps")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule if its optimizers stepped.
+        """Step the scheduler if its optimizers stepped.
 
-        Collective: if the scheduler follows a metric.
+        Collective: call on every rank if the scheduler follows a metric.
 
         Raises:
             UsageError: the ranks pass different metrics in an exact mode.
@@ -92,7 +96,7 @@ class AcceleratedScheduler:
     def _with_common_metric(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of ``step`` with the mean of a metric that differs between the ranks. Collective."""
+        """Return the ``step`` arguments, with the metric replaced by its mean if it differs between ranks. Collective."""
         name = next(iter(inspect.signature(self.scheduler.step).parameters))
         if not args and name not in kwargs:
             return args, kwargs  # the scheduler raises
@@ -109,19 +113,22 @@ class AcceleratedScheduler:
     def _report_difference(self, metrics: list[float], mean: float) -> None:
         shown = ", ".join(f"rank {rank}: {metric:.6}" for rank, metric in enumerate(metrics[:4]))
         kind = type(self.scheduler).__name__
-        what = f"{kind}.step() got different metrics on the ranks ({shown}{', ...' if metrics[4:] else ''})"
+        what = f"{kind}.step() got different metrics on different ranks ({shown}{', ...' if metrics[4:] else ''})"
         if self._is_exact:
             raise UsageError(
-                f"{what}, none of which is that of one process", where=f"step() at {user_line()}, an exact mode", do=_DO
+                f"{what}, none of which is the one-process metric",
+                where=f"step() at {user_line()}, an exact mode",
+                do=_DO,
             )
         if not self._is_warned:
             self._is_warned = True
             warn(
-                f"{what}, which would have given them different learning rates. echelon uses their mean, {mean:.6}. To fix it, {_DO}"
+                f"{what}, which would have led to different learning rates. echelon uses their mean, {mean:.6}. To "
+                f"fix this, {_DO}"
             )
 
     def get_last_lr(self) -> Any:
-        """Return the learning rate of each group."""
+        """Return the learning rate of each parameter group."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> Any:

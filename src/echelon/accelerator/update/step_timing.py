@@ -1,4 +1,4 @@
-"""Times the parts of a step for the launcher: forward pass, backward pass (local gradients), communication."""
+"""Times the parts of a step for the launcher: forward pass, backward pass (local gradients) and communication."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from echelon.status.notes import Notes, notes_of_process
 __all__ = ["NOT_TIMED", "time_forward", "timed_backward"]
 
 NOT_TIMED: AbstractContextManager[None] = nullcontext()
-"""Replaces ``timed_backward`` if no launcher reads the times."""
+"""Used instead of ``timed_backward`` if no launcher reads the times."""
 
 
 def time_forward(model: nn.Module) -> None:
-    """Time each forward pass of ``model``; without a launcher no hook is registered, so it costs nothing."""
+    """Time each forward pass of ``model``; without a launcher, no hook is registered, so there is no cost."""
     if notes_of_process() is not None:
         model.register_forward_pre_hook(_begin_forward, prepend=True)
         model.register_forward_hook(_end_forward, always_call=True)
@@ -39,10 +39,10 @@ def _end_forward(_model: nn.Module, _inputs: Any, _outputs: Any) -> None:
 
 @contextmanager
 def timed_backward(loss: torch.Tensor, notes: Notes) -> Iterator[None]:
-    """Time the backward pass of ``loss``; what follows its own gradients is communication.
+    """Time the backward pass of ``loss``; the time after the local gradients are computed counts as communication.
 
-    DDP waits for the other ranks in a callback that autograd runs after all gradients are computed. A callback queued earlier,
-    at the start of the pass, runs before it.
+    DDP waits for the other ranks in a callback that autograd runs after all gradients are computed. A callback that was
+    queued earlier, at the start of the backward pass, runs before it.
     """
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
     before = notes.part(StepPart.BACKWARD)

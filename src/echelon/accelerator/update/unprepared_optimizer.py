@@ -1,4 +1,4 @@
-"""Detects steps of optimizers that were not prepared but hold parameters of a prepared model; corrects or refuses them."""
+"""Detects unprepared optimizers that step a prepared model's parameters, and corrects or rejects these steps."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from echelon.engines.base import Engine
 __all__ = ["UnpreparedOptimizerGuard"]
 
 _DO_KEEP_EQUAL = (
-    "on every rank, make the gradients with accelerator.backward(), call step() equally often and with the same learning rate, "
-    "and change weights in the same way (load them before prepare())"
+    "on every rank, compute gradients with accelerator.backward(), call step() the same number of times and with the "
+    "same learning rate, and change weights in the same way (load them before prepare())"
 )
 
 
 class UnpreparedOptimizerGuard:
-    """Observes every optimizer step in the process; steps of prepared optimizers and of other models pass unchanged.
+    """Observes every optimizer step in the process; steps by prepared optimizers or for other models are not changed.
 
     Args:
-        engine: engine of the run.
+        engine: the run's engine.
         models: prepared models, as returned by the engine.
         state: gradient accumulation state.
-        parity: parity mode of the run.
-        scaler: gradient scaler of an fp16 run.
+        parity: the run's parity mode.
+        scaler: gradient scaler, in an fp16 run.
         num_processes: number of processes in the run.
         unprepared: warns about an unprepared model.
     """
@@ -62,7 +62,7 @@ class UnpreparedOptimizerGuard:
         self.is_stepping = False
         """Whether a prepared optimizer is stepping."""
         self.unsynced = False
-        """Whether steps use the gradients of one rank on purpose."""
+        """Whether steps intentionally use only local gradients."""
         self.drift = ReplicaDriftCheck(is_error=parity != "off")
         RawDDPGuard.leave_to_accelerator()
         self._inner: WeakSet[Optimizer] = WeakSet()  # optimizers wrapped by prepared ones
@@ -109,7 +109,7 @@ class UnpreparedOptimizerGuard:
         return evaluate
 
     def _compare_weights(self, optimizer: Optimizer) -> None:
-        """Compare the parameters of ``optimizer`` with those of the other ranks, if they should be equal."""
+        """Compare the parameters of ``optimizer`` with the other ranks' parameters, if they should be equal."""
         if self.unsynced or self._num_processes == 1:
             return
         if self._state.reading.joined:  # the ranks step different numbers of times
@@ -119,13 +119,13 @@ class UnpreparedOptimizerGuard:
                 self.drift.before_step(optimizer, _DO_KEEP_EQUAL, models=self._bare_models())
         elif not any(guard.is_stepping for guard in owners_of_step_hooks(UnpreparedOptimizerGuard)):
             do = (
-                "pass the optimizer and the module that holds its parameters to accelerator.prepare(), which averages their "
-                "gradients (if each rank trains them on purpose, ignore this warning)"
+                "pass the optimizer and the module that holds its parameters to accelerator.prepare(), which averages "
+                "their gradients (ignore this warning if each rank intentionally trains them separately)"
             )
             self.drift.before_step(optimizer, do, must_be_equal=False)
 
     def compare_models(self, when: str, *, is_last: bool = False) -> None:
-        """Compare the weights of the prepared models between the ranks, at a point that every rank reaches."""
+        """Compare the prepared models' weights across ranks, at a point that every rank reaches."""
         if self._engine.capabilities.replicates and not self._state.reading.joined and not self.unsynced:
             self.drift.compare_models(self._bare_models(), when, _DO_KEEP_EQUAL, is_last=is_last)
 
@@ -149,22 +149,23 @@ class UnpreparedOptimizerGuard:
             self._refuse_inside_backward(optimizer)
         if self._parity != "off":
             raise UsageError(
-                f"{self._describe(optimizer)}: its steps are not postponed to the end of an update, not counted, and not saved",
+                f"{self._describe(optimizer)}: its steps are not postponed to the end of an update, and they are "
+                "neither counted nor saved",
                 where=f"step() at {user_line()}, parity={self._parity!r}",
                 do=self._advice(optimizer),
             )
         if self._scaler is not None and _holds_scaled_gradients(optimizer, self._scaler):
             raise UsageError(
-                f"{self._describe(optimizer)}: its gradients are still multiplied by the fp16 loss scale "
-                f"({self._scaler.get_scale():g}), and infinite gradients would be applied",
+                f"{self._describe(optimizer)}: its gradients have not been unscaled (fp16 loss scale "
+                f"{self._scaler.get_scale():g}), and infinite gradients would be applied",
                 where=f"step() at {user_line()}, mixed_precision='fp16'",
                 do=self._advice(optimizer),
             )
 
     def _average_unreduced_gradients(self, optimizer: Optimizer) -> None:
-        """Average gradients that the ranks have not reduced; warn once about that and about a step in mid-window.
+        """Average gradients that were not reduced; warn once about this and about a step in the middle of a window.
 
-        Collective: if gradients are not reduced yet.
+        Collective: call on every rank if gradients have not been reduced.
         """
         is_reduced = self._engine.reduce_gradients(optimizer)
         is_early = not self._state.sync_gradients
@@ -177,13 +178,14 @@ class UnpreparedOptimizerGuard:
         parts = [self._describe(optimizer)]
         if is_early:
             parts.append(
-                f"its step() is not postponed to the end of the accumulation window of {self._state.num_steps} micro-steps"
+                f"its step() is not postponed to the end of the accumulation window ({self._state.num_steps} "
+                "micro-steps)"
             )
         if is_reduced:
-            parts.append("its gradients were not averaged over the ranks; echelon averages them before the step")
+            parts.append("its gradients were not averaged across ranks; echelon averages them before the step")
         if optimizer not in self._inner:
             parts.append("save_state() does not save its state")
-        warn(f"{': '.join((parts[0], ', and '.join(parts[1:])))}. To fix it, {self._advice(optimizer)}.")
+        warn(f"{': '.join((parts[0], ', and '.join(parts[1:])))}. To fix this, {self._advice(optimizer)}.")
 
     def _refuse_inside_backward(self, optimizer: Optimizer) -> None:
         if not self._engine.capabilities.replicates:
@@ -192,7 +194,7 @@ class UnpreparedOptimizerGuard:
             return  # DDP steps these itself after the reduction
         raise UsageError(
             f"{type(optimizer).__name__} steps inside the backward pass, in a parameter hook, before the gradient is "
-            f"averaged over the {self._num_processes} ranks",
+            f"averaged across {self._num_processes} ranks",
             where=f"step() at {user_line()}, engine {self._engine.capabilities.name}",
             do="call step() after backward(), or use engine='fsdp2', which runs such hooks with averaged gradients",
         )
@@ -201,16 +203,16 @@ class UnpreparedOptimizerGuard:
         kind = type(optimizer).__name__
         if optimizer in self._inner:
             return f"{kind} was stepped directly, instead of the optimizer that accelerator.prepare() returned for it"
-        return f"{kind} was not prepared by this Accelerator but holds parameters of a model that was"
+        return f"{kind} was not prepared by this Accelerator but contains parameters of a model that was"
 
     def _advice(self, optimizer: Optimizer) -> str:
         if optimizer in self._inner:
-            return "call step() of the optimizer that accelerator.prepare() returned for it"
-        return "write optimizer = accelerator.prepare(optimizer), and call step() of the returned optimizer"
+            return "call step() on the optimizer that accelerator.prepare() returned for it"
+        return "write optimizer = accelerator.prepare(optimizer), and call step() on the returned optimizer"
 
 
 def _holds_scaled_gradients(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> bool:
-    """Return whether the gradients of ``optimizer`` still carry the loss scale since the last backward pass."""
+    """Return whether the gradients of ``optimizer`` have not been unscaled since the last backward pass."""
     if not scaler.is_enabled() or getattr(optimizer, "grad_scale", None) is not None:
         return False  # a fused optimizer unscales inside GradScaler.step
     states: Mapping[int, Mapping[str, Any]] = scaler._per_optimizer_states

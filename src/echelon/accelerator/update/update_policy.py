@@ -1,4 +1,4 @@
-"""How gradients become updates: the interface that the plain, exact and bitwise policies share."""
+"""The common interface of the plain, exact and bitwise update policies."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class UpdateParts:
 
 
 class UpdatePolicy(ABC):
-    """Weighs losses, runs backward passes, and finishes the gradients of an update."""
+    """Weights losses, runs backward passes, and finishes an update's gradients."""
 
     uses_global_batches = False
-    """Whether a DataLoader's batch size is the number of samples of all processes together."""
+    """Whether a DataLoader's batch size counts the samples of all processes together."""
     averages_gradients = True
-    """Whether the engine averages gradients over the ranks; otherwise it sums them."""
+    """Whether the engine averages gradients across ranks; otherwise it sums them."""
     epochs: Epochs
     """Set by the session."""
 
@@ -78,9 +78,9 @@ class UpdatePolicy(ABC):
             is_redone=not self.averages_gradients,
         )
         self.step = 0
-        """Micro-batches so far; like Accelerate's counter, it restarts at the end of a loader."""
+        """Number of micro-batches so far; like Accelerate's counter, it restarts at the end of a loader."""
         self.accumulating: tuple[nn.Module, ...] | None = None
-        """Models of the active ``accumulate()``; (): all models; None: outside ``accumulate()``."""
+        """Models passed to the active ``accumulate()``. (): all models. None: outside ``accumulate()``."""
         # Micro-steps of an incomplete window that this rank ends alone because it has no more batches.
         self._num_in_short_window = 0
 
@@ -88,24 +88,24 @@ class UpdatePolicy(ABC):
         return {**vars(self), "epochs": None}  # the session builds it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpdatePolicy:
-        """Return this object, because a copied model that has its methods as hooks must not copy the run."""
+        """Return this object itself, so that copying a model that has its methods as hooks does not copy the run."""
         return self
 
     # ---- micro-steps -------------------------------------------------------------------------------------------------
 
     @property
     def driver(self) -> PassDriver[PreparedLoader] | None:
-        """Receiver of the loaders' micro-steps; None if there is none."""
+        """Object that receives the loaders' micro-step events, or None."""
         return None
 
     @property
     def drives(self) -> bool:
-        """Whether a loader decides where the update ends."""
+        """Whether a prepared loader decides where the update ends."""
         return False
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the gradients of this micro-step do not complete an update and must not be changed."""
+        """Whether this micro-step's gradients do not complete an update and must not be changed."""
         return False
 
     def count_micro_batch(self) -> bool:
@@ -125,7 +125,7 @@ class UpdatePolicy(ABC):
         return state.sync_gradients or state.plugin.sync_each_batch
 
     def end_update(self) -> None:
-        """End the last micro-step of an update."""
+        """Finish an update's last micro-step."""
         self.window.is_open = False
         self.epochs.end_update()
         self.state.micro_step = 0
@@ -154,11 +154,11 @@ class UpdatePolicy(ABC):
                 self.engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
 
     def trained_models(self) -> list[nn.Module]:
-        """Return the models of the active ``accumulate()``, else all."""
+        """Return the models passed to the active ``accumulate()``, or else all."""
         return list(self.accumulating or self.objects.models)
 
     def finished_models(self) -> Sequence[nn.Module]:
-        """Return the models whose gradients are multiplied by the factor of an update."""
+        """Return the models whose gradients are multiplied by the update's factor."""
         return self.trained_models()
 
     def _finish_gradients(self, factor: float) -> None:
@@ -170,15 +170,15 @@ class UpdatePolicy(ABC):
 
     @abstractmethod
     def update_loss(self) -> float:
-        """Return the loss of the last update: the mean over the items of all processes and micro-steps.
+        """Return the last update's loss: the mean over all items, processes and micro-steps.
 
-        Losses of one micro-step are added. An update without items returns nan. The call waits for the device, so call it
-        only when the loss is logged.
+        Several losses in one micro-step are added. For an update without items, the result is nan. This method waits
+        for the device, so call it only to log the loss.
 
-        Collective: every process.
+        Collective: call on every process.
 
         Raises:
-            UsageError: the run is not in an exact mode, or no update has had a loss.
+            UsageError: the run is not in an exact mode, or no loss has been recorded yet.
         """
 
     def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
@@ -187,13 +187,14 @@ class UpdatePolicy(ABC):
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def is_local(self) -> bool:
-        """Whether gradients are still local to each rank: in mid-window, or inside ``no_sync(unsynced=True)``."""
+        """Whether gradients are still local to each rank: in the middle of a window, or in ``no_sync(unsynced=True)``."""
         return not self.state.sync_gradients or any(optimizer.unsynced for optimizer in self.objects.optimizers)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Undo fp16 loss scaling on the gradients of ``optimizer`` (one, several, or all) before they are read.
+        """Unscale the gradients of ``optimizer`` (one, several, or all) in fp16 before they are read.
 
-        In the exact modes it acts only in the last micro-step of an update, because later gradients are scaled, too.
+        In the exact modes, gradients are unscaled only in an update's last micro-step, because later gradients are
+        scaled, too.
         """
         if self.scaler is None or self.is_unfinished:
             return
@@ -224,7 +225,7 @@ class UpdatePolicy(ABC):
     # ---- ranks without further batches -------------------------------------------------------------------------------
 
     def require_every_rank(self, operation: str) -> None:
-        """Raise if a rank has run out of batches and ``operation`` would wait for it (an uneven loader, outside join)."""
+        """Raise if ``operation`` would wait for a rank that has run out of batches (outside ``join_uneven_inputs``)."""
         loaders = self.state.reading.loaders
         if not loaders:
             return
@@ -250,21 +251,21 @@ class UpdatePolicy(ABC):
         """Check objects that are about to be prepared. Collective."""
 
     def loader_options(self, config: DataLoaderConfiguration) -> ExactOptions | None:
-        """Return how loaders split batches in the exact modes; None in plain mode. Collective: at the first call."""
+        """Return how loaders split batches in the exact modes; None in plain mode. Collective on the first call."""
         return None
 
     def log_batch_size(self, batch_size: int | None) -> None:  # noqa: B027 - nothing in plain mode
-        """Log once what a loader's batch size means in this mode."""
+        """Log once how this mode splits a loader's batch."""
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Update the progress; return the random states to resume with (None: the current ones)."""
+        """Update the progress; return the RNG states to resume with (None: the current ones)."""
         return None
 
     def restore(self) -> None:  # noqa: B027 - nothing in plain mode
-        """Reset the state of the current update after progress was loaded."""
+        """Reset the current update's state after progress was loaded."""
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint must store in addition to the progress."""
+        """Return what a checkpoint must store in addition to progress."""
         return {}
 
     def require_record(self, saved: Mapping[str, Any], folder: object) -> None:  # noqa: B027 - nothing in plain mode
@@ -276,7 +277,7 @@ def _total_over_ranks(world: World, items: float) -> float:
 
 
 def _sums_over_ranks(world: World, numbers: list[float]) -> list[float]:
-    """Return the sum of each number over the ranks with one small reduction. Collective."""
+    """Return the sum of each number across ranks, using one small reduction. Collective."""
     if world.world_size == 1:
         return numbers
     sums = torch.tensor(numbers, dtype=torch.float64, device=world.device)
@@ -285,39 +286,39 @@ def _sums_over_ranks(world: World, numbers: list[float]) -> list[float]:
 
 
 def _as_iterable(parameters: Any, operation: str) -> Iterable[torch.Tensor]:
-    """Return the parameters that ``operation`` was given: a tensor or several, as in torch.
+    """Return the parameters passed to ``operation``: a tensor or several, as in torch.
 
     Raises:
-        TypeError: it was given a module.
+        TypeError: a module was passed.
     """
     if isinstance(parameters, nn.Module):
         raise TypeError(
-            f"{operation}() was given {type(parameters).__name__}, a module, but takes its parameters: pass model.parameters()"
+            f"{operation}() expects parameters, but got a module ({type(parameters).__name__}). Pass model.parameters()"
         )
     return [parameters] if isinstance(parameters, torch.Tensor) else parameters
 
 
 def checked_loss(loss: Any, kwargs: Mapping[str, Any], *, num_devices: int) -> torch.Tensor:
-    """Return the loss to backpropagate; a vector with one loss per device is averaged.
+    """Return the loss to call backward on; a vector with one loss per device is averaged.
 
     Raises:
-        UsageError: the loss is not a scalar tensor with a graph.
+        UsageError: the loss is not a scalar tensor that requires grad.
     """
     if not isinstance(loss, torch.Tensor):
         raise UsageError(
-            f"backward() was given {type(loss).__name__}, not a tensor",
-            do="pass the loss; models that return a dict or a tuple hold it in .loss or [0]",
+            f"backward() expects a tensor, but got {type(loss).__name__}",
+            do="pass the loss; if the model returns a dict or a tuple, use output.loss or output[0]",
         )
     if loss.dim() == 1 and 1 < loss.numel() <= num_devices and "gradient" not in kwargs:
         loss = loss.mean()
     if loss.numel() != 1 and "gradient" not in kwargs:
         raise UsageError(
-            f"backward() needs a scalar loss, but the loss has the shape {list(loss.shape)}",
+            f"backward() expects a scalar loss, but got a tensor of shape {list(loss.shape)}",
             do="reduce it, for example with loss.mean()",
         )
     if not loss.requires_grad:
         raise UsageError(
-            "backward() was given a loss without a graph: none of its inputs requires gradients",
+            "backward() got a loss that does not require grad",
             do="compute it from the model's outputs, outside torch.no_grad(), and without .item() or .detach()",
         )
     checked: torch.Tensor = loss
