@@ -325,7 +325,7 @@ def test_dummies_and_the_model_fill_the_config(caplog: pytest.LogCaptureFixture)
     ("given", "says"),
     [
         ({"deepspeed_plugin": 3}, "deepspeed_plugin is a int"),
-        ({"deepspeed_plugin": {"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin()}}, "has 2 plugins (a, b)"),
+        ({"deepspeed_plugin": {"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin()}}, "contains 2 plugins (a, b)"),
         ({"deepspeed_plugin": DeepSpeedPlugin(), "deepspeed_plugins": DeepSpeedPlugin()}, "are both set"),
         ({"deepspeed_plugin": DeepSpeedPlugin(), "engine": "ddp"}, "engine='ddp' and DeepSpeed settings"),
         ({"deepspeed_plugin": DeepSpeedPlugin(zero_stage=1), "engine": "fsdp2"}, "use engine='zero1'"),

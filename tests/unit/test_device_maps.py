@@ -168,7 +168,7 @@ def test_a_map_must_cover_every_tensor() -> None:
     check_device_map(Model(), {"embed": 0, "blocks": "cpu", "table": "cpu", "head.weight": 0, "head.bias": 0})
     with pytest.raises(UsageError, match=r"has no device for blocks.1.up.weight, blocks.1.up.bias"):
         check_device_map(Model(), {"embed": 0, "blocks.0": 0, "blocks.1.down": 0, "head": 0, "table": 0})
-    with pytest.warns(EchelonWarning, match="name no part of the Model: tail"):
+    with pytest.warns(EchelonWarning, match="match no part of the Model: tail"):
         check_device_map(Model(), {"": 0, "tail": 1})
 
 
@@ -188,7 +188,7 @@ def test_budgets_are_ordered_and_in_bytes(caplog: pytest.LogCaptureFixture) -> N
     assert list(found.items()) == [(0, 1000), (1, 5), ("cpu", 2048), ("disk", 10**9)]
     assert given[0] == 1000  # transformers relies on the conversion in place
     assert "budgets for the devices [0, 1]" in caplog.text or torch.accelerator.device_count() > 1
-    with pytest.raises(UsageError, match="budgets for 'gpu', which are not devices"):
+    with pytest.raises(UsageError, match="budgets for 'gpu', but these are not devices"):
         get_max_memory({"gpu": 1})
 
 

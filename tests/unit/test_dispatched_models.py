@@ -168,7 +168,7 @@ def test_a_model_with_offloaded_parts_cannot_be_moved(tmp_path: Path, caplog: py
 def test_a_map_that_does_not_fit_the_model_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the device map has no device for scale"):
         dispatch_model(_model(), {"embed": "cpu", "body": "cpu", "head": "cpu"})
-    with pytest.raises(UsageError, match="puts body on disk, but there is no folder"):
+    with pytest.raises(UsageError, match="puts body on disk, but no folder was given"):
         dispatch_model(_model(), {"": "cpu", "body": "disk"})
     left_out = _model()
     left_out._no_placement_params = {"scale"}
@@ -258,7 +258,7 @@ def test_modules_may_stay_in_float32(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     folder = _checkpoint(tmp_path / "checkpoint")
-    with pytest.raises(UsageError, match=r"parts of the model on disk, but there is no folder"):
+    with pytest.raises(UsageError, match=r"parts of the model on disk, but no folder was given"):
         load_checkpoint_in_model(_model(), folder, {"": "disk"})
     with pytest.raises(UsageError, match=r"has no device for embed.weight"):
         load_checkpoint_in_model(_model(), folder, {"body": "cpu"})

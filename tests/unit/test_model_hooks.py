@@ -300,8 +300,8 @@ def test_a_tensor_is_replaced_with_its_attributes() -> None:
     [
         ("0.none", None, "Sequential has no parameter or buffer 0.none"),
         ("5.weight", None, "Sequential has no parameter or buffer 5.weight"),
-        ("0.weight", None, "0.weight is on the meta device, so it has no values to put on cpu"),
-        ("0.weight", torch.ones(3), r"0.weight has the shape \[2, 2\], and its new values have the shape \[3\]"),
+        ("0.weight", None, "0.weight is on the meta device, so it has no values to move to cpu"),
+        ("0.weight", torch.ones(3), r"expected values of shape \[2, 2\] for 0.weight, but got \[3\]"),
     ],
 )
 def test_a_tensor_that_cannot_be_set_is_an_error(name: str, value: Any, message: str) -> None:

@@ -166,7 +166,7 @@ def test_damage_is_found_when_a_weight_is_read_first(tmp_path: Path) -> None:
     path.write_bytes(flipped)
     weights = OffloadedWeightsLoader(save_folder=tmp_path)
     assert weights["a"].tolist() == [1, 1, 1]
-    with pytest.raises(CheckpointError, match=r"b in .* differs from what was written") as raised:
+    with pytest.raises(CheckpointError, match=r"b in .* is corrupted") as raised:
         weights["b"]
     assert "offload the weights again" in str(raised.value.do)
     path.write_bytes(intact[:-1])
@@ -215,9 +215,11 @@ def test_folders_of_accelerate_are_read(tmp_path: Path) -> None:
     for name, tensor in OffloadedWeightsLoader(save_folder=tmp_path).items():
         _assert_same(tensor, tensors[name])
     (tmp_path / "w.dat").write_bytes(b"123")
-    with pytest.raises(CheckpointError, match=r"w.dat has 3 bytes, but a torch.float32 of shape \[3, 2\] has 24"):
+    with pytest.raises(
+        CheckpointError, match=r"expected 24 bytes in .*w.dat for a torch.float32 of shape \[3, 2\], but got 3"
+    ):
         load_offloaded_weight(tmp_path / "w.dat", index["w"])
-    with pytest.raises(CheckpointError, match="unknown dtype 'float99'"):
+    with pytest.raises(CheckpointError, match="unknown dtype: 'float99'"):
         load_offloaded_weight(tmp_path / "w.dat", {"dtype": "float99", "shape": [3]})
 
 

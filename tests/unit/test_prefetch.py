@@ -139,7 +139,7 @@ def test_without_memory_for_more_weights_each_module_loads_its_own(monkeypatch: 
 
         monkeypatch.setattr(prefetcher, "_load", fail)
         x = torch.randn(2, 3)
-        with torch.no_grad(), pytest.warns(EchelonWarning, match="cpu has no memory for weights that are loaded ahead"):
+        with torch.no_grad(), pytest.warns(EchelonWarning, match="cpu has no memory left to load weights in advance"):
             assert torch.equal(model(x), _product(weights, x))
         with torch.no_grad():
             assert torch.equal(model(x), _product(weights, x))

@@ -206,7 +206,7 @@ def test_missing_or_damaged_files_are_named(tmp_path: Path) -> None:
             load_checkpoint_in_model(Net(), path)
         return str(raised.value)
 
-    assert "holds neither model.safetensors nor" in error(tmp_path)
+    assert "contains neither model.safetensors nor" in error(tmp_path)
     assert "Hugging Face Hub names are not supported" in error(tmp_path / "gpt2")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[]")

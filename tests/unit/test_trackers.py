@@ -441,7 +441,7 @@ def test_a_project_folder_adds_a_jsonl_tracker(tmp_path: Path) -> None:
 def test_init_kwargs_reach_their_tracker_and_misspelled_ones_are_reported() -> None:
     register_tracker_class(Recorder)
     tracking = Tracking("recorder", ProjectConfiguration())
-    with pytest.warns(EchelonWarning, match="init_kwargs holds options for recoder, but log_with has recorder"):
+    with pytest.warns(EchelonWarning, match="init_kwargs contains options for recoder, but log_with has recorder"):
         tracking.init_trackers("run", init_kwargs={"recorder": {"tags": ["a"]}, "recoder": {}})
     assert tracking.get_tracker("recorder").calls[0] == ("init", "run", {"tags": ["a"]})
 

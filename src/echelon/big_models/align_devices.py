@@ -1,4 +1,4 @@
-"""The hook that moves the inputs of a module, and its weights if they are offloaded, to the device on which the module runs."""
+"""A hook that moves a module's inputs and its offloaded weights to the device on which the module runs."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ Device = int | str | torch.device
 
 
 class AlignDevicesHook(ModelHook):
-    """Moves the arguments of ``forward``, and offloaded weights, to ``execution_device``; afterwards it frees the weights.
+    """Moves ``forward`` arguments and offloaded weights to ``execution_device``, and frees the weights afterwards.
 
     Args:
-        execution_device: device on which the module runs; None: nothing is moved there.
-        offload: keep the weights in ``weights_map``, and only during the forward pass on the device.
-        io_same_device: return the output on the device of the input.
-        weights_map: weights by name; None: the present ones, moved to the CPU.
+        execution_device: device on which the module runs. None: do not move anything.
+        offload: keep the weights in ``weights_map``, and load them onto the device only during the forward pass.
+        io_same_device: return the output on the same device as the input.
+        weights_map: weights by name. None: the module's current weights, moved to the CPU.
         offload_buffers: also offload the buffers that are in the state dict.
         place_submodules: include the tensors of submodules.
         skip_keys: keyword arguments that are not moved.
-        tied_params_map: copies of tied parameters, so that each device has only one.
-        prefetcher: loads the weights of the next modules ahead.
+        tied_params_map: copies of tied parameters, so that each device has only one copy.
+        prefetcher: loads the next modules' weights in advance.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class AlignDevicesHook(ModelHook):
             self.prefetcher.load_ahead(self)
 
     def _scales(self, name: str, value: Any) -> torch.Tensor | None:
-        """Return the scales of an 8-bit weight, which are stored beside it."""
+        """Return an 8-bit weight's scales, which are stored next to it."""
         if getattr(value, "dtype", None) != torch.int8 or "weight" not in name:
             return None
         found: torch.Tensor | None = self.weights_map.get(name.replace("weight", "SCB"))
@@ -193,7 +193,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return whether the parameters of ``module`` itself are offloaded."""
+    """Return whether the direct parameters of ``module`` are offloaded."""
     return _offloading_hook(module) is not None
 
 
@@ -209,11 +209,12 @@ def _offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Put the parameters of ``module`` itself on ``execution_device`` in the block.
+    """Put the direct parameters of ``module`` on ``execution_device`` inside the block.
 
     Args:
         module: the module.
-        execution_device: None: the device on which its hook runs it; without offloaded weights, nothing is moved.
+        execution_device: target device. None: the device on which the hook runs the module; if no weights are
+            offloaded, nothing is moved.
     """
     hook = _offloading_hook(module)
     if hook is not None:
@@ -248,13 +249,13 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Attach a hook that moves inputs and tensors to ``execution_device`` to each submodule without a hook.
+    """Attach a hook to each submodule that has none; the hook moves inputs and tensors to ``execution_device``.
 
     Args:
         module: the module.
-        execution_device: device on which it runs.
+        execution_device: device on which the module runs.
         skip_keys: keyword arguments that are not moved.
-        preload_module_classes: names of classes whose submodules get no hook.
+        preload_module_classes: class names of modules whose submodules get no hook.
         tied_params_map: copies of tied parameters.
     """
     if hook_of(module) is None and module.state_dict():
@@ -280,18 +281,18 @@ def attach_align_device_hook(
     *,
     prefetchers: Prefetchers | None = None,
 ) -> None:
-    """Attach an ``AlignDevicesHook`` to each submodule that has tensors itself, after its present hook.
+    """Attach an ``AlignDevicesHook`` to each submodule with direct tensors, to run after any existing hook.
 
     Args:
         module: the module.
-        execution_device: device on which it runs.
-        offload: keep its weights in ``weights_map``.
+        execution_device: device on which the module runs.
+        offload: keep the weights in ``weights_map``.
         weights_map: weights by full name.
         offload_buffers: also offload buffers.
-        module_name: full name of the module in the model.
+        module_name: the module's full name in the model.
         skip_keys: keyword arguments that are not moved.
-        preload_module_classes: names of classes whose weights, with those of submodules, are loaded together, for modules that
-            use the weights of submodules without calling them.
+        preload_module_classes: class names of modules whose weights, including submodules, are loaded together, because
+            the modules use submodules' weights without calling them.
         tied_params_map: copies of tied parameters.
         prefetchers: load weights ahead.
     """
@@ -339,15 +340,15 @@ def attach_align_device_hook_on_blocks(
     *,
     prefetchers: Prefetchers | None = None,
 ) -> None:
-    """Attach ``AlignDevicesHook`` to the blocks of a model, each with its device and whether it is offloaded.
+    """Attach ``AlignDevicesHook`` to a model's blocks, each with a separate device and offload setting.
 
     Args:
         module: the model.
-        execution_device: the device, or the devices of blocks by name.
-        offload: whether weights are offloaded, for all blocks or by name.
+        execution_device: one device, or a device for each block by name.
+        offload: whether weights are offloaded, for all blocks or for each block by name.
         weights_map: weights by full name.
         offload_buffers: also offload buffers.
-        module_name: full name of the module in the model.
+        module_name: the module's full name in the model.
         skip_keys: keyword arguments that are not moved.
         preload_module_classes: see ``attach_align_device_hook``.
         tied_params_map: copies of tied parameters.

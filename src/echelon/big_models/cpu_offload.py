@@ -1,4 +1,4 @@
-"""Models of a pipeline that wait on the CPU and move to the device, whole, when they run."""
+"""Keeps a pipeline's models on the CPU, and moves each whole model to the device when it runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["CpuOffload", "UserCpuOffloadHook", "cpu_offload_with_hook"]
 
 
 class CpuOffload(ModelHook):
-    """Moves a model to the CPU when it is attached, and to ``execution_device`` when the model runs, where it stays.
+    """Moves a model to the CPU when attached, and to ``execution_device`` when the model runs; it then stays there.
 
     Args:
-        execution_device: None: the accelerator of this process, if there is one.
-        prev_module_hook: hook of the model that runs before; its model is moved to the CPU first.
+        execution_device: device on which the model runs. None: this process's accelerator, if any.
+        prev_module_hook: hook of the previous model in a pipeline, which is moved to the CPU first.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """Moves a model back to the CPU, or removes its hook, at the user's request.
+    """Lets the user move a model back to the CPU or remove its hook.
 
     Args:
         model: the model.
@@ -67,7 +67,7 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Remove the hook; the model stays where it is."""
+        """Remove the hook; the model stays on its current device."""
         remove_hook_from_module(self.model)
 
 
@@ -76,12 +76,13 @@ def cpu_offload_with_hook(
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Move ``model`` to the CPU until it runs; it then stays on the device until ``offload()`` of the returned hook is called.
+    """Keep ``model`` on the CPU until it runs; it then stays on the device until you call the returned hook's
+    ``offload()``.
 
     Args:
         model: the model.
-        execution_device: None: the accelerator of this process, if there is one.
-        prev_module_hook: hook of the model that runs before in a pipeline; that model is moved to the CPU first.
+        execution_device: device on which the model runs. None: this process's accelerator, if any.
+        prev_module_hook: hook of the previous model in a pipeline, which is moved to the CPU first.
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)

@@ -1,4 +1,4 @@
-"""Device maps: which device, or the CPU or the disk, holds each part of a model."""
+"""Device maps, which assign each part of a model to a device, the CPU or the disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 _logger = get_logger(__name__)
 Part = tuple[str, Any]
-"""Full name, and a submodule, parameter or buffer."""
+"""A submodule, parameter or buffer, preceded by its full name."""
 
 
 def infer_auto_device_map(
@@ -45,23 +45,26 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, Any]:
-    """Place the parts of ``model`` on the devices of ``max_memory`` in their order, then on the CPU, then on disk.
+    """Assign the parts of ``model`` to the devices in ``max_memory`` in order, then to the CPU, then to the disk.
 
-    The first device and the CPU keep room for the largest layer, which is moved there when an offloaded layer runs. Tied
-    parameters are placed together. Only sizes are used, so the model may be on the meta device.
+    The first device and the CPU reserve memory for the largest layer, because offloaded layers are moved there to run.
+    Tied parameters are placed together. Only sizes are used, so the model may be on the meta device.
 
     Args:
         model: the model.
-        max_memory: memory per device in bytes or as text (``{0: "10GiB", "cpu": "30GiB"}``); None: what is available.
-        no_split_module_classes: names of classes whose modules stay on one device, such as blocks with a residual connection.
+        max_memory: memory per device in bytes or as a string (``{0: "10GiB", "cpu": "30GiB"}``). None: all available
+            memory.
+        no_split_module_classes: class names of modules that must not be split across devices, such as blocks with a
+            residual connection.
         dtype: dtype in which the weights will be loaded.
-        special_dtypes: dtypes of single tensors, by name.
+        special_dtypes: dtypes of individual tensors, by name.
         verbose: print each decision.
-        clean_result: combine the parts of a module that are on one device.
-        offload_buffers: buffers of offloaded layers are offloaded, too; False: warn if no device has room for them.
-        fallback_allocation: if nothing fits on a device in order, look for any part that fits.
+        clean_result: merge the entries of a module whose parts are all on one device.
+        offload_buffers: also offload the buffers of offloaded layers. False: warn if no device has enough memory for
+            them.
+        fallback_allocation: if the next part does not fit on an empty device, search for any part that fits.
 
-    Source: accelerate's function of this name (the same maps).
+    Source: Accelerate's function of the same name (returns the same maps).
     """
     memory: dict[Any, Any] = get_max_memory(max_memory)
     if isinstance(no_split_module_classes, str):
@@ -69,7 +72,8 @@ def infer_auto_device_map(
     planner = _Planner(model, memory, list(no_split_module_classes or []), dtype, special_dtypes, verbose=verbose)
     if check_tied_parameters_in_config(model) and not planner.tied:
         _logger.warning(
-            "the configuration of %s ties weights that are not tied; call model.tie_weights() before infer_auto_device_map()",
+            "the configuration of %s ties weights, but the model's weights are not tied; call model.tie_weights() "
+            "before infer_auto_device_map()",
             type(model).__name__,
         )
     while planner.pending:
@@ -78,14 +82,14 @@ def infer_auto_device_map(
         planner.check_room_for_buffers()
     if planner.needed:
         _logger.info(
-            "these devices have insufficient memory for any part of the model (bytes that the first part needs): %s",
+            "these devices have insufficient memory for any part of the model (required bytes for the first part): %s",
             planner.needed,
         )
     return clean_device_map(planner.placed) if clean_result else planner.placed
 
 
 class _Planner:
-    """Fills one device after the other with the parts of a model, in the model's order."""
+    """Fills one device after another with a model's parts, in model order."""
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class _Planner:
         self.pending: list[Part] = parts_of(model, buffers=True)
         self.placed: dict[str, Any] = {}
         self.needed: dict[Any, float] = {}
-        """Bytes that the first part needs, for devices on which nothing fits."""
+        """Bytes required by the first part, for devices on which nothing fits."""
         self._unsplit = unsplit
         self._dtypes = dtype, special_dtypes
         self._used: dict[Any, float] = dict.fromkeys(self.devices, 0)
@@ -117,7 +121,7 @@ class _Planner:
         self._largest, self._largest_names = get_max_layer_size(self.pending, self.sizes, unsplit)
 
     def place_next(self, *, try_others: bool) -> None:
-        """Place the first pending part, or replace it by its parts, or go on to the next device."""
+        """Place the first pending part, replace it with its parts, or move on to the next device."""
         name, part = self.pending.pop(0)
         self._leave_out_of_largest(name)
         device = self.devices[self._rank]
@@ -131,7 +135,7 @@ class _Planner:
             self._place(name, part, device, size, tied_names)
             return
         self._tell(
-            f"{name} ({size} bytes, with {tied_names}) does not fit on {device}, which has {limit - used} bytes left"
+            f"{name} ({size} bytes, with {tied_names}) does not fit on {device}, which has {limit - used} bytes free"
         )
         if ties and used + own <= limit and self._split_tied(name, part, tied_names, tied_parts):
             return
@@ -154,13 +158,13 @@ class _Planner:
         self.pending.insert(0, (name, part))
 
     def check_room_for_buffers(self) -> None:
-        """Warn if the buffers of offloaded layers, which are not offloaded, do not fit on any device."""
+        """Warn if no device has enough memory for the buffers of offloaded layers, which are not offloaded themselves."""
         needed = self._buffers.get("cpu", 0) + self._buffers["disk"]
         places = [device for device in self.devices if device not in ("cpu", "disk")]
         if needed and places and not any(self.memory[at] >= needed + self._used[at] for at in places):
             warn(
-                f"the offloaded layers have {needed} bytes of buffers, which stay on the device but do not fit into the memory left "
-                "on any; if the device runs out of memory, pass offload_buffers=True"
+                f"the offloaded layers have {needed} bytes of buffers, which stay on the device, but no device has "
+                "that much memory left; if the device runs out of memory, pass offload_buffers=True"
             )
 
     def _place(self, name: str, part: Any, device: Any, size: float, tied_names: list[str]) -> None:
@@ -174,7 +178,7 @@ class _Planner:
             self._buffers[device] += compute_module_total_buffer_size(part, *self._dtypes)
 
     def _split_tied(self, name: str, part: Any, tied_names: list[str], tied_parts: list[Any]) -> bool:
-        """Replace the first tied part that can be split by its parts, and try ``part`` again with them."""
+        """Replace the first splittable tied part with its parts, and try ``part`` again."""
         for other, found in zip(tied_names, tied_parts):
             if self._can_split(found):
                 self._tell(f"{other}, which is tied to {name}, is split")
@@ -205,13 +209,13 @@ class _Planner:
 def get_module_size_with_ties(
     tied_params: Sequence[str], module_size: float, module_sizes: Mapping[str, float], modules_to_treat: Sequence[Part]
 ) -> tuple[float, list[str], list[Any]]:
-    """Return the size of a module with the parts that are tied to it, and the names and values of these parts.
+    """Return the size of a module including the parts tied to it, and the names and values of these parts.
 
     Args:
-        tied_params: parameters outside the module that are tied to one inside.
+        tied_params: parameters outside the module that are tied to a parameter inside it.
         module_size: size of the module.
         module_sizes: sizes by name, from ``compute_module_sizes``.
-        modules_to_treat: the parts that are not placed yet.
+        modules_to_treat: parts that have not been placed yet.
     """
     found = []
     for name in tied_params:
@@ -230,13 +234,13 @@ def fallback_allocate(
     no_split_module_classes: Sequence[str] | None = None,
     tied_parameters: Sequence[Sequence[str]] | None = None,
 ) -> tuple[str | None, Any, list[Part]]:
-    """Return the first part, of the modules or inside them, that fits into ``size_limit``, and the parts that remain.
+    """Return the first of ``modules`` or their submodules that fits into ``size_limit``, and the remaining parts.
 
     Args:
-        modules: the parts to search.
+        modules: parts to search.
         module_sizes: sizes by name, from ``compute_module_sizes``.
-        size_limit: largest size, with the parts that are tied to it.
-        no_split_module_classes: names of classes whose modules are not split.
+        size_limit: maximum size of the part, including parts that are tied to it.
+        no_split_module_classes: class names of modules that must not be split.
         tied_parameters: groups of tied parameters.
 
     Returns:
@@ -259,7 +263,7 @@ def fallback_allocate(
 
 
 def _without(name: str, parts: list[Part]) -> list[Part]:
-    """Return ``parts`` without ``name``; the modules that contain it are replaced by their parts."""
+    """Return ``parts`` without ``name``; modules that contain it are replaced with their parts."""
     while all(one != name for one, _ in parts):
         at = next(i for i, (one, _) in enumerate(parts) if _is_in(name, one))
         parts = [*parts[:at], *parts_of(parts[at][1], parts[at][0]), *parts[at + 1 :]]
@@ -267,7 +271,7 @@ def _without(name: str, parts: list[Part]) -> list[Part]:
 
 
 def _ties_outside(name: str, tied: Sequence[Sequence[str]]) -> list[str]:
-    """Return the parameters that are tied to one of the part ``name`` but not in it."""
+    """Return the parameters outside the part ``name`` that are tied to a parameter inside it."""
     return [
         other for group in tied if any(_is_in(one, name) for one in group) for other in group if not _is_in(other, name)
     ]
@@ -282,7 +286,7 @@ def _has_children(part: Any) -> bool:
 
 
 def clean_device_map(device_map: MutableMapping[str, Any], module_name: str = "") -> Any:
-    """Combine, in place, the parts of a module that are on one device, for ``module_name`` and its submodules; return the map."""
+    """Merge entries of ``module_name`` and its submodules in place if all parts are on one device; return the map."""
     prefix = f"{module_name}." if module_name else ""
     inside = [name for name in device_map if name.startswith(prefix)]
     if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
@@ -299,10 +303,10 @@ def clean_device_map(device_map: MutableMapping[str, Any], module_name: str = ""
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Check that ``device_map`` has a device for each tensor of ``model``; warn about entries without a module or tensor.
+    """Check that ``device_map`` has a device for each tensor in ``model``; warn about entries that match nothing.
 
     Raises:
-        UsageError: tensors have no device.
+        UsageError: some tensors have no device.
     """
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     tensors = [
@@ -310,12 +314,12 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         *dict(model.named_buffers(remove_duplicate=False)),
     ]
     if unknown := [name for name in device_map if name not in modules and name not in tensors]:
-        warn(f"these entries of the device map name no part of the {type(model).__name__}: {', '.join(unknown)}")
+        warn(f"these device map entries match no part of the {type(model).__name__}: {', '.join(unknown)}")
     if "" in device_map:
         return
     left = [name for name in model.state_dict() if not any(_is_in(name, part) for part in device_map)]
     if left:
         raise UsageError(
             f"the device map has no device for {', '.join(left)}",
-            do='add entries, or one for the rest of the model: {"": device}',
+            do='add entries for them, or one for the rest of the model: {"": device}',
         )

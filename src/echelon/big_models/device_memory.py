@@ -1,4 +1,4 @@
-"""The memory of the devices of this machine, as budgets of a device map."""
+"""Memory budgets of this machine's devices for device maps."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def get_max_memory(max_memory: MutableMapping[Any, Any] | None = None) -> dict[i
     """Return the memory of each device in bytes: accelerators by index, then ``"mps"``, ``"cpu"`` and ``"disk"``.
 
     Args:
-        max_memory: budgets in bytes or as text, which is replaced by bytes in place, because transformers relies on that;
-            None: what is available, within the limits of the container.
+        max_memory: budgets in bytes or as strings, which are replaced with bytes in place, because transformers relies
+            on this. None: all available memory, within the container's limits.
 
     Raises:
-        UsageError: a key is not a device, or a text is not a size.
+        UsageError: a key is not a device, or a string is not a size.
     """
     if max_memory is None:
         return _available()
@@ -41,8 +41,8 @@ def get_max_memory(max_memory: MutableMapping[Any, Any] | None = None) -> dict[i
     numbers = sorted(at for at in sizes if isinstance(at, int))
     if unknown := [at for at in sizes if not isinstance(at, int) and at not in _OTHERS]:
         raise UsageError(
-            f"max_memory has budgets for {', '.join(map(repr, unknown))}, which are not devices",
-            do="use the index of an accelerator (0, 1, ...), 'mps', 'cpu' or 'disk'",
+            f"max_memory has budgets for {', '.join(map(repr, unknown))}, but these are not devices",
+            do="use an accelerator index (0, 1, ...), 'mps', 'cpu' or 'disk'",
         )
     present = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if absent := [number for number in numbers if not 0 <= number < present]:
@@ -84,19 +84,20 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
     low_zero: bool = False,
 ) -> dict[int | str, Any]:
-    """Return budgets for ``infer_auto_device_map`` that spread ``model`` evenly over the accelerators.
+    """Return budgets for ``infer_auto_device_map`` that spread ``model`` evenly across accelerators.
 
-    Each accelerator but the last gets an equal share of the model, and room for one block more, because layers are not split.
+    Each accelerator except the last gets an equal share of the model and memory for one more block, because layers are
+    not split.
 
     Args:
         model: the model; it may be on the meta device.
-        max_memory: upper bounds; None: what is available.
-        no_split_module_classes: names of classes whose modules stay on one device.
+        max_memory: upper bounds. None: all available memory.
+        no_split_module_classes: class names of modules that must not be split across devices.
         dtype: dtype in which the weights will be loaded.
-        special_dtypes: dtypes of single tensors, by name.
+        special_dtypes: dtypes of individual tensors, by name.
         low_zero: put as little as possible on the first accelerator, which also holds other data.
 
-    Source: accelerate's function of this name (the same budgets).
+    Source: Accelerate's function of the same name (returns the same budgets).
     """
     memory: dict[Any, Any] = get_max_memory(max_memory)
     used = [at for at, size in memory.items() if (isinstance(at, int) or at == "mps") and size > 0]
@@ -122,7 +123,7 @@ def get_balanced_memory(
 
 
 def _unsplit_block(model: nn.Module, sizes: Mapping[str, float], classes: Sequence[str] | str | None) -> float:
-    """Return the size of the largest block that is not split; the first block of each class counts."""
+    """Return the size of the largest block that must not be split, considering the first block of each class."""
     wanted = [classes] if isinstance(classes, str) else list(classes or [])
     modules = dict(model.named_modules(remove_duplicate=False))
     first: dict[str, float] = {}
@@ -134,7 +135,7 @@ def _unsplit_block(model: nn.Module, sizes: Mapping[str, float], classes: Sequen
 
 
 def _mean_leaf(sizes: Mapping[str, float]) -> int:
-    """Return the mean size of the modules that contain only tensors."""
+    """Return the mean size of modules that contain only tensors."""
     tensors = set(get_module_leaves(sizes))
     modules = {name: size for name, size in sizes.items() if name not in tensors}
     leaves = get_module_leaves(modules)

@@ -1,4 +1,4 @@
-"""Prepares a model to run although parts of it are on several devices, on the CPU or on disk."""
+"""Prepares a model to run with its parts on several devices, on the CPU or on disk."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def cpu_offload(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep the weights of ``model`` on the CPU; each module gets its own on ``execution_device`` while it runs.
+    """Keep the weights of ``model`` on the CPU; each module's weights are on ``execution_device`` only while it runs.
 
     Args:
         model: the model, which is changed and returned.
-        execution_device: None: the device of its first parameter.
+        execution_device: device on which modules run. None: the device of the first parameter.
         offload_buffers: also offload buffers.
-        state_dict: the weights on the CPU; None: those of the model.
-        preload_module_classes: names of classes whose weights, with those of submodules, are loaded together.
+        state_dict: the weights on the CPU. None: the model's weights.
+        preload_module_classes: class names of modules whose weights, including submodules, are loaded together.
     """
     if state_dict is None:
         state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
@@ -65,14 +65,14 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep the weights of ``model`` on disk; each module gets its own on ``execution_device`` while it runs.
+    """Keep the weights of ``model`` on disk; each module's weights are on ``execution_device`` only while it runs.
 
     Args:
         model: the model, which is changed and returned.
-        offload_dir: folder to which the weights are written; weights that it holds already are used instead.
-        execution_device: None: the device of the first parameter.
+        offload_dir: folder to which the weights are written, or whose existing offloaded weights are used.
+        execution_device: device on which modules run. None: the device of the first parameter.
         offload_buffers: also offload buffers.
-        preload_module_classes: names of classes whose weights, with those of submodules, are loaded together.
+        preload_module_classes: class names of modules whose weights, including submodules, are loaded together.
     """
     if not has_index(offload_dir):
         offload_state_dict(offload_dir, model.state_dict())
@@ -114,24 +114,24 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Put the parts of ``model`` where ``device_map`` says, with hooks that move inputs and offloaded weights when they run.
+    """Place the parts of ``model`` according to ``device_map``, with hooks that move inputs and offloaded weights.
 
-    With a single device the model is only moved there. ``model.hf_device_map`` is the map.
+    With a single device, the model is only moved there. The map is stored as ``model.hf_device_map``.
 
     Args:
         model: the model, which is changed and returned.
-        device_map: device by name of module; ``"cpu"`` and ``"disk"`` are offloaded if there is an accelerator.
-        main_device: device on which offloaded parts run; None: the first accelerator of the map, else the CPU.
-        state_dict: weights of the parts on the CPU; None: those of the model.
-        offload_dir: folder for the parts on disk; weights that it holds already are used.
-        offload_index: where weights on disk are, by name; None: the index in ``offload_dir``.
+        device_map: device by module name; with an accelerator, ``"cpu"`` and ``"disk"`` modules are offloaded.
+        main_device: device on which offloaded parts run. None: the first accelerator in the map, else the CPU.
+        state_dict: weights of the parts on the CPU. None: the model's weights.
+        offload_dir: folder for parts on disk; existing offloaded weights in it are used.
+        offload_index: location of each weight on disk, by name. None: the index in ``offload_dir``.
         offload_buffers: also offload buffers.
         skip_keys: keyword arguments that are not moved.
-        preload_module_classes: names of classes whose weights, with those of submodules, are loaded together.
-        force_hooks: attach hooks for a single device, too.
+        preload_module_classes: class names of modules whose weights, including submodules, are loaded together.
+        force_hooks: attach hooks even for a single device.
 
     Raises:
-        UsageError: the map does not cover the model, or parts are for the disk without a folder.
+        UsageError: the map does not cover the model, or maps parts to the disk without a folder.
     """
     # transformers leaves some parameters out of its map on purpose, and names them in this attribute.
     if getattr(model, "_no_placement_params", None) is None:
@@ -162,7 +162,8 @@ def dispatch_model(
         _guard_moves(model)
         if len([at for at in devices if at not in _OFFLOADED]) > 1 and not check_cuda_p2p_ib_support():
             _logger.warning(
-                "the driver of these RTX 40 GPUs is older than 550.40.07, with which data sent between GPUs may be wrong; update it"
+                "the driver of these RTX 40 GPUs is older than 550.40.07 and may corrupt data sent between GPUs; "
+                "update the driver"
             )
     else:
         model.to(as_device(devices[0]))
@@ -171,7 +172,7 @@ def dispatch_model(
 
 
 def _disjoint(model: nn.Module, device_map: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of ``device_map``; one for a module with entries inside is replaced by entries for its other parts."""
+    """Yield the entries of ``device_map``; an entry that contains others becomes entries for its remaining parts."""
     for name, at in device_map.items():
         yield from _split(model, name, at, device_map)
 
@@ -188,7 +189,7 @@ def _split(model: nn.Module, name: str, at: Any, device_map: Mapping[str, Any]) 
 def _place_single_tensors(
     model: nn.Module, running: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None
 ) -> None:
-    """Put the tensors that have their own entries in the map on the device, because hooks offload whole modules."""
+    """Move tensors that have separate map entries to the device, because hooks offload whole modules."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in [name for name in running if name not in modules]:
         tensor = tensor_at(model, name)
@@ -215,7 +216,8 @@ def _offloaded_weights(
         state_dict = extract_submodules_state_dict(model.state_dict(), on_cpu)
     if on_disk and folder is None and index is None:
         raise UsageError(
-            f"the device map puts {', '.join(name or 'the model' for name in on_disk)} on disk, but there is no folder",
+            f"the device map puts {', '.join(name or 'the model' for name in on_disk)} on disk, but no folder was "
+            "given",
             do="pass offload_dir= (offload_folder= of load_checkpoint_and_dispatch)",
         )
     if on_disk and index is None and folder is not None and not has_index(folder):
@@ -232,7 +234,7 @@ def _copies_of_tied(model: nn.Module, tied: list[list[str]]) -> TiedTensors:
 
 
 def _guard_moves(model: Any) -> None:
-    """Make ``model.to(device)`` and the like raise if parts are offloaded, and log a warning otherwise."""
+    """Make ``model.to(device)`` and similar methods raise if parts are offloaded, and log a warning otherwise."""
 
     def guard(name: str, move: Any) -> Any:
         @functools.wraps(move)
@@ -245,7 +247,7 @@ def _guard_moves(model: Any) -> None:
                 )
             if target is not None:
                 _logger.warning(
-                    "%s was placed on devices by dispatch_model(), and %s() moves it, so its hooks may not fit any more",
+                    "%s was placed on devices by dispatch_model(), and %s() moves it, so its hooks may no longer match",
                     type(model).__name__,
                     name,
                 )
@@ -259,4 +261,4 @@ def _guard_moves(model: Any) -> None:
 
 
 class _MovedError(UsageError, RuntimeError):
-    """A dispatched model was moved; also a RuntimeError, as in Accelerate."""
+    """Raised when a dispatched model is moved; also a RuntimeError, as in Accelerate."""

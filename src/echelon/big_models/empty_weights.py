@@ -1,4 +1,4 @@
-"""Builds models whose parameters are created on the meta device, without values, or on another device."""
+"""Builds models with parameters on the meta device (without values) or on another device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["init_empty_weights", "init_on_device"]
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Create the parameters of models built in the block on the meta device: with shapes, but without values.
+    """Create the parameters of models built inside the block on the meta device, with shapes but without values.
 
     Args:
-        include_buffers: also the buffers. False (the default, or ``ACCELERATE_INIT_INCLUDE_BUFFERS``) keeps buffers that no
-            weight file stores, such as the frequencies of rotary embeddings.
+        include_buffers: also create buffers there. False keeps the values of buffers that are in no weight file, such
+            as rotary embedding frequencies. None: use ``ACCELERATE_INIT_INCLUDE_BUFFERS``, else False.
     """
     with init_on_device(torch.device("meta"), include_buffers=include_buffers):
         yield
@@ -28,11 +28,11 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Create the parameters of models built in the block on ``device``.
+    """Create the parameters of models built inside the block on ``device``.
 
     Args:
         device: target device.
-        include_buffers: also the buffers; None: ``ACCELERATE_INIT_INCLUDE_BUFFERS``, else False.
+        include_buffers: also create buffers there. None: use ``ACCELERATE_INIT_INCLUDE_BUFFERS``, else False.
     """
     device = torch.device(device)
     if include_buffers is None:

@@ -1,4 +1,4 @@
-"""Hooks around the forward pass of a module, which replace its ``forward``."""
+"""Hooks that run around a module's forward pass by replacing its ``forward``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOVING_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 
 
 def outside_graphs(function: F) -> F:
-    """Return ``function``, which torch.compile runs as it is instead of tracing it."""
+    """Return ``function`` wrapped so that torch.compile runs it without tracing it."""
     disabled: list[Any] = []
 
     @functools.wraps(function)
@@ -42,7 +42,7 @@ def outside_graphs(function: F) -> F:
 
 
 class ModelHook:
-    """Base of the hooks that ``add_hook_to_module`` attaches; subclasses override any of its methods."""
+    """Base class of hooks for ``add_hook_to_module``; subclasses may override any method."""
 
     no_grad = False
     """Whether the forward pass runs without gradients."""
@@ -65,7 +65,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Runs several hooks, always in the given order.
+    """Runs several hooks in the given order, both before and after the forward pass.
 
     Args:
         hooks: the hooks.
@@ -98,7 +98,7 @@ class SequentialHook(ModelHook):
 
 
 def hook_of(module: nn.Module) -> Any:
-    """Return the hook of ``module``; None without one."""
+    """Return the hook attached to ``module``, or None."""
     return vars(module).get("_hf_hook")
 
 
@@ -106,9 +106,9 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     """Attach ``hook`` to ``module``, whose ``forward`` then calls it, and return the module.
 
     Args:
-        module: the module. Libraries find the hook as ``module._hf_hook``.
+        module: the module. Other libraries find the hook in ``module._hf_hook``.
         hook: the hook.
-        append: run it after the present hook; False: replace the present hook.
+        append: run the hook after the existing hook. False: replace the existing hook.
     """
     present = hook_of(module)
     if append and present is not None:
@@ -154,11 +154,11 @@ def _restore_forward(module: Any) -> None:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove the hook of ``module``, restore its ``forward``, and return the module.
+    """Remove the hook from ``module``, restore its ``forward``, and return the module.
 
     Args:
         module: the module.
-        recurse: also remove the hooks of its submodules.
+        recurse: also remove hooks from its submodules.
     """
     hook = hook_of(module)
     if hook is not None:
@@ -176,5 +176,5 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Remove the hooks of ``module`` and all of its submodules."""
+    """Remove the hooks from ``module`` and all submodules."""
     remove_hook_from_module(module, recurse=True)

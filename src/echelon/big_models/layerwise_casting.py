@@ -1,4 +1,4 @@
-"""Weights that are stored in a small dtype, and converted to a larger one while their layer runs."""
+"""Stores weights in a small dtype, and converts them to a larger one while their layer runs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Stores the weights of a module in ``storage_dtype``, and converts them to ``compute_dtype`` for the forward pass.
+    """Stores a module's weights in ``storage_dtype``, and converts them to ``compute_dtype`` for the forward pass.
 
     The conversion rounds the weights, so outputs change.
 
     Args:
         storage_dtype: dtype between forward passes.
-        compute_dtype: dtype in the forward pass.
+        compute_dtype: dtype during the forward pass.
         non_blocking: convert asynchronously.
     """
 
@@ -61,13 +61,13 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Attach ``LayerwiseCastingHook`` to the linear and convolution layers of ``module``.
+    """Attach ``LayerwiseCastingHook`` to the linear and convolution layers in ``module``.
 
     Args:
         module: the model.
         storage_dtype: dtype of the weights between forward passes, such as ``torch.float8_e4m3fn``.
-        compute_dtype: dtype in the forward pass, such as ``torch.bfloat16``.
-        skip_modules_pattern: regular expressions; modules whose full name contains a match keep their dtype.
+        compute_dtype: dtype during the forward pass, such as ``torch.bfloat16``.
+        skip_modules_pattern: regular expressions; modules whose full name matches one keep their dtype.
         skip_modules_classes: modules of these classes keep their dtype.
         non_blocking: convert asynchronously.
     """

@@ -1,4 +1,4 @@
-"""Tensors of a file as views of memory-mapped pages, which are released with the last tensor that uses them."""
+"""Reads a file's tensors as views of memory-mapped pages, which are released with the last tensor that uses them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from echelon.distributed.small_messages import bytes_of
 
 __all__ = ["MappedFile", "checksum", "map_tensor"]
 
-_AGAIN = "use another copy of the file, or offload the weights again into an empty folder"
+_AGAIN = "restore the file from a copy, or offload the weights again into an empty folder"
 
 
 class MappedFile:
-    """A safetensors file. Each read maps only the pages of one tensor, so reading a model needs the memory of one tensor.
+    """A safetensors file. Each read maps only one tensor's pages, so reading a model needs memory for only one tensor.
 
     Args:
-        path: the file; it may be a link, as in the cache of the Hugging Face Hub.
+        path: the file, or a link to it, as in the Hugging Face Hub cache.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -40,12 +40,12 @@ class MappedFile:
     def read(
         self, name: str, *, dtype: torch.dtype | None = None, checksum_of_bytes: str | None = None
     ) -> torch.Tensor:
-        """Return the tensor ``name``; writing to it does not change the file.
+        """Return the tensor ``name``; modifying it does not change the file.
 
         Args:
-            name: name in the file, or an alias of a tied weight.
-            dtype: dtype of a tensor that is stored as bytes, because the format has no name for its dtype.
-            checksum_of_bytes: expected xxh3_128, which is verified when the tensor is read for the first time.
+            name: name in the file, or an alias for a tied weight.
+            dtype: dtype of a tensor that is stored as bytes because safetensors does not support its dtype.
+            checksum_of_bytes: expected xxh3_128, verified when the tensor is first read.
 
         Raises:
             CheckpointError: the file is missing or damaged, or has no such tensor.
@@ -62,7 +62,10 @@ class MappedFile:
             os.close(handle)
         if checksum_of_bytes is not None and name not in self._verified:
             if checksum(tensor) != checksum_of_bytes:
-                raise CheckpointError(f"{name} in {self.path} differs from what was written (checksum)", do=_AGAIN)
+                raise CheckpointError(
+                    (f"{name} in {self.path} is corrupted: its checksum differs from the one that was written"),
+                    do=_AGAIN,
+                )
             self._verified.add(name)
         if dtype is not None and kind == torch.uint8 and stored.shape[-1:] == (dtype.itemsize,):
             is_packed = dtype.is_complex or dtype.is_floating_point
@@ -70,7 +73,7 @@ class MappedFile:
         return tensor
 
     def read_ahead(self, name: str) -> None:
-        """Ask the system to read the tensor ``name`` into its cache, without waiting; do nothing if it cannot."""
+        """Ask the operating system to read the tensor ``name`` into its cache without waiting, if supported."""
         if not hasattr(os, "posix_fadvise"):  # not Linux
             return
         handle = self._open()
@@ -90,7 +93,7 @@ class MappedFile:
             raise CheckpointError(f"the offloaded weights in {self.path} cannot be read: {error}", do=_AGAIN) from error
 
     def _load_header(self, handle: int) -> None:
-        """Read the header, again if the file was replaced."""
+        """Read the header, or read it again if the file was replaced."""
         facts = os.fstat(handle)
         identity = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
         if identity == self._identity:
@@ -106,7 +109,7 @@ class MappedFile:
 
 
 def map_tensor(handle: int, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor at byte ``begin`` of an open file. It stays valid after the file is closed or removed."""
+    """Return the tensor at byte offset ``begin`` in an open file. It stays valid after the file is closed or removed."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
@@ -120,5 +123,5 @@ def map_tensor(handle: int, begin: int, dtype: torch.dtype, shape: tuple[int, ..
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Return the xxh3_128 of the bytes of a tensor on the CPU."""
+    """Return the xxh3_128 of a CPU tensor's bytes."""
     return xxhash.xxh3_128_hexdigest(bytes_of(tensor.detach()).numpy().data)

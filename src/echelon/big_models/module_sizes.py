@@ -1,4 +1,4 @@
-"""Sizes of modules and tensors in bytes."""
+"""Computes the sizes of modules and tensors in bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CUSTOM_BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
-    """Return the number of bytes per element; as in Accelerate, a bool counts as an eighth.
+    """Return the number of bytes per element; as in Accelerate, a bool counts as an eighth of a byte.
 
     Raises:
         UsageError: ``dtype`` is not a dtype.
@@ -51,7 +51,7 @@ def named_module_tensors(
         module: the module.
         include_buffers: also yield the buffers.
         recurse: also yield the tensors of submodules.
-        remove_non_persistent: skip the buffers that are not in the state dict.
+        remove_non_persistent: skip buffers that are not in the state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
@@ -63,7 +63,7 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of the buffers that are not in the state dict.
+    """Return the names of buffers that are not in the state dict.
 
     Args:
         module: the module.
@@ -87,9 +87,9 @@ def compute_module_sizes(
     """Return the size in bytes of each submodule and tensor by name; ``""`` is the whole model.
 
     Args:
-        model: tied tensors count once.
-        dtype: count floating-point tensors in this dtype if it is smaller.
-        special_dtypes: dtypes of single tensors, by name.
+        model: the model; tied tensors count once.
+        dtype: count floating-point tensors as this dtype if it is smaller.
+        special_dtypes: dtypes of individual tensors, by name.
         buffers_only: ignore parameters.
     """
     special = {name: dtype_byte_size(as_dtype(kind)) for name, kind in (special_dtypes or {}).items()}
@@ -111,19 +111,19 @@ def compute_module_total_buffer_size(
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
 ) -> float:
-    """Return the size of the buffers of ``model`` in bytes."""
+    """Return the total size of the buffers in ``model`` in bytes."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 
 def get_module_leaves(module_sizes: Mapping[str, float]) -> list[str]:
-    """Return the names of ``compute_module_sizes`` without children."""
+    """Return the names in a ``compute_module_sizes`` result that have no children."""
     names = set(module_sizes)
     parents = {name.rpartition(".")[0] for name in names}
     return [name for name in module_sizes if name not in parents and name]
 
 
 def parts_of(model: nn.Module, prefix: str = "", *, buffers: bool = False) -> list[tuple[str, Any]]:
-    """Return the direct parameters and submodules of ``model`` by full name, and with ``buffers`` its direct buffers."""
+    """Return the direct parameters and submodules of ``model`` by full name; with ``buffers``, also its direct buffers."""
     found: list[tuple[str, Any]] = [*model.named_parameters(recurse=False), *model.named_children()]
     if buffers:
         found += model.named_buffers(recurse=False)
@@ -138,9 +138,9 @@ def get_max_layer_size(
     A layer is a module without submodules, a module of a class that must not be split, or a tensor.
 
     Args:
-        modules: named modules or tensors, which are searched with their submodules.
+        modules: named modules or tensors to search, including their submodules.
         module_sizes: from ``compute_module_sizes``.
-        no_split_module_classes: names of classes whose modules are not split.
+        no_split_module_classes: class names of modules that must not be split.
     """
     layers: list[tuple[str, float]] = []
     stack = list(reversed(modules))
@@ -156,7 +156,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[float, tuple[float, list[str]]]:
-    """Return the size of ``model``, and its largest layer: size and names."""
+    """Return the size of ``model``, and the size and names of its largest layer."""
     sizes = compute_module_sizes(model)
     whole: Any = model
     unsplit = getattr(whole, "_no_split_modules", None) or []
@@ -164,5 +164,5 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[float, tuple[float, list[
 
 
 def as_dtype(dtype: Any) -> Any:
-    """Return the dtype that ``dtype`` names: ``"float16"`` or ``"torch.float16"``; other values are returned unchanged."""
+    """Convert a dtype name, such as ``"float16"`` or ``"torch.float16"``, to the dtype; return other values unchanged."""
     return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype

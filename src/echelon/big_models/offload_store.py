@@ -1,6 +1,6 @@
-"""Weights in a folder: safetensors files with an index that has a checksum of each tensor; Accelerate's folders can be read.
+"""Stores weights in a folder of safetensors files, with an index of tensor checksums; also reads Accelerate's folders.
 
-A folder of Accelerate has one file of plain bytes per weight (``NAME.dat``), and an index with dtypes and shapes.
+A folder written by Accelerate has one file of raw bytes per weight (``NAME.dat``), and an index of dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Index = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadTensor:
-    """A tensor that is read when it is written to the folder."""
+    """A tensor that is only read when it is written to the folder."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,20 +62,20 @@ class UnreadTensor:
 
 
 class OffloadFolder:
-    """Writes weights to a folder. Files that an index still needs are kept; files of earlier weights are replaced.
+    """Writes weights to a folder. Files that the index still refers to are kept; other old weight files are replaced.
 
-    A file gets its final name when it is complete, and the index is written last.
+    A file gets its final name only when it is complete, and the index is written last.
 
     Args:
         folder: created if missing.
-        names: the weights that will be written.
+        names: names of the weights that will be written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], names: Iterable[str]) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.index: Index = {}
-        """Entries of the weights that were written."""
+        """Index entries of the weights written so far."""
         written = set(names)
         present = _read_index(self.folder) if has_index(self.folder) else {}
         self._kept = {
@@ -84,11 +84,11 @@ class OffloadFolder:
         self._number = 0
 
     def write(self, tensors: Mapping[str, UnreadTensor], aliases: Mapping[str, str] | None = None) -> None:
-        """Write ``tensors`` to files of about 1 GiB, one tensor in memory at a time.
+        """Write ``tensors`` to files of about 1 GiB, with one tensor in memory at a time.
 
         Args:
             tensors: the tensors by name.
-            aliases: other names of some of them.
+            aliases: further names of tied tensors.
         """
         shard: dict[str, UnreadTensor] = {}
         for name, tensor in tensors.items():
@@ -107,7 +107,7 @@ class OffloadFolder:
         self.index |= write_file(self.folder / _SHARDS.format(self._number), tensors, here)
 
     def close(self) -> None:
-        """Write the index, and remove files of earlier weights."""
+        """Write the index, and remove old weight files."""
         save_offload_index(self.index, self.folder, even_empty=True)
         used = {Path(entry.get("safetensors_file", "")).name for entry in _read_index(self.folder).values()}
         for path in self.folder.glob("weights-[0-9][0-9][0-9][0-9][0-9].safetensors"):
@@ -116,7 +116,7 @@ class OffloadFolder:
 
 
 def write_file(path: Path, tensors: Mapping[str, UnreadTensor], aliases: Mapping[str, str]) -> Index:
-    """Write a safetensors file, and return its entries for an index. A file with this name is replaced when it is complete."""
+    """Write a safetensors file and return its index entries; a complete new file replaces an existing one."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # aligned, for mapping
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
     end = 0
@@ -145,9 +145,9 @@ def write_file(path: Path, tensors: Mapping[str, UnreadTensor], aliases: Mapping
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file, which gets the name ``path`` when it is complete.
+    """Open a new file that is renamed to ``path`` when it is complete.
 
-    It is not synced, because weights can be offloaded again, and the checksums detect what a power failure leaves.
+    The file is not synced, because weights can be offloaded again and checksums detect damage after a power failure.
     """
     aside = path.with_name(f"{path.name}.{uuid4().hex}.tmp")  # other ranks may write the same weights
     try:
@@ -159,14 +159,14 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write ``state_dict`` into the folder ``save_dir``, tied weights once, and add it to the index there.
+    """Write ``state_dict`` to the folder ``save_dir``, tied weights only once, and add it to the index there.
 
     Raises:
         UsageError: tensors are on the meta device.
     """
     if on_meta := [name for name, tensor in state_dict.items() if tensor.is_meta]:
         raise UsageError(
-            f"{', '.join(on_meta[:5])} cannot be offloaded, because they are on the meta device, without values",
+            f"{', '.join(on_meta[:5])} cannot be offloaded, because they are on the meta device and have no values",
             do="load the weights first, or pass the folder of an earlier offload",
         )
     first: dict[tuple[Any, ...], str] = {}
@@ -181,7 +181,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 def unread(tensor: torch.Tensor) -> UnreadTensor:
-    """Return ``tensor`` in the form in which it is written."""
+    """Return ``tensor`` in the form in which it is stored."""
     return UnreadTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), read=lambda: tensor)
 
 
@@ -191,11 +191,11 @@ def offload_weight(
     offload_folder: str | os.PathLike[str],
     index: Index | None = None,
 ) -> Index | None:
-    """Write one weight to a file of its own, and return ``index`` with its entry (None without ``index``).
+    """Write one weight to a separate file, and return ``index`` with its entry (None without ``index``).
 
     Args:
         weight: the values.
-        weight_name: name in the index; the file has this name, too.
+        weight_name: name in the index and of the file.
         offload_folder: an existing folder.
         index: entries by name, changed in place; ``save_offload_index`` writes them.
     """
@@ -226,19 +226,19 @@ def save_offload_index(
 
 
 def has_index(folder: str | os.PathLike[str]) -> bool:
-    """Return whether ``folder`` holds offloaded weights."""
+    """Return whether ``folder`` contains offloaded weights."""
     return (Path(folder) / INDEX).is_file()
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Return the weight in a file of Accelerate's format (plain bytes), or of ``offload_weight``, memory-mapped.
+    """Return the memory-mapped weight in a file written by Accelerate (raw bytes) or by ``offload_weight``.
 
     Args:
         weight_file: the file.
-        weight_info: its entry of the index.
+        weight_info: the weight's index entry.
 
     Raises:
-        CheckpointError: the file is missing, damaged or of another size.
+        CheckpointError: the file is missing, damaged or has the wrong size.
     """
     path = Path(weight_file)
     other = path.with_suffix(".safetensors")  # callers append .dat to the name of the weight
@@ -254,7 +254,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
             size = os.fstat(file.fileno()).st_size
             if size != num_bytes:
                 raise CheckpointError(
-                    f"{path} has {size} bytes, but a {dtype} of shape {list(shape)} has {num_bytes}",
+                    f"expected {num_bytes} bytes in {path} for a {dtype} of shape {list(shape)}, but got {size}",
                     do="offload the weights again into an empty folder",
                 )
             return map_tensor(file.fileno(), 0, dtype, shape)
@@ -265,7 +265,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """A view of a mapping in which names lack a prefix.
+    """A view of a mapping without a name prefix.
 
     Args:
         dataset: the mapping.
@@ -287,13 +287,14 @@ class PrefixedDataset(Mapping[str, Any]):
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """Weights by name, from memory or from a folder. Weights on disk are memory-mapped when they are read.
+    """Weights by name, in memory or in a folder. Weights on disk are memory-mapped when they are read.
 
     Args:
         state_dict: weights in memory, which take precedence.
         save_folder: folder of offloaded weights.
-        index: entries by name; None: the index in ``save_folder``. An entry may name a file of another library.
-        device: device of the weights from safetensors files; None: the CPU.
+        index: entries by name. None: the index in ``save_folder``. An entry may refer to a file written by another
+            library.
+        device: device for weights from safetensors files. None: the CPU.
 
     Raises:
         UsageError: there is neither a state dict nor a folder nor an index.
@@ -333,7 +334,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return len(self.all_keys)
 
     def read_ahead(self, key: str) -> None:
-        """Ask the system to read the weight ``key`` from disk, without waiting."""
+        """Ask the operating system to read the weight ``key`` from disk without waiting."""
         entry = None if key in self.state_dict else self.index.get(key)
         if entry is not None and entry.get("safetensors_file") is not None:
             self._file(entry).read_ahead(entry.get("weight_name", key))
@@ -348,7 +349,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 def holder_of(weights: Mapping[str, Any], key: str) -> tuple[Mapping[str, Any], str]:
-    """Return the mapping without prefixes in which ``weights`` looks up ``key``, and the name there."""
+    """Return the underlying mapping in which ``weights`` looks up ``key``, and the name used there."""
     while isinstance(weights, PrefixedDataset):
         key = f"{weights.prefix}{key}"
         weights = weights.dataset
@@ -362,7 +363,7 @@ def is_on_disk(weights: Mapping[str, Any], key: str) -> bool:
 
 
 def read_ahead(weights: Mapping[str, Any], key: str) -> None:
-    """Ask the system to read the weight ``key`` if it is on disk, without waiting."""
+    """Ask the operating system to read the weight ``key`` without waiting, if it is on disk."""
     holder, name = holder_of(weights, key)
     if isinstance(holder, OffloadedWeightsLoader):
         holder.read_ahead(name)
@@ -371,7 +372,7 @@ def read_ahead(weights: Mapping[str, Any], key: str) -> None:
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the entries of ``state_dict`` that are, or are in, one of ``submodule_names``."""
+    """Return the entries of ``state_dict`` that match or are below one of ``submodule_names``."""
     return {
         name: tensor
         for part in submodule_names
@@ -395,7 +396,7 @@ def _read_index(folder: Path) -> Index:
 
 
 def _located(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return ``entry`` with the full path of its file."""
+    """Return ``entry`` with its file's full path."""
     file = entry.get("safetensors_file")
     return dict(entry) if file is None else {**entry, "safetensors_file": str(folder / file)}
 
@@ -409,7 +410,7 @@ def _read_entry(file: MappedFile, entry: Mapping[str, Any]) -> torch.Tensor:
 def _dtype_of(entry: Mapping[str, Any]) -> torch.dtype:
     found = getattr(torch, str(entry["dtype"]), None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"the index has the unknown dtype {entry['dtype']!r}", do="use a newer torch")
+        raise CheckpointError(f"the index contains an unknown dtype: {entry['dtype']!r}", do="use a newer torch")
     return found
 
 

@@ -1,4 +1,4 @@
-"""State dicts of models whose weights are offloaded."""
+"""Reads and loads the state dicts of models with offloaded weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _logger = get_logger(__name__)
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of ``model`` on the CPU; offloaded weights are loaded module by module.
 
-    Tensors without values are left out, with a log message that names them.
+    Tensors without values are left out, and a log message names them.
     """
     found: dict[str, Any] = {}
     missing: set[str] = set()
@@ -50,13 +50,13 @@ def get_state_dict_from_offload(
     state_dict: MutableMapping[str, Any],
     device_to_put_offload: int | str | torch.device = "cpu",
 ) -> MutableMapping[str, Any]:
-    """Replace the entries of ``state_dict`` that belong to ``module`` by its values, and return ``state_dict``.
+    """Replace the entries of ``module`` in ``state_dict`` with its current values, and return ``state_dict``.
 
     Args:
         module: a module that may be offloaded.
-        module_name: full name of one of its tensors.
+        module_name: full name of one of the module's tensors.
         state_dict: changed in place.
-        device_to_put_offload: device of offloaded values.
+        device_to_put_offload: device for offloaded values.
     """
     path = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
@@ -69,7 +69,7 @@ def get_state_dict_from_offload(
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Put the weights of ``index`` that are in ``offload_folder`` into ``model``, on the CPU.
+    """Load the weights in ``index`` from ``offload_folder`` into ``model``, on the CPU.
 
     Args:
         model: the model.

@@ -1,7 +1,7 @@
-"""Loads the weights of the next modules while the current one computes.
+"""Loads the next modules' weights while the current module computes.
 
-To an accelerator, a thread copies weights into pinned memory and from there, on a stream of its own, to the device. For modules
-that run on the CPU, the system is asked to read the next weights from disk.
+For an accelerator, a thread copies weights into pinned memory and from there to the device, on a separate stream. For
+modules that run on the CPU, it asks the operating system to read the next weights from disk.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class LoadsWeights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A weight at the time when its copy was started."""
+    """A weight as it was when its copy started."""
 
     tensor: torch.Tensor
     version: int | None
-    """Counts changes in place; None: not counted."""
+    """Version counter of in-place changes; None if they are not tracked."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """Copies of weights on the device, and the event after which they are complete."""
+    """Copies of weights on the device, and the event that marks their completion."""
 
     sources: dict[str, _Source]
     copies: dict[str, torch.Tensor]
@@ -52,20 +52,20 @@ class _Loaded:
 
 
 class Prefetcher:
-    """Loads weights ahead to one device, in the order in which modules ran last.
+    """Loads weights to one device in advance, in the order in which the modules ran last time.
 
-    At most as many bytes are loaded ahead as the largest module has.
+    The weights loaded in advance never take more bytes than the largest module.
 
     Args:
         device: the device on which the modules run.
-        copies: make the copies; None: if the device is an accelerator.
+        copies: whether to copy weights to the device. None: only if the device is an accelerator.
     """
 
     def __init__(self, device: int | str | torch.device, *, copies: bool | None = None) -> None:
         self.device = as_device(device)
         self._copies = self.device.type not in ("cpu", "meta") if copies is None else copies
         self._after: dict[int, LoadsWeights] = {}
-        """The hook that ran after each hook, by id; before the first pass: that was attached after it."""
+        """The hook that ran after each hook, by id; before the first pass, the one that was attached after it."""
         self._known: dict[int, LoadsWeights] = {}
         self._previous: LoadsWeights | None = None
         self._first: LoadsWeights | None = None
@@ -89,7 +89,7 @@ class Prefetcher:
             self.close()
 
     def take(self, hook: LoadsWeights, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return the weights among ``names`` that are already on the device, when ``hook`` begins to run."""
+        """Return the weights among ``names`` that are already on the device when ``hook`` starts to run."""
         if self._previous is not None:
             self._after[id(self._previous)] = hook
         self._first = self._first or hook
@@ -103,8 +103,8 @@ class Prefetcher:
             self._copies = False
             self._pending.clear()
             warn(
-                f"{self.device} has no memory for weights that are loaded ahead, so each module waits for its own; to run faster, "
-                "reduce max_memory for this device"
+                f"{self.device} has no memory left to load weights in advance, so each module waits for its weights; "
+                "to run faster, reduce max_memory for this device"
             )
             return {}
         if loaded.event is not None:
@@ -119,7 +119,7 @@ class Prefetcher:
         }
 
     def load_ahead(self, hook: LoadsWeights) -> None:
-        """Start to load the weights of the modules that ran after that of ``hook`` in the last pass."""
+        """Start loading the weights of the modules that ran after this hook's module in the last pass."""
         ahead = list(self._next(hook))
         if not self._copies:
             for following in ahead:
@@ -136,7 +136,7 @@ class Prefetcher:
                 self._pending[id(following)] = self._thread.submit(self._load, weights, names)
 
     def close(self) -> None:
-        """End the thread; the next use starts a new one."""
+        """Stop the thread; the next use starts a new one."""
         self._pending.clear()
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
@@ -181,13 +181,13 @@ class Prefetcher:
 
 
 class Prefetchers:
-    """One Prefetcher for each device on which modules of a model run."""
+    """One Prefetcher for each device on which a model's modules run."""
 
     def __init__(self) -> None:
         self._of: dict[torch.device, Prefetcher] = {}
 
     def of(self, device: int | str | torch.device | None) -> Prefetcher | None:
-        """Return the Prefetcher of ``device``; None without a device."""
+        """Return the Prefetcher for ``device``; None without a device."""
         if device is None:
             return None
         place = as_device(device)
@@ -201,7 +201,7 @@ def _can_be_copied(tensor: Any) -> bool:
 
 
 def _is_current(weights: Mapping[str, Any], name: str, source: _Source) -> bool:
-    """Return whether the weight ``name`` is still the one that was copied."""
+    """Return whether the weight ``name`` is unchanged since it was copied."""
     if is_on_disk(weights, name):
         return True
     return weights.get(name) is source.tensor and (source.version is None or source.tensor._version == source.version)

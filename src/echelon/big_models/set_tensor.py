@@ -1,4 +1,4 @@
-"""Puts a single parameter or buffer of a module on a device."""
+"""Moves a single parameter or buffer of a module to a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.big_models.module_sizes import as_dtype
 __all__ = ["TiedTensors", "as_device", "check_device_same", "set_module_tensor_to_device", "tensor_at"]
 
 TiedTensors = MutableMapping[int, MutableMapping[Any, torch.Tensor]]
-"""For the address of each tied parameter, its copies by device, so that each device has only one."""
+"""Copies of each tied parameter, by its address and then by device, so that each device has only one copy."""
 
 # Parameters of bitsandbytes are constructed with their own attributes as arguments.
 _CONSTRUCTED_WITH_ATTRIBUTES = ("FP4Params", "Int8Params", "Params4bit")
@@ -32,18 +32,20 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Replace a parameter or buffer of ``module`` by one on ``device``; the attributes of a parameter are kept.
+    """Replace a parameter or buffer of ``module`` with one on ``device``; a parameter's attributes are kept.
 
     Args:
-        module: the module, or one that contains it.
-        tensor_name: full name from ``module`` on.
-        device: target; ``"meta"`` frees the values.
-        value: new values; None: the present ones. Without values, a tensor on the meta device can only stay there.
-        dtype: dtype for floating-point values; None: the dtype of the present tensor.
-        fp16_statistics: scales of an 8-bit weight, stored as its attribute ``SCB``.
-        tied_params_map: copies of tied parameters; one that is on ``device`` already is used instead of a new copy.
+        module: the module that has the tensor, or a parent of it.
+        tensor_name: the tensor's full name, relative to ``module``.
+        device: target device; ``"meta"`` frees the values.
+        value: new values. None: the current ones. A tensor on the meta device has none and cannot be moved without
+            ``value``.
+        dtype: dtype for floating-point values. None: the current tensor's dtype.
+        fp16_statistics: an 8-bit weight's scales, stored in its ``SCB`` attribute.
+        tied_params_map: copies of tied parameters; if there is already one on ``device``, it is used instead of a new
+            copy.
         non_blocking: copy asynchronously.
-        clear_cache: accepted; freed memory is reused by the next tensor, so there is no need to return it to the device.
+        clear_cache: has no effect, because the next tensor reuses freed memory.
 
     Raises:
         UsageError: the module has no such tensor, the shape of ``value`` differs, or there are no values.
@@ -78,7 +80,7 @@ def tensor_at(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def as_device(device: int | str | torch.device) -> torch.device:
-    """Return ``device`` as a torch device; an integer is the index of an accelerator."""
+    """Return ``device`` as a torch device; an integer is an accelerator index."""
     if isinstance(device, int):
         current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return torch.device("cuda" if current is None else current.type, device)
@@ -86,7 +88,7 @@ def as_device(device: int | str | torch.device) -> torch.device:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return whether both are the same device; one without an index means the current device of its type."""
+    """Return whether both are the same device; without an index, a device means the current device of its type."""
     if first_device.type != second_device.type:
         return False
     if first_device.type == "cpu":
@@ -114,7 +116,7 @@ def _has_path(module: nn.Module, path: list[str]) -> bool:
 def _copies_of(
     tied: TiedTensors | None, value: torch.Tensor | None, old: torch.Tensor
 ) -> MutableMapping[Any, torch.Tensor] | None:
-    """Return the copies of the tied parameter to which ``value`` or ``old`` belongs; None if it is not tied."""
+    """Return the copies of the tied parameter that ``value`` or ``old`` belongs to; None if it is not tied."""
     if tied is None:
         return None
     for tensor in (value, old):
@@ -137,7 +139,7 @@ def _with_values(
     if value is None:
         if old.is_meta and target.type != "meta":
             raise UsageError(
-                f"{name} is on the meta device, so it has no values to put on {target}", do="pass them as value="
+                f"{name} is on the meta device, so it has no values to move to {target}", do="pass them as value="
             )
         new = old.detach().to(target, non_blocking=non_blocking)
         if dtype is None or target.type != "meta" or not _converts(old):
@@ -147,8 +149,8 @@ def _with_values(
         return torch.tensor(value, device=target)
     if value.shape != old.shape and type(old).__name__ != _PACKED:
         raise UsageError(
-            f"{name} has the shape {list(old.shape)}, and its new values have the shape {list(value.shape)}",
-            do="load the weights into the model that they belong to",
+            f"expected values of shape {list(old.shape)} for {name}, but got {list(value.shape)}",
+            do="load these weights into the model that they belong to",
         )
     if dtype is None:
         value = value.to(old.dtype, non_blocking=non_blocking)

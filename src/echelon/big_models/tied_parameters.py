@@ -1,4 +1,4 @@
-"""Parameters that a model has under several names."""
+"""Finds tied parameters, which a model has under several names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie each group of names again, to the first parameter that is not on the meta device."""
+    """Retie each group of names to its first parameter that is not on the meta device."""
     for names in tied_params:
         owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         found = [getattr(owner, attribute) for owner, attribute in owners]
@@ -42,7 +42,7 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return whether the configuration of a transformers model ties its embeddings."""
+    """Return whether a transformers model's configuration ties its embeddings."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
         return False
@@ -55,7 +55,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]) -> None:
-    """Log a warning for each group of tied parameters that ``device_map`` places on several devices.
+    """Log a warning for each group of tied parameters that ``device_map`` spreads across several devices.
 
     Raises:
         UsageError: the map has no device for a tied parameter.
@@ -64,16 +64,16 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
         places = {name: device_of(name, device_map) for name in names}
         if len(set(places.values())) > 1:
             _logger.warning(
-                "the device map places parameters that are tied on several devices, so each device gets a copy: %s",
+                "the device map spreads tied parameters across several devices, so each device gets a copy: %s",
                 places,
             )
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device of the tensor or module ``name``: that of the innermost enclosing module in ``device_map``.
+    """Return the device of the tensor or module ``name``, given by the innermost enclosing module in ``device_map``.
 
     Raises:
-        UsageError: the map has no device for it.
+        UsageError: the map has no device for ``name``.
     """
     path = name
     while path and path not in device_map:

@@ -1,4 +1,4 @@
-"""Names of other libraries, without behavior specific to echelon; ``install()`` puts echelon in the place of the libraries."""
+"""Other libraries' names, without echelon-specific behavior; ``install()`` makes echelon stand in for these libraries."""
 
 from echelon.compat.reexports import lazy_names
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes written as text: ``"5GB"``, ``"200MiB"``."""
+"""Parses sizes such as ``"5GB"`` and ``"200MiB"``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def convert_file_size_to_int(size: int | str) -> int:
     )
     if match is None:
         raise UsageError(
-            f"{size!r} is not a valid size", do="pass bytes as an integer, or text such as '5GB' or '200MiB'"
+            f"{size!r} is not a valid size", do="pass a number of bytes, or a string such as '5GB' or '200MiB'"
         )
     num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
     is_bits = match[2].endswith("b") and match[2].upper() in ("KB", "MB", "GB")

@@ -1,4 +1,4 @@
-"""Constants of Accelerate's interface: file names and lists of choices."""
+"""Constants from Accelerate's API: file names and lists of choices."""
 
 SCALER_NAME = "scaler.pt"
 MODEL_NAME = "pytorch_model"

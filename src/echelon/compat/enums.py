@@ -1,4 +1,4 @@
-"""Enums of Accelerate's interface, for scripts to read and pass; echelon itself never branches on them."""
+"""Enums from Accelerate's API, for scripts to read and pass; echelon itself never branches on them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class EnumWithContains(EnumMeta):
-    """Makes ``"bf16" in PrecisionType`` test for a value."""
+    """Makes ``in`` test for a value, as in ``"bf16" in PrecisionType``."""
 
     def __contains__(cls, item: object) -> bool:
         try:
@@ -61,7 +61,7 @@ class LoggerType(BaseEnum):
 
 
 class DistributedType(str, Enum):
-    """The kind of distribution of the run, with Accelerate's names."""
+    """How a run is distributed, under Accelerate's names."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -80,7 +80,7 @@ class DistributedType(str, Enum):
 
     @classmethod
     def of(cls, device: torch.device, *, distributed: bool) -> DistributedType:
-        """Return the kind for one process, or for several processes on this type of device."""
+        """Return the member for one process, or for several processes on this type of device."""
         name = {"cuda": "GPU"}.get(device.type, device.type.upper())
         return cls(f"MULTI_{name}") if distributed else cls.NO
 
@@ -98,7 +98,7 @@ class PrecisionType(str, BaseEnum):
 
 
 class DynamoBackend(str, BaseEnum):
-    """The backends of ``torch.compile``, in uppercase."""
+    """``torch.compile`` backends, in uppercase."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -119,7 +119,7 @@ class DynamoBackend(str, BaseEnum):
 
 
 class RNGType(BaseEnum):
-    """The random number generators that can be synchronized between ranks."""
+    """The random number generators that can be synchronized across ranks."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -135,7 +135,7 @@ class RNGType(BaseEnum):
 
 
 class DDPCommunicationHookType(BaseEnum):
-    """How DDP compresses gradients for communication."""
+    """DDP communication hooks, which compress gradients for communication."""
 
     NO = "no"
     FP16 = "fp16"
@@ -169,7 +169,7 @@ class FP8BackendType(str, Enum):
 
 
 class CustomDtype(Enum):
-    """Weight formats for which torch has no single dtype."""
+    """Weight formats that do not correspond to a single torch dtype."""
 
     FP8 = "fp8"
     INT4 = "int4"

@@ -1,4 +1,4 @@
-"""Accelerate's functions about this machine: ports, GPUs, the NVIDIA driver, the kernel."""
+"""Accelerate's functions that query this machine: ports, GPUs, NVIDIA driver and kernel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass
 class CPUInformation:
-    """Rank and world size, from the variables of MPI or torchrun."""
+    """Rank and world size, read from the environment variables set by MPI or torchrun."""
 
     rank: int = 0
     world_size: int = 1
@@ -65,7 +65,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the kind of accelerator and its ``DistributedType`` name; ``("cuda", "MULTI_GPU")`` without any."""
+    """Return the accelerator type and its ``DistributedType`` name; ``("cuda", "MULTI_GPU")`` without an accelerator."""
     probes = (
         ("mlu", is_mlu_available),
         ("sdaa", is_sdaa_available),
@@ -79,7 +79,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether a program listens on ``port`` (default: 29500) of this machine."""
+    """Return whether a program listens on ``port`` (default: 29500) on this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("127.0.0.1", 29500 if port is None else port)) == 0
 
@@ -128,7 +128,7 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def get_driver_version() -> str:
-    """Return the version of the NVIDIA driver.
+    """Return the NVIDIA driver version.
 
     Raises:
         FileNotFoundError: nvidia-smi is not installed.
@@ -138,7 +138,7 @@ def get_driver_version() -> str:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return False if the GPUs cannot communicate directly: several RTX 40 GPUs with a driver before 550.40.07."""
+    """Return False if the GPUs cannot communicate directly (several RTX 40 GPUs with a driver before 550.40.07)."""
     try:
         names, count = get_gpu_info()
         if count > 1 and any("RTX 40" in name for name in names):
@@ -158,11 +158,14 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def check_os_kernel() -> None:
-    """Warn about a Linux kernel before 5.5, on which collectives may hang."""
+    """Warn if the Linux kernel is older than 5.5, because collectives may hang."""
     info = platform.uname()
     match = re.match(r"\d+\.\d+(\.\d+)?", info.release)
     if info.system == "Linux" and match and not at_least(match[0], "5.5.0"):
-        warn(f"the Linux kernel is {match[0]}, but collectives may hang before 5.5.0; upgrade the kernel if they do")
+        warn(
+            f"the Linux kernel is {match[0]}, but collectives may hang on kernels before 5.5.0; if they do, upgrade "
+            "the kernel"
+        )
 
 
 def _nvidia_smi(query: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""The ``is_*_available`` functions of Accelerate: installed packages and hardware features.
+"""Accelerate's ``is_*_available`` functions, which check for installed packages and hardware features.
 
-A package is available if it can be found and its distribution is installed in a supported version; a device, if torch
-detects one. The probes import nothing except torch and packages that add a device to torch.
+A package is available if it can be found and a supported version of its distribution is installed. A device is
+available if torch detects it. The probes import only torch and packages that add a device to torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _is_installed(module: str, *distributions: str, least: str | None = None, be
 
 
 def _probe(module: str, *distributions: str, least: str | None = None, below: str | None = None) -> Callable[[], bool]:
-    """Return a probe for the package; the arguments are those of ``_is_installed``."""
+    """Return a probe for the package; see ``_is_installed`` for the arguments."""
 
     def is_installed() -> bool:
         return _is_installed(module, *distributions, least=least, below=below)
@@ -49,7 +49,7 @@ def _probe(module: str, *distributions: str, least: str | None = None, below: st
 
 
 def _device(kind: str, brought_by: str | None = None) -> bool:
-    """Return whether torch detects a device of this kind; ``brought_by`` is the package that adds it to torch."""
+    """Return whether torch detects a device of this type; ``brought_by`` is the package that adds it to torch."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if brought_by is not None:
@@ -109,7 +109,7 @@ def is_sdaa_available(check_device: bool = False) -> bool:
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Return whether torch detects a Gaudi (package habana_frameworks)."""
+    """Return whether torch detects a Gaudi device (package habana_frameworks)."""
     return is_available("habana_frameworks") and _device("hpu", "habana_frameworks.torch")
 
 
@@ -127,7 +127,7 @@ def is_neuron_available(check_device: bool = False) -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether torch_xla is installed and, if requested, drives a TPU or a GPU; False if ``USE_TORCH_XLA=0``.
+    """Return whether torch_xla is installed and, if requested, uses a TPU or a GPU; False if ``USE_TORCH_XLA=0``.
 
     Raises:
         UsageError: both flags are set.
@@ -185,19 +185,19 @@ def is_torch_distributed_available() -> bool:
 
 
 def is_xccl_available() -> bool:
-    """Return whether this torch is built with XCCL, the collectives of Intel GPUs."""
+    """Return whether this torch is built with XCCL, the collectives library for Intel GPUs."""
     import torch.distributed as dist  # noqa: PLC0415 - torch-free layer
 
     return bool(dist.is_available() and dist.is_xccl_available())
 
 
 def is_weights_only_available() -> bool:
-    """Return True: every supported torch version has ``weights_only``."""
+    """Return True, because every supported torch version has ``weights_only``."""
     return True
 
 
 def is_pippy_available() -> bool:
-    """Return True: every supported torch version has ``torch.distributed.pipelining``."""
+    """Return True, because every supported torch version has ``torch.distributed.pipelining``."""
     return True
 
 
@@ -237,17 +237,17 @@ is_wandb_available = _probe("wandb")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether numpy is installed in at least this version."""
+    """Return whether numpy ``min_version`` or later is installed."""
     return _is_installed("numpy", least=min_version)
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Return whether bitsandbytes is installed in at least this version."""
+    """Return whether bitsandbytes ``min_version`` or later is installed."""
     return _is_installed("bitsandbytes", least=min_version)
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Return whether bitsandbytes is installed and supports other backends than CUDA."""
+    """Return whether bitsandbytes is installed and supports backends other than CUDA."""
     return is_bnb_available() and "multi_backend" in getattr(import_module("bitsandbytes"), "features", set())
 
 

@@ -1,6 +1,6 @@
-"""Lazy loading of the names that a stub file lists (PEP 562), so that each name is listed only once.
+"""Lazily loads the names listed in a stub file (PEP 562), so that each name is listed only once.
 
-``lazy_loader`` does this for relative imports, but takes as long to import as echelon itself.
+The ``lazy_loader`` package does this for relative imports, but takes as long to import as echelon itself.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ __all__ = ["defined_names", "lazy_names", "public_names"]
 
 
 def lazy_names(package: str, stub: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package from the ``from a import b as c`` lines of its stub.
+    """Return a package's ``__getattr__``, ``__dir__`` and ``__all__``, built from the ``from a import b as c`` lines in
+    its stub.
 
     Args:
-        package: dotted name of the package. Submodules (``from package import b as b``) are not in ``__all__``.
+        package: the package's dotted name. Submodules (``from package import b as b``) are not included in ``__all__``.
         stub: path of the ``.pyi`` file.
     """
     with open(stub, encoding="utf-8") as file:
@@ -44,14 +45,14 @@ def lazy_names(package: str, stub: str) -> tuple[Callable[[str], object], Callab
 
 
 def public_names(namespace: Mapping[str, object]) -> Iterator[str]:
-    """Yield the names of a module for ``import *``, without submodules, which might shadow modules such as ``random``."""
+    """Yield a module's names for ``import *``, without submodules, which might shadow modules such as ``random``."""
     for name, value in namespace.items():
         if name[0] != "_" and name != "TYPE_CHECKING" and not isinstance(value, ModuleType):
             yield name
 
 
 def defined_names(namespace: Mapping[str, object]) -> Iterator[str]:
-    """Yield the public names that the module itself defines."""
+    """Yield the public names that are defined in the module itself."""
     for name in public_names(namespace):
         if getattr(namespace[name], "__module__", None) == namespace["__name__"]:
             yield name

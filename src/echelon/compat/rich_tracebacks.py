@@ -10,7 +10,7 @@ __all__ = ["install"]
 
 
 def install(**options: Any) -> Any:
-    """Display tracebacks with rich; the options are those of ``rich.traceback.install``.
+    """Display tracebacks with rich; options are passed to ``rich.traceback.install``.
 
     Raises:
         MissingExtraError: rich is not installed.

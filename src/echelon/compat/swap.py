@@ -1,6 +1,7 @@
-"""``install()``: programs and libraries written for accelerate and transformers run on echelon, without a change.
+"""``install()``, which runs unchanged programs and libraries for accelerate and transformers on echelon.
 
-``import accelerate`` and its submodules find echelon, installed or not, and transformers' modules contain echelon's Trainer.
+``import accelerate`` (and its submodules) then imports echelon, whether or not accelerate is installed, and
+transformers' modules contain echelon's Trainer.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["ACCELERATE_VERSION", "LIBRARIES", "VARIABLE", "describe", "install", "parse_libraries"]
 
 ACCELERATE_VERSION = "1.15.0"
-"""The release of accelerate whose names echelon has."""
+"""The accelerate release whose names echelon provides."""
 
 LIBRARIES = ("accelerate", "transformers")
 
 VARIABLE = "ECHELON_AS"
-"""Variable with the libraries that echelon stands in for: written by the launcher for its ranks, and by ``install``."""
+"""Environment variable that lists the libraries echelon stands in for; set by the launcher for its ranks, and by
+``install``."""
 
 # Submodules of accelerate; those below them are the ones that echelon has.
 _MODULES = """
@@ -74,10 +76,10 @@ _REPLACED = MappingProxyType(
 
 
 def install(*libraries: str) -> None:
-    """Let echelon stand in for ``libraries`` in this process and in those that it starts with multiprocessing.
+    """Make echelon stand in for ``libraries`` in this process and in processes that it starts with multiprocessing.
 
-    Call it in the first line of a program, before any import of the libraries or of packages that use them. A second call
-    does nothing. ``echelon launch --as`` does the same without a change of the program.
+    Call this on the first line of a program, before importing the libraries or packages that use them. A second call
+    does nothing. ``echelon launch --as`` does the same without changing the program.
 
     Args:
         libraries: ``"accelerate"``, or ``"accelerate", "transformers"`` (default: both).
@@ -91,14 +93,14 @@ def install(*libraries: str) -> None:
 
 
 def install_from_environment() -> None:
-    """Install what the launcher requested for this rank, before the program starts."""
+    """Install the libraries that the launcher requested for this rank, before the program starts."""
     text = environ.get(VARIABLE)
     if text is not None:
         _add(parse_libraries(text.split(","), where=f"env {VARIABLE}"))
 
 
 def parse_libraries(names: Iterable[str], *, where: str) -> tuple[str, ...]:
-    """Return the libraries that echelon is to stand in for, in the order of ``LIBRARIES``.
+    """Return the libraries that echelon should stand in for, in the order of ``LIBRARIES``.
 
     Raises:
         UsageError: a name is unknown, or ``"transformers"`` is requested without ``"accelerate"``.
@@ -112,7 +114,8 @@ def parse_libraries(names: Iterable[str], *, where: str) -> tuple[str, ...]:
         )
     if requested == {"transformers"}:
         raise UsageError(
-            "echelon stands in for transformers' Trainer only together with accelerate, because programs use the Trainer's Accelerator",
+            "echelon can only stand in for transformers' Trainer together with accelerate, because programs use the "
+            "Trainer's Accelerator",
             where=where,
             do="name both: accelerate,transformers",
         )
@@ -120,14 +123,14 @@ def parse_libraries(names: Iterable[str], *, where: str) -> tuple[str, ...]:
 
 
 def describe(libraries: Sequence[str]) -> str:
-    """Return a sentence that tells what echelon stands in for."""
+    """Return a description of what echelon stands in for."""
     names = [f"accelerate {ACCELERATE_VERSION}"] if "accelerate" in libraries else []
     names += ["transformers' Trainer"] if "transformers" in libraries else []
     return f"stands in for {' and '.join(names)}"
 
 
 def _add(libraries: tuple[str, ...]) -> tuple[str, ...]:
-    """Add the finders of the libraries that are not installed yet, and return these libraries."""
+    """Add finders for the ``libraries`` that have none yet, and return these libraries."""
     present = {type(finder) for finder in sys.meta_path}
     new = tuple(name for name in libraries if _FINDERS[name] not in present)
     for name in new:
@@ -147,15 +150,15 @@ def _refuse_imported(library: str) -> None:
     users = _packages_that_use(library)
     also = f", and used by {', '.join(users)}" if users else ""
     raise UsageError(
-        f"{library} is already imported{also}, so that echelon can no longer stand in for it",
+        f"{library} is already imported{also}, so echelon can no longer stand in for it",
         where=str(user_line()),
-        do="call echelon.compat.install() before these imports, in the first line of the program (in a notebook: restart the "
-        "kernel first); or start the program with echelon launch --as accelerate,transformers",
+        do="call echelon.compat.install() before these imports, on the first line of the program (in a notebook, "
+        "restart the kernel first), or start the program with echelon launch --as accelerate,transformers",
     )
 
 
 def _packages_that_use(library: str) -> list[str]:
-    """Return the imported packages, besides ``library``, with a class or function of ``library`` in a module."""
+    """Return the imported packages other than ``library`` that have one of its classes or functions in a module."""
     found = set()
     for name, module in list(sys.modules.items()):
         package = name.partition(".")[0]
@@ -169,7 +172,7 @@ def _packages_that_use(library: str) -> list[str]:
 
 
 def _install_in_children(libraries: tuple[str, ...]) -> None:
-    """Install the swap in processes that multiprocessing spawns, before they import the main module of the program."""
+    """Install the swap in processes that multiprocessing spawns, before they import the program's main module."""
     prepare: Callable[[str], dict[str, Any]] = multiprocessing.spawn.get_preparation_data
     prepare = getattr(prepare, "of_python", prepare)
 
@@ -190,7 +193,7 @@ class _InstallWhenUnpickled:
 
 
 class _AccelerateFinder(MetaPathFinder, Loader):
-    """Finds echelon's modules under accelerate's names, and tells that accelerate is installed."""
+    """Finds echelon's modules under accelerate's names, and reports accelerate as installed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -211,7 +214,7 @@ class _AccelerateFinder(MetaPathFinder, Loader):
             sys.modules[module.__name__] = import_module(f"echelon.{rest}")  # the import system returns this one
         else:
             vars(module).update(
-                __doc__="The names of accelerate, as echelon has them.",
+                __doc__="accelerate's names, provided by echelon.",
                 __version__=ACCELERATE_VERSION,
                 __all__=sorted(_SOURCES),
                 __getattr__=_attribute_of_accelerate,
@@ -239,21 +242,21 @@ def _echelon_folder() -> Path:
 
 
 class _AccelerateDistribution(Distribution):
-    """Metadata of the release of accelerate whose names echelon has."""
+    """Metadata of the accelerate release whose names echelon provides."""
 
     def read_text(self, filename: str) -> str | None:
-        """Return the content of a file of the metadata; None for files that do not exist."""
+        """Return the content of a metadata file, or None if it does not exist."""
         if filename in ("METADATA", "PKG-INFO"):
             return f"Metadata-Version: 2.1\nName: accelerate\nVersion: {ACCELERATE_VERSION}\nHome-page: {_HOME_PAGE}\n"
         return "accelerate\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path: str | PathLike[str]) -> Any:
-        """Return the path of a file of the distribution."""
+        """Return the path of a file in the distribution."""
         return _echelon_folder().parent / path
 
 
 class _TransformersFinder(MetaPathFinder):
-    """Replaces the names of the Trainer family in transformers' modules as soon as each has been loaded."""
+    """Replaces the Trainer and related names in transformers' modules as each module is loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

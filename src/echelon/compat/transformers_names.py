@@ -1,6 +1,6 @@
-"""Names that the Trainer of transformers 5.23 and its related classes define; ``tests/side_by_side`` compares them.
+"""Names defined by the Trainer in transformers 5.23 and related classes; ``tests/side_by_side`` compares them.
 
-A subclass that defines one of them expects transformers' Trainer to use it (``trainer/override_points.py``).
+A subclass that defines one of these names expects the Trainer to use it (``trainer/override_points.py``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TRAINER_MEMBERS = frozenset(
     train train_dataset training_step
     """.split()  # noqa: SIM905 - one name a line would be three pages
 )
-"""Methods of ``Trainer``, and the attributes that they set."""
+"""``Trainer`` methods, and the attributes that they set."""
 
 ARGUMENTS_MEMBERS = frozenset(
     """
@@ -74,7 +74,7 @@ ARGUMENTS_MEMBERS = frozenset(
     xla_fsdp_config
     """.split()  # noqa: SIM905 - one name a line would be three pages
 )
-"""Fields, properties and methods of ``TrainingArguments``, and the attributes that they set."""
+"""``TrainingArguments`` fields, properties and methods, and the attributes that they set."""
 
 HANDLER_MEMBERS = frozenset(
     """
@@ -84,4 +84,4 @@ HANDLER_MEMBERS = frozenset(
     on_train_end optimizer pop_callback processing_class remove_callback train_dataloader
     """.split()  # noqa: SIM905 - one name a line would be three pages
 )
-"""Methods and attributes of ``CallbackHandler``."""
+"""``CallbackHandler`` methods and attributes."""

@@ -1,4 +1,4 @@
-"""Accelerate's names that echelon does not support: importing one works, but using it raises an error."""
+"""Accelerate names that echelon does not support; importing one works, but using it raises an error."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from echelon.base.errors import UsageError
 __all__ = ["ALTERNATIVES", "TPU_ALTERNATIVE", "UnsupportedClass", "add_modules", "add_names"]
 
 TPU_ALTERNATIVE = (
-    "train on CPUs or on accelerators that torch.accelerator supports (CUDA, ROCm, XPU, NPU, MPS); or implement an Engine "
-    "for torch_xla and pass it as Accelerator(engine=MyEngine(...)), or register it under the entry point "
-    "'echelon.engines' and pass its name"
+    "train on CPUs or on accelerators that torch.accelerator supports (CUDA, ROCm, XPU, NPU, MPS), or implement an "
+    "Engine for torch_xla and pass it as Accelerator(engine=MyEngine(...)) or, after registering it under the entry "
+    "point 'echelon.engines', by name"
 )
 
 # Alternative -> module path -> names. In `a=b`, `b` is the name in the module and `a` the name in `echelon.utils`.
@@ -24,7 +24,7 @@ _NAMES: dict[str, dict[str, str]] = {
     "split the batch instead: accelerator.split_between_processes": {
         "inference": "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
     },
-    "pass FullyShardedDataParallelPlugin() to the Accelerator: prepare() shards the model": {
+    "pass FullyShardedDataParallelPlugin() to the Accelerator; prepare() then shards the model": {
         "utils.dataclasses": "get_module_class_from_name",
         "utils.fsdp_utils": """
             ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict
@@ -32,12 +32,12 @@ _NAMES: dict[str, dict[str, str]] = {
             get_parameters_from_modules load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer
         """,
     },
-    "remove it: data parallelism, sharded or not, runs on any number of processes": {
+    "remove it; data parallelism, sharded or not, runs on any number of processes": {
         "utils.dataclasses": """
             DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin
         """,
     },
-    "remove it: to shard the model, use FullyShardedDataParallelPlugin or DeepSpeedPlugin": {
+    "remove it; to shard the model, use FullyShardedDataParallelPlugin or DeepSpeedPlugin": {
         "utils.dataclasses": """
             MegatronLMPlugin add_model_config_to_megatron_parser parse_bert_config parse_glm4_moe_config parse_gpt2_config
             parse_llama_config parse_t5_config
@@ -68,10 +68,10 @@ _NAMES: dict[str, dict[str, str]] = {
         """,
     },
     TPU_ALTERNATIVE: {"utils.launch": "prepare_tpu", "utils.torch_xla": "install_xla"},
-    "bind processes to cores with echelon launch --enable_cpu_affinity, or ACCELERATE_CPU_AFFINITY=1": {
+    "bind processes to cores with echelon launch --enable_cpu_affinity, or set ACCELERATE_CPU_AFFINITY=1": {
         "utils.environment": "override_numa_affinity set_numa_affinity",
     },
-    "pass the settings as flags of echelon launch, or in a file with --config_file": {
+    "pass the settings as echelon launch flags, or in a file with --config_file": {
         "commands.config.config_args": "BaseConfig SageMakerConfig",
     },
 }
@@ -82,7 +82,7 @@ ALTERNATIVES: dict[str, str] = {
 
 
 class UnsupportedClass:
-    """Base of the unsupported classes, which cannot be instantiated, nor can subclasses."""
+    """Base class of unsupported classes; neither they nor their subclasses can be instantiated."""
 
     _do: str
 
@@ -98,13 +98,13 @@ def __getattr__(name: str) -> Any:
 
 
 def add_names(namespace: dict[str, Any]) -> None:
-    """Add the unsupported names of a module to its ``globals()``."""
+    """Add a module's unsupported names to its ``globals()``."""
     path = namespace["__name__"].removeprefix("echelon.")
     namespace.update({alias: _placeholder(name) for name, alias in _entries(path)})
 
 
 def add_modules(namespace: dict[str, Any], *modules: str) -> None:
-    """Create submodules with only unsupported names, and add the names to the package's ``globals()``.
+    """Create submodules that have only unsupported names, and add the names to the package's ``globals()``.
 
     ``import package.module`` finds them, because the import system checks ``sys.modules`` after importing the parent.
     """
@@ -120,14 +120,14 @@ def add_modules(namespace: dict[str, Any], *modules: str) -> None:
 
 
 def _entries(path: str) -> list[tuple[str, str]]:
-    """Return pairs of an unsupported name and its name in the module, for a module path."""
+    """Return, for a module path, pairs of an unsupported name and its name in that module."""
     entries = [entry.partition("=") for paths in _NAMES.values() for entry in paths.get(path, "").split()]
     return [(name, alias or name) for name, _, alias in entries]
 
 
 @functools.cache
 def _placeholder(name: str) -> Any:
-    """Return a class (for capitalized names) or a function that raises when it is used."""
+    """Return a class (for capitalized names) or a function that raises when used."""
     do = ALTERNATIVES[name]
     doc = f"Raise: {name} is not supported by this version of echelon ({do})."
     if name[0].isupper():

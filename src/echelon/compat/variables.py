@@ -34,10 +34,10 @@ _PURGED = ("ACCELERATE_", "ECHELON_")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Convert a case-insensitive yes or no word to 1 or 0, or to a bool with ``to_bool``.
+    """Convert a case-insensitive yes/no word to 1 or 0, or with ``to_bool`` to a bool.
 
     Raises:
-        ConfigError: ``value`` is another word.
+        ConfigError: ``value`` is not a yes/no word.
     """
     word = value.lower()
     if word not in _TRUE | _FALSE:
@@ -48,7 +48,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return the variable ``key`` as a bool, or ``default`` if it is unset or empty.
+    """Return the environment variable ``key`` as a bool, or ``default`` if it is unset or empty.
 
     Raises:
         ConfigError: its value is neither yes nor no.
@@ -63,15 +63,15 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the variable ``key`` as text, or ``default`` if it is unset or empty."""
+    """Return the environment variable ``key`` as a string, or ``default`` if it is unset or empty."""
     return environ.get(key) or str(default)
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first variable with a nonnegative integer, or ``default``.
+    """Return the first environment variable that has a nonnegative integer value, or ``default``.
 
     Raises:
-        ConfigError: the value of a variable is not an integer.
+        ConfigError: a variable's value is not an integer.
     """
     for key in env_keys:
         text = environ.get(key)
@@ -87,10 +87,10 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def refuse_misspelled(prefix: str, known: Iterable[str]) -> None:
-    """Check for misspelled variables with ``prefix``; unknown names that resemble no ``known`` one are ignored.
+    """Check for misspelled variables with ``prefix``; unknown names that do not resemble a ``known`` one are ignored.
 
     Raises:
-        ConfigError: a variable resembles a known one, which the message names.
+        ConfigError: an unknown variable resembles a known one, which the message names.
     """
     ends = sorted(name.removeprefix(prefix) for name in known if name.startswith(prefix))
     for name in environ.snapshot():
@@ -100,7 +100,7 @@ def refuse_misspelled(prefix: str, known: Iterable[str]) -> None:
             raise ConfigError(
                 f"unknown variable {name}",
                 where=f"env {name}",
-                do=f"did you mean {prefix}{near}? Variables of your program need names without the prefix {prefix}",
+                do=f"did you mean {prefix}{near}? Your program's own variables must not have the prefix {prefix}",
             )
 
 
@@ -123,7 +123,7 @@ def _is_one_typo(one: str, other: str) -> bool:
 
 @contextmanager
 def patch_environment(**kwargs: object) -> Iterator[None]:
-    """Set variables inside the block, and restore them afterwards; names are uppercased."""
+    """Set environment variables inside the block, and restore them afterwards; names are uppercased."""
     with environ.patch({name.upper(): str(value) for name, value in kwargs.items()}):
         yield
 
@@ -137,7 +137,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
-    """Decorate a function or the test methods of a class to restore ``ACCELERATE_*`` and ``ECHELON_*`` afterwards."""
+    """Decorate a function or a class's test methods to restore ``ACCELERATE_*`` and ``ECHELON_*`` afterwards."""
     if isinstance(func_or_cls, type):
         _purge_tests(func_or_cls)
         # Also wrap the tests that subclasses add.
@@ -153,13 +153,14 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return the lines ``NAME=value`` of an environment file; skip variables that it cannot express, with a warning."""
+    """Return the ``NAME=value`` lines of an environment file; skip variables that it cannot express, with a warning."""
     lines = []
     for name, value in current_env.items():
         if not name or not value or set(name + value) & set(";\n<> "):
             # Only the name is shown, because the value may be a secret.
             warn(
-                f"the variable {name!r} is skipped: its name or value is empty or contains one of `;`, `<`, `>`, space, newline"
+                f"skipping the variable {name!r}, because its name or value is empty or contains one of `;`, `<`, "
+                "`>`, space, newline"
             )
         else:
             lines.append(f"{name}={value}\n")
