@@ -291,10 +291,10 @@ def test_a_missing_object_is_an_error_that_names_the_remedy(tmp_path: Path) -> N
     everything = make("head", "scheduler", "loader")
     everything[0].save_state(tmp_path / "large")
     for saved, here, allowed, why in [
-        ("small", ["scheduler"], "scheduler[0]", "holds 0 schedulers, but this run has 1"),
-        ("small", ["loader"], "loader", "holds 0 loaders, but this run has 1"),
+        ("small", ["scheduler"], "scheduler[0]", "contains 0 schedulers, but this run has 1"),
+        ("small", ["loader"], "loader", "contains 0 loaders, but this run has 1"),
         ("small", ["head"], "model[0].head", "a different model than this ModuleDict: missing head"),
-        ("large", ["head", "loader"], "scheduler", "holds 1 schedulers, but this run has 0"),
+        ("large", ["head", "loader"], "scheduler", "contains 1 schedulers, but this run has 0"),
         ("large", ["scheduler"], "model", "unexpected head.bias, head.weight"),
     ]:
         accelerator, model = make(*here)

@@ -92,8 +92,8 @@ def test_unequal_shapes_are_listed_for_each_rank() -> None:
     ("loss", "text"),
     [
         (torch.zeros(3, requires_grad=True) * 2, "scalar loss, but got a tensor of shape [3]"),
-        (0.5, "was given float, not a tensor"),
-        ({"loss": torch.zeros(())}, "was given dict, not a tensor"),
+        (0.5, "expects a tensor, but got float"),
+        ({"loss": torch.zeros(())}, "expects a tensor, but got dict"),
         (torch.zeros(()), "a loss that does not require grad"),
     ],
 )

@@ -86,8 +86,8 @@ def _notes(step_scheduler_with_optimizer: bool, split_batches: bool) -> list[str
 def test_rank_zero_reports_once_per_class_how_often_a_scheduler_steps() -> None:
     first, second = run_on_ranks(_notes, True, False, world_size=2)
     assert [line.partition(",")[0] for line in first] == [
-        "INFO OneCycleLR advances 2 times per update",
-        "INFO LinearLR advances 2 times per update",
+        "INFO OneCycleLR steps 2 times per update",
+        "INFO LinearLR steps 2 times per update",
     ]
     assert "Accelerator(step_scheduler_with_optimizer=False) to step it once" in first[0]
     assert second == []

@@ -101,7 +101,7 @@ def test_gradients_are_averaged_first_and_the_line_is_named_once(engine: str, fo
     text, line = said
     is_inside = form == "the one inside" or (form == "the one that was given" and engine == "ddp")
     assert ("was stepped directly" if is_inside else "AdamW was not prepared") in text
-    assert "window of 2 micro-steps" in text
+    assert "window (2 micro-steps)" in text
     assert "averages" in text
     assert ("save_state() does not save its state" in text) is not is_inside
     assert line in _lines()

@@ -103,7 +103,7 @@ def test_purging_restores_after_a_function_and_after_each_test_of_a_class(monkey
 
 
 def test_lines_of_an_environment_file_leave_out_what_they_cannot_hold() -> None:
-    with pytest.warns(EchelonWarning, match="the variable 'B' is skipped") as caught:
+    with pytest.warns(EchelonWarning, match="skipping the variable 'B'") as caught:
         assert convert_dict_to_env_variables({"A": "1", "B": "se cret"}) == ["A=1\n"]
     assert "cret" not in str(caught[0].message)
 
