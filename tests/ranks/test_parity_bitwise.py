@@ -489,7 +489,11 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         UsageError,
         "1 (BatchNorm1d): a BatchNorm in training",
     ),
-    (partial(_prepared, _mlp(), canonical_shards=1), ConfigError, "canonical_shards=1 is less than the number of processes (2)"),
+    (
+        partial(_prepared, _mlp(), canonical_shards=1),
+        ConfigError,
+        "canonical_shards=1 is less than the number of processes (2)",
+    ),
     (partial(_prepared, _mlp(), max_micro_batch_size=2), ConfigError, "set canonical_shards=12"),
     (
         partial(_prepared, _mlp(), kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")]),
