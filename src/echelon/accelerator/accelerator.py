@@ -86,33 +86,26 @@ class Accelerator:
     Args:
         device_placement: move models and batches to the device.
         split_batches: see ``DataLoaderConfiguration``.
-        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``. None: use the environment or launcher setting, else
-            ``no``.
+        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``. None: from the environment or launcher, else ``no``.
         gradient_accumulation_steps: micro-batches per update.
         cpu: use the CPU even if an accelerator is available.
         dataloader_config: how loaders are sharded.
-        deepspeed_plugin: train with DeepSpeed, or with torch and these settings if ``engine="fsdp2"``. None: use the
-            environment.
-        fsdp_plugin: settings for sharding the model across ranks. None: use the environment (``ACCELERATE_USE_FSDP``).
+        deepspeed_plugin: train with DeepSpeed (with torch if ``engine="fsdp2"``). None: from the environment.
+        fsdp_plugin: how to shard the model across ranks. None: from the environment (``ACCELERATE_USE_FSDP``).
         gradient_accumulation_plugin: replaces ``gradient_accumulation_steps``.
-        step_scheduler_with_optimizer: step schedulers num_processes times per optimizer update. False: step them once
-            per call.
+        step_scheduler_with_optimizer: step schedulers num_processes times per update. False: once per call.
         kwargs_handlers: handlers with options for torch components; at most one of each type.
-        dynamo_backend: ``torch.compile`` backend. None: use the environment or launcher setting, else do not compile.
+        dynamo_backend: ``torch.compile`` backend. None: from the environment or launcher, else do not compile.
         dynamo_plugin: ``torch.compile`` settings, used instead of ``dynamo_backend``.
         deepspeed_plugins: alias of ``deepspeed_plugin``.
-        parallelism_config: number and size of the shard groups. None: use the environment.
-        engine: engine name, or an ``Engine``. None: chosen from the number of processes and whether the model is
-            sharded.
+        parallelism_config: number and size of the shard groups. None: from the environment.
+        engine: engine name or ``Engine``. None: chosen from the number of processes and the sharding settings.
         parity: ``off``: the batch grows with the number of processes. ``exact``: the batch size is global, and each
-            update equals the one-process update (docs/parity.md). ``bitwise``: each update also matches bit for bit.
-            None: use the environment, else ``off``.
-        seed: seed for all random numbers and, in the exact modes, for the data order. None: use the seed set by the
-            script on rank zero.
-        canonical_shards: number of shards per update with ``parity="bitwise"``; at least the number of processes. None:
-            8.
-        max_micro_batch_size: largest micro-batch per process in the exact modes. None: the process's share of the
-            batch.
+            update equals the one-process update (docs/parity.md). ``bitwise``: also bit for bit. None: from the
+            environment, else ``off``.
+        seed: seed for random numbers and, in the exact modes, the data order. None: the script's seed on rank zero.
+        canonical_shards: shards per update with ``parity="bitwise"``; at least the number of processes. None: 8.
+        max_micro_batch_size: largest micro-batch per process in the exact modes. None: its share of the batch.
 
     Collective: construct on every rank, because the first Accelerator creates the process group.
 
@@ -261,9 +254,7 @@ class Accelerator:
     step_scheduler_with_optimizer: bool = view(
         "session.step_scheduler_with_optimizer", "Whether schedulers step with the optimizer.", is_settable=True
     )
-    rng_types: list[Any] = view(
-        "session.rng_types", "RNG states that ranks synchronize in each pass.", is_settable=True
-    )
+    rng_types: list[Any] = view("session.rng_types", "RNG states synchronized in each pass.", is_settable=True)
     dataloader_config: DataLoaderConfiguration = view(
         "session.dataloader_config", "How loaders are sharded.", is_settable=True
     )
@@ -320,9 +311,7 @@ class Accelerator:
     # ---- accumulation ------------------------------------------------------------------------------------------------
 
     gradient_state: GradientState = view("session.gradient_state", "The gradient accumulation state.")
-    step: int = view(
-        "session.update.step", "Number of micro-batches so far, counted as in Accelerate.", is_settable=True
-    )
+    step: int = view("session.update.step", "Micro-batches so far, counted as in Accelerate.", is_settable=True)
     progress: Progress = view("session.progress", "The position of the run.")
     preemption: PreemptionHandler = view("session.preemption", "Handles preemption of the run.")
     sync_gradients: bool = view(
@@ -338,8 +327,7 @@ class Accelerator:
     unscale_gradients = delegate(UpdatePolicy.unscale_gradients, "session.update")
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return a context for one micro-step; the last one in an accumulation window synchronizes gradients and lets
-        optimizers step.
+        """Return a context for one micro-step; the last in a window synchronizes gradients and lets optimizers step.
 
         Args:
             models: models trained in this micro-step; by default all.
@@ -366,8 +354,8 @@ class Accelerator:
         Args:
             loss: scalar mean loss that requires grad.
             num_items: number of items (samples or tokens) that ``loss`` averages over on this process. The update then
-                averages over all items of all processes and micro-steps, however they are split. None: every process
-                and micro-step has the same weight, as in Accelerate.
+                averages over all items of all processes and micro-steps, however they are split. None: equal weights
+                for all processes and micro-steps, as in Accelerate.
             kwargs: passed to ``torch.Tensor.backward``.
 
         Collective: call on every rank in the last micro-step of an update.
@@ -381,8 +369,7 @@ class Accelerator:
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the previous norm.
 
-        In the exact modes gradients are scaled only in the last micro-step of an update; earlier calls return the norm
-        so far.
+        In the exact modes, only an update's last micro-step scales gradients; earlier calls return the norm so far.
 
         Collective: call on every rank if parameters are sharded or the step guard reduces gradients.
         """
@@ -419,8 +406,7 @@ class Accelerator:
         """Return ``args`` prepared for the ranks, in the same order; objects of other types are returned unchanged.
 
         Args:
-            args: models, optimizers, schedulers and DataLoaders, possibly nested; objects that are already prepared are
-                returned unchanged.
+            args: models, optimizers, schedulers and DataLoaders, possibly nested; prepared ones are returned unchanged.
             device_placement: whether to move each argument to the device. None: use the Accelerator's setting.
 
         Collective: call on every rank, with the same objects in the same order.
@@ -465,8 +451,7 @@ class Accelerator:
             data_loader: prepared or not.
             device_placement: move batches to the device. None: use the Accelerator's setting.
             slice_fn_for_dispatch: function that splits a dispatched batch.
-            already_sharded: whether the loader already yields a different shard on each process. None: use
-                ``DataLoaderConfiguration``.
+            already_sharded: whether each process already reads its own shard. None: see ``DataLoaderConfiguration``.
 
         Collective: call on every rank.
         """
@@ -576,8 +561,8 @@ class Accelerator:
 
         After ``resume`` or a ``break``, the loop continues at the current position. In the middle of an epoch, each
         training loader first yields the rest of its interrupted pass. An epoch ends when the loop requests the next
-        one. ``progress.epoch`` is the current epoch, which also determines each loader's order (later passes in the
-        same epoch use the orders of later epochs).
+        one. ``progress.epoch`` is the current epoch; it also determines each loader's order (later passes in an epoch
+        use later epochs' orders).
         """
         first = self.session.resume_epochs()
         with self.preemption.during(self.session.watcher):

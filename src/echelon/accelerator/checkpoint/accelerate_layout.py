@@ -269,10 +269,8 @@ def _require(folder: Path, missing: Sequence[str]) -> None:
     if missing:
         raise CheckpointError(
             f"{folder} has no {', '.join(missing)}",
-            do=(
-                "load a complete checkpoint that was saved with the same number of models, optimizers and schedulers "
-                "as prepared here"
-            ),
+            do="load a complete checkpoint that was saved with the same number of models, optimizers and schedulers "
+            "as prepared here",
         )
 
 

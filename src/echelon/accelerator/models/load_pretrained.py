@@ -71,10 +71,8 @@ def load_checkpoint_and_dispatch(
     if device_map is None:
         _refuse(
             "load_checkpoint_and_dispatch",
-            do=(
-                "pass device_map=, or remove these arguments; to fit a large model, shard it: "
-                "Accelerator(fsdp_plugin=...)"
-            ),
+            do="pass device_map=, or remove these arguments; to fit a large model, shard it: "
+            "Accelerator(fsdp_plugin=...)",
             max_memory=max_memory,
             skip_keys=skip_keys,
             force_hooks=force_hooks,
@@ -145,16 +143,13 @@ def load_checkpoint_in_model(
     """Load a checkpoint into ``model`` one tensor at a time; each rank reads only its shard of sharded parameters.
 
     Parameters on the meta device are first allocated: sharded ones on the run's device, others on the CPU. Buffers on
-    the meta device that are in no file are recomputed with the module's ``reset_parameters`` or the model's
-    ``_init_weights``.
+    the meta device that are in no file are recomputed with ``reset_parameters`` or ``_init_weights``.
 
     Args:
-        model: prepared or not. Load a model on the meta device after ``prepare`` if it will be sharded, otherwise
-            before.
+        model: prepared or not. If it is on the meta device, load it after ``prepare`` when sharding, otherwise before.
         checkpoint: a folder written by ``save_pretrained`` or ``save_model``, its index, or a single weight file
             (safetensors or ``torch.save``). Every rank must be able to read it.
-        device_map: device by module name, including ``"cpu"`` and ``"disk"``; call ``dispatch_model`` afterwards to run
-            it.
+        device_map: device by module name, including ``"cpu"`` and ``"disk"``; ``dispatch_model`` makes the model run.
             None: load onto the CPU, or each shard onto its own device.
         offload_folder: folder for weights that are offloaded to disk.
         offload_state_dict: has no effect; weights are read one at a time, so there is no state dict to offload.

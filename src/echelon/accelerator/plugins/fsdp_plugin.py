@@ -256,10 +256,8 @@ class FullyShardedDataParallelPlugin:
         if not self.min_num_params:
             raise ConfigError(
                 "auto_wrap_policy='size_based_wrap' requires a size",
-                do=(
-                    "set min_num_params, the number of parameters above which a module becomes a separate unit (such "
-                    "as 1_000_000)"
-                ),
+                do="set min_num_params, the number of parameters above which a module becomes a separate unit (such "
+                "as 1_000_000)",
             )
         return size_based_auto_wrap_policy
 
@@ -408,10 +406,8 @@ class FullyShardedDataParallelPlugin:
                 raise ConfigError(
                     f"{_shown(strategy)} shards within each machine, but {world.world_size} processes are not a multiple of "
                     f"the {world.local_world_size} on this machine",
-                    do=(
-                        "start the same number of processes on every machine, or set "
-                        "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)"
-                    ),
+                    do="start the same number of processes on every machine, or set "
+                    "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)",
                 )
         if given is None:
             return own

@@ -150,10 +150,8 @@ class DataLoaderDispatcher(DispatchedLoader, metaclass=_OfPreparedLoaders):
         if torch_device_mesh is not None and "tp" in (torch_device_mesh.mesh_dim_names or ()):
             raise UsageError(
                 "DataLoaderDispatcher() does not support a mesh with a 'tp' axis",
-                do=(
-                    "pass the mesh to prepare_data_loader(torch_device_mesh=), which gives all ranks on that axis the "
-                    "same batches"
-                ),
+                do="pass the mesh to prepare_data_loader(torch_device_mesh=), which gives all ranks on that axis the "
+                "same batches",
             )
         loader = _build(dataset, use_stateful_dataloader, _drop_last, kwargs)
         world = World.current()

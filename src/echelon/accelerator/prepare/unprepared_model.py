@@ -134,8 +134,6 @@ def _error(name: str, place: UserLine, num_processes: int) -> UsageError:
         f"backward() runs on {num_processes} processes outside the loop of a prepared loader, and {name!r} is a DataLoader that "
         "was not prepared, so every process would train on the same samples",
         where=str(place),
-        do=(
-            f"call {name} = accelerator.prepare({name}), or accelerator.allow_unsharded({name}) if every process "
-            "should read all of it"
-        ),
+        do=f"call {name} = accelerator.prepare({name}), or accelerator.allow_unsharded({name}) if every process "
+        "should read all of it",
     )

@@ -46,10 +46,8 @@ def agree_on_settings() -> None:
             raise ConfigError(
                 f"the ranks have different settings: {name} is {' and '.join(values_found)}",
                 where=f"setting {name}",
-                do=(
-                    "use the same environment and configuration file for all processes; if the script sets variables, "
-                    "set them on all ranks"
-                ),
+                do="use the same environment and configuration file for all processes; if the script sets variables, "
+                "set them on all ranks",
             )
 
 

@@ -162,10 +162,8 @@ def _build_use(
         raise ConfigError(
             f"engine={shown} and DeepSpeed settings (deepspeed_plugin or ACCELERATE_USE_DEEPSPEED) are both set",
             where="code Accelerator(engine=)",
-            do=(
-                "omit engine= to use DeepSpeed, pass engine='fsdp2' to train the same way with torch, or remove the "
-                "DeepSpeed settings"
-            ),
+            do="omit engine= to use DeepSpeed, pass engine='fsdp2' to train the same way with torch, or remove the "
+            "DeepSpeed settings",
         )
     _require_library(where)
     options = deepspeed_options(plugin, mixed_precision=mixed_precision)
@@ -189,10 +187,8 @@ def reject_placeholders(objects: Sequence[Any]) -> None:
             raise ConfigError(
                 f"prepare() got a {type(one).__name__}, which is a placeholder for an entry in the DeepSpeed config",
                 where="prepare()",
-                do=(
-                    "use Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=...)) with the deepspeed engine, "
-                    "or pass a torch object instead"
-                ),
+                do="use Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=...)) with the deepspeed engine, "
+                "or pass a torch object instead",
             )
 
 

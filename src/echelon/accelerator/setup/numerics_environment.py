@@ -242,10 +242,8 @@ def refuse_changed_buffers(models: Sequence[nn.Module], before: Mapping[int, int
             f"the buffer{'s' if len(changed) > 1 else ''} {', '.join(changed[:5])} changed in a training forward "
             "pass, so the values depend on which shards a process computes",
             where="parity='bitwise'",
-            do=(
-                "compute the value without state, freeze it, store it outside buffers if nothing depends on it, "
-                f"{_EXACT}"
-            ),
+            do="compute the value without state, freeze it, store it outside buffers if nothing depends on it, "
+            f"{_EXACT}",
         )
 
 

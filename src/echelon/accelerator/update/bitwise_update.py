@@ -238,10 +238,8 @@ class BitwiseUpdate(ExactUpdate):
             f"{who} evaluates its closure again with different parameters. With several shards per process, the "
             "earlier shards' batches are not kept",
             where="parity='bitwise', optimizer.step(closure)",
-            do=(
-                "use an optimizer that evaluates its closure once (LBFGS: max_iter=1), or parity='exact' with one "
-                "micro-step per update"
-            ),
+            do="use an optimizer that evaluates its closure once (LBFGS: max_iter=1), or parity='exact' with one "
+            "micro-step per update",
         )
         yield
 

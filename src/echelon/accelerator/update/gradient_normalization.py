@@ -118,10 +118,8 @@ class AccumulationWindow:
         elif self._items != num_items:
             raise UsageError(
                 f"got num_items={num_items} after num_items={self._items} in the same micro-step",
-                do=(
-                    "pass the same num_items for every loss in a micro-step (scale the losses instead if the counts "
-                    "differ)"
-                ),
+                do="pass the same num_items for every loss in a micro-step (scale the losses instead if the counts "
+                "differ)",
             )
         if self._count == 1 and sync and not self._is_redone:
             if self._scale is None:
