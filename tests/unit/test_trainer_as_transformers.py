@@ -67,7 +67,7 @@ def test_the_polynomial_schedule_has_transformers_keywords() -> None:
         optimizer.step()
         schedule.step()
     assert schedule.get_last_lr() == pytest.approx([0.05 + 0.15 * (1 - 4 / 8)])
-    with pytest.raises(ConfigError, match="lr_init is not an argument"):
+    with pytest.raises(ConfigError, match="polynomial scheduler has no argument lr_init"):
         get_scheduler("polynomial", optimizer, **options, scheduler_specific_kwargs={"lr_init": 1.0})
 
 

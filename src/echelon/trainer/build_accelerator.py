@@ -97,7 +97,7 @@ def accelerator_arguments(args: TrainingArguments, model: nn.Module | None) -> d
 
 
 def data_seed(args: TrainingArguments) -> int:
-    """Return the seed of the order of the training data."""
+    """Return the seed for the training data's order."""
     return args.seed if args.data_seed is None else args.data_seed
 
 

@@ -251,7 +251,7 @@ class TrainerInternals:
 
     @property
     def _total_loss_scalar(self) -> float:
-        """The sum of the losses logged in this training run; the mean loss of the run is computed from it."""
+        """The sum of the losses logged in this training run; the run's mean loss is computed from it."""
         return float(self._session.points.default("_total_loss_scalar")())
 
     @_total_loss_scalar.setter

@@ -444,7 +444,7 @@ class TrainingLoop:
         return self.last_logged_step
 
     def _loss_sum(self, value: float | None = None) -> float:
-        """Return the sum of the logged losses; with ``value``, set it, as an override does that logs itself."""
+        """Return the sum of the logged losses; an override that logs passes ``value`` to set it."""
         if value is not None:
             self._mean_loss.set_sum(value)
         return self._mean_loss.sum()

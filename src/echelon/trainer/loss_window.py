@@ -111,7 +111,8 @@ class MeanLoss:
         return self._mean(sums[0], num_steps=num_steps)
 
     def end_window(self) -> None:
-        """Start a new window. Its losses are added to the sum, unless ``set_sum`` has already included them, or will.
+        """Start a new window; the old one's losses are added to the sum unless ``set_sum`` has included or will include
+        them.
 
         Collective: call on every rank.
         """
@@ -125,7 +126,7 @@ class MeanLoss:
         return float(self._total[3]) / self._num_ranks
 
     def set_sum(self, value: float) -> None:
-        """Set the result of ``sum``, which then includes all steps so far."""
+        """Set the value that ``sum`` returns, which then includes all steps so far."""
         total = value * self._num_ranks
         count = float((self._total + self._uncounted + self._num_ranks * self.window.state()[0])[2])
         self._total = torch.tensor([total, count, count, total], dtype=torch.float64)

@@ -100,7 +100,7 @@ def named_slots(resolved: Resolved[RunConfig]) -> Slots | None:
 
 
 def _of_this_machine(text: str, origin: Origin) -> str:
-    """Return the slot numbers in DeepSpeed's ``host:0,2``, or an empty list for all slots."""
+    """Return the slot numbers in DeepSpeed's ``host:0,2`` as text; empty for all slots."""
     hosts = [part.partition(":") for part in text.split("@") if part]
     for host, _, _ in hosts:
         if not is_this_machine(host):

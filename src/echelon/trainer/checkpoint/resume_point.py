@@ -145,7 +145,7 @@ def saved_arguments(folder: Path) -> dict[str, Any]:
 
 
 def saved_batch_size(folder: Path) -> int | None:
-    """Return the batch size of one process in the run saved in ``folder``; None if it is not stored."""
+    """Return the saved run's batch size per process, or None if ``folder`` does not store it."""
     return TrainerState.load_from_json(folder / STATE_FILE).train_batch_size
 
 

@@ -196,13 +196,13 @@ def _min_lr_rate(kind: SchedulerType, more: dict[str, Any], *, peak: float) -> f
 
 
 def _with_end(given: Mapping[str, Any], *, peak: float) -> dict[str, Any]:
-    """Return the arguments ``given`` of the polynomial scheduler, and the first and the last learning rate."""
+    """Return the polynomial scheduler's arguments in ``given``, and its first and last learning rates."""
     lr_end = given.get("lr_end", 1e-7)
     if "lr_init" in given:
         raise ConfigError(
-            "lr_init is not an argument of the polynomial scheduler: it starts at the learning rate of the optimizer",
+            "the polynomial scheduler has no argument lr_init, because it starts at the optimizer's learning rate",
             where="lr_scheduler_kwargs",
-            do="remove it and set learning_rate",
+            do="remove lr_init and set learning_rate",
         )
     if not peak > lr_end:
         raise ConfigError(
