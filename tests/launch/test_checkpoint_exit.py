@@ -24,5 +24,5 @@ def test_checkpoints_that_cannot_be_written_end_the_run_with_exit_code_74(comman
     command.write("full.py", FULL)
     result = command.launch("--cpu", "full.py")
     assert (result.code, "step 3" in result.out) == (74, False), result.err
-    assert "3 checkpoints in a row could not be written" in result.err
+    assert "3 consecutive checkpoints could not be written" in result.err
     assert "state could not be saved: [Errno 28] No space left on device" in result.err

@@ -30,9 +30,13 @@ CASES = {
         "echelon does not run on TPUs\n  where: flag --tpu",
         "the entry point 'echelon.engines'",
     ),
-    "zero processes": (["--num_processes", "0", "ok.py"], "'0' is not a number of processes", "a positive integer"),
-    "negative processes": (["--num_processes=-2", "ok.py"], "'-2' is not a number", "a positive integer"),
-    "processes in words": (["--nproc_per_node", "two", "ok.py"], "'two' is not a number", "auto, gpu or cpu"),
+    "zero processes": (
+        ["--num_processes", "0", "ok.py"],
+        "'0' is not a valid number of processes",
+        "a positive integer",
+    ),
+    "negative processes": (["--num_processes=-2", "ok.py"], "'-2' is not a valid number", "a positive integer"),
+    "processes in words": (["--nproc_per_node", "two", "ok.py"], "'two' is not a valid number", "auto, gpu or cpu"),
     "processes from env": (["ok.py"], "num_processes=0 is below 1", "at least 1"),
     "precision": (
         ["--mixed_precision", "fp17", "ok.py"],
@@ -54,7 +58,7 @@ CASES = {
     ),
     "two names": (
         ["--num_processes", "2", "--nproc-per-node=3", "ok.py"],
-        "are two names of the same setting",
+        "set the same setting to different values",
         "remove one of them",
     ),
     "several machines": (["--nnodes=2", "ok.py"], "need a rendezvous address", "set --main_process_ip"),
@@ -65,7 +69,7 @@ CASES = {
     ),
     "second machine": (
         ["--machine_rank=1", "ok.py"],
-        "machine rank 1 is out of range for a run on one machine",
+        "machine rank 1 is out of range for a single-machine run",
         "set the number of machines",
     ),
     "another host": (
@@ -73,7 +77,11 @@ CASES = {
         "10.0.0.7 is not an address of this machine",
         "remove the address",
     ),
-    "rendezvous": (["--rdzv-backend=etcd", "ok.py"], "rendezvous backend 'etcd' is not supported", "remove it"),
+    "rendezvous": (
+        ["--rdzv-backend=etcd", "ok.py"],
+        "rendezvous backend 'etcd' is not supported",
+        "remove this setting",
+    ),
     "port": (
         ["--master_port", "70000", "ok.py"],
         "main_process_port=70000 is above 65535",
@@ -112,7 +120,7 @@ CASES = {
     ),
     "engine and stage": (
         ["--use_deepspeed", "--zero_stage=3", "--engine=ddp", "ok.py"],
-        "zero_stage=3 (from flag --zero_stage) and engine='ddp' (from flag --engine) cannot both hold",
+        "zero_stage=3 (from flag --zero_stage) and engine='ddp' (from flag --engine) contradict each other",
         "remove engine",
     ),
     "too many processes": (["--cpu", "--nproc_per_node=4000", "ok.py"], "4000 processes", "or add --oversubscribe"),

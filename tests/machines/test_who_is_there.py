@@ -95,7 +95,7 @@ def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_
         (["--nnodes=2", "--master_addr=127.0.0.1", "--rdzv_conf=join_timeot=3"], "did you mean join_timeout?"),
         (
             ["--nnodes=2", "--num_processes=3", "--master_addr=127.0.0.1"],
-            "3 processes cannot be divided equally among 2 machines",
+            "3 processes cannot be divided evenly among 2 machines",
         ),
     ],
 )

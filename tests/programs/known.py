@@ -50,7 +50,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "a stream without state cannot be entered in its middle",
         lambda p, at: p.data == "iterable" and p.saves is not None and at.parity != "off" and not p.replays,
-        "an iterable dataset without state cannot seek",
+        "an iterable dataset without state_dict() cannot seek",
     ),
     _Refusal(
         "bitwise sums are dense",
@@ -70,7 +70,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "parity off goes on in mid-epoch on the same number of processes",
         lambda p, at: p.saves is not None and at.parity == "off",
-        "the checkpoint was saved in the middle of an epoch on . process",
+        "the checkpoint was saved during an epoch with . process",
     ),
     _Refusal(
         "LBFGS needs whole parameters",
@@ -105,12 +105,12 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "split_batches needs a batch size that divides",
         lambda p, at: p.split_batches and (p.batch_size % at.world_size > 0 or p.zipped % at.world_size > 0),
-        "split_batches splits every batch",
+        "split_batches=True requires a batch size",
     ),
     _Refusal(
         "batches of other lengths cannot be joined by rank zero",
         lambda p, at: at.world_size > 1 and p.collate == "padded" and (p.dispatches or p.data == "iterable"),
-        "cannot be joined to one for all ranks",
+        "cannot be concatenated into one for all ranks",
     ),
     _Refusal(
         "gather of batches of other sizes",
@@ -120,7 +120,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "ranks with other numbers of batches",
         lambda p, at: at.world_size > 1 and at.parity == "off" and not p.even_batches,
-        "the ranks do not have the same number of batches|but other ranks have more batches and continue their update",
+        "the ranks have different numbers of batches|but other ranks have more batches and continue their update",
     ),
 ]
 

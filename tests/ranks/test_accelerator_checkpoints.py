@@ -605,7 +605,7 @@ def test_a_full_disk_is_reported_and_the_third_failure_ends_the_run(
             if not blocking:
                 accelerator.checkpoints.store.wait()
         assert sum("No space left on device" in str(one.message) for one in said) == 2
-        with pytest.raises(TooManyFailedSavesError, match="3 checkpoints in a row could not be written"):  # noqa: PT012
+        with pytest.raises(TooManyFailedSavesError, match="3 consecutive checkpoints could not be written"):  # noqa: PT012
             accelerator.save_state(blocking=blocking)
             accelerator.checkpoints.store.wait()
     assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name != ".lock"] == [kept.name]

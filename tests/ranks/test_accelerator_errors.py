@@ -36,7 +36,7 @@ def _split_odd() -> None:
 def test_an_indivisible_batch_is_an_error() -> None:
     error = _raised(_split_odd)
     assert isinstance(error, UsageError)
-    assert "batch_size=5 is not divisible" in str(error)
+    assert "but got batch_size=5" in str(error)
     assert "multiple of 2" in str(error)
 
 

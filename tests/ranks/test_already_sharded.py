@@ -373,7 +373,7 @@ def test_options_that_conflict_with_a_sharded_loader_are_rejected() -> None:
     for texts in run_on_ranks(_refused, cases):
         assert "already sharded by its sampler (StridedSampler), and parity='exact'" in texts[0]
         assert "its dataset (AsksStream, whose code uses the rank), and parity='bitwise'" in texts[1]
-        assert "dispatch_batches=True only rank zero reads" in texts[2]
+        assert "dispatch_batches=True, only rank zero reads data" in texts[2]
         assert "its dataset (webdataset.split_by_node)" in texts[3]
         assert "split_batches=True" in texts[4]
         for text in texts:

@@ -33,7 +33,7 @@ def _placed(folder: str) -> list[int]:
     for name in tensors:
         assert torch.equal(checkpoint.read(name), values), name
     own = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()])
-    with pytest.raises(CheckpointError, match="this rank's part is not a box"):
+    with pytest.raises(CheckpointError, match="this rank's shard is not a contiguous box"):
         save(Path(folder) / "d", Content(tensors={"w": own}), world=World.current())
     files = sorted(os.listdir(folder_of))
     assert files == ["manifest.json", "objects.json", *(f"rank_0000{rank}.safetensors" for rank in range(4))]
@@ -86,6 +86,6 @@ def _unequal(folder: str) -> Any:
 
 
 def test_the_error_for_different_models_names_the_tensor(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"the tensor w is float32 \[2\] on rank 0 and float32 \[3\] on rank 1"):
+    with pytest.raises(AssertionError, match=r"the tensor w is float32 \[2\] on rank 0, but float32 \[3\] on rank 1"):
         run_on_ranks(_unequal, str(tmp_path))
     assert list(tmp_path.iterdir()) == []

@@ -106,10 +106,10 @@ def _nothing() -> None:
 
 
 def test_misuse_raises_on_every_rank() -> None:
-    with pytest.raises(RanksFailed, match="ranks 0 and 1 of one machine have different columns") as failed:
+    with pytest.raises(RanksFailed, match="ranks 0 and 1 are on the same machine but have different columns") as failed:
         run_on_ranks(_different)
     assert len(failed.value.errors) == 2
-    with pytest.raises(RanksFailed, match="the dataset is None on rank 0, the first one of its machine"):
+    with pytest.raises(RanksFailed, match="the dataset is None on rank 0, which is the first rank on its machine"):
         run_on_ranks(_nothing)
 
 
@@ -153,7 +153,7 @@ def test_each_container_keeps_its_type() -> None:
 
 
 def test_what_cannot_be_split_is_an_error() -> None:
-    with pytest.raises(UsageError, match="must have equal lengths"):
+    with pytest.raises(UsageError, match="to have the same length"):
         _parts({"x": [1], "y": [1, 2]}, 2)
     with pytest.raises(UsageError, match="cannot split a int"):
         _parts(3, 2)

@@ -24,9 +24,9 @@ def _agreement() -> None:
     config = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}
     assert _settings(config, {}) == ("bf16", 4)
     assert _settings(config, {"mixed_precision": "bf16", "gradient_accumulation_steps": 4}) == ("bf16", 4)
-    with pytest.raises(ConfigError, match=r"mixed_precision='fp16' .*'bf16' .*bf16.enabled\) cannot both hold"):
+    with pytest.raises(ConfigError, match=r"mixed_precision='fp16' .*'bf16' .*bf16.enabled\) contradict each other"):
         _settings(config, {"mixed_precision": "fp16"})
-    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2 .* and 4 .* cannot both hold"):
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2 .* and 4 .* contradict each other"):
         _settings(config, {"gradient_accumulation_steps": 2})
 
 

@@ -131,7 +131,7 @@ def test_tpus_are_rejected_with_alternatives(name: str) -> None:
 
 
 def test_entry_points_register_engines() -> None:
-    with pytest.raises(ConfigError, match="there is no engine 'counting'"):
+    with pytest.raises(ConfigError, match="unknown engine 'counting'"):
         load_engine("counting")
     with installed():
         assert load_engine("counting") is CountingEngine

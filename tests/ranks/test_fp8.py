@@ -120,6 +120,6 @@ def test_the_error_for_missing_torchao_shows_the_install_command(monkeypatch: py
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(MissingExtraError, match=r"mixed_precision='fp8' .* needs the package 'torchao'") as raised:
+    with pytest.raises(MissingExtraError, match=r"mixed_precision='fp8' .* requires the package 'torchao'") as raised:
         Accelerator(cpu=True, mixed_precision="fp8")
     assert raised.value.do == "pip install 'echelon[fp8]'"

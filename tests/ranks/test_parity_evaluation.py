@@ -135,7 +135,7 @@ def test_a_sum_that_counts_a_padding_sample_is_reported_once() -> None:
         assert total == 3
         assert len(warned) == (rank == 0)
         if rank == 0:
-            assert "has 2 samples for 3 processes, so rank(s) 2 received a padding sample" in warned[0]
+            assert "has only 2 samples for 3 processes, so rank(s) 2 received a padding sample" in warned[0]
             assert "accelerator.trim_for_metrics" in warned[0]
     assert run_on_ranks(_sum_without_a_look, 5, world_size=3) == [(5, [])] * 3  # 4 + 1 samples: joined
 

@@ -371,7 +371,7 @@ def _read_stream(project: Path, dispatches: bool) -> tuple[list[Any], list[Any],
         read: list[Any] = []
         with warnings.catch_warnings():
             warnings.filterwarnings(
-                "ignore", message=".* batches of iterable data were read again", category=EchelonWarning
+                "ignore", message=".* batches of iterable data had to be read again", category=EchelonWarning
             )
             accelerator.resume()
             for epoch in accelerator.epochs(2):
@@ -410,8 +410,10 @@ def _refused(project: Path, stop: bool) -> str:
 def test_without_parity_another_number_of_processes_is_rejected_in_mid_epoch(tmp_path: Path) -> None:
     run_on_ranks(_refused, tmp_path, True, world_size=1)
     for text in run_on_ranks(_refused, tmp_path, False):
-        assert "saved within an epoch on 1 processes, but this run has 2, so samples would be repeated or lost" in text
-        assert "train with parity='exact', which resumes on any number" in text
+        assert (
+            "saved during an epoch with 1 processes, but this run has 2, so samples would be repeated or lost" in text
+        )
+        assert "train with parity='exact', which can resume with any number" in text
 
 
 def _read_other_data(folder: str, kind: str, num_samples: int, batch_size: int, stop: int) -> Any:
@@ -450,7 +452,7 @@ def test_different_data_is_rejected_or_accepted_on_every_rank(kind: str, tmp_pat
     read = []
     for is_resumed, text, samples in results:
         assert is_resumed
-        assert "it had 40 samples, and now has 48" in text
+        assert "it had 40 samples but now has 48" in text
         assert "after 24 of 48 samples" in text
         read += samples
     assert sorted(read) == [*range(24, 48)]

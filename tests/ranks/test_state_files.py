@@ -368,7 +368,7 @@ def test_a_file_that_contains_code_is_rejected_and_not_run(file: str, legacy: bo
     accelerator = _like_accelerates()[0]
     with pytest.raises(
         CheckpointError,
-        match=rf"{file} is not loaded, because it could run code: it contains (posix|nt)\.system, which is not plain data",
+        match=rf"{file} was not loaded, because it could run code: it contains (posix|nt)\.system, which is not plain data",
     ):
         accelerator.load_state(folder)
     assert not mark.exists()

@@ -67,8 +67,10 @@ def test_more_processes_than_devices_is_an_error_with_the_maximum(machine: Machi
     machine.has(2, "xpu")
     with pytest.raises(ConfigError) as caught:
         choose_device(local_rank=2, local_world_size=4)
-    assert caught.value.what == "there is no device for local rank 2: 4 processes, 2 xpu devices"
-    assert str(caught.value.do).startswith("start at most 2 processes on this machine, or run on the CPU (--cpu,")
+    assert (
+        caught.value.what == "no device is left for local rank 2: this machine runs 4 processes but has 2 xpu devices"
+    )
+    assert str(caught.value.do).startswith("start at most 2 processes on this machine, or pass --cpu")
 
 
 @pytest.mark.parametrize("name", VISIBLE)
@@ -83,13 +85,13 @@ def test_a_process_with_one_visible_device_uses_it(
 def test_more_processes_than_visible_devices_is_an_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.has(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(ConfigError, match="4 processes, 2 cuda devices"):
+    with pytest.raises(ConfigError, match="runs 4 processes but has 2 cuda devices"):
         choose_device(local_rank=3, local_world_size=4)
 
 
 def test_one_unassigned_device_is_not_shared(machine: Machine) -> None:
     machine.has(1)
-    with pytest.raises(ConfigError, match="4 processes, 1 cuda devices"):
+    with pytest.raises(ConfigError, match="runs 4 processes but has 1 cuda devices"):
         choose_device(local_rank=3, local_world_size=4)
 
 

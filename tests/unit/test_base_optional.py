@@ -33,7 +33,7 @@ def test_an_installed_package_is_returned() -> None:
 def test_the_error_for_a_missing_package_shows_the_pip_command(module: str) -> None:
     with pytest.raises(MissingExtraError) as caught:
         require(module, extra="report", purpose="echelon report")
-    assert caught.value.what == "echelon report needs the package 'no_such_package', which is not installed"
+    assert caught.value.what == "echelon report requires the package 'no_such_package', which is not installed"
     assert caught.value.do == "pip install 'echelon[report]'"
 
 

@@ -129,11 +129,11 @@ def test_process_limits_are_considered(tmp_path: Path, monkeypatch: pytest.Monke
     stat = "7 (a) b) S 1 7 7 0 -1 4194304 1 0 0 0 1 1 0 0 20 0 30 0 99 1 1\n"
     root = write(tmp_path, {"proc/7/stat": stat, "proc/8/stat": stat, "proc/meminfo": "x", "proc/9/none": ""})
     found = room_for_tasks(root)
-    assert found == Room(left=40, source="ulimit -u is 100, this user has 60 processes and threads")
+    assert found == Room(left=40, source="ulimit -u is 100, and this user has 60 processes and threads")
     write(root, {"proc/self/cgroup": "8:pids:/job\n"})
     write(root, {"sys/fs/cgroup/pids/job/pids.max": "64\n", "sys/fs/cgroup/pids/job/pids.current": "60\n"})
     found = room_for_tasks(root)
-    assert found == Room(left=4, source="pids.max of the control group is 64, 60 are in use")
+    assert found == Room(left=4, source="pids.max of the control group is 64, and 60 are in use")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 0))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert limits.room_for_files() is None

@@ -164,7 +164,7 @@ def test_other_than_plain_data_is_rejected_with_its_location(value: Any) -> None
     with pytest.raises(CheckpointError) as caught:
         encode({"a": [0, {1: value}]}, name="scheduler")
     assert "scheduler['a'][1][1] is a " in str(caught.value)
-    assert "do:    save numbers, text" in str(caught.value)
+    assert "do:    save numbers, strings" in str(caught.value)
 
 
 def test_a_structure_that_contains_itself_is_rejected() -> None:
@@ -187,7 +187,7 @@ def test_a_structure_that_contains_itself_is_rejected() -> None:
         (b"\xff", "utf-8"),
         (b'{"$nothing":1}', r"unknown type '\$nothing'"),
         (b'{"$tuple":[],"b":1}', r"'\$tuple' must be the only key"),
-        (b'{"$array":["O",[1],""]}', "'O' is not a dtype of plain data"),
+        (b'{"$array":["O",[1],""]}', "'O' is not a dtype that plain data can have"),
         (b'{"$array":["<f8",[4611686018427387904,4],""]}', "cannot be read"),
         (b'{"$array":["<U99999999",[1],"AAAA"]}', "cannot be read"),
         (b'{"$set":[[1]]}', "unhashable"),
@@ -195,7 +195,7 @@ def test_a_structure_that_contains_itself_is_rejected() -> None:
         (b'{"$torch_dtype":"load"}', "'load' is not a dtype"),
         (b'{"$torch_dtype":"__builtins__"}', "is not a dtype"),
         (b'{"$default_dict":["eval",{}]}', "eval"),
-        (b'{"$tensor":"w"}', "it refers to a tensor where none is allowed"),
+        (b'{"$tensor":"w"}', "it refers to a tensor in a place where tensors are not allowed"),
         (b'{"$bytes":"*"}', "base64"),
         (b'{"$float":"1.0"}', "expected nan, inf or -inf"),
         (b'{"$timedelta":[1e308,0,0]}', "cannot be read"),

@@ -113,7 +113,7 @@ def test_ranks_with_exclusive_data_write_less_replicated_data() -> None:
 
 
 def test_ranks_that_disagree_are_named() -> None:
-    with pytest.raises(DesyncError, match=r"w is float32 \[2\] on rank 0 and float32 \[3\] on rank 1"):
+    with pytest.raises(DesyncError, match=r"w is float32 \[2\] on rank 0, but float32 \[3\] on rank 1"):
         assign_writers(
             {
                 0: [LocalShard("w", "float32", (2,), ChunkBounds((0,), (2,)))],
@@ -125,11 +125,11 @@ def test_ranks_that_disagree_are_named() -> None:
 @pytest.mark.parametrize(
     ("boxes", "why"),
     [
-        ([((0,), (2,))], "its chunks contain 2 of 4 elements"),
+        ([((0,), (2,))], "its chunks contain only 2 of 4 elements"),
         ([((0,), (3,)), ((2,), (2,))], r"the chunk at \[2\] of size \[2\] overlaps another chunk"),
         ([((0,), (4,)), ((0,), (4,))], "overlaps another chunk"),
-        ([((2,), (4,))], "is not inside the tensor"),
-        ([((0, 0), (4, 1))], "is not inside the tensor"),
+        ([((2,), (4,))], "extends beyond the tensor"),
+        ([((0, 0), (4, 1))], "extends beyond the tensor"),
     ],
 )
 def test_chunks_that_do_not_form_a_tensor_are_rejected(

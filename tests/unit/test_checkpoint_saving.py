@@ -128,7 +128,7 @@ def test_missing_tensors_and_other_shapes_are_errors_before_copying(tmp_path: Pa
         save(tmp_path / "c", Content(tensors={"a": torch.ones(2), "b": torch.ones(3)}), world=WORLD)
     )
     a = torch.zeros(2)
-    with pytest.raises(CheckpointError, match="has no c\n"):
+    with pytest.raises(CheckpointError, match="does not contain c\n"):
         checkpoint.read_into({"a": a, "c": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"b has shape \[3\] in .*, and \[4\] here"):
         checkpoint.read_into({"a": a, "b": torch.zeros(4)})
@@ -160,9 +160,9 @@ def test_unsupported_content_is_an_error_that_changes_nothing(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"ema\['f'\] is a builtins.object"):
         save(tmp_path / "c", Content(objects={"ema": {"f": object()}}), world=WORLD)
-    with pytest.raises(CheckpointError, match="is on the meta device and has no values"):
+    with pytest.raises(CheckpointError, match="is on the meta device, so it has no values to save"):
         save(tmp_path / "c", Content(tensors={"w": torch.empty(1, device="meta")}), world=WORLD)
-    with pytest.raises(CheckpointError, match=r"two tensors in .* would have the same name"):
+    with pytest.raises(CheckpointError, match=r"the tensor names for .* are not unique or are reserved"):
         save(tmp_path / "c", Content(tensors={"__metadata__": torch.ones(1)}), world=WORLD)
     with pytest.raises(UsageError, match="file exists and is a file, not a directory"):
         save(tmp_path / "file", Content(), world=WORLD)
@@ -206,7 +206,7 @@ def test_machines_without_a_shared_folder_are_named(tmp_path: Path, monkeypatch:
 
     for text in on_threads(run, 2):
         assert "is not shared by all ranks: rank 0 on " in text
-        assert "these ranks do not see it: rank 1 on " in text
+        assert "these ranks cannot see it: rank 1 on " in text
         assert "save_on_each_node=True" in text
     assert list(tmp_path.iterdir()) == []
 
@@ -235,8 +235,8 @@ def test_each_machine_may_write_a_separate_checkpoint(tmp_path: Path) -> None:
         return str(caught.value)
 
     for text in on_threads(sharded, 2):
-        assert "its chunks contain 2 of 4 elements" in text
-        assert "to save on each machine, every machine must have the whole state" in text
+        assert "its chunks contain only 2 of 4 elements" in text
+        assert "if each machine saves separately, every machine must have the whole state" in text
 
 
 # ---- a disk that says no ---------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_reports_missing_bytes(tmp_path
         save(tmp_path / "c", Content(tensors={"w": torch.zeros(2000)}, objects={"s": 1}), world=WORLD, storage=storage)
     # 8000 bytes of the tensor and 7 of {"s":1}; of the 3000 that there were, the file has all, and its header some.
     assert f"{tmp_path / 'c'} could not be saved: [Errno 28] No space left on device" in str(caught.value)
-    assert "(rank 0 writes 8,007 bytes, 0 are free: 5,007 bytes are missing)" in str(caught.value)
+    assert "(rank 0 writes 8,007 bytes, and 0 bytes are free: 5,007 bytes are missing)" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     assert Checkpoint(tmp_path / "c").objects() == {"step": 1}
 
@@ -280,7 +280,7 @@ def test_failures_are_reported_up_to_the_limit() -> None:
     for _ in range(2):
         with pytest.warns(EchelonWarning):
             failures.failed(error)
-    with pytest.raises(TooManyFailedSavesError, match="3 checkpoints in a row could not be written") as caught:
+    with pytest.raises(TooManyFailedSavesError, match="3 consecutive checkpoints could not be written") as caught:
         failures.failed(error)
     assert caught.value.exit_code == 74
 
@@ -578,4 +578,4 @@ def test_different_checkpoints_with_one_name_on_two_machines_are_not_loaded() ->
         assert found.checkpoint is None
         return [why for _, why in found.skipped]
 
-    assert on_threads(run, 2) == [["the machines have different checkpoints with this name"]] * 2
+    assert on_threads(run, 2) == [["this name refers to different checkpoints on different machines"]] * 2

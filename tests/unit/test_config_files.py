@@ -127,7 +127,7 @@ def test_the_same_yaml_goes_to_another_engine_that_takes_its_settings_and_not_to
     with pytest.raises(ConfigError) as raised:
         check(of_file(path, engine="ddp"))
     assert raised.value.what == (
-        f"zero_stage=3 (from file {path}:10) and engine='ddp' (from flag --engine) cannot both hold"
+        f"zero_stage=3 (from file {path}:10) and engine='ddp' (from flag --engine) contradict each other"
     )
     assert f"from file {path}:11 (distributed_type: DEEPSPEED)" in str(raised.value.do)
 
@@ -195,9 +195,9 @@ IMPOSSIBLE = {
     "tpu_use_cluster: true": "echelon.engines",
     "downcast_bf16: 'yes'": "echelon.engines",
     "tpu_env: [A=1]": "echelon.engines",
-    "mpirun_config: {mpirun_hostfile: hosts}": "echelon detects its ranks",
+    "mpirun_config: {mpirun_hostfile: hosts}": "echelon detects the ranks",
     "megatron_lm_config: {megatron_lm_tp_degree: 2}": "distributed_type: FSDP or DEEPSPEED",
-    "ipex_config: {ipex: true}": "PyTorch has these optimizations built in",
+    "ipex_config: {ipex: true}": "these optimizations are built into PyTorch",
     "fp8_config: {backend: TE, margin: 0}": "set fp8_backend to AO",
 }
 
@@ -223,7 +223,7 @@ TOGETHER = {
     "mixed_precision: bf16\nmixed_precision: fp16": ("mixed_precision is set twice", "run.yaml:1 and", "run.yaml:2"),
     "engine: zero1\nfsdp_config: {fsdp_version: 2}\ndistributed_type: FSDP": (
         *("sharded_by='fsdp' (from file", "run.yaml:3 (distributed_type: FSDP)) and engine='zero1' (from file"),
-        "run.yaml:1) cannot both hold",
+        "run.yaml:1) contradict each other",
     ),
     "distributed_type: MULTI_GPU\nfsdp_config: {fsdp_version: 2}": (
         *("fsdp_version=2 would have no effect: the model is not sharded", "run.yaml:2"),
@@ -235,7 +235,7 @@ TOGETHER = {
     "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: gone.json}": (
         *("the DeepSpeed config file gone.json does not exist", "run.yaml:2"),
     ),
-    "engine: fsdp3": ("there is no engine 'fsdp3'", "run.yaml:1", "did you mean 'fsdp2'?"),
+    "engine: fsdp3": ("unknown engine 'fsdp3'", "run.yaml:1", "did you mean 'fsdp2'?"),
 }
 
 
@@ -262,7 +262,7 @@ def test_a_json_of_deepspeed_and_a_setting_beside_it_that_says_something_else(tm
         check(_with_json(tmp_path, {"zero_stage": 2}, said))
     assert raised.value.what == (
         f"zero_stage=2 (from file {tmp_path / 'run.yaml'}:3) and zero_optimization.stage=3 (from file "
-        f"{tmp_path / 'ds.json'}:3) cannot both hold"
+        f"{tmp_path / 'ds.json'}:3) contradict each other"
     )
     check(_with_json(tmp_path, {"zero_stage": "3", "gradient_clipping": "1.0", "offload_param_device": "cpu"}, said))
 
@@ -271,11 +271,11 @@ def test_what_fills_in_an_auto_is_explained() -> None:
     resolved = derive(resolve(RunConfig, [from_flags({"mixed_precision": ("bf16", "--mixed_precision")})]))
     rows = {line.split()[0]: line for line in show_json(str(CONFIGS / "ds_zero3_auto.json"), resolved).splitlines()}
     assert rows["bf16.enabled"].endswith("(filled in from mixed_precision='bf16', flag --mixed_precision)")
-    assert rows["train_batch_size"].endswith("(filled in from micro batch x accumulation x processes)")
-    assert rows["zero_optimization.reduce_bucket_size"].endswith(
-        "(filled in from the hidden size h of the model: h x h)"
+    assert rows["train_batch_size"].endswith(
+        "(filled in from micro-batch size x gradient accumulation steps x number of processes)"
     )
-    assert rows["optimizer.params.lr"].endswith("(filled in from the objects that the script prepares)")
+    assert rows["zero_optimization.reduce_bucket_size"].endswith("(filled in from the model's hidden size h: h x h)")
+    assert rows["optimizer.params.lr"].endswith("(filled in from the objects that the script passes to prepare())")
 
 
 def test_a_batch_that_does_not_fit_the_number_of_processes_names_all_of_them(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_batch_that_does_not_fit_the_number_of_processes_names_all_of_them(tmp
     with pytest.raises(ConfigError) as raised:
         check(resolved, world_size=2)
     assert raised.value.what == (
-        f"train_batch_size=32 (from file {tmp_path / 'ds.json'}:2) is not train_micro_batch_size_per_gpu=4 x "
+        f"train_batch_size=32 (from file {tmp_path / 'ds.json'}:2) is not equal to train_micro_batch_size_per_gpu=4 x "
         f"gradient_accumulation_steps=2 x 2 processes (from file {tmp_path / 'run.yaml'}:2) = 16"
     )
 
@@ -315,7 +315,7 @@ def test_a_misspelt_name_is_reported_with_its_line_in_every_format(
         ("toml", "a = [", "is not valid TOML"),
         ("json", "{'a': 1}", "is not valid JSON"),
         ("yaml", "a: [", "is not valid YAML"),
-        ("yaml", "base: &b {fsdp_version: 2}\nfsdp_config:\n  <<: *b\n", "'<<' is not the name of a setting"),
+        ("yaml", "base: &b {fsdp_version: 2}\nfsdp_config:\n  <<: *b\n", "'<<' is not a valid setting name"),
         ("yaml", "fsdp_config: {fsdp_version: {a: 1}}", "unknown setting 'fsdp_config.fsdp_version.a'"),
     ],
 )

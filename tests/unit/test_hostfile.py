@@ -148,7 +148,7 @@ def test_the_machines_are_those_of_the_hostfile_the_filters_and_the_number(tmp_p
     ("values", "what"),
     [
         ({"deepspeed_hostfile": "", "num_machines": 3}, "num_machines=3, but the hostfile and the filters name 2"),
-        ({"deepspeed_hostfile": "", "gpu_ids": "0,1"}, "gpu_ids='0,1' selects accelerators of one machine"),
+        ({"deepspeed_hostfile": "", "gpu_ids": "0,1"}, "gpu_ids='0,1' selects accelerators on one machine"),
         ({"deepspeed_hostfile": "", "deepspeed_multinode_launcher": "slurm"}, "launcher 'slurm' is not supported"),
         ({"deepspeed_exclusion_filter": "a:0"}, "requires a hostfile"),
         (

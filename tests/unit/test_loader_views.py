@@ -104,7 +104,7 @@ def test_batch_sampler_shards_match_accelerate() -> None:
     assert isinstance(shard, BatchSampler)
     assert (len(shard), shard.total_length, shard.batch_size, shard.drop_last) == (2, 2, 4, False)
     assert shard.sampler is batches.sampler
-    with pytest.raises(UsageError, match="batch_size=4 is not divisible"):
+    with pytest.raises(UsageError, match="but got batch_size=4"):
         BatchSamplerShard(batches, 3, 0, split_batches=True)
 
 

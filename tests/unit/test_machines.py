@@ -114,7 +114,7 @@ def test_a_file_of_accelerates_counts_the_processes_of_all_machines(tmp_path: Pa
     assert per_machine(resolved, {}, CliOverrides(), 2).value.num_processes == 4
     by_flag = settings(num_processes=8, num_machines=2)
     assert per_machine(by_flag, {"num_processes": "--nproc_per_node"}, CliOverrides(), 2).value.num_processes == 8
-    with pytest.raises(ConfigError, match="8 processes cannot be divided equally among 3 machines"):
+    with pytest.raises(ConfigError, match="8 processes cannot be divided evenly among 3 machines"):
         per_machine(settings(num_processes=8, num_machines=3), {}, CliOverrides(), 3)
     with pytest.raises(ConfigError, match="on 1 to 2 machines"):
         per_machine(by_flag, {"num_processes": "--num_processes"}, CliOverrides(nnodes="1:2"), 2)

@@ -27,7 +27,7 @@ def _note(tmp_path: Path, source: str, *argv: str, failed: bool = False, kind: s
 def test_a_flag_that_only_a_launcher_has_is_noted(flag: str, tmp_path: Path) -> None:
     name = flag.partition("=")[0]
     assert _note(tmp_path, "import torch\n", "SCRIPT", "--lr", "1", flag) == (
-        f"{name} after the script was passed to train.py, not to the launcher; the launcher's flags go before the script: "
+        f"{name} after the script was passed to train.py, not to the launcher; put launcher flags before the script: "
         f"echelon launch {name} ... train.py"
     )
 

@@ -109,6 +109,6 @@ def test_the_launcher_reports_missing_packages_before_starting_ranks(
     assert ("the ranks are started" in told) is not is_refused
     if not is_refused:
         return
-    assert "needs the package 'deepspeed', which is not installed" in told
+    assert "requires the package 'deepspeed', which is not installed" in told
     assert f"where: file {CONFIG}:" in told
-    assert f"{REMEDY} or add --engine fsdp2" in told
+    assert f"{REMEDY} or pass --engine fsdp2" in told

@@ -198,7 +198,7 @@ def test_a_dataset_that_changes_its_length_is_rejected() -> None:
     one = ExactBatches(order, rank=0, world_size=1, options=options, batch_size=4)
     assert len(list(one)) == 3
     data.append(9)
-    with pytest.raises(UsageError, match="had 9 samples when its loader was prepared, and now has 10"):
+    with pytest.raises(UsageError, match="had 9 samples when its loader was prepared, but now has 10"):
         list(one)
 
 

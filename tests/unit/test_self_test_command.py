@@ -124,10 +124,10 @@ def test_a_failed_start_is_reported_and_fails_the_current_check(run: Any, tmp_pa
     report = "\n".join(f"line {i}" for i in range(60)) + "\nechelon: rank 1 failed first"
     result = run(layout={"told": LAYOUT[:2], "code": 1, "says": report})
     assert result.exit_code == 1
-    assert "exact      its processes ended with exit code 1" in result.output
+    assert "exact      the processes exited with code 1" in result.output
     assert "    | echelon: rank 1 failed first" in result.output
     assert "line 0\n" not in result.output
-    output = Path(result.output.partition("see the report; ")[2].partition(" contains")[0])
+    output = Path(result.output.partition("the complete output is in ")[2].partition("\n")[0])
     assert "line 0\n" in output.read_text(encoding="utf-8")
     assert [(check["name"], check["passed"]) for check in _evidence(tmp_path)["checks"]] == [
         ("world", True),
@@ -146,7 +146,7 @@ def test_an_invalid_setting_is_reported_like_by_the_launcher(run: Any, tmp_path:
 def test_a_run_without_local_ranks_prints_nothing(run: Any) -> None:
     result = run(layout={"told": [], "code": 0})
     assert result.exit_code == 1
-    assert "no process of the run is on this machine" in result.output
+    assert "none of the run's processes is on this machine" in result.output
 
 
 @pytest.mark.parametrize(

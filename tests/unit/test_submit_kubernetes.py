@@ -305,4 +305,4 @@ def test_missing_kubectl_is_reported(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert _run(["submit", "kubernetes", "--apply", *MINIMAL]) == 1
-    assert "kubectl is not installed here" in capsys.readouterr().err
+    assert "kubectl is not installed on this machine" in capsys.readouterr().err

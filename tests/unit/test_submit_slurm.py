@@ -203,7 +203,7 @@ def test_errors_of_sbatch_are_reported(
     monkeypatch.setenv("PATH", str(site))
     assert _run(["submit", "slurm", "train.py"]) == 1
     told = capsys.readouterr().err
-    assert "sbatch is not installed here" in told
+    assert "sbatch is not installed on this machine" in told
     assert "login node" in told
 
 
@@ -224,10 +224,13 @@ def test_errors_of_sbatch_are_reported(
         (["--env", "A B=1", "train.py"], ["'A B'", "flag --env"]),
         (["--job_name", "a\nb", "train.py"], ["'a\\nb' contains a line break", "flag --job_name"]),
         (["--sbatch", "--x\n--y", "train.py"], ["contains a line break", "flag --sbatch"]),
-        (["--nproc_per_node", "9", "--gpus_per_node", "8", "train.py"], ["9 processes per machine, but only 8 GPUs"]),
+        (
+            ["--nproc_per_node", "9", "--gpus_per_node", "8", "train.py"],
+            ["9 processes per machine were requested, but only 8 GPUs"],
+        ),
         (["--launch_args=--partity exact", "train.py"], ["unknown flag --partity", "--parity"]),
         (["--launch_args", "train.py", "train.py"], ["'train.py' is not a flag of echelon launch"]),
-        (["--direct", "--launch_args=--summary", "train.py"], ["--launch_args has no effect with --direct"]),
+        (["--direct", "--launch_args=--summary", "train.py"], ["--launch_args requires echelon launch"]),
         (["--output", "job-%j.out", "train.py"], ["the file for the batch script", "--log_dir"]),
         (["--partitoin", "gpu", "train.py"], ["unknown flag --partitoin", "--partition"]),
         (["-m", "--no_python", "train.py"], ["--module and --no_python are mutually exclusive"]),

@@ -180,7 +180,7 @@ def test_a_training_on_several_devices_goes_on_from_its_checkpoint(tmp_path: Pat
 
 
 def test_an_engine_that_is_not_there_or_does_not_fit_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no engine 'ddpp'"):
+    with pytest.raises(ConfigError, match="unknown engine 'ddpp'"):
         Trainer(Net(), _args(tmp_path, engine="ddpp"))
     with pytest.raises(ConfigError, match="are both set"):
         Trainer(Net(), _args(tmp_path, engine="dp", fsdp="full_shard"))

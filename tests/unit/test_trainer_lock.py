@@ -36,7 +36,7 @@ def test_another_process_that_trains_in_the_folder_is_named_before_the_first_ste
     _lock(tmp_path, parent, str(_start_of(parent)))
     trainer = _trainer(tmp_path)
     with pytest.raises(
-        CheckpointError, match=rf"(?s)locked by another run.*process {parent} on .*give this run another folder"
+        CheckpointError, match=rf"(?s)locked by another run.*process {parent} on .*use a different folder for this run"
     ):
         trainer.train()
     assert trainer.state.global_step == 0

@@ -137,7 +137,7 @@ def test_without_deepspeed_its_functions_refuse_and_its_context_does_nothing(mon
     monkeypatch.setattr("echelon.compat.probes.is_deepspeed_available", lambda: True)
     assert zero() == 3
     monkeypatch.setattr("echelon.compat.probes.is_deepspeed_available", lambda: False)
-    with pytest.raises(MissingExtraError, match="zero needs the package 'deepspeed'"):
+    with pytest.raises(MissingExtraError, match="zero requires the package 'deepspeed'"):
         zero()
     weight = nn.Parameter(torch.ones(2))
     with utils.GatheredParameters([weight]):

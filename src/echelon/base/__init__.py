@@ -1,1 +1,1 @@
-"""Errors, logging, the environment and devices; imports no other subpackage of echelon."""
+"""Errors, logging, environment variables and devices. This package imports no other echelon subpackage."""

@@ -1,4 +1,4 @@
-"""Facts about engines, for callers that must not depend on the class of an engine."""
+"""Describes engines to callers that must not depend on an engine's class."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ __all__ = ["Capabilities"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Facts about one engine for the layers above."""
+    """Facts about one engine that higher layers rely on."""
 
     name: str
-    """The name in the registry and in messages."""
+    """The engine's name in the registry and in messages."""
     distributed_type: str | None = None
-    """``Accelerator.distributed_type`` if it is not NO or MULTI_<device>."""
+    """Value of ``Accelerator.distributed_type``, if it is not NO or MULTI_<device>."""
     replicates: bool
-    """Several ranks hold the whole model and reduce gradients."""
+    """Every rank holds the whole model, and gradients are reduced across ranks."""
     shards_parameters: bool = False
-    """A rank holds a shard of each parameter: every rank takes part in a full state dict."""
+    """Each rank holds a shard of each parameter, so building a full state dict requires all ranks."""
     shards_optimizer_state: bool = False
-    """A rank holds a shard of the optimizer state: every rank takes part in a full state, and rank zero gets it."""
+    """Each rank holds a shard of the optimizer state, so building the full state requires all ranks; rank zero receives it."""
     joins_uneven: bool = True
     """Ranks may run out of batches at different steps inside ``join``."""
     replaces_parameters: bool = False
-    """``prepare`` replaces the parameter objects: existing optimizers get the new ones, matched by name."""
+    """``prepare`` replaces the parameter objects; existing optimizers are updated with the new ones, matched by name."""
     owns_loss_scaling: bool = False
     """The engine scales an fp16 loss itself, without a GradScaler."""
     num_devices: int = 1
-    """Number of devices of one rank in a forward pass; a model that returns its loss returns one per device."""
+    """Number of devices that one rank uses in a forward pass. A model that returns its loss returns one loss per device."""
     exposes_state: bool = True
-    """The optimizers have torch's param groups and state for the model's parameters, whole or as DTensors."""
+    """Optimizers have torch's ``param_groups`` and ``state`` for the model's parameters, as full tensors or DTensors."""
     supports_multiple_models: bool = True
-    """Several models may be prepared together."""
+    """Several models may be passed to one ``prepare`` call."""
     takes_closures: bool = True
     """``step`` takes a closure."""
     sums_shards: bool = False
-    """It has ``build_sharded_update``, which sums gradients in an order that does not depend on the number of ranks."""
+    """The engine has ``build_sharded_update``, which sums gradients in an order that does not depend on the number of ranks."""
     keeps_float64: bool = True
-    """A float64 model trains in float64, including its optimizer state."""
+    """A float64 model is trained in float64, including its optimizer state."""

@@ -1,4 +1,4 @@
-"""The control groups of this process: the limits that a container or a scheduler sets."""
+"""Finds this process's control groups, which hold the limits set by a container or scheduler."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _GROUPS = "sys/fs/cgroup"
 
 
 def group_folders(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield (folder, version 1 or 2) of each control group of this process; nothing on systems other than Linux.
+    """Yield the folder and version (1 or 2) of each of this process's control groups; yields nothing on systems other than
+    Linux.
 
     Args:
-        controller: ``cpu``, ``memory`` or ``pids``.
+        controller: name of the controller: ``cpu``, ``memory`` or ``pids``.
         root: root of the file system.
     """
     try:

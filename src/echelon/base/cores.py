@@ -1,4 +1,4 @@
-"""The cores of this machine: how many a run may use, and to which cores each process is bound."""
+"""The machine's CPU cores: how many a run may use, and which of them each process is bound to."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CORES = "sys/devices/system/cpu"
 
 
 def threads_of_each(num_processes: int) -> int:
-    """Return the number of threads per process when ``num_processes`` share the cores of this machine."""
+    """Return the number of threads per process if ``num_processes`` processes share this machine's cores."""
     return max(1, usable_cores() // num_processes)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that this process may use, from its affinity mask and its container's CPU quota.
+    """Return the number of cores that this process may use, given its affinity mask and its container's CPU quota.
 
     Args:
         root: root of the file system.
@@ -31,27 +31,27 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def bind(cores: frozenset[int]) -> None:
-    """Bind this process and its future children to ``cores``.
+    """Bind this process and any children that it starts later to ``cores``.
 
     Raises:
-        ConfigError: the operating system does not support it.
+        ConfigError: the operating system does not support CPU affinity.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError(
-            "processes cannot be bound to cores on this system", where="enable_cpu_affinity", do="remove the setting"
+            "this operating system cannot bind processes to cores", where="enable_cpu_affinity", do="remove the setting"
         )
     os.sched_setaffinity(0, cores)
 
 
 def cores_of_node(node: int, root: Path = Path("/")) -> frozenset[int]:
-    """Return the cores of a NUMA node that this process may use; empty if there are none or they are unknown."""
+    """Return the cores on a NUMA node that this process may use; empty if there are none or they cannot be determined."""
     return _affinity_mask() & _read_core_list(root / _NODES / f"node{node}/cpulist")
 
 
 def share_of(local_rank: int, local_world_size: int, root: Path = Path("/")) -> frozenset[int]:
-    """Return the cores of one process when the processes of this machine divide the usable cores.
+    """Return one process's share of the usable cores, which are divided among the processes on this machine.
 
-    Each process gets adjacent cores with their hyperthreads, on one NUMA node if possible.
+    Each process gets adjacent cores, including their hyperthreads, on a single NUMA node if possible.
     """
     nodes = {
         core: int(path.parent.name[4:])
@@ -73,7 +73,7 @@ def _affinity_mask() -> frozenset[int]:
 
 
 def _read_core_list(path: Path) -> frozenset[int]:
-    """Read a list in the kernel's format: ``0-3,8``."""
+    """Parse a list in the kernel's format, such as ``0-3,8``."""
     try:
         parts = [part.split("-") for part in path.read_text(encoding="ascii").strip().split(",") if part]
     except OSError:

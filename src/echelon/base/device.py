@@ -1,4 +1,4 @@
-"""The device of a rank and its ``torch.distributed`` backend, for every device of ``torch.accelerator``."""
+"""Each rank's device and ``torch.distributed`` backend, for all device types supported by ``torch.accelerator``."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _SINGLE_PROCESS = frozenset({"mps"})
 
 
 def num_devices() -> int:
-    """Return the number of visible accelerators, 0 if there are none."""
+    """Return the number of visible accelerators."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0
 
 
 def devices_from(device: torch.device) -> list[int]:
-    """Return the indices of the visible accelerators, starting with ``device``; empty for the CPU."""
+    """Return the indices of all visible accelerators, with ``device`` first; empty for the CPU."""
     if device.type == "cpu":
         return []
     own = device.index or 0
@@ -60,7 +60,7 @@ def devices_from(device: torch.device) -> list[int]:
 
 
 def choose_device(*, local_rank: int, local_world_size: int, cpu: bool = False) -> torch.device:
-    """Return the device of the process ``local_rank`` among the ``local_world_size`` processes of its machine.
+    """Return the device for process ``local_rank`` of the ``local_world_size`` processes on its machine.
 
     Raises:
         ConfigError: the machine has fewer accelerators than processes.
@@ -80,16 +80,17 @@ def choose_device(*, local_rank: int, local_world_size: int, cpu: bool = False) 
         # The scheduler has bound one device to each process (srun --gpus-per-task).
         return torch.device(accelerator.type, 0)
     raise ConfigError(
-        f"there is no device for local rank {local_rank}: {local_world_size} processes, {count} {accelerator.type} devices",
-        do=f"start at most {count} processes on this machine, or run on the CPU (--cpu, or ECHELON_CPU=1)",
+        f"no device is left for local rank {local_rank}: this machine runs {local_world_size} processes but "
+        f"has {count} {accelerator.type} devices",
+        do=f"start at most {count} processes on this machine, or pass --cpu or set ECHELON_CPU=1 to run on the CPU",
     )
 
 
 def limit_devices(numbers: Sequence[int]) -> dict[str, str]:
-    """Return the environment variable that makes only these accelerators visible; empty if there are none.
+    """Return the environment variable and value that make only these accelerators visible; empty if none are given.
 
     Raises:
-        ConfigError: there is no such variable for this type of accelerator.
+        ConfigError: no such variable is known for this type of accelerator.
     """
     import torch  # noqa: PLC0415 - torch-free layer
 
@@ -99,13 +100,14 @@ def limit_devices(numbers: Sequence[int]) -> dict[str, str]:
     if accelerator.type not in _VISIBLE_OF:
         raise ConfigError(
             f"echelon cannot select the visible {accelerator.type} devices",
-            do="remove gpu_ids (and --include, --exclude), and set the environment variable of the device's driver",
+            do="remove gpu_ids, --include and --exclude, and set the environment variable of the device's driver "
+            "instead",
         )
     return {_VISIBLE_OF[accelerator.type]: ",".join(map(str, numbers))}
 
 
 def use_device(device: torch.device) -> None:
-    """Make ``device`` the current one of this process, so that ``.to(accelerator)`` and NCCL use it."""
+    """Make ``device`` this process's current device, so that ``.to(accelerator)`` and NCCL use it."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cpu":
@@ -113,7 +115,7 @@ def use_device(device: torch.device) -> None:
 
 
 def numa_node_of(device: torch.device) -> int | None:
-    """Return the NUMA node of ``device``; None for the CPU, or if unknown."""
+    """Return the NUMA node of ``device``, or None for the CPU or if the node is unknown."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cuda":
@@ -130,7 +132,7 @@ def numa_node_of(device: torch.device) -> int | None:
 
 
 def backend_of(device: torch.device) -> str:
-    """Return the ``torch.distributed`` backend of ``device``, combined with gloo for CPU tensors if it is an accelerator."""
+    """Return the ``torch.distributed`` backend for ``device``; for an accelerator, also includes gloo for CPU tensors."""
     import torch.distributed as dist  # noqa: PLC0415 - torch-free layer
 
     if device.type == "cpu":
@@ -139,7 +141,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Return whether ``device`` can multiply matrices in fp8; True for device types for which this is unknown."""
+    """Return whether ``device`` supports fp8 matrix multiplication; True for device types where this is unknown."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cuda":
@@ -150,7 +152,7 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Return whether ``device`` supports TF32 for float32 matrix products."""
+    """Return whether ``device`` supports TF32 for float32 matrix multiplication."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cuda" or torch.version.hip is not None:
@@ -159,7 +161,7 @@ def has_tf32(device: torch.device) -> bool:
 
 
 def accelerators() -> list[str]:
-    """Return one line for each model of visible accelerator: number, name and memory."""
+    """Return one line for each kind of visible accelerator, with its count, name and memory."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     device = torch.accelerator.current_accelerator() if num_devices() else None
@@ -177,7 +179,7 @@ def accelerators() -> list[str]:
 
 
 def nccl_version() -> str | None:
-    """Return the version of NCCL (or RCCL) with which torch was built; None if there is none."""
+    """Return the version of NCCL (or RCCL) that torch was built with, or None if it was built without NCCL."""
     import torch  # noqa: PLC0415 - torch-free layer
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -189,15 +191,15 @@ def nccl_version() -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Free memory of an accelerator."""
+    """Amount of free memory on an accelerator."""
 
     num_bytes: int
     is_of_host: bool
-    """Whether it is memory of the machine, which the CPU also uses."""
+    """Whether this is the machine's memory, which the accelerator shares with the CPU."""
 
 
 def free_memory(index: int) -> DeviceMemory | None:
-    """Return the free memory of an accelerator; None if it cannot be used, or does not report its memory."""
+    """Return an accelerator's free memory, or None if the accelerator is unusable or does not report its memory."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     accelerator = torch.accelerator.current_accelerator()

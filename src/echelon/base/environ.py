@@ -11,28 +11,28 @@ __all__ = ["get", "is_strict", "own", "patch", "restored", "snapshot", "write"]
 
 
 def get(name: str) -> str | None:
-    """Return the value of the variable ``name``; None if it is unset or empty."""
+    """Return the value of the variable ``name``, or None if it is unset or empty."""
     return os.environ.get(name) or None
 
 
 @cache
 def own(name: str) -> str | None:
-    """Return the variable ``name``, which only echelon sets. Cached, because a missing variable takes microseconds."""
+    """Return the variable ``name``, which only echelon sets. Cached, because looking up a missing variable takes microseconds."""
     return get(name)
 
 
 def is_strict() -> bool:
-    """Return whether warnings about overrides without effect are errors: ``launch --strict``, or ECHELON_STRICT=1."""
+    """Return whether overrides without effect raise errors instead of warnings: ``launch --strict`` or ECHELON_STRICT=1."""
     return get("ECHELON_STRICT") not in (None, "0", "false")
 
 
 def snapshot() -> dict[str, str]:
-    """Return a copy of the whole environment, to pass to a child process; never log it, it contains secrets."""
+    """Return a copy of the whole environment for a child process. Never log it, because it contains secrets."""
     return dict(os.environ)
 
 
 def write(values: Mapping[str, str | None]) -> None:
-    """Set each variable permanently; None removes it. Only for processes that echelon started; otherwise use ``patch``."""
+    """Set each variable permanently; None removes it. Use ``patch`` instead in processes that were not started by echelon."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
@@ -43,7 +43,7 @@ def write(values: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def patch(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set each variable (None removes it) inside the ``with`` block, and restore the old values after it."""
+    """Set each variable (None removes it) inside the ``with`` block, and restore the old values on exit."""
     before = {name: os.environ.get(name) for name in values}
     try:
         write(values)
@@ -54,7 +54,7 @@ def patch(values: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextmanager
 def restored(chosen: Callable[[str], bool]) -> Iterator[None]:
-    """Restore, after the ``with`` block, the variables whose names ``chosen`` accepts."""
+    """On exit from the ``with`` block, restore the variables whose names ``chosen`` accepts."""
     before = {name: value for name, value in os.environ.items() if chosen(name)}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Errors that state what happened, where, and what to do; pickling between ranks preserves all three.
+"""Errors that state what happened, where, and what to do. All three are preserved when an error is pickled between ranks.
 
 docs/errors.md contains their docstrings.
 """
@@ -31,7 +31,7 @@ class EchelonError(Exception):
     """
 
     exit_code = 1
-    """The exit code of a process that ends with this error."""
+    """The exit code of a process that exits because of this error."""
 
     def __init__(self, what: str, *, where: str | None = None, do: str | None = None) -> None:
         super().__init__(what)
@@ -125,7 +125,7 @@ class RankTimeoutError(EchelonError, TimeoutError):
 
 
 class LaunchError(EchelonError, RuntimeError):
-    """The processes could not be started, or one of them failed.
+    """The processes could not be started, or one of the processes failed.
 
     Causes: on one rank (the message names it, and the line), the script raised an exception or was killed; a program is
         missing, a port is in use, or a system limit keeps a process from starting; a notebook used the accelerator before it

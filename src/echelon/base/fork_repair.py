@@ -1,4 +1,4 @@
-"""Makes forked processes, such as loader workers, safe in a process with threads and process groups."""
+"""Makes forking safe in a process with threads and process groups, for example to start DataLoader workers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _TIMEOUTS_S = (1, 2, 4, 8, 16, 32)
 
 
 def repair_fork() -> None:
-    """Keep forked processes from hanging or aborting; repeated calls are safe.
+    """Keep forked processes from hanging or aborting. Calling this function again has no effect.
 
-    A forked process never collects the garbage of its parent: the destructor of a process group or a store joins threads that
-    the child does not have, so that a loader worker hangs or aborts in some collection.
+    A forked process never garbage-collects its parent's objects. The destructor of a process group or store joins threads
+    that do not exist in the child, so a garbage collection would make a DataLoader worker hang or abort.
 
-    On affected versions of Python, multiprocessing repeats a fork that hangs.
-    After a collective, gloo's thread enters the interpreter to release the tensors. A loader worker that is forked while this
-    thread holds the lock of the thread list hangs in ``os.fork`` (about one in 1,700 forks), and so do the loader and all ranks:
-    https://github.com/python/cpython/issues/112275, in Python 3.10 before 3.10.15 and 3.11 before 3.11.8.
+    On affected versions of Python, multiprocessing retries a fork that hangs. After a collective, gloo's thread enters the
+    interpreter to release the tensors. A DataLoader worker forked while this thread holds the lock on the thread list hangs
+    in ``os.fork`` (in about one of 1,700 forks), and with it the DataLoader and all ranks. Python 3.10 before 3.10.15 and
+    3.11 before 3.11.8 are affected: https://github.com/python/cpython/issues/112275.
     """
     _freeze_garbage_in_children()
     is_affected = hasattr(os, "fork") and sys.version_info[:3] < _REPAIRED.get(sys.version_info[:2], (0,))
@@ -50,10 +50,10 @@ def _freeze_garbage_in_children() -> None:
 
 
 class _Started:
-    """Notifies the parent that the fork has completed in the child."""
+    """Tells the parent process that the fork has completed in the child."""
 
     forking: ClassVar = threading.local()
-    """``pipe``: read and write ends of a pipe, while this thread forks a process of multiprocessing."""
+    """``pipe``: the read and write ends of a pipe, set while this thread forks a multiprocessing process."""
 
     @classmethod
     def report(cls) -> None:
@@ -65,7 +65,7 @@ class _Started:
 
 
 class _Popen(popen_fork.Popen):
-    """Repeats the fork until the child has started.
+    """Retries the fork until the child has started.
 
     Raises:
         SetupError: no attempt succeeded.
@@ -75,11 +75,11 @@ class _Popen(popen_fork.Popen):
         for timeout in _TIMEOUTS_S:
             if self._has_started(process_obj, timeout):
                 return
-            logger.warning("process %d hung in its fork (python/cpython#112275); retrying", self.pid, all_ranks=True)
+            logger.warning("process %d hung while forking (python/cpython#112275); retrying", self.pid, all_ranks=True)
         raise SetupError(
-            f"cannot start the process {process_obj.name}: {len(_TIMEOUTS_S)} forks hung or died",
+            f"cannot start process {process_obj.name}: {len(_TIMEOUTS_S)} forks hung or crashed",
             where=f"Python {sys.version.split()[0]}, python/cpython#112275",
-            do="update Python to 3.10.15, 3.11.8 or later",
+            do="upgrade Python to 3.10.15, 3.11.8 or later",
         )
 
     def _has_started(self, process_obj: process.BaseProcess, timeout: float) -> bool:

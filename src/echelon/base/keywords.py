@@ -1,4 +1,4 @@
-"""Suggests the nearest name for an unknown keyword argument, as Python does from 3.13 on."""
+"""Suggests the closest match for an unknown keyword argument, as Python 3.13 and later do."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Class = TypeVar("Class", bound=type)
 
 
 def unexpected_keyword(function: str, name: str, known: Iterable[str]) -> TypeError:
-    """Return the error for an unknown keyword argument ``name`` of ``function``, in the words of Python."""
+    """Return the error for an unknown keyword argument ``name`` of ``function``, worded as in Python."""
     near = get_close_matches(name, list(known), n=1)
     hint = f"Did you mean {near[0]!r}?" if near else f"See help({function})."
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}. {hint}")
 
 
 def suggest_keywords(cls: Class) -> Class:
-    """Decorate a class whose constructor has no ``**kwargs``: its TypeError for an unknown one suggests the nearest name."""
+    """Decorate a class so that its constructor's TypeError for an unknown keyword argument suggests the closest match."""
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
     known = inspect.signature(init).parameters.keys() - {"self"}
 

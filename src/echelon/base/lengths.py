@@ -1,4 +1,4 @@
-"""Lengths of objects that may have none."""
+"""Lengths of objects that may not define one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["length_of"]
 
 
 def length_of(sized: Any) -> int:
-    """Return ``len(sized)``, or -1 if it has no length."""
+    """Return ``len(sized)``, or -1 if the object has no length."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""The memory, processes and files that are still available within the limits of machine, user and container."""
+"""The memory, processes and files still available within the limits of the machine, user and container."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Room", "room_for_files", "room_for_memory", "room_for_tasks"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Remaining amount of a resource."""
+    """How much of a resource is left."""
 
     left: int
     source: str
@@ -23,7 +23,7 @@ class Room:
 
 
 def room_for_memory(root: Path = Path("/")) -> Room | None:
-    """Return how many bytes can be allocated before the kernel kills processes; None if unknown.
+    """Return how many bytes can be allocated before the kernel kills processes, or None if unknown.
 
     Args:
         root: root of the file system.
@@ -32,12 +32,12 @@ def room_for_memory(root: Path = Path("/")) -> Room | None:
 
 
 def room_for_tasks(root: Path = Path("/")) -> Room | None:
-    """Return how many processes and threads this user can start; None if there is no known limit."""
+    """Return how many processes and threads this user can still start, or None if no limit is known."""
     return _smallest([*_tasks_of_groups(root), *_tasks_of_user(root)])
 
 
 def room_for_files() -> Room | None:
-    """Return how many files this process can have open; None if there is no limit."""
+    """Return how many files this process can have open, or None if there is no limit."""
     try:
         import resource  # noqa: PLC0415 - not on Windows
     except ImportError:
@@ -80,7 +80,9 @@ def _tasks_of_groups(root: Path) -> Iterator[Room]:
     for folder, _ in group_folders("pids", root):
         with suppress(OSError, ValueError):
             limit, now = (int((folder / name).read_text(encoding="ascii")) for name in ("pids.max", "pids.current"))
-            yield Room(left=max(0, limit - now), source=f"pids.max of the control group is {limit}, {now} are in use")
+            yield Room(
+                left=max(0, limit - now), source=f"pids.max of the control group is {limit}, and {now} are in use"
+            )
 
 
 def _tasks_of_user(root: Path) -> Iterator[Room]:
@@ -94,7 +96,7 @@ def _tasks_of_user(root: Path) -> Iterator[Room]:
     if limit == resource.RLIM_INFINITY:
         return
     now = _num_tasks(os.getuid(), root)
-    yield Room(left=max(0, limit - now), source=f"ulimit -u is {limit}, this user has {now} processes and threads")
+    yield Room(left=max(0, limit - now), source=f"ulimit -u is {limit}, and this user has {now} processes and threads")
 
 
 def _num_tasks(user: int, root: Path) -> int:

@@ -1,4 +1,4 @@
-"""Loggers that emit records on rank zero only by default."""
+"""Loggers that by default emit records only on rank zero."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ else:
 
 
 class RankLogger(Adapter):
-    """A logger that emits on rank zero only, or on every rank if ``all_ranks=True`` is passed to a call."""
+    """A logger that emits records only on rank zero, or on every rank for calls with ``all_ranks=True``."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log ``msg % args`` at ``level``; all other methods call this one."""
@@ -30,25 +30,25 @@ class RankLogger(Adapter):
         self.logger.log(level, msg, *args, **kwargs)
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
-        """Return the message unchanged, because the launcher prefixes the rank."""
+        """Return the message unchanged, because the launcher adds the rank as a prefix."""
         return msg, kwargs
 
 
 def get_logger(name: str, extra: Mapping[str, object] | None = None) -> RankLogger:
-    """Return the logger ``name``, which logs on rank zero unless ``all_ranks=True`` is passed to a call."""
+    """Return the logger ``name``, which logs only on rank zero, except for calls with ``all_ranks=True``."""
     return RankLogger(logging.getLogger(name), dict(extra or {}))
 
 
 def is_logging_rank() -> bool:
-    """Return whether this process logs, because it is rank zero or its rank is unknown."""
+    """Return whether this process logs: it is rank zero, or its rank is unknown."""
     return known_rank() in (None, 0)
 
 
 def _frames_to(stacklevel: int) -> int:
-    """Return the stacklevel, as seen from ``RankLogger.log``, of the ``stacklevel``-th caller.
+    """Convert the caller's ``stacklevel`` to the one that ``RankLogger.log`` must pass on.
 
-    Since Python 3.11, frames of the logging module are not counted. Python 3.10 counts them, and skips them only if the result
-    is one (``Logger.findCaller``).
+    Since Python 3.11, ``Logger.findCaller`` does not count frames of the logging module. Python 3.10 counts them, and skips
+    them only if the frame that it reaches is one of them.
     """
     if sys.version_info >= (3, 11) or stacklevel == 1:
         return stacklevel + 1

@@ -1,4 +1,4 @@
-"""Escapes control characters in untrusted text (exceptions, file names, other machines) before it is printed."""
+"""Escapes control characters before printing untrusted text, such as exceptions, file names and data from other machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with control characters escaped as in ``repr``; letters of any script are kept."""
+    """Return ``text`` with control characters escaped as in ``repr``; letters are kept, whatever their script."""
     return _CONTROL.sub(_escape, text)
 
 

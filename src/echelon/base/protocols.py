@@ -1,4 +1,4 @@
-"""Protocols for objects of other libraries."""
+"""Protocols for objects from other libraries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KnowsItsEnd(Protocol):
 
 @runtime_checkable
 class HasDeviceMap(Protocol):
-    """A model that is spread over several devices (transformers' ``device_map``)."""
+    """A model placed on several devices, for example by transformers' ``device_map``."""
 
     hf_device_map: Any
 
@@ -36,7 +36,7 @@ class SupportsSetEpoch(Protocol):
     """A sampler or dataset whose order depends on the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass."""
+        """Set the epoch for the next pass."""
 
 
 @runtime_checkable
@@ -55,12 +55,12 @@ class SupportsTo(Protocol):
     """An object that can be moved to a device, such as a tokenizer's batch."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the object on the device."""
+        """Return a copy of the object on the device."""
 
 
 @runtime_checkable
 class SupportsSelect(Protocol):
-    """A dataset that returns a subset by indices (Hugging Face datasets)."""
+    """A dataset that can return the subset at given indices, such as a Hugging Face dataset."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -71,19 +71,19 @@ class SupportsSelect(Protocol):
 
 @runtime_checkable
 class SupportsShard(Protocol):
-    """An iterable dataset made of shards that can be assigned to ranks (Hugging Face datasets)."""
+    """An iterable dataset whose shards can be assigned to ranks, such as a Hugging Face dataset."""
 
     @property
     def n_shards(self) -> int:
         """The number of shards."""
 
     def shard(self, num_shards: int, index: int) -> Any:
-        """Return every ``num_shards``-th shard, starting at ``index``."""
+        """Return every ``num_shards``-th shard, starting with shard ``index``."""
 
 
 @runtime_checkable
 class SupportsWithFormat(Protocol):
-    """A map-style dataset that returns its rows in another format (Hugging Face datasets)."""
+    """A map-style dataset that can return its rows in different formats, such as a Hugging Face dataset."""
 
     def __len__(self) -> int:
         """Return the number of samples."""

@@ -1,4 +1,4 @@
-"""The currently known rank, for errors and logs only, without importing torch."""
+"""The rank of this process as far as it is known, for use in errors and logs; does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["known_rank"]
 
 
 def known_rank() -> int | None:
-    """Return the rank of torch's default process group if it exists, else from the environment, else None."""
+    """Return the rank in torch's default process group if it exists, else the rank from the environment, else None."""
     distributed = sys.modules.get("torch.distributed")
     # The attribute is missing while another thread is importing the module.
     is_initialized = getattr(distributed, "is_initialized", None)

@@ -1,7 +1,7 @@
-"""Type checks for torch's sharded tensors and modules that do not import ``torch.distributed.tensor`` or ``fsdp``.
+"""Type checks for torch's sharded tensors and modules, without importing ``torch.distributed.tensor`` or ``fsdp``.
 
-These packages take about as long to import as torch itself, and a program without sharding never needs them. A ``DTensor`` can
-exist only if its module is in ``sys.modules``, so the class is looked up there.
+These packages take about as long to import as torch itself, and programs without sharding never need them. A ``DTensor`` can
+exist only if its module has been imported, so the class is looked up in ``sys.modules``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares versions of installed packages."""
+"""Compares the versions of installed packages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PRE_RELEASE = {"dev": -4, "a": -3, "alpha": -3, "b": -2, "beta": -2, "rc": -1, 
 
 
 def compare_versions(library_or_version: object, operation: str, requirement_version: str) -> bool:
-    """Compare the version of a library with ``requirement_version``.
+    """Compare a library's version with ``requirement_version``.
 
     Args:
         library_or_version: name of an installed library, or a version (a string or a ``packaging`` object).
@@ -54,7 +54,7 @@ def at_least(version: str, least: str) -> bool:
 
 
 def _key(version: str) -> tuple[tuple[int, ...], int, int]:
-    """Return a sort key for PEP 440: (release, pre-release kind, its number), without a local part such as ``+cpu``."""
+    """Return a PEP 440 sort key (release, pre-release kind, pre-release number), ignoring a local part such as ``+cpu``."""
     match = re.match(r"v?(\d+(?:\.\d+)*)[._-]?(dev|alpha|beta|rc|a|b|c)?\.?(\d*)", version.strip().lower())
     if match is None:
         raise UsageError(f"{version!r} is not a version", do="pass a version such as 2.7.0")

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line instead of into echelon or torch."""
+"""Warnings that point to a line of the user's code instead of to echelon or torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
 class EchelonWarning(UserWarning):
-    """Warns that echelon changed or repaired something in the user's program; the run continues."""
+    """Category for warnings about something that echelon changed or fixed in the user's program; the run continues."""
 
 
 class UserLine(tuple[str, int]):
-    """A file and a line number of the user's program."""
+    """A file and a line number in the user's program."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ def is_library(file: str) -> bool:
 
 
 def user_line() -> UserLine:
-    """Return the innermost line on the call stack that is neither echelon's nor torch's."""
+    """Return the innermost line on the call stack that is neither in echelon nor in torch."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         if not is_library(frame.f_code.co_filename):
@@ -42,12 +42,12 @@ def user_line() -> UserLine:
 
 
 def warn(message: str, *, at: UserLine | None = None) -> None:
-    """Warn on rank zero, at the user's line (``at``, or else the innermost one on the call stack)."""
+    """Warn on rank zero, pointing to the user's line ``at`` (default: the innermost user line on the call stack)."""
     if known_rank() in (None, 0):
         warn_here(message, at=at)
 
 
 def warn_here(message: str, *, at: UserLine | None = None) -> None:
-    """Warn on this rank about something that only this rank knows; otherwise like ``warn``."""
+    """Warn on this rank about something that only this rank knows. Otherwise identical to ``warn``."""
     place = at or user_line()
     warnings.warn_explicit(message, EchelonWarning, filename=place[0], lineno=place[1])

@@ -1,1 +1,1 @@
-"""Saving, loading, verifying and deleting checkpoints."""
+"""Saves, loads, verifies and deletes checkpoints."""

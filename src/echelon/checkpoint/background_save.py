@@ -1,4 +1,4 @@
-"""Background saves: a copy in host memory, a thread that writes it, and the handling of failed saves."""
+"""Background saves: copies tensors to host memory, writes them in a thread, and handles failed saves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from echelon.distributed.stores import store_of
 __all__ = ["EXIT_CODE", "BackgroundSaver", "HostBuffers", "SaveFailures", "TooManyFailedSavesError", "store_gather"]
 
 EXIT_CODE = 74
-"""Exit code of a process that ends because it cannot write checkpoints (EX_IOERR of sysexits.h)."""
+"""Exit code of a process that ends because it cannot write checkpoints (EX_IOERR in sysexits.h)."""
 
 _POLL_S = 0.02
 
@@ -38,7 +38,7 @@ class TooManyFailedSavesError(CheckpointError):
 
 
 class SaveFailures:
-    """Counts consecutive failed saves, equally on every rank. Reaching the limit ends the run.
+    """Counts consecutive failed saves. The count is the same on every rank, and reaching the limit ends the run.
 
     Args:
         limit: number of consecutive failures that ends the run.
@@ -53,28 +53,28 @@ class SaveFailures:
         self.in_a_row = 0
 
     def failed(self, error: CheckpointError) -> None:
-        """Count and report ``error``, which every rank raised.
+        """Count ``error``, which was raised on every rank, and warn about it.
 
         Raises:
-            TooManyFailedSavesError: the limit is reached.
+            TooManyFailedSavesError: the limit has been reached.
         """
         self.in_a_row += 1
         if self.in_a_row >= self._limit:
             raise TooManyFailedSavesError(
-                f"{self.in_a_row} checkpoints in a row could not be written; the last error:\n{error.what}",
-                do=f"{error.do}. The process exits with code {EXIT_CODE} if the launcher passes it on",
+                f"{self.in_a_row} consecutive checkpoints could not be written; the last error was:\n{error.what}",
+                do=f"{error.do}. The process exits with code {EXIT_CODE}; the launcher may report a different one",
             ) from error
         warn(f"{error.what}\n  Training continues ({self.in_a_row} of at most {self._limit} failures in a row).")
 
 
 class HostBuffers:
-    """Host memory for one copy of the tensors that this rank writes, reused while their shapes stay the same."""
+    """Host memory that holds one copy of the tensors this rank writes; reused as long as their shapes stay the same."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def copy(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """Copy ``tensors`` to host memory, which the next call reuses."""
+        """Copy ``tensors`` to host memory. The next call overwrites the copy."""
         kept: dict[str, torch.Tensor] = {}
         devices = set()
         for name, tensor in tensors:
@@ -94,10 +94,10 @@ class HostBuffers:
 
 
 class BackgroundSaver:
-    """Writes one checkpoint at a time in a thread. Training only waits for the copy in host memory.
+    """Writes one checkpoint at a time in a thread. Training waits only until the tensors have been copied to host memory.
 
-    The next call of ``start`` or ``wait`` raises an error of the thread. If the program ends during a save, Python joins the
-    thread.
+    The next call to ``start`` or ``wait`` raises any error from the thread. If the program ends during a save, Python joins
+    the thread.
     """
 
     def __init__(self) -> None:
@@ -113,17 +113,18 @@ class BackgroundSaver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether ``wait`` would return immediately without raising an error."""
+        """Whether ``wait`` would return immediately and without an error."""
         return self._thread is None and self._error is None
 
     def start(self, save: Save, *, afterwards: Callable[[Path], None] | None = None) -> None:
         """Wait for the previous save, copy the tensors of ``save``, and write them in a thread.
 
         Args:
-            save: result of ``begin_save``; aborted if the previous save failed.
-            afterwards: called in the thread after the commit, for example to delete old checkpoints. It must not communicate.
+            save: result of ``begin_save``. It is discarded if the previous save failed.
+            afterwards: called in the thread after the commit, for example to delete old checkpoints. It must not use
+                collectives.
 
-        Collective: every rank.
+        Collective: call on every rank.
 
         Raises:
             CheckpointError: the previous checkpoint could not be written.
@@ -149,7 +150,7 @@ class BackgroundSaver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until nothing is being written.
+        """Wait for the current save, if any, to finish.
 
         Raises:
             CheckpointError: the last checkpoint could not be written.
@@ -163,18 +164,18 @@ class BackgroundSaver:
 
 
 def _report(saver: weakref.ref[BackgroundSaver]) -> None:
-    """Print an error that no call has raised. At this point Python has joined the thread."""
+    """Print an error that no call has raised. By now, Python has joined the thread."""
     found = saver()
     if found is not None and found._error is not None:
         traceback.print_exception(found._error)
 
 
 def store_gather(token: str, *, timeout: timedelta = timedelta(minutes=30)) -> Gather:
-    """Return a ``gather`` that can run in a thread, because it uses the group's store in place of collectives.
+    """Return a ``gather`` that can run in a thread, because it uses the group's store instead of collectives.
 
     Args:
         token: unique prefix for the keys of this save.
-        timeout: how long to wait for the slowest rank to write its part.
+        timeout: how long to wait for the slowest rank to finish writing.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return lambda payload: [payload]
@@ -190,7 +191,7 @@ def store_gather(token: str, *, timeout: timedelta = timedelta(minutes=30)) -> G
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{what} within {timeout.total_seconds():g} s",
-                    do="check the other ranks and their disks",
+                    do="check the logs and disks of the other ranks",
                 )
             time.sleep(_POLL_S)
 
@@ -202,13 +203,13 @@ def store_gather(token: str, *, timeout: timedelta = timedelta(minutes=30)) -> G
         found = []
         for other in range(world_size):
             key = f"{here}/{other}"
-            wait_until(lambda key=key: store.check([key]), f"rank {other} has not written its part")  # type: ignore[misc]
+            wait_until(lambda key=key: store.check([key]), f"rank {other} did not finish writing in time")  # type: ignore[misc]
             found.append(bytes(store.get(key)))
         # Rank zero hosts the store and must not exit before all ranks have read. After that the keys are not needed.
         if store.add(f"{here}/read", 1) == world_size:
             store.set(f"{here}/all", "1")
         if rank == 0:
-            wait_until(lambda: store.check([f"{here}/all"]), "some ranks have not read the other ranks' results")
+            wait_until(lambda: store.check([f"{here}/all"]), "some ranks did not read the other ranks' results in time")
             for key in (*(f"{here}/{other}" for other in range(world_size)), f"{here}/read", f"{here}/all"):
                 store.delete_key(key)
         return found

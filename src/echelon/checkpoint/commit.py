@@ -1,8 +1,8 @@
-"""Atomic commit of a checkpoint folder, for every layout: at any instant either the old or the new checkpoint is complete.
+"""Commits a checkpoint folder atomically, in any layout: at any moment, either the old or the new checkpoint is complete.
 
-The order of the operations matters: sync the files, sync the names in the folder, rename the folder, sync its new name, and
-only then delete the old folder, which is renamed first. A crash leaves at most a folder ``<name>.tmp-<token>``, which is not a
-checkpoint, or ``<name>.old-<token>``, which is a complete one.
+The order of operations matters: sync the new files, sync the names in the new folder, rename the old folder, rename the new
+folder, sync the parent folder, and only then delete the old folder. A crash leaves at most a folder ``<name>.tmp-<token>``,
+which is not a checkpoint, or a folder ``<name>.old-<token>``, which is a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -40,46 +40,47 @@ _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{16}")
 _NUM_ASIDE_BYTES = len(".tmp-") + 16
 _MAX_NAME_BYTES = 255  # limit of all common file systems
 _ABANDONED_AFTER = timedelta(minutes=10)
-"""Time without writes after which a temporary folder is attributed to a killed save."""
+"""How long a temporary folder must be unmodified before it is considered the leftover of a killed save."""
 _VISIBLE_WITHIN_S = 5.0
 
 
 def new_token() -> str:
-    """Return a unique name for a save."""
+    """Return a unique token for a save."""
     return secrets.token_hex(8)
 
 
 @dataclass(slots=True, kw_only=True)
 class PendingFolder:
-    """A folder that is written as ``<name>.tmp-<token>`` and then replaces ``target``.
+    """A folder that is first written as ``<name>.tmp-<token>`` and then replaces ``target``.
 
-    Every rank that writes to the folder has such an object. The rank that creates the folder owns it and commits it.
+    Each rank that writes to the folder has one of these objects. The rank that creates the folder owns and commits it.
     """
 
     storage: Storage
     target: Path
-    """Path of the checkpoint, without symbolic links (``Storage.real_path``)."""
+    """Path of the checkpoint, with symbolic links resolved (``Storage.real_path``)."""
     token: str
     """Unique name of this save."""
     fence: Callable[[], None] | None = None
-    """Raises if this run may no longer write here. Called before the folder is created and right before the rename."""
+    """Raises an error if this run may no longer write here. Called before the folder is created and just before it is
+    renamed."""
     is_owner: bool = False
     _is_committing: bool = False
     _has_manifest: bool = False
 
     @property
     def path(self) -> Path:
-        """Folder in which the files are written."""
+        """Folder to which the files are written."""
         return self.target.parent / f"{self.target.name}.tmp-{self.token}"
 
     def make(self, *, may_exist: bool = False) -> None:
         """Create the folder and become its owner.
 
-        An older checkpoint that a crash left under its ``.old-`` name is renamed back. Leftovers of killed saves to ``target``
-        are removed.
+        If a crash left an older checkpoint under its ``.old-`` name, that folder is renamed back. Leftovers from killed saves
+        to ``target`` are removed.
 
         Args:
-            may_exist: do nothing if another machine has created the folder and it is visible here.
+            may_exist: whether to do nothing if another machine has created the folder and it is visible here.
         """
         if self.fence is not None:
             self.fence()
@@ -100,7 +101,7 @@ class PendingFolder:
             self.is_owner = True
 
     def is_visible(self) -> bool:
-        """Return whether this process sees the folder, waiting for a slow network file system."""
+        """Return whether this process can see the folder, allowing for a slow network file system."""
         deadline = time.monotonic() + _VISIBLE_WITHIN_S
         while self.storage.kind(self.path) is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -109,11 +110,12 @@ class PendingFolder:
     def commit(self, *, manifest: bytes | None, is_part: Callable[[str], bool]) -> None:
         """Replace ``target`` with the folder, whose files are already synced. The result survives a power failure.
 
-        Does nothing on ranks that do not own the folder.
+        On ranks that do not own the folder, this does nothing.
 
         Args:
-            manifest: content of the manifest, which marks the folder as a checkpoint; None for a layout without a manifest.
-            is_part: whether a file of this name belongs to the checkpoint that is replaced. Other files are kept.
+            manifest: contents of the manifest file, which marks the folder as a checkpoint; None for a layout without a
+                manifest.
+            is_part: returns whether a file with this name belongs to the checkpoint being replaced. Other files are kept.
         """
         if not self.is_owner:
             return
@@ -140,10 +142,10 @@ class PendingFolder:
             try:
                 retire(storage, old)
             except OSError as error:
-                warn(f"{target} is saved, but the folder {old} that it replaced could not be deleted: {error}")
+                warn(f"{target} was saved, but the old folder {old} could not be deleted: {error}")
 
     def give_up(self) -> None:
-        """Delete the folder, unless the rename has started and it may contain the old checkpoint."""
+        """Delete the folder, unless renaming has begun and it may contain the old checkpoint."""
         try:
             if self.is_owner and not self._may_hold_the_old_one() and self.storage.kind(self.path) == "folder":
                 discard(self.storage, self.path)
@@ -161,7 +163,8 @@ class PendingFolder:
 
 @contextmanager
 def new_folder(storage: Storage, target: Path) -> Iterator[Path]:
-    """Yield a folder that replaces ``target`` when the block ends without an error. For one process, without a manifest.
+    """Yield a folder that replaces ``target`` if the block ends without an error. For a single process and layouts without a
+    manifest.
 
     Args:
         storage: the file system.
@@ -209,9 +212,9 @@ def sync_tree(storage: Storage, folder: Path) -> None:
 
 
 def retire(storage: Storage, path: Path) -> None:
-    """Delete a checkpoint, or only the link if ``path`` is a symbolic link.
+    """Delete a checkpoint. If ``path`` is a symbolic link, only the link is deleted.
 
-    The folder is renamed first, so that a partly deleted one is never mistaken for a checkpoint.
+    The folder is renamed first, so that a partially deleted folder is never mistaken for a checkpoint.
     """
     if storage.kind(path) == "other":
         storage.remove_file(path)
@@ -233,7 +236,7 @@ def discard(storage: Storage, folder: Path) -> None:
 def place_of(storage: Storage, target: Path) -> Path:
     """Return the path of the checkpoint ``target``, which is ``<name>.old-<token>`` after a crash between two renames.
 
-    Follows symbolic links. Returns ``target`` if it exists.
+    Symbolic links are followed. If ``target`` exists, it is returned.
     """
     real = storage.real_path(target)
     if storage.kind(real) is not None or storage.kind(real.parent) != "folder":
@@ -244,7 +247,7 @@ def place_of(storage: Storage, target: Path) -> Path:
 
 
 def _is_whole(storage: Storage, old: Path) -> bool:
-    """Return whether an ``.old-`` folder is a complete checkpoint rather than a partly deleted one."""
+    """Return whether an ``.old-`` folder is a complete checkpoint and not a partially deleted one."""
     if storage.kind(old) != "folder":
         return False
     names = storage.entries(old)
@@ -252,14 +255,15 @@ def _is_whole(storage: Storage, old: Path) -> bool:
 
 
 def clean(storage: Storage, parent: Path, *, belongs: Callable[[str], bool]) -> list[str]:
-    """Remove the leftovers of interrupted saves in ``parent``, and return their names. Complete ``.old-`` folders are renamed back.
+    """Remove leftovers from interrupted saves in ``parent`` and return their names. Complete ``.old-`` folders are renamed
+    back.
 
-    Only a run that holds the lock may call this.
+    Only a run that holds the lock may call this function.
 
     Args:
         storage: the file system.
-        parent: folder of checkpoints, which may be missing.
-        belongs: whether a checkpoint of this name belongs to this run.
+        parent: folder that contains the checkpoints; it need not exist.
+        belongs: returns whether a checkpoint with this name belongs to this run.
     """
     parent = storage.real_path(parent)
     if storage.kind(parent) != "folder":
@@ -279,15 +283,16 @@ def clean(storage: Storage, parent: Path, *, belongs: Callable[[str], bool]) -> 
 
 
 def require_replaceable(storage: Storage, target: Path) -> None:
-    """Raise if ``target`` cannot become a checkpoint.
+    """Raise an error if no checkpoint can be saved as ``target``.
 
     Raises:
-        UsageError: ``target`` is a file or a folder that cannot be renamed, or its name is too long.
+        UsageError: ``target`` is a file, is a folder that cannot be renamed, or has a name that is too long.
     """
     num_bytes = len(target.name.encode(errors="surrogateescape"))
     if num_bytes + _NUM_ASIDE_BYTES > _MAX_NAME_BYTES:
         raise UsageError(
-            f"the name of the checkpoint {target.name[:40]}... has {num_bytes} bytes; its temporary name is {_NUM_ASIDE_BYTES} bytes "
+            f"the checkpoint name {target.name[:40]}... has {num_bytes} bytes; its temporary name is "
+            f"{_NUM_ASIDE_BYTES} bytes "
             f"longer, which exceeds the file system's limit of {_MAX_NAME_BYTES} bytes",
             do=f"use a name of at most {_MAX_NAME_BYTES - _NUM_ASIDE_BYTES} bytes",
         )
@@ -304,10 +309,10 @@ def require_replaceable(storage: Storage, target: Path) -> None:
 
 
 def require_folder_or_nothing(storage: Storage, path: Path) -> None:
-    """Raise if ``path`` exists and is not a folder, in which case the search for checkpoints would wrongly find none.
+    """Raise an error if ``path`` exists but is not a folder, because a search there would wrongly find no checkpoints.
 
     Raises:
-        UsageError: ``path`` is a file or a broken symbolic link (perhaps to a disk that is not mounted).
+        UsageError: ``path`` is a file or a broken symbolic link, for example to a disk that is not mounted.
     """
     real = storage.real_path(path)
     kind = storage.kind(real)
@@ -319,11 +324,14 @@ def require_folder_or_nothing(storage: Storage, path: Path) -> None:
             return  # a crash left the checkpoint under its other name
         raise UsageError(
             f"{link} is a symbolic link to {storage.link_target(link)}, which does not exist",
-            do="mount the disk that it points to; to start from scratch, create that folder or remove the link",
+            do="mount the disk that the link points to; to start from scratch, create the missing folder or remove "
+            "the link",
         )
     if kind is not None:
         what = "a file" if kind == "file" else "a special file"
-        raise UsageError(f"{path} exists and is {what}, not a directory", do="use another name, or move it away")
+        raise UsageError(
+            f"{path} exists and is {what}, not a directory", do="use a different name, or move it elsewhere"
+        )
 
 
 def _aside(name: str) -> tuple[str, str] | tuple[None, None]:
@@ -333,7 +341,7 @@ def _aside(name: str) -> tuple[str, str] | tuple[None, None]:
 
 
 def _remove_abandoned(storage: Storage, target: Path) -> None:
-    """Remove leftovers of killed saves to ``target``, unless they were modified recently."""
+    """Remove leftovers from killed saves to ``target``, unless they were modified recently."""
     before = time.time() - _ABANDONED_AFTER.total_seconds()
     for name in storage.entries(target.parent):
         folder = target.parent / name
@@ -345,7 +353,7 @@ def _remove_abandoned(storage: Storage, target: Path) -> None:
 
 
 def _keep_foreign(storage: Storage, source: Path, target: Path, is_part: Callable[[str], bool]) -> None:
-    """Hard-link the files of other programs in ``source`` into ``target``, without replacing existing files."""
+    """Hard-link files in ``source`` that were written by other programs into ``target``, without replacing existing files."""
     for name in storage.entries(source):
         if not is_part(name):
             _link_tree(storage, source / name, target / name)

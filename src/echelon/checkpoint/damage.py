@@ -1,4 +1,4 @@
-"""The error of a damaged checkpoint."""
+"""The error raised for a damaged checkpoint."""
 
 from __future__ import annotations
 
@@ -10,5 +10,6 @@ __all__ = ["damaged"]
 def damaged(what: str) -> CheckpointError:
     """Return the error to raise for a damaged checkpoint; ``what`` describes the damage."""
     return CheckpointError(
-        what, do="load another checkpoint: `echelon checkpoint ls FOLDER --verify` shows which ones are intact"
+        what,
+        do="load another checkpoint; run `echelon checkpoint ls FOLDER --verify` to see which checkpoints are intact",
     )

@@ -1,4 +1,4 @@
-"""Lists the checkpoints in a folder with their state and progress, and the leftovers of interrupted saves."""
+"""Lists a folder's checkpoints with their state and progress, and the leftovers from interrupted saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from echelon.checkpoint.typed_json import read_json
 __all__ = ["CheckpointEntry", "Leftover", "Listing", "Reading", "list_folder", "problems_of"]
 
 Reading = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Opens a progress bar, given a label and the total number of bytes. It yields a function to call with each number of bytes read."""
+"""Opens a progress bar, given a label and the total number of bytes. Yields a function to call with the number of bytes read
+since its last call."""
 State = Literal["complete", "verified", "damaged", "unknown"]
 
 _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{8,16}")
@@ -35,11 +36,12 @@ class CheckpointEntry:
 
     name: str
     place: str
-    """Current name of the folder, which differs from ``name`` after a crash between two renames."""
+    """The folder's current name, which differs from ``name`` after a crash between two renames."""
     layout: Layout | None
-    """Layout of the files; None if the folder has the name of a checkpoint but is not one."""
+    """Layout of the files; None if the folder is named like a checkpoint but is not one."""
     state: State
-    """``complete`` means a valid manifest and files of the right size; ``unknown`` means a layout without checksums."""
+    """``complete`` means that the manifest is valid and the file sizes match; ``unknown`` means that the layout has no
+    checksums."""
     problems: Sequence[str]
     step: int | None
     epoch: float | None
@@ -50,7 +52,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """A folder that an interrupted save or deletion left behind."""
+    """A folder left behind by an interrupted save or deletion."""
 
     name: str
     num_bytes: int
@@ -58,7 +60,7 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The contents of a folder, newest checkpoint first."""
+    """The contents of a folder, with the newest checkpoint first."""
 
     entries: Sequence[CheckpointEntry]
     leftovers: Sequence[Leftover]
@@ -69,8 +71,8 @@ def list_folder(folder: Path, *, verify: Reading | None = None) -> Listing:
 
     Args:
         folder: folder of checkpoints.
-        verify: progress bar for reading every file of checkpoints in echelon's format. None only checks names, sizes and
-            manifests.
+        verify: progress bar to show while every file is read, for checkpoints in echelon's format. If None, only names, sizes
+            and manifests are checked.
     """
     storage = LocalStorage()
     entries, leftovers = [], []
@@ -95,7 +97,7 @@ def list_folder(folder: Path, *, verify: Reading | None = None) -> Listing:
 
 
 def problems_of(checkpoint: Checkpoint, reading: Reading) -> list[str]:
-    """Read every file of ``checkpoint``, and return a description of each damaged file."""
+    """Read every file in ``checkpoint``, and return a description of each damaged file."""
     files = sorted(checkpoint.manifest.files.items())
     found = []
     with reading(f"verifying {checkpoint.folder.name}", sum(facts.size for _, facts in files)) as advance:
@@ -152,7 +154,7 @@ def _wrong_sizes(checkpoint: Checkpoint) -> list[str]:
         if storage.kind(path) != "file":
             found.append(f"{path} is missing")
         elif path.stat().st_size != facts.size:
-            found.append(f"{path} does not have the {facts.size:,} bytes that were written")
+            found.append(f"{path} has the wrong size: expected the {facts.size:,} bytes that were written")
     return found
 
 

@@ -1,7 +1,7 @@
-"""A lock that lets only one run write checkpoints to a folder, and keeps out stale processes of earlier attempts.
+"""A lock that allows only one run to write checkpoints to a folder, and keeps out stale processes from earlier attempts.
 
-The lock is a small file that identifies its owner. It is read again right before a checkpoint is renamed into place. A process
-of an earlier attempt that was presumed dead therefore cannot replace a checkpoint of the later attempt.
+The lock is a small file that identifies its owner. It is read again just before a checkpoint is renamed into place.
+Therefore, a process from an earlier attempt that was presumed dead cannot replace a checkpoint from a later attempt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echelon.base.errors import CheckpointError
 __all__ = ["STALE_AFTER", "Owner", "RunLock", "is_over"]
 
 STALE_AFTER = timedelta(minutes=10)
-"""Time without a heartbeat after which a run on another machine is considered dead."""
+"""A run on another machine is considered dead after this time without a heartbeat."""
 _BEAT_S = STALE_AFTER.total_seconds() / 10
 
 _MAX_BYTES = 4096
@@ -40,20 +40,20 @@ class Owner:
     """The identity of a process, unique across machines and reboots."""
 
     token: str
-    """Random name of this lock."""
+    """Random token that identifies this lock."""
     host: str
     machine: str
     """Boot ID of the kernel; empty if unknown."""
     processes: str
-    """PID namespace. A container does not see the processes of another container."""
+    """PID namespace, because a container cannot see another container's processes."""
     pid: int
     started: str
-    """Start time of the process in the kernel's units; empty if unknown."""
+    """Time at which the process started, in the kernel's units; empty if unknown."""
     run: str
-    """Environment variable and value that name the run; empty without a launcher."""
+    """Environment variable and value that identify the run; empty if no launcher was used."""
     attempt: int
     since: str
-    """Time at which the lock was taken: UTC, ISO 8601."""
+    """Time at which the lock was acquired (UTC, ISO 8601)."""
 
     @staticmethod
     def current() -> Owner:
@@ -85,7 +85,7 @@ def is_over(owner: Owner, me: Owner, *, silent_for: timedelta, owner_lives: bool
         owner: the process that holds the lock.
         me: this process.
         silent_for: time since the last heartbeat of ``owner``.
-        owner_lives: whether the owner's process exists; only used if both run on the same machine.
+        owner_lives: whether the owner's process still exists; used only if both processes run on the same machine.
     """
     if replace(owner, token="", since="", attempt=0) == replace(me, token="", since="", attempt=0):
         return True  # two objects of one process do not exclude each other
@@ -100,12 +100,13 @@ def is_over(owner: Owner, me: Owner, *, silent_for: timedelta, owner_lives: bool
 
 
 class RunLock:
-    """Exclusive right to write checkpoints to a folder, held until ``release`` or the end of the process.
+    """The exclusive right to write checkpoints to a folder, held until ``release`` is called or the process ends.
 
-    One process per run takes it. A thread writes a heartbeat every minute, independently of the time between saves.
+    One process per run acquires the lock. A thread writes a heartbeat every minute, regardless of how often checkpoints are
+    saved.
 
     Raises:
-        CheckpointError: another run holds the lock; the error names that run.
+        CheckpointError: another run, which the error names, holds the lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,15 +126,15 @@ class RunLock:
         """Write a heartbeat.
 
         Raises:
-            CheckpointError: another attempt has taken the lock; this process may no longer write here.
+            CheckpointError: another attempt has acquired the lock, so this process may no longer write to the folder.
         """
         owner = _read(self._path)
         if owner is None or owner.token != self._me.token:
             now = "nobody" if owner is None else _described(owner)
             raise CheckpointError(
-                f"this process may no longer write checkpoints to {self._path.parent}: it took the lock {self._path.name} "
-                f"at {self._me.since}, and {now} holds it now",
-                do="end this process: a later attempt of the run, or another run, has replaced it",
+                f"this process may no longer write checkpoints to {self._path.parent}: it acquired the lock "
+                f"{self._path.name} at {self._me.since}, but {now} holds it now",
+                do="stop this process; a later attempt or another run has taken its place",
             )
         os.utime(self._path)
 
@@ -145,7 +146,7 @@ class RunLock:
             self._path.unlink(missing_ok=True)
 
     def _create(self) -> bool:
-        """Create the complete lock atomically; False when one exists."""
+        """Create the complete lock file atomically. Return False if one already exists."""
         own = self._write_temporary()
         try:
             os.link(own, self._path)
@@ -165,8 +166,8 @@ class RunLock:
                     f"{self._path.parent} is locked by another run: {_described(owner)}, last seen "
                     f"{silent_for.total_seconds():.0f} s ago",
                     where=str(self._path),
-                    do="give this run another folder, or end the other run (delete the lock file if that run has ended and its "
-                    "machine no longer exists)",
+                    do="use a different folder for this run, or stop the other run; if that run has ended and its "
+                    "machine no longer exists, delete the lock file",
                 )
         self._write_temporary().replace(self._path)
         self.require()  # if two processes take over at the same time, the later one wins
@@ -178,7 +179,7 @@ class RunLock:
 
 
 def _write_heartbeats(path: Path, me: Owner, over: threading.Event) -> None:
-    """Write heartbeats for ``me`` until ``over`` is set or another owner holds the lock."""
+    """Write heartbeats for ``me`` until ``over`` is set or another process holds the lock."""
     while not over.wait(_BEAT_S):
         try:
             owner = _read(path)
@@ -190,7 +191,7 @@ def _write_heartbeats(path: Path, me: Owner, over: threading.Event) -> None:
 
 
 def _read(path: Path) -> Owner | None:
-    """Return the owner of the lock, or None if the file does not exist or is not a lock."""
+    """Return the lock's owner, or None if the file does not exist or is not a lock file."""
     try:
         with path.open("rb") as file:
             content = json.loads(file.read(_MAX_BYTES))
@@ -228,7 +229,7 @@ def _processes() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return the start time of a process in the kernel's units, or None if it does not exist."""
+    """Return a process's start time in the kernel's units, or None if the process does not exist."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)

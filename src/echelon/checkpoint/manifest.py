@@ -1,4 +1,4 @@
-"""The manifest, which lists the tensors of a checkpoint and the size and checksum of every file."""
+"""The manifest, which lists a checkpoint's tensors and the size and checksum of each of its files."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ class Manifest:
     """The contents of a checkpoint's manifest."""
 
     token: str
-    """Unique name of the save that wrote the checkpoint: 16 hexadecimal digits."""
+    """Unique token of the save that wrote the checkpoint: 16 hexadecimal digits."""
     created: str
-    """Time of the save: UTC, ISO 8601."""
+    """Time at which the checkpoint was saved (UTC, ISO 8601)."""
     written_by: str
     """Program and version that wrote the checkpoint."""
     world_size: int
     progress: Mapping[str, Any] | None
     """Counters of the run."""
     config: Any
-    """Settings of the run with their origins: plain data for human readers."""
+    """The run's settings with their origins, as plain data for human readers."""
     layout: Any
-    """Distribution of the state over the ranks: plain data for human readers."""
+    """How the state was distributed over the ranks, as plain data for human readers."""
     files: Mapping[str, FileFacts]
     tensors: Mapping[str, TensorLayout]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Additional names of tensors (tied weights)."""
+    """Additional names of tensors, for tied weights."""
 
     def to_bytes(self) -> bytes:
-        """Return the content of the manifest file."""
+        """Return the contents of the manifest file."""
         body = typed_json.to_bytes(
             {
                 "format": _FORMAT,
@@ -96,12 +96,12 @@ class Manifest:
         return _HEAD % xxhash.xxh3_128_hexdigest(body).encode() + body + _TAIL
 
     def of(self, name: str) -> TensorLayout | None:
-        """Return the layout of the tensor ``name``, which may be an alias, or None if there is no such tensor."""
+        """Return the layout of the tensor ``name``, which may be an alias, or None if the tensor does not exist."""
         return self.tensors.get(self.aliases.get(name, name))
 
 
 def is_inside(path: str) -> bool:
-    """Return whether ``path`` (with slashes) is a valid relative path that stays inside the folder."""
+    """Return whether ``path``, which uses slashes, is a valid relative path that stays inside the folder."""
     try:
         path.encode()  # rejects unpaired surrogates
     except UnicodeEncodeError:
@@ -110,22 +110,22 @@ def is_inside(path: str) -> bool:
 
 
 def tensors_file(rank: int) -> str:
-    """Return the name of the tensor file of ``rank``."""
+    """Return the name of the tensor file that ``rank`` writes."""
     return f"rank_{rank:05}.safetensors"
 
 
 def rank_objects_file(rank: int) -> str:
-    """Return the name of the object file of ``rank``."""
+    """Return the name of the object file that ``rank`` writes."""
     return f"rank_{rank:05}.json"
 
 
 def chunk_key(name: str, layout: TensorLayout, chunk: Chunk) -> str:
-    """Return the name of a chunk in its file: the tensor's name, followed by the offset unless the chunk is the whole tensor."""
+    """Return a chunk's name in its file: the tensor's name, followed by the offset unless the chunk is the whole tensor."""
     return name if chunk.box.lengths == layout.shape else f"{name}|{','.join(map(str, chunk.box.offset))}"
 
 
 def is_part(name: str) -> bool:
-    """Return whether a file of this name belongs to the checkpoint format."""
+    """Return whether a file with this name belongs to the checkpoint format."""
     return _PART.fullmatch(name) is not None
 
 
@@ -141,7 +141,7 @@ def read_manifest(storage: Storage, folder: Path) -> Manifest:
         what = "not a checkpoint" if kind == "folder" else "not a folder"
         if kind is None and link is not None:
             what = f"a symbolic link to {link}, which does not exist"
-        raise CheckpointError(f"{folder} is {what}: it has no {MANIFEST}", do="pass the folder of a checkpoint")
+        raise CheckpointError(f"{folder} is {what}: {MANIFEST} is missing", do="pass a checkpoint folder")
     try:
         handle = storage.open(path)
         try:
@@ -161,14 +161,15 @@ def _parse(text: bytes, path: Path) -> Manifest:
     start = len(_HEAD % (b"0" * 32))
     body = text[start : -len(_TAIL)]
     if text != _HEAD % xxhash.xxh3_128_hexdigest(body).encode() + body + _TAIL:
-        raise _damaged(path, "its checksum does not match, or it is incomplete")
+        raise _damaged(path, "its checksum does not match, or part of it is missing")
     content = typed_json.from_bytes(body, source=str(path))
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise _damaged(path, f"it is not an {_FORMAT}")
     if content.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} has format version {content.get('version')!r}, but this version of echelon reads format version {VERSION}",
-            do="use the version of echelon that wrote the checkpoint, or a newer one",
+            f"{path} has format version {content.get('version')!r}, but this version of echelon supports format "
+            f"version {VERSION}",
+            do="use the version of echelon that wrote the checkpoint, or a newer version",
         )
     try:
         files = {name: _facts(name, facts) for name, facts in content["files"].items()}

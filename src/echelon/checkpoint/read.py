@@ -1,4 +1,4 @@
-"""Reading checkpoints: verification, the search for the newest intact one, and sharded loading of tensors."""
+"""Reads checkpoints: verifies them, finds the newest intact checkpoint, and loads sharded tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["Checkpoint", "CheckpointSearch", "newest", "open_verified", "try_ope
 
 
 class Checkpoint:
-    """A checkpoint on disk. The constructor reads the manifest; other files are read when needed.
+    """A checkpoint on disk. The constructor reads only the manifest; other files are read when they are needed.
 
     Raises:
         CheckpointError: ``folder`` is not a checkpoint, or its manifest is damaged.
@@ -48,7 +48,7 @@ class Checkpoint:
         self._headers: dict[str, Mapping[str, Stored]] = {}
 
     def problems(self, *, share: int = 0, num_shares: int = 1) -> list[str]:
-        """Read all files (or one share of the files) completely, and return a description of each damaged file."""
+        """Read all files (or one share of them) in full, and return a description of each damaged file."""
         found = []
         for i, (name, facts) in enumerate(sorted(self.manifest.files.items())):
             if i % num_shares != share:
@@ -58,9 +58,9 @@ class Checkpoint:
                 self._require_own_folders(name)
                 checksum = checksum_of(self._storage, path, expected_bytes=facts.size)
                 if checksum is None:
-                    found.append(f"{path} does not have the {facts.size:,} bytes that were written")
+                    found.append(f"{path} has the wrong size: expected the {facts.size:,} bytes that were written")
                 elif checksum != facts.xxh3_128:
-                    found.append(f"{path} is damaged: its checksum differs from the one written")
+                    found.append(f"{path} is damaged: its checksum does not match the manifest")
                 elif is_part(name) and name.endswith(".safetensors"):
                     self._require_tensors(name)
             except FileNotFoundError:
@@ -70,7 +70,7 @@ class Checkpoint:
         return found
 
     def _require_own_folders(self, name: str) -> None:
-        """Raise if a parent folder of a file is a link, which may point outside the checkpoint."""
+        """Raise an error if one of a file's parent folders is a link, because it may point outside the checkpoint."""
         for parent in list(Path(name).parents)[:-1]:
             if self._storage.kind(self.folder / parent) != "folder":
                 raise damaged(f"{self.folder / parent} is missing or not a folder")
@@ -78,11 +78,11 @@ class Checkpoint:
     # ---- objects -----------------------------------------------------------------------------------------------------
 
     def objects(self) -> dict[str, Any]:
-        """Return the objects that all ranks share, by name."""
+        """Return the objects shared by all ranks, by name."""
         return self._objects(OBJECTS)
 
     def rank_objects(self, rank: int) -> dict[str, Any] | None:
-        """Return the objects of ``rank`` by name, or None if the saved run had no such rank or the rank saved none."""
+        """Return the objects of ``rank`` by name, or None if that rank saved no objects or did not exist."""
         name = rank_objects_file(rank)
         return self._objects(name) if name in self.manifest.files else None
 
@@ -96,7 +96,7 @@ class Checkpoint:
         content = typed_json.from_bytes(bytes(text), source=str(path))
         decoded = typed_json.decode(content, source=str(path), get_tensor=self.read)
         if not isinstance(decoded, dict):
-            raise damaged(f"{path} does not contain objects by name")
+            raise damaged(f"{path} does not contain a dict of objects")
         return decoded
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
@@ -115,17 +115,17 @@ class Checkpoint:
         if layout is None:
             raise CheckpointError(
                 f"{self.folder} has no tensor {name!r}",
-                do=f"load one of the tensors that `echelon checkpoint show {self.folder}` lists",
+                do=f"load one of the tensors listed by `echelon checkpoint show {self.folder}`",
             )
         return layout
 
     def num_bytes(self, name: str) -> int:
-        """Return the size of a tensor in bytes."""
+        """Return a tensor's size in bytes."""
         layout = self.layout(name)
         return math.prod(layout.shape) * require_dtype(layout.dtype).itemsize
 
     def read(self, name: str, box: ChunkBounds | None = None) -> torch.Tensor:
-        """Return a tensor, or the part in ``box``, in host memory."""
+        """Read a tensor, or only its part in ``box``, into host memory."""
         layout = self.layout(name)
         box = box or ChunkBounds.whole(layout.shape)
         values = torch.empty(box.lengths, dtype=require_dtype(layout.dtype))
@@ -135,16 +135,16 @@ class Checkpoint:
     def read_into(
         self, targets: Mapping[str, torch.Tensor | ShardPart], *, optional: Collection[str] = ()
     ) -> list[str]:
-        """Copy tensors from the checkpoint into this rank's parts, and return the names of missing tensors.
+        """Copy tensors from the checkpoint into this rank's tensors and shards, and return the names of missing tensors.
 
-        Apart from the targets, the host holds one chunk at a time.
+        Besides the targets, only one chunk at a time is held in host memory.
 
         Args:
-            targets: destinations by name. Their dtypes may differ from the saved ones, but not their shapes.
+            targets: destinations by name. Their dtypes may differ from the saved dtypes, but their shapes must match.
             optional: names that may be missing.
 
         Raises:
-            CheckpointError: a tensor is missing or has another shape. In this case nothing is copied.
+            CheckpointError: a tensor is missing or has a different shape. In this case, nothing is copied.
         """
         wanted = {name: box_of(target) for name, target in targets.items()}
         missing = self.require_fit({name: shape for name, (shape, _, _) in wanted.items()}, optional=optional)
@@ -155,22 +155,23 @@ class Checkpoint:
         return missing
 
     def require_fit(self, shapes: Mapping[str, Sequence[int]], *, optional: Collection[str] = ()) -> list[str]:
-        """Return the names in ``shapes`` that are missing in the checkpoint.
+        """Return the names in ``shapes`` that are missing from the checkpoint.
 
         Raises:
-            CheckpointError: a tensor that is not ``optional`` is missing, or a tensor has another shape.
+            CheckpointError: a tensor that is not ``optional`` is missing, or a tensor has a different shape.
         """
         missing = [name for name in shapes if self.manifest.of(name) is None]
         required = [name for name in missing if name not in optional]
         if required:
             raise CheckpointError(
-                f"{self.folder} has no {', '.join(required[:5])}{' and others' if len(required) > 5 else ''}",
-                do="load a checkpoint of this model, or allow these names to be missing (load_state(allow_missing=))",
+                f"{self.folder} does not contain {', '.join(required[:5])}{' and others' if len(required) > 5 else ''}",
+                do="load a checkpoint of this model, or pass load_state(allow_missing=) to allow these names to be "
+                "missing",
             )
         for name, shape in shapes.items():
             if name not in missing and self.layout(name).shape != tuple(shape):
                 raise CheckpointError(
-                    f"{name} has shape {list(self.layout(name).shape)} in {self.folder}, and {list(shape)} here",
+                    f"{name} has shape {list(self.layout(name).shape)} in {self.folder}, but {list(shape)} in this run",
                     do="load a checkpoint of this model",
                 )
         return missing
@@ -193,7 +194,7 @@ class Checkpoint:
             values[part.target].copy_(chunk[(slice(None), *part.source[1:])] if lengths else chunk)
 
     def _require_tensors(self, file: str) -> None:
-        """Raise unless the header of ``file`` agrees with the manifest on each tensor."""
+        """Raise an error if the header of ``file`` does not match the manifest."""
         header = self._header(file)
         expected = {
             chunk_key(name, layout, chunk): stored_form(layout.dtype, chunk.box.lengths)
@@ -207,7 +208,7 @@ class Checkpoint:
     def _require_entry(self, file: str, key: str, layout: TensorLayout, box: ChunkBounds) -> Stored:
         entry = self._header(file).get(key)
         if entry is None or (entry.dtype, entry.shape) != stored_form(layout.dtype, box.lengths):
-            raise damaged(f"{self.folder / file} does not contain {key} as described in the manifest")
+            raise damaged(f"{key} in {self.folder / file} does not match its description in the manifest")
         return entry
 
     def _header(self, file: str) -> Mapping[str, Stored]:
@@ -237,26 +238,26 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSearch:
-    """The newest intact checkpoint and the newer checkpoints that were skipped."""
+    """The newest intact checkpoint, and the newer checkpoints that were skipped."""
 
     checkpoint: Checkpoint | None
     skipped: Sequence[tuple[Path, str]]
-    """Skipped checkpoints, newest first, each with the reason."""
+    """Skipped checkpoints, newest first, each with the reason for skipping it."""
 
 
 def open_verified(
     folder: Path, *, world: World, storage: Storage | None = None, gather: Gather = gather_bytes
 ) -> Checkpoint:
-    """Verify every file of a checkpoint and open it. The ranks of a machine share the verification.
+    """Verify all of a checkpoint's files and open it. The ranks on each machine divide the verification among themselves.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
-        CheckpointError: the checkpoint is damaged; the error names the files on every rank.
+        CheckpointError: the checkpoint is damaged. The error on every rank names the damaged files.
     """
     checkpoint, problem = try_open(folder, world=world, storage=storage, gather=gather)
     if checkpoint is None:
-        raise damaged(f"{folder} cannot be loaded, and no state has changed: {problem}")
+        raise damaged(f"{folder} cannot be loaded; no state was changed: {problem}")
     return checkpoint
 
 
@@ -268,16 +269,16 @@ def newest(
     usable: Callable[[Checkpoint], str | None] = lambda _: None,
     gather: Gather = gather_bytes,
 ) -> CheckpointSearch:
-    """Return the first of ``candidates`` that is intact on every machine, and the skipped ones with reasons.
+    """Return the first of ``candidates`` that is intact on every machine, and the skipped candidates with reasons.
 
     Args:
-        candidates: paths, newest first; a machine may lack some of them.
-        world: the ranks and machines of the run.
-        storage: file system; None uses this machine's.
-        usable: returns the reason to reject an intact checkpoint, or None to accept it; equal on all ranks.
+        candidates: paths, newest first. Some of them may be missing on some machines.
+        world: the ranks and machines in the run.
+        storage: file system to use; None means this machine's.
+        usable: returns the reason for rejecting an intact checkpoint, or None to accept it. Must return the same on all ranks.
         gather: how the ranks communicate.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     listed = [json.loads(text) for text in gather(json.dumps([str(path) for path in candidates]).encode())]
     names = list(dict.fromkeys(name for each in listed for name in each))  # rank zero's order first
@@ -296,9 +297,9 @@ def newest(
 def try_open(
     folder: Path, *, world: World, storage: Storage | None = None, gather: Gather = gather_bytes
 ) -> tuple[Checkpoint | None, str | None]:
-    """Return the checkpoint, or a description of its problem on any machine.
+    """Return the checkpoint, or a description of a problem with it on any machine.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     checkpoint = None
     try:
@@ -313,5 +314,5 @@ def try_open(
             where = f"rank {rank}: " if len(reports) > 1 else ""
             return None, f"{where}{'; '.join(theirs[:3])}{f'; and {len(theirs) - 3} more' if len(theirs) > 3 else ''}"
     if len({token for token, _ in reports}) > 1:
-        return None, "the machines have different checkpoints with this name"
+        return None, "this name refers to different checkpoints on different machines"
     return checkpoint, None

@@ -1,8 +1,9 @@
-"""Chunks of tensors as boxes in the global shape: which rank writes each box, and which boxes a loading rank reads.
+"""Represents tensor chunks as boxes in the global shape, and determines which rank writes each box and which boxes a rank
+reads.
 
-Ranks and checkpoints both hold boxes, independent of the engine and the number of ranks. The planners of
-``torch.distributed.checkpoint`` do the same with pickled metadata. Here the boxes are plain integers, which ranks exchange as
-JSON and which tests check without processes.
+Ranks and checkpoints both hold boxes, regardless of the engine and the number of ranks. The planners in
+``torch.distributed.checkpoint`` do the same with pickled metadata. Here, boxes consist of plain integers, so ranks can
+exchange them as JSON and tests can check them in one process.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ChunkBounds:
-    """A part of a tensor: ``offset[d] <= index < offset[d] + lengths[d]`` in every dimension."""
+    """A part of a tensor: the elements with ``offset[d] <= index[d] < offset[d] + lengths[d]`` in every dimension ``d``."""
 
     offset: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -56,7 +57,7 @@ class ChunkBounds:
         return None if any(length <= 0 for length in lengths) else ChunkBounds(offset, lengths)
 
     def within(self, outer: ChunkBounds) -> tuple[slice, ...]:
-        """Return the slices that select this box from a tensor that holds ``outer``."""
+        """Return the slices that select this box from a tensor that contains ``outer``."""
         starts = [own - base for own, base in zip(self.offset, outer.offset)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.lengths))
 
@@ -73,7 +74,7 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor and the rank whose file contains it."""
+    """A box in a tensor, and the rank whose file contains it."""
 
     rank: int
     box: ChunkBounds
@@ -81,7 +82,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """The chunks of a tensor in a checkpoint. Every element is in exactly one chunk."""
+    """A tensor's chunks in a checkpoint. Every element is in exactly one chunk."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -90,7 +91,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The intersection of a chunk and a requested box: slices of the chunk to copy to slices of the box."""
+    """The intersection of a chunk and a requested box: which slices of the chunk to copy to which slices of the box."""
 
     chunk: Chunk
     source: tuple[slice, ...]
@@ -99,7 +100,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """The part of a tensor on this rank, for tensors that are not DTensors."""
+    """The part of a tensor that this rank holds, if the tensor is not a DTensor."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -107,10 +108,10 @@ class ShardPart:
 
 
 def box_of(tensor: torch.Tensor | ShardPart) -> tuple[tuple[int, ...], ChunkBounds, torch.Tensor]:
-    """Return the global shape of ``tensor``, this rank's box, and the local values (sharing memory).
+    """Return the global shape of ``tensor``, this rank's box, and the local values, which share memory with ``tensor``.
 
     Raises:
-        CheckpointError: ``tensor`` is a DTensor whose local part is not a box.
+        CheckpointError: ``tensor`` is a DTensor whose local shard is not a box.
     """
     if isinstance(tensor, ShardPart):
         return tensor.shape, ChunkBounds(tensor.offset, tuple(tensor.values.shape)), tensor.values.detach()
@@ -121,8 +122,9 @@ def box_of(tensor: torch.Tensor | ShardPart) -> tuple[tuple[int, ...], ChunkBoun
     others = [placement for placement in tensor.placements if type(placement) not in (Shard, Replicate)]
     if others:
         raise CheckpointError(
-            f"a tensor of shape {tuple(tensor.shape)} has the placement {others[0]}, so this rank's part is not a box",
-            do="redistribute it to Shard or Replicate before saving",
+            f"a tensor of shape {tuple(tensor.shape)} has the placement {others[0]}, so this rank's shard is not "
+            "a contiguous box",
+            do="redistribute it to Shard or Replicate placements before saving",
         )
     local = tensor.to_local().detach()
     lengths, offset = local_shape_and_offset(tensor)
@@ -131,14 +133,14 @@ def box_of(tensor: torch.Tensor | ShardPart) -> tuple[tuple[int, ...], ChunkBoun
 
 
 def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, TensorLayout]:
-    """Assign each box to one rank that holds it, so that the ranks write similar amounts.
+    """Assign each box to one of the ranks that hold it, so that all ranks write similar amounts of data.
 
     Args:
-        pieces: shards of each rank. Equal on all ranks, so that all ranks compute the same assignment.
+        pieces: each rank's shards. Must be the same on all ranks, so that they compute the same assignment.
 
     Raises:
-        DesyncError: ranks disagree about the shape or dtype of a tensor.
-        CheckpointError: the boxes of a tensor overlap, or do not cover it.
+        DesyncError: ranks disagree on a tensor's shape or dtype.
+        CheckpointError: a tensor's boxes overlap, or do not cover it.
     """
     first: dict[str, tuple[int, LocalShard]] = {}
     holders: dict[tuple[str, ChunkBounds], list[int]] = {}
@@ -147,9 +149,9 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
             known_rank, known = first.setdefault(piece.name, (rank, piece))
             if (known.dtype, known.shape) != (piece.dtype, piece.shape):
                 raise DesyncError(
-                    f"the tensor {piece.name} is {known.dtype} {list(known.shape)} on rank {known_rank} and "
+                    f"the tensor {piece.name} is {known.dtype} {list(known.shape)} on rank {known_rank}, but "
                     f"{piece.dtype} {list(piece.shape)} on rank {rank}",
-                    do="give every rank the same model and optimizer",
+                    do="create the same model and optimizer on every rank",
                 )
             if piece.box.volume:  # a rank with an empty part has nothing to write
                 holders.setdefault((piece.name, piece.box), []).append(rank)
@@ -174,18 +176,19 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
         if problem is not None:
             raise CheckpointError(
                 f"the tensor {name} of shape {list(piece.shape)} cannot be saved: {problem}",
-                do="save the same state on all ranks; to save on each machine, every machine must have the whole state",
+                do="save the same state on all ranks; if each machine saves separately, every machine must have the "
+                "whole state",
             )
     return layouts
 
 
 def uncovered(layout: TensorLayout) -> str | None:
-    """Return None if the chunks contain every element exactly once, and a description of the problem otherwise."""
+    """Return None if the chunks contain every element exactly once, else a description of the problem."""
     shape = ChunkBounds.whole(layout.shape)
     boxes = [chunk.box for chunk in layout.chunks]
     for box in boxes:
         if len(box.offset) != len(layout.shape) or box.common(shape) != box:
-            return f"the chunk at {list(box.offset)} of size {list(box.lengths)} is not inside the tensor"
+            return f"the chunk at {list(box.offset)} of size {list(box.lengths)} extends beyond the tensor"
     # Sweep along the dimension with the most cuts: only boxes that the sweep crosses at the same time can overlap.
     dims = range(len(layout.shape))
     cut = max(dims, key=lambda dim: len({box.offset[dim] for box in boxes}), default=None)
@@ -197,11 +200,11 @@ def uncovered(layout: TensorLayout) -> str | None:
             return f"the chunk at {list(box.offset)} of size {list(box.lengths)} overlaps another chunk"
         crossed.append(box)
     held = sum(box.volume for box in boxes)
-    return None if held == shape.volume else f"its chunks contain {held} of {shape.volume} elements"
+    return None if held == shape.volume else f"its chunks contain only {held} of {shape.volume} elements"
 
 
 def overlaps(layout: TensorLayout, box: ChunkBounds) -> Iterator[Overlap]:
-    """Yield the non-empty intersections of the chunks with ``box``. Together they cover it."""
+    """Yield the non-empty intersections of the chunks with ``box``, which together cover the box."""
     for chunk in layout.chunks:
         common = chunk.box.common(box)
         if common is not None:

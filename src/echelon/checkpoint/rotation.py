@@ -1,4 +1,4 @@
-"""Numbered checkpoints in a folder: listing them and deleting the oldest."""
+"""Lists the numbered checkpoints in a folder and deletes the oldest ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _OLD = r"(?:\.old-[0-9a-f]{16})?"  # suffix after a crash between two renames
 
 
 def numbered(folder: Path, *, prefix: str, storage: Storage | None = None) -> list[Path]:
-    """Return the paths in ``folder`` named ``prefix`` + number, sorted by number, without incomplete checkpoints.
+    """Return the paths in ``folder`` named ``prefix`` + number, sorted by number and excluding incomplete checkpoints.
 
-    Files and broken links with such a name are included, because they occupy the number.
+    Files and broken links with a matching name are included, because their numbers are taken.
     """
     storage = storage or LocalStorage()
     real = storage.real_path(folder)
@@ -35,9 +35,9 @@ def surplus(
 
     Args:
         numbers: numbers of all existing checkpoints.
-        limit: maximum number of checkpoints to keep, not counting those kept by ``keep_every``; None keeps all.
-        keep: numbers that are counted but never deleted (the newest, the best).
-        keep_every: multiples of this number are never deleted.
+        limit: maximum number of checkpoints to keep, not counting those kept because of ``keep_every``; None keeps all.
+        keep: numbers that are counted but never deleted, such as those of the newest and the best checkpoint.
+        keep_every: checkpoints whose number is a multiple of this are never deleted.
     """
     if limit is None:
         return []
@@ -54,7 +54,7 @@ def remove_oldest(
     keep_every: int | None = None,
     storage: Storage | None = None,
 ) -> list[Path]:
-    """Delete the lowest-numbered checkpoints except ``keep`` until ``limit`` are left, and return the deleted paths.
+    """Delete the lowest-numbered checkpoints, except ``keep``, until ``limit`` are left. Return the deleted paths.
 
     If a checkpoint is a symbolic link, only the link is deleted. Files and broken links are neither counted nor deleted.
     """

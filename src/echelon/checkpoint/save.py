@@ -1,4 +1,4 @@
-"""Saving: the assignment of data to ranks, and the steps that all ranks perform together."""
+"""Saves checkpoints: assigns data to ranks, and coordinates the steps that all ranks perform together."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ __all__ = [
 ]
 
 Gather = Callable[[bytes], list[bytes]]
-"""All-gathers bytes: returns the bytes of every rank, in rank order."""
+"""All-gathers bytes. Returns every rank's bytes, in rank order."""
 
 
 class SaveFailedError(CheckpointError):
-    """A rank could not write to its file system; every rank raises this error, and existing checkpoints are unchanged.
+    """A rank could not write to its file system. Every rank raises this error, and existing checkpoints are unchanged.
 
-    Causes: a full disk or quota, a folder without write permission, an unavailable network file system.
-    Do: free at least the number of bytes in the message, or save elsewhere. The Accelerator reports the error and training
-        continues; the third consecutive failure ends the run.
+    Causes: the disk is full or the quota is exceeded; the folder is not writable; a network file system is unavailable.
+    Do: free at least the number of bytes given in the message, or save to another location. The Accelerator reports the error
+        and training continues; the third consecutive failure ends the run.
     """
 
 
@@ -65,14 +65,15 @@ _FILE_REFUSED = re.compile(r"inline_container|PytorchStreamWriter|unexpected pos
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """The content of a checkpoint, as given by this rank."""
+    """What this rank contributes to a checkpoint."""
 
     tensors: Mapping[str, torch.Tensor | ShardPart] = field(default_factory=dict)
-    """This rank's tensors (whole, DTensor or part). Equal names on several ranks denote one tensor."""
+    """This rank's tensors: full tensors, DTensors or shards. If several ranks use the same name, it refers to the same
+    tensor."""
     objects: Mapping[str, Any] = field(default_factory=dict)
-    """Plain data and tensors that all ranks share. The first rank's values are saved."""
+    """Plain data and tensors shared by all ranks. The first rank's values are saved."""
     rank_objects: Mapping[str, Any] = field(default_factory=dict)
-    """Plain data and tensors that only this rank has."""
+    """Plain data and tensors that are specific to this rank."""
     progress: Mapping[str, Any] | None = None
     config: Any = None
     layout: Any = None
@@ -80,16 +81,16 @@ class Content:
 
 @dataclass(slots=True, kw_only=True)
 class Save:
-    """A prepared save: every rank knows what to write, but no state has been written."""
+    """A prepared save: every rank knows what to write, but no state has been written yet."""
 
     pending: PendingFolder
     rank: int
     crew: Sequence[int]
-    """Ranks that write to this folder. The first one commits it."""
+    """Ranks that write to this folder. The first of them commits it."""
     tensors: list[tuple[str, torch.Tensor]]
-    """Tensors that this rank writes, with their names in its file. They must not change until the save is finished."""
+    """The tensors that this rank writes, with their names in its file. They must not change until the save is finished."""
     objects: dict[str, bytes]
-    """Other files that this rank writes: content by name."""
+    """Other files that this rank writes, as a mapping from name to contents."""
     manifest: Manifest
     """The manifest, whose list of files is still empty."""
     is_part: Callable[[str], bool]
@@ -101,7 +102,7 @@ class Save:
 
     @property
     def folder(self) -> Path:
-        """Folder in which the files are written."""
+        """Folder to which the files are written."""
         return self.pending.path
 
     @property
@@ -119,12 +120,13 @@ class Save:
         return sum(t.numel() * t.element_size() for _, t in self.tensors) + sum(map(len, self.objects.values()))
 
     def finish(self, gather: Gather = gather_bytes) -> Path:
-        """Write and commit the checkpoint, and return its path when it is on disk.
+        """Write and commit the checkpoint. Return its path once it is on disk.
 
-        Collective: every rank, through ``gather`` only. It can therefore run in a thread with a thread-safe ``gather``.
+        Collective: call on every rank. Ranks communicate only through ``gather``, so this method can run in a thread if
+        ``gather`` is thread-safe.
 
         Raises:
-            CheckpointError: a rank could not write. The error names the ranks; existing checkpoints are unchanged.
+            CheckpointError: some ranks, which the error names, could not write. Existing checkpoints are unchanged.
         """
         try:
             files = run_on_all_ranks(f"writing {self.target}", self._counted(self._write), gather)
@@ -146,7 +148,7 @@ class Save:
         return {name: [facts.size, facts.xxh3_128] for name, facts in files.items()}
 
     def _added(self, inside: str) -> dict[str, FileFacts]:
-        """Sync the files that hooks wrote to the folder, and return their sizes and checksums."""
+        """Sync files that hooks wrote to the folder, and return their sizes and checksums."""
         found: dict[str, FileFacts] = {}
         for name in self._storage.entries(self.folder / inside):
             path = f"{inside}{name}"
@@ -159,7 +161,7 @@ class Save:
                         f"a hook wrote the file {path!r} to {self.target}; its name is not valid UTF-8 or could refer to a file "
                         "outside the folder",
                         where="a save_state hook",
-                        do="use a file name in UTF-8 without backslashes",
+                        do="use a UTF-8 file name without backslashes",
                     )
                 found[path] = sync_file(self._storage, self.folder / path)
         if inside:
@@ -173,7 +175,7 @@ class Save:
         self.pending.commit(manifest=replace(self.manifest, files=merged).to_bytes(), is_part=self._is_part_of_old())
 
     def _is_part_of_old(self) -> Callable[[str], bool]:
-        """Return a predicate for the names of files that belong to the replaced checkpoint."""
+        """Return a predicate that accepts the names of files belonging to the replaced checkpoint."""
         try:
             old = read_manifest(self._storage, self.target).files
         except CheckpointError:
@@ -191,7 +193,7 @@ class Save:
         names = [tensors_file(self.rank), *self.objects]
         missing = self.num_bytes - sum(self._written_bytes(self.folder / name) for name in names) - free
         lacks = f": {missing:,} bytes are missing" if missing > 0 else ""
-        return f" (rank {self.rank} writes {self.num_bytes:,} bytes, {free:,} are free{lacks})"
+        return f" (rank {self.rank} writes {self.num_bytes:,} bytes, and {free:,} bytes are free{lacks})"
 
     def _written_bytes(self, path: Path) -> int:
         try:
@@ -204,9 +206,9 @@ class Save:
             self._storage.close(handle)
 
     def update(self, content: Content, *, world: World, gather: Gather = gather_bytes) -> None:
-        """Save ``content`` instead, which may have changed since ``begin_save``.
+        """Replace the content to save, which may have changed since ``begin_save``.
 
-        Collective: every rank, through ``gather`` only.
+        Collective: call on every rank. Ranks communicate only through ``gather``.
 
         Raises:
             CheckpointError: part of the content cannot be saved.
@@ -221,26 +223,26 @@ class Save:
         self.manifest = replace(self.manifest, tensors=plan.layouts, aliases=plan.aliases, progress=content.progress)
 
     def leave_out(self, prefix: str) -> None:
-        """Exclude the tensors whose names start with ``prefix``. Call it on every rank."""
+        """Exclude tensors whose names start with ``prefix``. Call this on every rank."""
         kept = {name: layout for name, layout in self.manifest.tensors.items() if not name.startswith(prefix)}
         aliases = {name: target for name, target in self.manifest.aliases.items() if target in kept}
         self.manifest = replace(self.manifest, tensors=kept, aliases=aliases)
         self.tensors = [(name, tensor) for name, tensor in self.tensors if not name.startswith(prefix)]
 
     def give_up(self) -> None:
-        """Delete the written files, unless they are committed."""
+        """Delete the files written so far, unless they have been committed."""
         self.pending.give_up()
 
 
 def as_save_failure(
     action: Callable[[], Any], target: Path, *, details: Callable[[], str] | None = None
 ) -> Callable[[], Any]:
-    """Wrap ``action`` so that it raises file system errors as ``SaveFailedError``, which a run tolerates.
+    """Wrap ``action`` so that file system errors are raised as ``SaveFailedError``, which runs tolerate.
 
     Args:
         action: function that writes.
         target: path of the checkpoint.
-        details: returns text to append to the message; None appends the free space.
+        details: returns text to append to the message. If None, the free space is appended.
     """
 
     def run() -> Any:
@@ -259,7 +261,7 @@ def as_save_failure(
 
 
 def _refusal(error: BaseException) -> BaseException | None:
-    """Return the file system error that caused ``error``, or None."""
+    """Return the file system error that caused ``error``, or None if it has a different cause."""
     if isinstance(error, OSError):
         return error
     if isinstance(error, SafetensorError):
@@ -281,12 +283,12 @@ def _free_bytes(target: Path) -> str:
 
 
 def run_on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> list[Any]:
-    """Run ``action`` on every rank, and return the results (plain JSON) of all ranks. If some ranks fail, all raise.
+    """Run ``action`` on every rank and return all ranks' results, as plain JSON. If any rank fails, all ranks raise an error.
 
-    Collective: every rank, through ``gather`` only; ``action`` must not communicate.
+    Collective: call on every rank. Ranks communicate only through ``gather``; ``action`` must not communicate.
 
     Raises:
-        CheckpointError: other ranks failed; the error names them. A failed rank raises its own error.
+        CheckpointError: other ranks, which the error names, failed. A rank that failed raises its own error instead.
     """
     failure: Exception | None = None
     result = None
@@ -305,13 +307,14 @@ def run_on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> li
         raise failure
     listing = "\n".join(f"    rank {rank}: {outcome['failure']}" for rank, outcome in failed.items())
     kind = SaveFailedError if is_storage else CheckpointError
-    raise kind(f"{what} failed on other ranks\n{listing}", do="fix the error on the ranks listed") from failure
+    raise kind(f"{what} failed on other ranks\n{listing}", do="fix the errors on the ranks listed above") from failure
 
 
 def save(target: Path, content: Content, *, world: World, **options: Any) -> Path:
-    """Save ``content`` as the checkpoint ``target``, and return its path when it is on disk. Takes the options of ``begin_save``.
+    """Save ``content`` as the checkpoint ``target`` and return its path once it is on disk. ``options`` are those of
+    ``begin_save``.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     prepared = begin_save(target, content, world=world, **options)
     return prepared.finish(options.get("gather", gather_bytes))
@@ -328,19 +331,19 @@ def begin_save(
     on_each_node: bool = False,
     gather: Gather = gather_bytes,
 ) -> Save:
-    """Assign the data to the ranks, and create the folder.
+    """Assign data to ranks and create the folder.
 
     Args:
-        target: path of the checkpoint; an existing one is replaced when the new one is complete.
-        content: content of this rank.
+        target: path of the checkpoint. An existing checkpoint is replaced once the new one is complete.
+        content: what this rank contributes to the checkpoint.
         world: the ranks and machines of the run.
-        storage: file system; None uses this machine's.
+        storage: file system to use; None means this machine's.
         is_part: whether a file of this name in an existing ``target`` belongs to the checkpoint. Other files are kept.
-        fence: raises if this run may no longer write here (``RunLock.require``); called on the first rank.
-        on_each_node: each machine writes a separate checkpoint, for machines without a shared file system.
+        fence: raises an error if this run may no longer write here (``RunLock.require``). Called on the first rank.
+        on_each_node: whether each machine writes a separate checkpoint, for machines without a shared file system.
         gather: how the ranks communicate.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
         CheckpointError: part of the content cannot be saved, or the ranks do not share a folder.
@@ -409,24 +412,25 @@ def save_folder(
     fence: Callable[[], None] | None = None,
     gather: Gather = gather_bytes,
 ) -> bool:
-    """Save the files that ``write`` creates as ``target``, a checkpoint in another program's layout without a manifest.
+    """Save the files created by ``write`` as ``target``, a checkpoint in another program's layout, without a manifest.
 
-    Returns whether this rank owns the folder: rank zero, and one rank of each machine that does not see rank zero's files.
+    Return whether this rank owns the folder. Rank zero does, as does one rank on each machine that cannot see rank zero's
+    files.
 
     Args:
-        target: path of the checkpoint, which is complete or absent at any instant; an existing one is replaced.
-        write: called as ``write(folder, is_owner)`` on every rank; ``is_owner`` is the return value of this function on that
-            rank. It must not communicate and need not sync its files.
+        target: path of the checkpoint, which at any moment is either complete or absent. An existing checkpoint is replaced.
+        write: called as ``write(folder, is_owner)`` on every rank, where ``is_owner`` is the value that this function returns
+            on that rank. It must not communicate, and does not need to sync its files.
         world: the ranks and machines of the run.
-        storage: file system; None uses this machine's.
+        storage: file system to use; None means this machine's.
         is_part: whether a file of this name in an existing ``target`` belongs to the checkpoint. Other files are kept.
         fence: raises if this run may no longer write here (``RunLock.require``).
         gather: how the ranks communicate.
 
-    Collective: every rank, through ``gather`` only.
+    Collective: call on every rank. Ranks communicate only through ``gather``.
 
     Raises:
-        CheckpointError: a rank could not write. The error names the ranks; existing checkpoints are unchanged.
+        CheckpointError: some ranks, which the error names, could not write. Existing checkpoints are unchanged.
         UsageError: ``target`` cannot be replaced.
     """
     storage = storage or LocalStorage()
@@ -437,9 +441,9 @@ def save_folder(
     def require_visible() -> None:
         if not pending.is_visible():
             raise CheckpointError(
-                f"rank {world.rank} on {socket.gethostname()} does not see {pending.path}, which the first rank of this "
-                "machine sees",
-                do="use a folder that all ranks of a machine share",
+                f"rank {world.rank} on {socket.gethostname()} cannot see {pending.path}, which the first rank on this "
+                "machine can see",
+                do="use a folder that is shared by all ranks on a machine",
             )
 
     def run(what: str, action: Callable[[], None], *, here: bool = True) -> None:
@@ -463,7 +467,7 @@ def save_folder(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What this rank writes, and where all tensors are."""
+    """What this rank writes, and where each tensor is stored."""
 
     tensors: list[tuple[str, torch.Tensor]]
     objects: dict[str, bytes]
@@ -472,7 +476,7 @@ class _Plan:
 
 
 class _LocalContent:
-    """The encoded content of this rank."""
+    """The content of this rank, encoded for writing."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
@@ -480,12 +484,12 @@ class _LocalContent:
         self._rank = 0
 
     def collect(self, content: Content, world: World, *, is_first: bool) -> dict[str, Any]:
-        """Encode ``content``, and return the description that the other ranks need."""
+        """Encode ``content`` and return the description that the other ranks need."""
         tensors: dict[str, torch.Tensor | ShardPart] = dict(content.tensors)
 
         def put_tensor(name: str, tensor: torch.Tensor) -> None:
             if name in tensors:
-                raise CheckpointError(f"two tensors are named {name!r}", do="give one of them another name")
+                raise CheckpointError(f"two tensors are named {name!r}", do="rename one of them")
             tensors[name] = tensor
 
         # The first rank's shared objects are saved. On other ranks they are only checked.
@@ -510,7 +514,9 @@ class _LocalContent:
             dtype = str(values.dtype).removeprefix("torch.")
             require_dtype(dtype)
             if values.device.type == "meta":
-                raise CheckpointError(f"{name} is on the meta device and has no values", do="load the weights first")
+                raise CheckpointError(
+                    f"{name} is on the meta device, so it has no values to save", do="load the weights first"
+                )
             self._tensors[name] = values
             shards.append([name, dtype, shape, box.offset, box.lengths])
             view = (values.device, values.data_ptr(), dtype, shape, box, values.stride())
@@ -526,7 +532,7 @@ class _LocalContent:
         }
 
     def plan(self, announced: Sequence[dict[str, Any]], crew: Sequence[int]) -> _Plan:
-        """Assign the data of all ranks of ``crew`` to the ranks, from what ``collect`` returned on each rank."""
+        """Assign data to the ranks in ``crew``, based on what ``collect`` returned on each of them."""
         aliases = _common_aliases([announced[rank] for rank in crew])
         layouts = assign_writers({rank: _shards_of(announced[rank], without=aliases) for rank in crew})
         tensors = [
@@ -539,7 +545,7 @@ class _LocalContent:
 
 
 def _common_aliases(announced: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return the aliases of tensors on which all ranks that have the tensors agree."""
+    """Return the tensor aliases that all ranks holding the respective tensors agree on."""
     has = [{shard[0] for shard in each["shards"]} for each in announced]
     return {
         name: target
@@ -559,17 +565,17 @@ def _shards_of(announced: dict[str, Any], *, without: Mapping[str, str]) -> list
 def _require_shared(
     pending: PendingFolder, announced: Sequence[dict[str, Any]], crew: Sequence[int], gather: Gather
 ) -> None:
-    """Raise on every rank unless all ranks of ``crew`` see the folder that the first of them created.
+    """Raise an error on every rank if some ranks in ``crew`` cannot see the folder created by the first of them.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     seen = gather(b"1" if pending.is_visible() else b"0")
     blind = [rank for rank in crew if seen[rank] != b"1"]
     if blind:
         hosts = ", ".join(f"rank {rank} on {announced[rank]['host']}" for rank in blind)
         raise CheckpointError(
-            f"{pending.target.parent} is not shared by all ranks: rank {crew[0]} on {announced[crew[0]]['host']} created "
-            f"{pending.path.name} in it, and these ranks do not see it: {hosts}",
-            do="use a folder that all machines share, or ProjectConfiguration(save_on_each_node=True) if each machine has the "
-            "whole state",
+            f"{pending.target.parent} is not shared by all ranks: rank {crew[0]} on {announced[crew[0]]['host']} "
+            f"created {pending.path.name} in it, but these ranks cannot see it: {hosts}",
+            do="use a folder shared by all machines, or pass ProjectConfiguration(save_on_each_node=True) if each "
+            "machine has the whole state",
         )

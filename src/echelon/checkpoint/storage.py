@@ -1,4 +1,4 @@
-"""The file operations of checkpoints, behind an interface that tests use to record, interrupt and replay them."""
+"""File operations for checkpoints, behind an interface that lets tests record, interrupt and replay them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Kind = Literal["file", "folder", "other"]
 
 
 class Storage(ABC):
-    """The file operations that checkpoints need. They raise the operating system's ``OSError``."""
+    """The file operations that checkpoints need. Errors are raised as the operating system's ``OSError``."""
 
     @abstractmethod
     def create(self, path: Path) -> int:
-        """Create a new file, and return a handle for writing."""
+        """Create a new file and return a handle for writing to it."""
 
     @abstractmethod
     def write(self, handle: int, data: bytes | memoryview) -> None:
@@ -38,11 +38,11 @@ class Storage(ABC):
 
     @abstractmethod
     def make_folder(self, path: Path) -> None:
-        """Create a folder; its parent exists."""
+        """Create a folder whose parent already exists."""
 
     @abstractmethod
     def sync_folder(self, path: Path) -> None:
-        """Flush the names in a folder to disk."""
+        """Flush a folder's directory entries to disk."""
 
     @abstractmethod
     def link(self, source: Path, target: Path) -> None:
@@ -50,15 +50,15 @@ class Storage(ABC):
 
     @abstractmethod
     def rename(self, source: Path, target: Path) -> None:
-        """Rename atomically, replacing a file ``target``."""
+        """Rename atomically, replacing ``target`` if it is a file."""
 
     @abstractmethod
     def exchange(self, one: Path, other: Path) -> bool:
-        """Exchange two names atomically. Return False and do nothing if the system does not support it."""
+        """Exchange two names atomically. If the system does not support this, do nothing and return False."""
 
     @abstractmethod
     def remove_file(self, path: Path) -> None:
-        """Remove a file or a symbolic link, not the link's target."""
+        """Remove a file, or a symbolic link but not its target."""
 
     @abstractmethod
     def remove_folder(self, path: Path) -> None:
@@ -66,11 +66,11 @@ class Storage(ABC):
 
     @abstractmethod
     def kind(self, path: Path) -> Kind | None:
-        """Return the kind of ``path`` (``other`` for a symbolic link), or None if it does not exist."""
+        """Return what ``path`` is (``other`` for a symbolic link), or None if it does not exist."""
 
     @abstractmethod
     def real_path(self, path: Path) -> Path:
-        """Return ``path`` with all symbolic links resolved. Missing parts stay unchanged."""
+        """Return ``path`` with all symbolic links resolved. Components that do not exist are left unchanged."""
 
     @abstractmethod
     def link_target(self, path: Path) -> Path | None:
@@ -82,11 +82,11 @@ class Storage(ABC):
 
     @abstractmethod
     def entries(self, folder: Path) -> list[str]:
-        """Return the names in a folder, sorted."""
+        """Return the sorted names of a folder's entries."""
 
     @abstractmethod
     def open(self, path: Path) -> int:
-        """Open a regular file for reading. A symbolic link, a device or a pipe raises ``OSError``."""
+        """Open a regular file for reading. Raise ``OSError`` for symbolic links, devices and pipes."""
 
     @abstractmethod
     def size(self, handle: int) -> int:
@@ -94,15 +94,15 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, handle: int, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset``. A file that ends earlier raises ``OSError``."""
+        """Fill ``buffer`` with data starting at ``offset``. Raise ``OSError`` if the file ends too early."""
 
     @abstractmethod
     def free_bytes(self, folder: Path) -> int:
-        """Return the free space of the file system of ``folder``."""
+        """Return the free space, in bytes, on the file system that contains ``folder``."""
 
 
 class LocalStorage(Storage):
-    """The file systems of this machine."""
+    """The file systems mounted on this machine."""
 
     def create(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -122,7 +122,7 @@ class LocalStorage(Storage):
         path.mkdir()
 
     def sync_folder(self, path: Path) -> None:
-        """Some network file systems do not support this and do not need it, because the server orders names."""
+        """Some network file systems neither support nor need this, because the server keeps directory operations in order."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(handle)
@@ -144,7 +144,7 @@ class LocalStorage(Storage):
         source.rename(target)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """Source: renameat2(2), RENAME_EXCHANGE; Linux since 3.15, not on every file system."""
+        """Source: renameat2(2) with RENAME_EXCHANGE, available since Linux 3.15 on some file systems."""
         function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
         if function is None:
             return False
@@ -212,7 +212,7 @@ class LocalStorage(Storage):
 
 
 def remove_tree(storage: Storage, folder: Path, *, first: str) -> None:
-    """Remove ``folder`` and its contents, the file ``first`` before everything else."""
+    """Remove ``folder`` and its contents, starting with the file ``first``."""
     names = storage.entries(folder)
     for name in sorted(names, key=lambda name: name != first):
         path = folder / name

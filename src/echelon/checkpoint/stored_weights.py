@@ -1,6 +1,6 @@
-"""The weights of a model on disk, and their conversion to safetensors files a few megabytes at a time.
+"""A model's weights on disk, and their conversion to safetensors files a few megabytes at a time.
 
-The conversion never holds a whole tensor in memory and needs no process group.
+The conversion never holds a whole tensor in memory, and does not need a process group.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FLOATS: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
 }
 PRECISIONS: Mapping[str, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-"""Dtypes to which floating-point weights can be converted: the users' name and the name in the file."""
+"""Dtypes that floating-point weights can be converted to. Maps the name that users pass to the name in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,30 +46,30 @@ class StoredTensor:
     """A tensor on disk."""
 
     kind: str
-    """Dtype, by its name in safetensors."""
+    """The dtype's name in safetensors."""
     shape: tuple[int, ...]
     pieces: Sequence[tuple[ChunkBounds, Path, int]]
-    """Chunks of the tensor, each with its file and its byte offset in that file."""
+    """The tensor's chunks, each with its file and its byte offset in that file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The weights of a model on disk."""
+    """A model's weights on disk."""
 
     tensors: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
     """Aliases of tensors (tied weights)."""
 
     def num_bytes(self, kind: str | None = None) -> int:
-        """Return the total size, with floating-point tensors converted to ``kind``."""
+        """Return the total size if floating-point tensors are converted to ``kind``."""
         return sum(_num_bytes(tensor, kind) for tensor in self.tensors.values())
 
 
 def weights_of(checkpoint: Checkpoint, prefix: str) -> Weights:
-    """Return the tensors of a checkpoint whose names start with ``prefix``, which is removed.
+    """Return the tensors in a checkpoint whose names start with ``prefix``, without that prefix.
 
     Raises:
-        CheckpointError: a file is damaged, or some readers of safetensors do not support a dtype.
+        CheckpointError: a file is damaged, or a tensor has a dtype that some safetensors readers do not support.
     """
     headers = _Headers()
     found: dict[str, StoredTensor] = {}
@@ -86,7 +86,7 @@ def weights_of(checkpoint: Checkpoint, prefix: str) -> Weights:
 
 
 def weights_in(files: Sequence[Path]) -> Weights:
-    """Return the tensors of safetensors files.
+    """Return the tensors stored in safetensors files.
 
     Raises:
         CheckpointError: a file is damaged, or two files contain the same name.
@@ -98,7 +98,7 @@ def weights_in(files: Sequence[Path]) -> Weights:
         header = headers.of(path)
         twice = found.keys() & header.keys()
         if twice:
-            raise damaged(f"{sorted(twice)[0]} is in {path} and in another file")
+            raise damaged(f"{sorted(twice)[0]} is in {path} and also in another file")
         found |= {
             name: StoredTensor(
                 kind=entry.dtype, shape=entry.shape, pieces=[(ChunkBounds.whole(entry.shape), path, entry.begin)]
@@ -118,14 +118,14 @@ def write_weights(
     name: str = SAFE_MODEL_NAME,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Path]:
-    """Write ``weights`` to new files in ``folder``, and return their paths when they are on disk.
+    """Write ``weights`` to new files in ``folder``. Return their paths once they are on disk.
 
     Args:
         weights: the weights to write.
         folder: existing folder.
-        max_shard_bytes: maximum size of the tensors in one file; a larger tensor gets a separate file. Several files get an
-            index in the format of transformers. None writes one file.
-        kind: value of ``PRECISIONS`` to which floating-point tensors are converted.
+        max_shard_bytes: maximum total size of the tensors in one file; a larger tensor gets a separate file. If several files
+            are written, an index in transformers' format is added. None writes a single file.
+        kind: dtype to convert floating-point tensors to, a value of ``PRECISIONS``.
         name: name of the file, without suffix.
         progress: called with the number of bytes written since the last call.
 
@@ -176,21 +176,21 @@ def _stored_tensor(checkpoint: Checkpoint, name: str, headers: _Headers) -> Stor
     kind, extra = stored_form(layout.dtype, ())
     if extra:
         raise CheckpointError(
-            f"{name} has dtype {layout.dtype}, which some readers of safetensors do not support",
-            do="convert it in the training script, or load the checkpoint there",
+            f"{name} has dtype {layout.dtype}, which some safetensors readers do not support",
+            do="convert it in the training script before saving, or load the checkpoint in the training script",
         )
     pieces = []
     for chunk in layout.chunks:
         path = checkpoint.folder / tensors_file(chunk.rank)
         entry = headers.of(path).get(chunk_key(name, layout, chunk))
         if entry is None or (entry.dtype, entry.shape) != (kind, chunk.box.lengths):
-            raise damaged(f"{path} does not contain {name} as described in the manifest")
+            raise damaged(f"{name} in {path} does not match its description in the manifest")
         pieces.append((chunk.box, path, entry.begin))
     return StoredTensor(kind=kind, shape=layout.shape, pieces=pieces)
 
 
 def _cut(weights: Weights, limit: int | None, kind: str | None) -> list[list[str]]:
-    """Distribute the names over files, keeping their order."""
+    """Distribute names over files, keeping their order."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in weights.tensors.items():
@@ -206,7 +206,7 @@ def _cut(weights: Weights, limit: int | None, kind: str | None) -> list[list[str
 def _stream(
     weights: Weights, names: Sequence[str], kind: str | None, progress: Callable[[int], None]
 ) -> Iterator[bytes]:
-    """Yield the bytes of a safetensors file."""
+    """Yield the bytes of a safetensors file, in order."""
     # The largest elements come first, which aligns each tensor to its element size.
     ordered = sorted(names, key=lambda name: (-_width(_kind(weights.tensors[name], kind)), name))
     aliases = {name: target for name, target in weights.aliases.items() if target in names}
@@ -228,7 +228,7 @@ def _stream(
 
 
 def _blocks(tensor: StoredTensor) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the bytes of a tensor in order, in blocks."""
+    """Yield a tensor's bytes in order, block by block."""
     width = _width(tensor.kind)
     shape = tensor.shape or (1,)  # treat a scalar as a vector
     pieces = [
@@ -251,7 +251,7 @@ def _blocks(tensor: StoredTensor) -> Iterator[np.ndarray[Any, Any]]:
 def _slab(
     slab: ChunkBounds, pieces: Sequence[tuple[ChunkBounds, Path, int]], dim: int, width: int
 ) -> np.ndarray[Any, Any]:
-    """Return the bytes in ``slab``, whose dimensions before ``dim`` have length 1."""
+    """Return the bytes in ``slab``, whose dimensions before ``dim`` all have length 1."""
     values = np.empty((*slab.lengths[dim:], width), np.uint8)
     for box, path, begin in pieces:
         common = box.common(slab)
@@ -289,7 +289,7 @@ def _converted(block: np.ndarray[Any, Any], name: str, kind: str, wanted: str) -
     if bool((after.isinf() & ~before.isinf()).any()):
         raise CheckpointError(
             f"{name} has values up to {before.abs().max().item():g}, which {wanted} cannot represent",
-            do="keep its precision, or convert to bf16 or fp32",
+            do="keep the original precision, or convert to bf16 or fp32",
         )
     return after.view(torch.uint8).numpy().tobytes()
 
@@ -303,6 +303,6 @@ def _num_bytes(tensor: StoredTensor, kind: str | None) -> int:
 
 
 def _width(kind: str) -> int:
-    """Return the size of an element in bytes, from the number of bits in the name (``F8_E4M3``)."""
+    """Return the size of an element in bytes, based on the number of bits in the dtype's name (such as ``F8_E4M3``)."""
     bits = re.search(r"\d+", kind)
     return 1 if bits is None else int(bits[0]) // 8  # BOOL

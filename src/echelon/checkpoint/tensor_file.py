@@ -1,8 +1,8 @@
-"""Safetensors files: written as a stream, checksummed while writing, and read in slices.
+"""Writes safetensors files as a stream, computes checksums while writing, and reads slices of them.
 
-The safetensors library opens files itself, which leaves no way to sync them or to compute their checksum while writing. Its
-format is simple: eight bytes for the header's length, a JSON header, and the bytes of the tensors. Any reader of safetensors
-can read the files written here.
+The safetensors library opens files itself, so files cannot be synced or checksummed while they are being written. The format
+is simple: eight bytes for the header's length, a JSON header, and the tensors' bytes. Any safetensors reader can read the
+files written here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 BLOCK_BYTES = 4 << 20  # unit of reading, writing and hashing
 MAX_HEADER_BYTES = 100_000_000
-"""Limit of the reader in the safetensors library."""
+"""Maximum header size that the safetensors library can read."""
 
 _NAMES: Mapping[str, str] = {
     "float64": "F64",
@@ -75,7 +75,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Dtype, shape and position of a tensor in its file."""
+    """A tensor's dtype, shape and position in its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -84,38 +84,38 @@ class Stored:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the size in bytes of one element of the torch dtype with this name."""
+    """Return the size in bytes of one element of the torch dtype with the given name."""
     return int(require_dtype(dtype).itemsize)
 
 
 def require_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype with this name.
+    """Return the torch dtype with the given name.
 
     Raises:
-        CheckpointError: checkpoints or this version of torch do not support the dtype.
+        CheckpointError: the dtype is not supported in checkpoints or by this version of torch.
     """
     if name not in _NAMES and name not in _AS_BYTES:
         raise CheckpointError(f"checkpoints do not support tensors of dtype {name!r}", do="convert to another dtype")
     dtype: torch.dtype | None = getattr(torch, name, None)
     if dtype is None:
-        raise CheckpointError(f"this version of torch has no dtype {name!r}", do="use a newer torch")
+        raise CheckpointError(f"this version of torch does not support dtype {name!r}", do="use a newer torch")
     return dtype
 
 
 def torch_dtype(kind: str) -> torch.dtype:
-    """Return the torch dtype with the name ``kind`` in a safetensors header."""
+    """Return the torch dtype that a safetensors header calls ``kind``."""
     return _DTYPES[kind]
 
 
 def stored_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and shape that the header gives for a tensor."""
+    """Return a tensor's dtype and shape according to the header."""
     return (_NAMES[dtype], tuple(shape)) if dtype in _NAMES else ("U8", (*shape, itemsize(dtype)))
 
 
 def write_tensors(storage: Storage, path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> FileFacts:
-    """Write the named ``tensors`` to a new file, and return when it is on disk.
+    """Write the named ``tensors`` to a new file. Return once it is on disk.
 
-    Tensors on another device are copied to the host one at a time.
+    Tensors on other devices are copied to the host one at a time.
     """
     # The largest elements come first. Each tensor is then aligned to its element size, as memory-mapping readers require.
     ordered = sorted(tensors, key=lambda item: (-item[1].element_size(), item[0]))
@@ -127,20 +127,21 @@ def write_tensors(storage: Storage, path: Path, tensors: Sequence[tuple[str, tor
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     if len(header) != len(ordered) + 1:
         raise CheckpointError(
-            f"two tensors in {path.name} would have the same name",
-            do="do not use '|' and '__metadata__' in the names of tensors",
+            f"the tensor names for {path.name} are not unique or are reserved",
+            do="do not use '|' or '__metadata__' in tensor names",
         )
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path.name} would contain {len(ordered)} tensors, more than fit into its header", do="use more ranks"
+            f"{path.name} would contain {len(ordered)} tensors, which is more than its header can hold",
+            do="use more ranks",
         )
     return write_file(storage, path, (struct.pack("<Q", len(text)) + text, *map(_Bytes, (t for _, t in ordered))))
 
 
 class _Bytes:
-    """The bytes of a tensor, copied to the host when they are needed."""
+    """A tensor's bytes, which are copied to the host when they are needed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -151,7 +152,7 @@ class _Bytes:
 
 
 def write_file(storage: Storage, path: Path, contents: Iterable[bytes | _Bytes]) -> FileFacts:
-    """Write a new file, and return when it is on disk."""
+    """Write a new file. Return once it is on disk."""
     checksum = _Checksum()
     size = 0
     handle = storage.create(path)
@@ -171,7 +172,7 @@ def write_file(storage: Storage, path: Path, contents: Iterable[bytes | _Bytes])
 
 
 class _Checksum:
-    """The xxh3_128 of a stream. A thread hashes whole blocks while they are written; both operations release the GIL."""
+    """The xxh3_128 checksum of a stream. A thread hashes blocks while they are written; both operations release the GIL."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
@@ -179,7 +180,7 @@ class _Checksum:
         self._thread: threading.Thread | None = None
 
     def update(self, block: memoryview) -> None:
-        """Add ``block``, which must not change until ``close``."""
+        """Add ``block``, which must not change until ``close`` is called."""
         if self._thread is None and len(block) == BLOCK_BYTES:
             self._start()
         if self._thread is None:
@@ -208,7 +209,7 @@ class _Checksum:
 
 
 def checksum_of(storage: Storage, path: Path, *, expected_bytes: int) -> str | None:
-    """Return the checksum of a file, or None without reading it if its size differs from the expected one."""
+    """Return a file's checksum, or None if its size is not the expected size, in which case the file is not read."""
     handle = storage.open(path)
     try:
         return _checksum(storage, handle, expected_bytes) if storage.size(handle) == expected_bytes else None
@@ -217,7 +218,7 @@ def checksum_of(storage: Storage, path: Path, *, expected_bytes: int) -> str | N
 
 
 def sync_file(storage: Storage, path: Path) -> FileFacts:
-    """Sync a file that another program wrote, and return its size and checksum."""
+    """Sync a file written by another program, and return its size and checksum."""
     handle = storage.open(path)
     try:
         storage.sync(handle)
@@ -249,12 +250,12 @@ def read_header(storage: Storage, handle: int, *, source: str) -> dict[str, Stor
         storage.read(handle, 0, memoryview(start))
     (length,) = struct.unpack("<Q", start)
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-        raise _malformed(source, f"its header claims {length} bytes, and the file has {size}")
+        raise _malformed(source, f"its header should be {length} bytes long, but the file has only {size} bytes")
     text = bytearray(length)
     storage.read(handle, 8, memoryview(text))
     header = from_bytes(bytes(text), source=source)
     if not isinstance(header, dict):
-        raise _malformed(source, "its header is not an object")
+        raise _malformed(source, "its header is not a JSON object")
     header.pop("__metadata__", None)
     found: dict[str, Stored] = {}
     spans = []
@@ -266,11 +267,12 @@ def read_header(storage: Storage, handle: int, *, source: str) -> dict[str, Stor
     for begin, end in sorted(spans):
         if begin != position:
             raise _malformed(
-                source, f"bytes {min(begin, position)} to {max(begin, position)} belong to no tensor or to two"
+                source,
+                f"bytes {min(begin, position)} to {max(begin, position)} belong either to no tensor or to two tensors",
             )
         position = end
     if position != size:
-        raise _malformed(source, f"its tensors end at byte {position}, and the file ends at byte {size}")
+        raise _malformed(source, f"its tensors end at byte {position}, but the file ends at byte {size}")
     return found
 
 
@@ -284,7 +286,7 @@ def _entry(entry: Any, source: str, *, base: int) -> tuple[Stored, int]:
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
         raise _malformed(source, f"its header has the invalid entry {str(entry)[:80]}")
     if end - begin != math.prod(shape) * width:
-        raise _malformed(source, f"a {kind} of shape {shape} has {end - begin} bytes")
+        raise _malformed(source, f"a {kind} tensor of shape {shape} cannot have {end - begin} bytes")
     return Stored(kind, tuple(shape), base + begin), base + end
 
 

@@ -11,12 +11,12 @@ __all__ = ["model_prefix", "state_keys", "state_name", "state_values"]
 
 
 def model_prefix(index: int) -> str:
-    """Return the prefix of the names of a model's tensors."""
+    """Return the prefix that a model's tensor names have in a checkpoint."""
     return f"models.{index}."
 
 
 def state_name(index: int, parameter: str, key: str) -> str:
-    """Return the name of a tensor in an optimizer's state."""
+    """Return the name that a tensor in an optimizer's state has in a checkpoint."""
     return f"optimizers.{index}.{parameter}.{key}"
 
 
@@ -32,7 +32,7 @@ def state_keys(checkpoint: Checkpoint, index: int, parameters: Sequence[str]) ->
 
 
 def state_values(checkpoint: Checkpoint, index: int) -> dict[str, dict[str, Any]]:
-    """Return the entries of each parameter's optimizer state that are not tensors, merged from all ranks."""
+    """Return the entries in each parameter's optimizer state that are not tensors, merged across all ranks."""
     found: dict[str, dict[str, Any]] = {}
     for rank in range(checkpoint.manifest.world_size):
         values = (checkpoint.rank_objects(rank) or {}).get("optimizer_values")

@@ -1,4 +1,4 @@
-"""JSON that preserves the types of plain Python data. Reading it cannot run code."""
+"""Reads and writes JSON that preserves the types of plain Python data. Reading it cannot run code."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _MAX_JSON_BYTES = 1 << 28
 _MAX_BITS = 4096  # Python does not parse or print integers of more than 4300 digits
 _ARRAY_DTYPE = re.compile(r"[<>|=]?(b1|[biufcSU]\d{1,9}|[mM]8(\[\d{0,9}[a-zA-Z]{1,2}\])?)")
 _FACTORIES: Mapping[str, Callable[[], Any]] = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}
-_PLAIN = "numbers, text, bytes, lists, tuples, sets, dicts, dates, paths, numpy arrays and tensors"
+_PLAIN = "numbers, strings, bytes, lists, tuples, sets, dicts, dates, paths, numpy arrays and tensors"
 
 
 def to_bytes(encoded: Any) -> bytes:
-    """Return the result of ``encode`` as JSON text. Equal values give equal text."""
+    """Return the result of ``encode`` as JSON text. Equal values produce equal text."""
     return json.dumps(encoded, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def from_bytes(text: bytes, *, source: str) -> Any:
-    """Parse JSON text. The result still has to be decoded; errors call the text ``source``.
+    """Parse JSON text. Pass the result to ``decode``. Error messages refer to the text as ``source``.
 
     Raises:
-        CheckpointError: the text is not JSON, has a duplicate key, or is nested too deeply.
+        CheckpointError: the text is not valid JSON, has a duplicate key, or is nested too deeply.
     """
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant)
@@ -51,7 +51,7 @@ def from_bytes(text: bytes, *, source: str) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
+    """Return the JSON object stored in a file.
 
     Raises:
         CheckpointError: the file cannot be read or does not contain a JSON object.
@@ -68,17 +68,17 @@ def read_json(path: Path) -> dict[str, Any]:
         raise damaged(f"{path} cannot be read: {error}") from error
     content = from_bytes(bytes(text), source=str(path))
     if not isinstance(content, dict):
-        raise damaged(f"{path} is not a JSON object")
+        raise damaged(f"{path} does not contain a JSON object")
     return content
 
 
 def encode(value: Any, *, name: str, put_tensor: Callable[[str, torch.Tensor], None] | None = None) -> Any:
-    """Return ``value`` as data that JSON can represent. Tensors are replaced by their names.
+    """Convert ``value`` to data that JSON can represent. Tensors are replaced with their names.
 
     Args:
         value: plain data.
-        name: name of the value in errors and in the names of its tensors.
-        put_tensor: called with the name and value of each tensor; None rejects tensors.
+        name: name of the value, used in error messages and in the names of its tensors.
+        put_tensor: called with each tensor's name and value. If None, tensors are rejected.
 
     Raises:
         CheckpointError: part of the value is not plain data; the error names that part.
@@ -91,11 +91,11 @@ def decode(value: Any, *, source: str, get_tensor: Callable[[str], torch.Tensor]
 
     Args:
         value: result of ``from_bytes``.
-        source: name of the file in errors.
-        get_tensor: returns a tensor by name; None rejects tensors.
+        source: name of the file, used in error messages.
+        get_tensor: returns the tensor with a given name. If None, tensors are rejected.
 
     Raises:
-        CheckpointError: ``value`` is not a result of ``encode``.
+        CheckpointError: ``value`` was not produced by ``encode``.
     """
     try:
         return _decode(value, get_tensor)
@@ -201,7 +201,7 @@ def _decode(value: Any, get_tensor: Callable[[str], torch.Tensor] | None) -> Any
     kind, content = typed[0], value[typed[0]]
     if kind == "$tensor":
         if get_tensor is None or not isinstance(content, str):
-            raise ValueError("it refers to a tensor where none is allowed")
+            raise ValueError("it refers to a tensor in a place where tensors are not allowed")
         return get_tensor(content)
     if kind not in _DECODERS:
         raise ValueError(f"unknown type {kind!r}")
@@ -252,7 +252,7 @@ def _deque(content: Any) -> deque[Any]:
 
 def _numpy_dtype(content: Any) -> np.dtype[Any]:
     if not _ARRAY_DTYPE.fullmatch(_text(content)):
-        raise ValueError(f"{content!r} is not a dtype of plain data")
+        raise ValueError(f"{content!r} is not a dtype that plain data can have")
     dtype: np.dtype[Any] = np.dtype(content)
     return dtype
 

@@ -1,1 +1,1 @@
-"""The command ``echelon``, one file a command."""
+"""The ``echelon`` command line, with one file per subcommand."""

@@ -1,6 +1,6 @@
 """``echelon checkpoint``: lists, verifies, shows, merges and converts checkpoints.
 
-Exit codes: 0 for success, 1 if a checkpoint is damaged or cannot be converted, 2 for an invalid command line.
+Exit codes: 0 on success, 1 if a checkpoint is damaged or cannot be converted, 2 if the command line is invalid.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command() -> None:
     """List, verify, show, merge, export and import checkpoints.
 
-    These commands never run code from a checkpoint. Exit codes: 0 success, 1 damaged, 2 invalid command line.
+    These commands never run code from a checkpoint. Exit codes: 0 on success, 1 if a checkpoint is damaged, 2 if the command
+    line is invalid.
     """
 
 
 @command.command("ls")
 @click.argument("folder", default=".")
-@click.option("--verify", is_flag=True, help="Verify the checksum of every file; exit with 1 if one is damaged.")
+@click.option(
+    "--verify", is_flag=True, help="Verify the checksum of every file; exit with code 1 if any file is damaged."
+)
 @_JSON
 @click.pass_context
 def ls(ctx: click.Context, folder: str, verify: bool, as_json: bool) -> None:
-    """List the checkpoints in FOLDER (or in FOLDER/checkpoints), newest first, and the leftovers of interrupted saves."""
+    """List the checkpoints in FOLDER (or in FOLDER/checkpoints), newest first, and any leftovers from interrupted saves."""
     path, found = _listed(_folder(folder), verify=_bar if verify else None)
     if as_json:
         click.echo(_json({"folder": str(path), **asdict(found)}))
@@ -56,7 +59,7 @@ def ls(ctx: click.Context, folder: str, verify: bool, as_json: bool) -> None:
 @_JSON
 @click.pass_context
 def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
-    """Verify the checksums of each checkpoint PATH (or of all checkpoints in a folder); exit with 1 if one is damaged."""
+    """Verify the checksums of each checkpoint PATH (or of all checkpoints in a folder); exit with code 1 if any is damaged."""
     results = [_verified(folder) for path in paths for folder in _all_in(_folder(path))]
     if as_json:
         click.echo(_json(results))
@@ -70,7 +73,7 @@ def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
 @click.argument("path")
 @_JSON
 def show(path: str, as_json: bool) -> None:
-    """Print the tensors, optimizers, progress, settings and layout of a checkpoint, or of the newest one in a folder."""
+    """Print the tensors, optimizers, progress, settings and layout of a checkpoint, or of the newest checkpoint in a folder."""
     from echelon.checkpoint.formats.layouts import require_whole  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats.weight_files import weight_files  # noqa: PLC0415 - torch
     from echelon.checkpoint.read import Checkpoint  # noqa: PLC0415 - torch
@@ -87,15 +90,22 @@ def show(path: str, as_json: bool) -> None:
 @click.argument("path")
 @click.argument("out")
 @click.option(
-    "--max_shard_size", default="5GB", show_default=True, help="Maximum file size; several files get an index."
+    "--max_shard_size",
+    default="5GB",
+    show_default=True,
+    help="Maximum file size; larger weights are split into several files with an index.",
 )
-@click.option("--model", type=int, help="Index of the model in prepare(), from 0; required if there is more than one.")
+@click.option(
+    "--model",
+    type=int,
+    help="Index of the model in the prepare() call, starting at 0; required if there are several models.",
+)
 @click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), help="Convert floating-point weights.")
 def merge(path: str, out: str, max_shard_size: str, model: int | None, precision: str | None) -> None:
-    """Write the full weights of a model in the checkpoint PATH as safetensors to the new folder OUT.
+    """Write the full weights of a model in checkpoint PATH to the new folder OUT as safetensors.
 
-    If PATH contains several checkpoints, the newest is used. One process and a few megabytes of memory suffice, whatever
-    number of ranks saved the checkpoint.
+    If PATH contains several checkpoints, the newest is used. One process and a few megabytes of memory are enough, no matter
+    how many ranks saved the checkpoint.
     """
     from echelon.checkpoint.formats import merged_weights  # noqa: PLC0415 - torch
 
@@ -114,7 +124,8 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
     "--format", "layout", type=click.Choice(["accelerate", "transformers"]), required=True, help="The layout to write."
 )
 def export(path: str, out: str, layout: str) -> None:
-    """Convert the checkpoint PATH for Accelerate's load_state or transformers' Trainer, in the new folder OUT.
+    """Convert checkpoint PATH to a format that Accelerate's load_state or transformers' Trainer can read, in the new folder
+    OUT.
 
     If PATH contains several checkpoints, the newest is used.
     """
@@ -124,9 +135,9 @@ def export(path: str, out: str, layout: str) -> None:
     path = str(_newest_in(_folder(path)))
     if (present := require_layout(Path(path))) != "echelon":
         raise UsageError(
-            f"{path} has the layout of another program ({present})",
+            f"{path} is in the format of {present}, not of echelon",
             where="echelon checkpoint export",
-            do="use it unchanged, or run echelon checkpoint import first and export the result",
+            do="use it as it is, or run echelon checkpoint import on it and export the result",
         )
     write = {"accelerate": accelerate.export_accelerate, "transformers": transformers.export_transformers}[layout]
     with _new_folder(_folder(path), out) as (source, folder):
@@ -138,8 +149,8 @@ def export(path: str, out: str, layout: str) -> None:
     click.echo(f"wrote {out}")
     if layout == "transformers" and not has_state:
         click.echo(
-            f"its {TRAINER_STATE} sets logging, evaluation and saving to every 500 steps; a resumed Trainer uses that file, not "
-            "its arguments, so edit the file as needed"
+            f"note: its {TRAINER_STATE} sets logging, evaluation and saving to every 500 steps. A resumed Trainer "
+            "reads these intervals from this file, not from its arguments; edit the file to change them."
         )
 
 
@@ -150,10 +161,11 @@ def export(path: str, out: str, layout: str) -> None:
     "--parameters",
     multiple=True,
     metavar="FILE",
-    help="File with the parameter names of an optimizer, one per line, in the order of its groups; repeat for each optimizer.",
+    help="File that lists an optimizer's parameter names, one per line, in the order of its parameter groups; "
+    "repeat for each optimizer.",
 )
 def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
-    """Convert the checkpoint PATH of Accelerate or transformers' Trainer to echelon's format, in the new folder OUT."""
+    """Convert checkpoint PATH, written by Accelerate or transformers' Trainer, to echelon's format in the new folder OUT."""
     from echelon.checkpoint.formats import accelerate, conversion, merged_weights, transformers  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats.layouts import require_whole  # noqa: PLC0415 - torch
 
@@ -163,7 +175,7 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
     layout = require_whole(source)
     if layout == "echelon":
         raise UsageError(
-            f"{path} already has echelon's format", where="echelon checkpoint import", do="use it unchanged"
+            f"{path} already has echelon's format", where="echelon checkpoint import", do="use it as it is"
         )
     read = {"accelerate": accelerate.import_accelerate, "transformers": transformers.import_transformers}[layout]
     imported = read(source, parameters=[_lines(name) for name in parameters])
@@ -175,7 +187,7 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
 
 
 def _folder(path: str) -> Path:
-    """Return ``path``. It must exist, possibly under the other name that a crash during a commit leaves."""
+    """Return ``path`` if it exists, possibly under the temporary name that a crash during a commit leaves."""
     from echelon.checkpoint.commit import place_of  # noqa: PLC0415 - torch
     from echelon.checkpoint.storage import LocalStorage  # noqa: PLC0415 - torch
 
@@ -197,7 +209,7 @@ def _listed(folder: Path, *, verify: Any = None) -> tuple[Path, Listing]:
 
 
 def _all_in(folder: Path) -> list[Path]:
-    """Return ``folder`` if it is a checkpoint in echelon's format, else the checkpoints in it."""
+    """Return ``[folder]`` if it is a checkpoint in echelon's format, else the checkpoints that it contains."""
     from echelon.checkpoint.formats.layouts import layout_of  # noqa: PLC0415 - torch
 
     place, found = (folder, None) if layout_of(folder) == "echelon" else _listed(folder)
@@ -205,7 +217,7 @@ def _all_in(folder: Path) -> list[Path]:
 
 
 def _newest_in(folder: Path) -> Path:
-    """Return ``folder`` if it is a checkpoint, else the newest one in it, and print which one is used."""
+    """Return ``folder`` if it is a checkpoint; otherwise return and print the newest checkpoint in it."""
     from echelon.checkpoint.formats.layouts import layout_of  # noqa: PLC0415 - torch
 
     if layout_of(folder) is not None:
@@ -221,7 +233,9 @@ def _newest_in(folder: Path) -> Path:
 def _require_new(target: Path) -> None:
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise UsageError(
-            f"{target} already exists", where="echelon checkpoint", do="pass a new folder, or remove this one first"
+            f"{target} already exists",
+            where="echelon checkpoint",
+            do="pass a folder that does not exist yet, or remove this one",
         )
 
 
@@ -271,9 +285,9 @@ def _verified(folder: Path) -> dict[str, Any]:
         layout = require_layout(folder)
         if layout != "echelon":
             raise UsageError(
-                f"{folder} has the layout of another program ({layout}), without checksums to detect damage",
+                f"{folder} is in the format of {layout}, which has no checksums to verify",
                 where="echelon checkpoint verify",
-                do="convert it with echelon checkpoint import",
+                do="convert it to echelon's format with echelon checkpoint import",
             )
         checkpoint = Checkpoint(folder)
         problems = problems_of(checkpoint, _bar)
@@ -429,7 +443,7 @@ def _json(value: Any) -> str:
 
 
 def _for_json(value: Any) -> Any:
-    """Return ``value`` with every type that strict JSON lacks converted to text."""
+    """Return ``value`` with every type that strict JSON does not support converted to text."""
     if isinstance(value, dict):
         return {str(key): _for_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

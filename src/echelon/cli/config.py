@@ -27,10 +27,10 @@ def _file_option(text: str) -> Callable[[Callable[..., None]], Callable[..., Non
 
 
 @click.group("config", invoke_without_command=True)
-@_file_option(f"File to write: .toml, or .yaml or .json with accelerate's names (default: {PROJECT_FILE}).")
+@_file_option(f"File to write: .toml, or .yaml or .json with accelerate's key names (default: {PROJECT_FILE}).")
 @click.pass_context
 def command(ctx: click.Context, config_file: str | None) -> None:
-    """Create a config file from a few questions, or show, convert and compare settings."""
+    """Create a config file by answering a few questions, or show, convert and compare settings."""
     if ctx.invoked_subcommand is not None:
         return
     path = Path(config_file or PROJECT_FILE)
@@ -42,12 +42,12 @@ def command(ctx: click.Context, config_file: str | None) -> None:
         raise UsageError(
             "standard input ended before all questions were answered",
             where="standard input",
-            do="echelon config default writes a file without questions",
+            do="run echelon config default to write a file without questions",
         ) from error
 
 
 @command.command("default")
-@_file_option("File to write (default: the path where the launcher finds it).")
+@_file_option("File to write (default: the path where the launcher looks for it).")
 @click.option("--mixed-precision", metavar="[no|fp16|bf16|fp8]", default="no", help="Autocast dtype (default: no).")
 def default(config_file: str | None, mixed_precision: str) -> None:
     """Write a config file with one process per accelerator, without asking questions."""
@@ -59,22 +59,24 @@ def default(config_file: str | None, mixed_precision: str) -> None:
 @command.command("update")
 @_file_option("File to update (default: the one that the launcher would find).")
 def update(config_file: str | None) -> None:
-    """Rewrite a config file with the names of this version and the same settings."""
+    """Rewrite a config file with this version's key names, keeping its settings."""
     path = Path(config_file) if config_file else find_config_file()
     if path is None:
         raise UsageError("no config file found", where="echelon config update", do="pass --config_file PATH")
     values = chosen(_of_file(path))
     if values.get("deepspeed_config_file") == str(path):
-        raise UsageError(f"{path} is a DeepSpeed file", do="pass --config_file with a file of echelon or accelerate")
+        raise UsageError(
+            f"{path} is a DeepSpeed file", do="pass --config_file with a file written by echelon or accelerate"
+        )
     _write(path, values)
 
 
 @command.command("explain")
 @_file_option("Config file (default: the one that the launcher would find).")
-@click.option("--run", metavar="DIR", help="Show the settings of a run that was started with --log_dir.")
-@click.option("--strict", is_flag=True, help="Fail if two sources give a setting different values.")
+@click.option("--run", metavar="DIR", help="Show the settings of a run started with --log_dir, given its folder.")
+@click.option("--strict", is_flag=True, help="Fail if two sources give different values for a setting.")
 def explain(config_file: str | None, run: str | None, strict: bool) -> None:
-    """Print every setting with its value, its origin, and the values that it overrides."""
+    """Print each setting's value, its origin, and the values that it overrides."""
     if run is not None:
         if config_file is not None:
             raise UsageError("--run and --config_file are mutually exclusive", do="remove one of them")
@@ -96,7 +98,7 @@ def explain(config_file: str | None, run: str | None, strict: bool) -> None:
 @click.argument("target", metavar="TO")
 @click.option("--overwrite", is_flag=True, help="Replace TO if it exists.")
 def convert(source: str, target: str, overwrite: bool) -> None:
-    """Convert the config file FROM to the format of TO's suffix: .toml, or accelerate's .yaml or .json."""
+    """Convert the config file FROM to the format given by TO's suffix: .toml, or accelerate's .yaml or .json."""
     if Path(target).exists() and not overwrite:
         raise UsageError(f"{target} already exists", where="echelon config convert", do="add --overwrite")
     _write(Path(target), chosen(_of_file(source)))
@@ -107,7 +109,7 @@ def convert(source: str, target: str, overwrite: bool) -> None:
 @click.argument("second", metavar="B")
 @click.pass_context
 def diff(ctx: click.Context, first: str, second: str) -> None:
-    """Print the settings that differ between two files or runs (folders); exit with 1 if there are any."""
+    """Print the settings that differ between two config files or run folders; exit with code 1 if there are any."""
     found = differences(*(of_run(one) if Path(one).is_dir() else _of_file(one) for one in (first, second)))
     click.echo(found or "no differences")
     ctx.exit(1 if found else 0)
@@ -121,4 +123,4 @@ def _write(path: Path, values: dict[str, object]) -> None:
     write(path, values)
     click.echo(f"wrote {path}")
     if path.suffix != ".toml" and (names := unknown_to_accelerate(values)):
-        click.echo(f"accelerate would reject this file because of {', '.join(names)}; echelon reads it")
+        click.echo(f"note: accelerate would reject this file because of {', '.join(names)}; echelon accepts it")

@@ -1,4 +1,4 @@
-"""The questions of ``echelon config``. Each has a default and is repeated until the answer is valid."""
+"""The questions that ``echelon config`` asks. Each has a default and is repeated until the answer is valid."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ def ask_settings() -> dict[str, Any]:
         EOFError: standard input ended.
     """
     values: dict[str, Any] = {}
-    _put(values, "cpu", "Train on the CPU even if there are accelerators? (yes, no)", "no")
+    _put(values, "cpu", "Train on the CPU even if accelerators are available? (yes, no)", "no")
     _put(values, "num_processes", "How many processes? (none: one per accelerator)", "none")
     _put(values, "mixed_precision", "Which precision? (no, fp16, bf16, fp8)", "no")
     _put(values, "sharded_by", "Shard the model across the processes? (none, fsdp, deepspeed)", "none")
     {"fsdp": _ask_fsdp, "deepspeed": _ask_deepspeed}.get(values["sharded_by"], _ask_nothing)(values)
-    _put(values, "gradient_accumulation_steps", "How many micro-batches per optimizer step?", "1")
+    _put(
+        values, "gradient_accumulation_steps", "How many micro-batches per optimizer step (gradient accumulation)?", "1"
+    )
     if ask_yes_no("Compile models with torch.compile?", default=False):
         _put(values, "dynamo_backend", "Which backend? (inductor, aot_eager, cudagraphs, ...)", "inductor")
     default = RunConfig()
@@ -41,11 +43,12 @@ def _ask_nothing(values: dict[str, Any]) -> None:
 def _ask_fsdp(values: dict[str, Any]) -> None:
     values["fsdp_version"] = 2
     _put(values, "fsdp_reshard_after_forward", "Reshard parameters after the forward pass (ZeRO-3)? (yes, no)", "yes")
-    _put(values, "fsdp_offload_params", "Keep parameters and optimizer states in host memory? (yes, no)", "no")
+    _put(values, "fsdp_offload_params", "Offload parameters and optimizer states to the CPU? (yes, no)", "no")
     _put(
         values,
         "fsdp_transformer_layer_cls_to_wrap",
-        "Which layers form one unit each? (comma-separated class names; none: the model defines them)",
+        "Which layer classes should be wrapped as FSDP units? (comma-separated class names; none: use the "
+        "model's own list)",
         "none",
     )
     if values["fsdp_transformer_layer_cls_to_wrap"] is not None:
@@ -53,19 +56,19 @@ def _ask_fsdp(values: dict[str, Any]) -> None:
 
 
 def _ask_deepspeed(values: dict[str, Any]) -> None:
-    _put(values, "deepspeed_config_file", "Use a DeepSpeed JSON file? (its path, or none)", "none")
+    _put(values, "deepspeed_config_file", "Which DeepSpeed JSON file? (its path, or none)", "none")
     if values["deepspeed_config_file"] is not None:
         return
     _put(values, "zero_stage", "Which ZeRO stage? (0, 1, 2, 3)", "2")
     _put(values, "offload_optimizer_device", "Offload optimizer states? (none, cpu, nvme)", "none")
     if values["zero_stage"] == 3:
         _put(values, "offload_param_device", "Offload parameters? (none, cpu, nvme)", "none")
-        _put(values, "zero3_init_flag", "Shard models while they are constructed? (yes, no)", "no")
+        _put(values, "zero3_init_flag", "Shard models during construction? (yes, no)", "no")
         _put(values, "zero3_save_16bit_model", "Gather the full weights when the model is saved? (yes, no)", "yes")
     for kind in ("optimizer", "param"):
         if values.get(f"offload_{kind}_device") == "nvme":
             _put(values, f"offload_{kind}_nvme_path", "Offload to which folder?", "/nvme")
-    _put(values, "gradient_clipping", "Which maximum gradient norm? (none: no clipping)", "none")
+    _put(values, "gradient_clipping", "What is the maximum gradient norm? (none: no clipping)", "none")
 
 
 def _put(values: dict[str, Any], field: str, question: str, default: str) -> None:

@@ -22,23 +22,23 @@ __all__ = ["command"]
 
 @click.command("doctor", context_settings={"ignore_unknown_options": True})
 @click.argument("args", metavar="RUN | --nnodes N ...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--all-threads", is_flag=True, help="Show all threads of each rank, not only the main thread.")
+@click.option("--all-threads", is_flag=True, help="Show all threads of each rank, not just the main thread.")
 @click.pass_context
 def command(ctx: click.Context, args: tuple[str, ...], all_threads: bool) -> None:
     """Diagnose a run, or test the connections between machines.
 
-    RUN is the folder named in a stall report: a folder below --log_dir, or a temporary one. Shows where the time went, the
-    stack of each rank at each stall, and the errors of the ranks.
+    RUN is the folder named in a stall report: a folder below --log_dir, or a temporary one. Shows where the time went, each
+    rank's stack at each stall, and each rank's errors.
 
     To test connections, run this command on each machine with --nnodes and the other rendezvous flags of `echelon launch`. It
-    shows which machines join, which are refused and why, and which are missing, and then measures the bandwidth between each
-    pair of machines with one process per machine.
+    shows which machines join, which are refused and why, and which are missing. It then measures the bandwidth between each
+    pair of machines, using one process per machine.
     """
     if any(arg.replace("_", "-").partition("=")[0] in _MULTINODE_FLAGS for arg in args):
         ctx.exit(_test_machines(args))
     if len(args) != 1 or args[0].startswith("-"):
         raise UsageError(
-            "echelon doctor requires the folder of a run, or --nnodes N ...",
+            "echelon doctor requires a run folder, or --nnodes N ...",
             do="see echelon doctor --help",
         )
     _diagnose_run(Path(args[0]), all_threads=all_threads)
@@ -65,7 +65,8 @@ def _diagnose_run(run: Path, *, all_threads: bool) -> None:
     attempts = sorted(run.glob("attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     if not attempts:
         raise UsageError(
-            f"{run} is not the folder of a run", do="pass the folder named in the report, or one below --log_dir"
+            f"{run} is not a run folder",
+            do="pass the folder named in the stall report, or a run's folder below --log_dir",
         )
     goodput = read_goodput(run)
     for line in [] if goodput is None else goodput.lines():

@@ -1,4 +1,4 @@
-"""``echelon env``: prints the facts that a bug report needs, without secrets."""
+"""``echelon env``: prints the system information that a bug report needs, without secrets."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = ["command"]
 
 @click.command("env")
 @click.option("--config-file", metavar="PATH", help="Config file (default: the one that the launcher would find).")
-@click.option("--addresses", is_flag=True, help="Also show addresses, hosts and paths of interfaces and settings.")
+@click.option("--addresses", is_flag=True, help="Also show the network addresses, and the hosts and paths in settings.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(config_file: str | None, addresses: bool, as_json: bool) -> None:
-    """Show versions, machine, devices, network and settings for a bug report.
+    """Show the versions, hardware, network and settings for a bug report.
 
-    The output contains no secrets: only the names of most variables, no free-text settings, no home folder in paths, and no
-    user or host names.
+    The output contains no secrets: most environment variables appear without their values, free-text settings and user and
+    host names are omitted, and paths do not show the home folder.
     """
     report: dict[str, Any] = {
         "versions": versions(),
@@ -67,6 +67,6 @@ def _settings(config_file: str | None, *, with_addresses: bool) -> dict[str, str
         resolved = derive(resolve(RunConfig, layers))
     except ConfigError as error:
         # The message may quote the value.
-        return without_home(f"invalid ({error.where}); see echelon config explain")
+        return without_home(f"invalid ({error.where}); run echelon config explain for details")
     found = settings(resolved, with_addresses=with_addresses)
     return {"file": without_home(str(path)), **found} if path else found

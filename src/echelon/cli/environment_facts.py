@@ -1,6 +1,6 @@
-"""Facts about an installation and a machine for public bug reports, without secrets, user names and host names.
+"""Collects facts about the installation and the machine for public bug reports, without secrets, user names or host names.
 
-``torch.utils.collect_env`` takes seconds (``pip list``, compilers) and does not show control groups, network interfaces and
+``torch.utils.collect_env`` takes seconds (``pip list``, compilers) and does not show control groups, network interfaces or
 settings.
 """
 
@@ -90,7 +90,7 @@ _KINDS = MappingProxyType(
 
 
 def versions() -> Facts:
-    """Return the versions of Python, echelon, and the packages that it uses."""
+    """Return the versions of Python, echelon, and the packages that echelon uses."""
     build = " ".join([platform.python_implementation(), *platform.python_build(), platform.python_compiler()])
     found = {
         "echelon": __version__,
@@ -107,7 +107,7 @@ def versions() -> Facts:
 
 
 def _packages() -> Sequence[str]:
-    """Return the packages that echelon or any of its extras except ``dev`` requires."""
+    """Return the packages required by echelon and its extras, except ``dev``."""
     try:
         requirements = metadata.requires("echelon") or []
     except metadata.PackageNotFoundError:  # run from a source tree
@@ -121,7 +121,7 @@ def _packages() -> Sequence[str]:
 
 
 def stands_in_for() -> str:
-    """Return the libraries that echelon stands in for in runs that are started here, and in the process that started this one."""
+    """Return which libraries echelon replaces in runs started from this environment, as set by ``ECHELON_AS``."""
     text = environ.get("ECHELON_AS")
     if text is None:
         return "nothing (echelon launch --as, echelon.compat.install)"
@@ -135,7 +135,7 @@ def stands_in_for() -> str:
 
 
 def system(root: Path = Path("/")) -> Facts:
-    """Return the operating system, the CPU, and the resources that a process may use.
+    """Return the operating system, the CPU, and the resources available to a process.
 
     Args:
         root: root of the file system.
@@ -184,7 +184,7 @@ def _memory(root: Path) -> str:
 
 
 def _group_limit(root: Path, name: str) -> str:
-    """Return the tightest limit in this process's control groups (version 2 only); empty if none is set."""
+    """Return the lowest limit set by this process's control groups (cgroup v2 only), or an empty string if none is set."""
     folders = (folder for folder, version in group_folders("", root) if version == 2)
     limits = [text for folder in folders if (text := _read(folder / name).strip()) and not text.startswith("max")]
     return min(limits, key=lambda text: int(text.split()[0]), default="")
@@ -235,10 +235,10 @@ def _driver() -> str:
 
 
 def interfaces(*, with_addresses: bool = False, root: Path = Path("/")) -> Facts:
-    """Return the kind, state, speed and address classes (loopback, link-local, private, public) of each network interface.
+    """Return each network interface's kind, state, speed and address classes (loopback, link-local, private, public).
 
     Args:
-        with_addresses: also return the addresses.
+        with_addresses: whether to include the addresses.
         root: root of the file system.
     """
     import psutil  # noqa: PLC0415 - `echelon env --help` does not need it
@@ -274,7 +274,7 @@ def _class_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
 
 
 def variables() -> Facts:
-    """Return the names of the variables that affect a run, and the values of a few numbers and log levels."""
+    """Return the environment variables that affect a run. Only certain numbers and log levels appear with their values."""
     found = {}
     for name, value in sorted(environ.snapshot().items()):
         if _PREFIX.match(name) or name in _NAMES:
@@ -284,7 +284,7 @@ def variables() -> Facts:
 
 
 def starters() -> list[str]:
-    """Return the launcher, scheduler or notebook that started this process."""
+    """Return the launchers, schedulers and notebooks detected in this process's environment."""
     found = []
     try:
         starter = detect().starter
@@ -310,7 +310,7 @@ def settings(resolved: Resolved[RunConfig], *, with_addresses: bool = False) -> 
 
     Args:
         resolved: the settings.
-        with_addresses: also show free text.
+        with_addresses: whether to include free text.
     """
     types, found = field_types(RunConfig), {}
     for name in field_names(RunConfig):
@@ -328,7 +328,7 @@ def _choices(kinds: Sequence[object]) -> set[object]:
 
 
 def without_home(text: str) -> str:
-    """Return ``text`` with ``~`` for this user's home folder and ``USER`` for the user name in other paths."""
+    """Replace this user's home folder in ``text`` with ``~``, and the user name in other paths with ``USER``."""
     homes = {str(Path.home()), str(Path.home().resolve())} - {"/"}
     for home in sorted(homes, key=len, reverse=True):
         text = re.sub(rf"(?<![\w.~-]){re.escape(home)}(?![\w.-])", "~", text)

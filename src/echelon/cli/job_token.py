@@ -1,4 +1,4 @@
-"""``echelon token``: creates the secret that the machines of a run share."""
+"""``echelon token``: creates the secret shared by the machines in a run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["command"]
 @click.command("token")
 @click.argument("path", required=False, type=click.Path(path_type=Path))
 def command(path: Path | None) -> None:
-    """Create the secret that the machines of a run share.
+    """Create the secret shared by the machines in a run.
 
-    Writes it to PATH (for ECHELON_TOKEN_FILE), or to the default file that every run of this user reads. Only the owner can
-    read the file. The secret is not printed.
+    The secret is written to PATH (set ECHELON_TOKEN_FILE to use it), or to the default file, which all of this user's runs
+    read. Only the owner can read the file, and the secret is not printed.
     """
     target = default_token_file() if path is None else path
     if make_token_file(target):
         click.echo(
-            f"{target}: created a token; copy this file to all machines of a run, unless they share the home folder"
+            f"{target}: created a token; copy this file to all machines in the run, unless they share the home folder"
         )
         return
     if path is None:
         find_token()  # raises if the token is unusable
-    click.echo(f"{target}: kept the existing token; remove the file to create a new one")
+    click.echo(f"{target}: kept the existing token; to create a new one, remove this file first")

@@ -71,7 +71,8 @@ _USAGE_ERROR = 2  # exit code of argparse and click
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> None:
     """Run SCRIPT on one or more processes, on this machine or on several.
 
-    On several machines, run the same command on each. Flags may be written with _ or -. All arguments after SCRIPT are passed to it.
+    On several machines, run the same command on each. Flags may be written with _ or -. All arguments after SCRIPT are passed
+    to the script.
     """
     with handle_signals() as interrupts:
         try:
@@ -99,24 +100,24 @@ class _Request:
     script: Script
     flags: Mapping[str, Any]
     typed: Mapping[str, str]
-    """Parameter name -> flag as the user typed it."""
+    """Maps each parameter name to the flag as the user typed it."""
     resolved: Resolved[RunConfig]
     file: Path | None
-    """Config file that was found on the search path, not named with ``--config_file``."""
+    """Config file found on the search path; None if ``--config_file`` was given or no file was found."""
     libraries: Mapping[str, str]
-    """The variable that tells the ranks what echelon stands in for; empty for nothing."""
+    """The environment variable that tells ranks which libraries echelon replaces; empty if it replaces none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Machines:
-    """The machines of the run."""
+    """The machines that take part in the run."""
 
     number: int
     overrides: CliOverrides
     step: Step | None
-    """Slurm step of this launcher."""
+    """The Slurm step that this launcher runs in, if any."""
     port: int
-    """Store port of a run on one machine; 0 for any free port."""
+    """Store port for a single-machine run; 0 selects any free port."""
 
     @property
     def is_single(self) -> bool:
@@ -125,7 +126,7 @@ class _Machines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Processes:
-    """The processes of this machine."""
+    """The processes that run on this machine."""
 
     number: int
     num_accelerators: int
@@ -155,7 +156,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     outputs = _outputs(flags, processes.number)
     if outputs.debugged is not None and script.kind == "program":
         raise ConfigError(
-            "--debugger requires a Python script", where="flag --no_python", do="remove one of the two flags"
+            "--debugger requires a Python script", where="flag --no_python", do="remove one of these flags"
         )
     plan = None
     if not machines.is_single:
@@ -217,7 +218,7 @@ def _note_misplaced_flags(ctx: click.Context, script: Script, typed: Mapping[str
 
 
 def _libraries(script: Script, flags: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variable that tells the ranks what echelon stands in for, and print what it is."""
+    """Return the environment variable that tells ranks which libraries echelon replaces, and print those libraries."""
     requested = flags["libraries"] or environ.get("ECHELON_AS")
     if requested is None:
         return {}
@@ -233,7 +234,7 @@ def _libraries(script: Script, flags: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _resolve(layer: Layer, flags: Mapping[str, Any]) -> tuple[Path | None, Resolved[RunConfig]]:
-    """Return the config file that was found on the search path, and the settings of the run."""
+    """Return the config file found on the search path, and the run's settings."""
     found = None if flags["config_file"] else find_config_file()
     named = flags["config_file"] or found
     layers = [layer, from_environment(), *([from_file(named)] if named else [])]
@@ -264,15 +265,15 @@ def _check_one_machine(request: _Request) -> None:
     value, origins = request.resolved.value, request.resolved.origins
     if value.machine_rank != 0:
         raise ConfigError(
-            f"machine rank {value.machine_rank} is out of range for a run on one machine",
+            f"machine rank {value.machine_rank} is out of range for a single-machine run",
             where=str(origins["machine_rank"]),
-            do="set the number of machines (--num_machines, --nnodes), or remove the machine rank",
+            do="set the number of machines with --num_machines or --nnodes, or remove the machine rank",
         )
     if value.rdzv_backend not in (None, "c10d", "static"):
         raise ConfigError(
             f"rendezvous backend {value.rdzv_backend!r} is not supported",
             where=str(origins["rdzv_backend"]),
-            do="remove it; on one machine, the processes always use loopback",
+            do="remove this setting; processes on a single machine always use the loopback interface",
         )
     endpoint = request.flags["rdzv_endpoint"]
     hosts = [(value.main_process_ip, str(origins["main_process_ip"]))]
@@ -281,10 +282,10 @@ def _check_one_machine(request: _Request) -> None:
     for host, origin in hosts:
         if host is not None and not is_this_machine(host):
             raise ConfigError(
-                f"{host} is not an address of this machine, the only one of the run",
+                f"{host} is not an address of this machine, but the run uses only this machine",
                 where=origin,
-                do="set the number of machines (--num_machines, --nnodes), or remove the address; on one machine, the processes "
-                "always use loopback",
+                do="set the number of machines with --num_machines or --nnodes, or remove the address; processes on "
+                "a single machine always use the loopback interface",
             )
 
 
@@ -296,12 +297,12 @@ def _port(request: _Request) -> int:
         return 0
     if not port.isdigit() or int(port) > 65535:
         where = f"flag {request.typed['rdzv_endpoint']}"
-        raise ConfigError(f"{port!r} is not a port", where=where, do="use HOST:PORT with a port from 0 to 65535")
+        raise ConfigError(f"{port!r} is not a valid port", where=where, do="pass HOST:PORT with a port from 0 to 65535")
     return int(port)
 
 
 def _count_processes(request: _Request, machines: _Machines) -> _Processes:
-    """Return the processes of this machine after checking that the machine and the settings allow them."""
+    """Return this machine's processes after checking that the machine and the settings support them."""
     resolved, flags, typed = request.resolved, request.flags, request.typed
     if flags["multi_gpu"] and resolved.value.cpu:
         raise ConfigError(
@@ -329,7 +330,7 @@ def _count_processes(request: _Request, machines: _Machines) -> _Processes:
 def per_machine(
     resolved: Resolved[RunConfig], typed: Mapping[str, str], overrides: CliOverrides, num_machines: int
 ) -> Resolved[RunConfig]:
-    """Return the settings with ``num_processes`` per machine, as torchrun counts. accelerate counts those of all machines."""
+    """Return the settings with ``num_processes`` counted per machine, as in torchrun; accelerate's number is the total."""
     total = resolved.value.num_processes
     flag = typed.get("num_processes", "").replace("_", "-")
     if total is None or (flag and flag != "--num-processes"):
@@ -338,14 +339,14 @@ def per_machine(
     least, most = (num_machines, num_machines) if is_fixed else node_range(resolved, overrides)
     if total % num_machines or least != most:
         problem = (
-            f"cannot be divided equally among {num_machines} machines"
+            f"cannot be divided evenly among {num_machines} machines"
             if least == most
             else f"on {least} to {most} machines"
         )
         raise ConfigError(
             f"{total} processes {problem}",
             where=str(resolved.origins["num_processes"]),
-            do="set the number of processes per machine: --nproc_per_node N",
+            do="set the number of processes per machine with --nproc_per_node N",
         )
     return replace(resolved, value=replace(resolved.value, num_processes=total // num_machines))
 
@@ -362,7 +363,7 @@ def _num_processes(
         raise ConfigError(
             "this machine has no accelerator",
             where=f"flag {typed['num_processes'] if flag == 'gpu' else typed['multi_gpu']}",
-            do="use --num_processes N to run N processes on the CPU",
+            do="pass --num_processes N to run N processes on the CPU",
         )
     if num_accelerators == 0 and not resolved.value.cpu and _OF_ACCELERATORS.search(typed.get("num_processes", "")):
         raise no_accelerator(f"{typed['num_processes']} requests accelerators", f"flag {typed['num_processes']}")
@@ -381,13 +382,13 @@ def _num_processes(
         raise ConfigError(
             f"{number} processes, but {what} accelerators",
             where=str(origin),
-            do=f"use at most {usable}, or --cpu to run all of them on the CPU",
+            do=f"use at most {usable} processes, or pass --cpu to run all of them on the CPU",
         )
     return number
 
 
 def _check_file_for_cpu(path: str | Path | None) -> None:
-    """Raise an error if the config file requests accelerators. This machine has none, and ``--cpu`` was not given."""
+    """Raise an error if the config file requests accelerators; call this if the machine has none and ``--cpu`` was not given."""
     setting = None if path is None else find_accelerator_request(path)
     if setting is not None:
         raise no_accelerator(f"distributed_type: {setting.value} requests accelerators", str(setting.origin))
@@ -425,7 +426,7 @@ def _outputs(flags: Mapping[str, Any], num_processes: int) -> Outputs:
 
 
 def _variables(request: _Request, processes: _Processes, plan: MultinodePlan | None) -> dict[str, str]:
-    """Return the environment variables for the ranks, and print the launcher's notes about the settings."""
+    """Return the ranks' environment variables, and print the launcher's notes about the settings."""
     threads = request.flags["num_cpu_threads_per_process"]
     variables = rank_variables(
         request.resolved,
@@ -449,7 +450,7 @@ def _variables(request: _Request, processes: _Processes, plan: MultinodePlan | N
 def _print_notes(request: _Request, chosen_threads: str | None) -> None:
     if request.file is not None:
         print(
-            f"echelon: settings from {printable(str(request.file))}; --config_file selects another file",
+            f"echelon: using settings from {printable(str(request.file))}; pass --config_file to use a different file",
             file=sys.stderr,
         )
     for lost in request.resolved.shadowed:
@@ -461,15 +462,15 @@ def _print_notes(request: _Request, chosen_threads: str | None) -> None:
         )
     if chosen_threads is not None:
         print(
-            f"echelon: OMP_NUM_THREADS={chosen_threads} for each process ({usable_cores()} usable cores); "
-            "--num_cpu_threads_per_process N overrides it",
+            f"echelon: OMP_NUM_THREADS={chosen_threads} for each process ({usable_cores()} usable cores); pass "
+            "--num_cpu_threads_per_process N to change it",
             file=sys.stderr,
         )
 
 
 @contextmanager
 def _terminal_restored() -> Iterator[None]:
-    """Restore the terminal at the end, because a debugger that is killed while it reads input leaves echo disabled."""
+    """Restore the terminal settings on exit, because a debugger that is killed while reading input leaves echo disabled."""
     if not sys.stdin.isatty():
         yield
         return
@@ -484,7 +485,7 @@ def _terminal_restored() -> Iterator[None]:
 
 @contextmanager
 def _directory(log_dir: str | None, machine: str = "") -> Iterator[Path]:
-    """Yield a new folder below ``log_dir``, or a temporary one that is kept only if it contains stacks of a stall."""
+    """Yield a new folder below ``log_dir``, or a temporary folder that is kept only if it contains stacks from a stall."""
     if log_dir is None:
         path = Path(tempfile.mkdtemp(prefix="echelon-"))
         try:
@@ -500,7 +501,7 @@ def _directory(log_dir: str | None, machine: str = "") -> Iterator[Path]:
         raise ConfigError(
             f"cannot create the log folder {path}: {error.strerror}",
             where="flag --log_dir",
-            do="use a folder that you can write to",
+            do="pass a folder that you can write to",
         ) from error
     yield path
 

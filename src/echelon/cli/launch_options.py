@@ -1,4 +1,4 @@
-"""The flags of ``echelon launch``: one per setting, and the launcher's own."""
+"""The flags of ``echelon launch``: one for each setting, plus those of the launcher itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from echelon.config.sources import from_flags
 __all__ = ["NUMBERS", "PROCESS_FLAGS", "LaunchCommand", "flag_layer", "options", "typed_flags"]
 
 NUMBERS = ("auto", "gpu", "cpu")
-"""Values of ``--num_processes`` besides a number, as in torchrun."""
+"""Values that ``--num_processes`` accepts besides a number, as in torchrun."""
 
 ARGV = "echelon.launch.argv"
 # Booleans without a value, as in accelerate; the others take true or false.
@@ -57,14 +57,14 @@ _FIELDS = MappingProxyType(
     }
 )
 PROCESS_FLAGS = frozenset(f"{_FIELDS['processes']} {_FIELDS['machines']} {_FIELDS['faults']}".split()) - {"cpu"}
-"""Parameters that only a launcher has."""
+"""Parameters that are specific to the launcher."""
 
 
 class LaunchCommand(click.Command):
-    """Click command that keeps the flags as typed, so that an origin names ``--nproc_per_node`` if the user typed that."""
+    """Click command that records flags as typed, so that an origin reads ``--nproc_per_node`` if that is what the user typed."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. The error for ``--localhost:0,2``, from some tutorials, suggests the right flag."""
+        """Parse the arguments. For ``--localhost:0,2``, which some tutorials use, the error suggests the correct flag."""
         args = self._with_rank(args)
         ctx.meta[ARGV] = list(args)
         try:
@@ -80,7 +80,7 @@ class LaunchCommand(click.Command):
             ) from error
 
     def _with_rank(self, args: list[str]) -> list[str]:
-        """Replace a bare ``--debugger`` by ``--debugger=0``, because click would read the script as its value."""
+        """Replace a bare ``--debugger`` with ``--debugger=0``; otherwise click would take the script as its value."""
         valued = {name for p in self.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
         i = 0
         while i < len(args) and args[i].startswith("-") and args[i] != "--":
@@ -90,7 +90,7 @@ class LaunchCommand(click.Command):
         return args
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options under headings."""
+        """Write the options, grouped under headings."""
         heading_of = {field: name for name, fields in _FIELDS.items() for field in fields.split()}
         records: dict[str, list[tuple[str, str]]] = {name: [] for name in _HEADINGS}
         for param in self.get_params(ctx):
@@ -105,7 +105,7 @@ class LaunchCommand(click.Command):
 
 
 class _Setting(click.Option):
-    """Option for a setting; its help text is the docstring of the field."""
+    """Option for a setting; its help text is the field's docstring."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Read the help text from the schema; only ``--help`` needs it."""
@@ -114,7 +114,7 @@ class _Setting(click.Option):
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``command`` with all flags."""
+    """Add all flags to ``command``."""
     added = [*map(_option, (key for key in KEYS if key.flags)), *_own_options()]
     for option in reversed(added):
         command = option(command)
@@ -149,31 +149,32 @@ def _own_options() -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
 
 
 _OWN_FLAGS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("--use-fsdp",), "Shard the model as set by the --fsdp-... flags or the config file."),
-    (("--use-deepspeed",), "Shard the model as set by the DeepSpeed flags or the config file."),
+    (("--use-fsdp",), "Shard the model as configured by the --fsdp-... flags or the config file."),
+    (("--use-deepspeed",), "Shard the model as configured by the DeepSpeed flags or the config file."),
     (("--use-megatron-lm",), ""),
     (("--multi-gpu",), "Start one process per accelerator (default)."),
     (("--tpu",), ""),
     (
         ("--strict",),
-        "Fail if two sources give a setting different values, or if a subclass of the Trainer overrides what echelon never calls.",
+        "Fail if two sources give different values for a setting, or if a Trainer subclass overrides a "
+        "method that echelon never calls.",
     ),
     (("-m", "--module"), "Run SCRIPT as a module, as python -m does."),
     (("--no-python",), "Run SCRIPT as a program, without Python."),
-    (("--local-rank-arg",), "Append --local_rank=N to the arguments of SCRIPT."),
-    (("--no-local-rank",), "Accepted for compatibility; without --local-rank-arg, no --local_rank is appended."),
+    (("--local-rank-arg",), "Append --local_rank=N to SCRIPT's arguments."),
+    (("--no-local-rank",), "Accepted for compatibility; --local_rank is appended only if --local-rank-arg is given."),
     (
         ("--no-warm",),
-        "Restart processes as new programs instead of forking them from a process that has imported torch.",
+        "Restart processes from scratch instead of forking them from a process that has already imported torch.",
     ),
     (
         ("--summary",),
-        "Print at the end how much time the run lost, and which rank was slow (default: after a restart, or if a rank slowed the "
-        "others down in a run of more than a minute).",
+        "When the run ends, print how much time it lost and which rank was slow (default: only after a "
+        "restart, or if a rank slowed down the others in a run longer than a minute).",
     ),
-    (("--oversubscribe",), "Allow more processes than the cores, memory or limits of this machine support."),
-    (("--quiet", "-q"), "Do not print the launcher's notes, only errors."),
-    (("--standalone",), "Accepted for compatibility; every run on one machine is standalone."),
+    (("--oversubscribe",), "Allow more processes than this machine's cores, memory or limits support."),
+    (("--quiet", "-q"), "Print only errors, not the launcher's notes."),
+    (("--standalone",), "Accepted for compatibility; every single-machine run is standalone."),
     (
         ("--insecure-network",),
         "Run on several machines without a token. Anyone who can reach the port can join the run.",
@@ -186,63 +187,67 @@ _OWN_VALUES: tuple[tuple[tuple[str, ...], str, Any, Any, str], ...] = (
         "N",
         click.IntRange(min=1),
         None,
-        "OMP_NUM_THREADS of each process (default: OMP_NUM_THREADS if set, else the usable cores divided by the processes).",
+        "OMP_NUM_THREADS for each process (default: OMP_NUM_THREADS if set, else the number of usable cores "
+        "divided by the number of processes).",
     ),
     (
         ("--config-file",),
         "PATH",
         None,
         None,
-        "YAML, JSON or TOML file with echelon's or accelerate's names, or a DeepSpeed JSON file. Flags and environment variables "
-        "override it (default: ./echelon.toml, else the file that echelon config or accelerate config wrote).",
+        "YAML, JSON or TOML file with echelon's or accelerate's key names, or a DeepSpeed JSON file. Flags "
+        "and environment variables override it (default: ./echelon.toml if it exists, else the file written "
+        "by echelon config or accelerate config).",
     ),
     (
         ("--as", "libraries"),
         "LIBRARIES",
         None,
         None,
-        "Let echelon stand in for accelerate, or for accelerate,transformers: SCRIPT and the libraries that it imports use echelon's "
-        "Accelerator and Trainer without a change (default: ECHELON_AS).",
+        "Let echelon replace accelerate, or accelerate,transformers: SCRIPT and the libraries that it "
+        "imports then use echelon's Accelerator and Trainer without any changes (default: the value of "
+        "ECHELON_AS).",
     ),
-    (("--log-dir",), "DIR", None, None, "Write the output of each rank to a new folder below DIR."),
+    (("--log-dir",), "DIR", None, None, "Write each rank's output to a new folder below DIR."),
     (
         ("-t", "--tee"),
         "WHAT",
         None,
         None,
-        "Prefix output with the rank and copy it to the log files: 0 none, 1 stdout, 2 stderr, 3 both; 0:3,1:2 sets it per rank "
-        "(default: 3 with --log-dir).",
+        "Prefix output with the rank, and also write it to the log files: 0 for none, 1 for stdout, 2 for "
+        "stderr, 3 for both; 0:3,1:2 sets it per rank (default: 3 if --log-dir is given).",
     ),
-    (("-r", "--redirects"), "WHAT", None, None, "Like --tee, but write only to the log files in --log-dir."),
+    (("-r", "--redirects"), "WHAT", None, None, "Like --tee, but write the output only to the log files in --log-dir."),
     (
         ("--max-restarts",),
         "N",
         click.IntRange(min=0),
         0,
-        "Maximum number of restarts of all processes after failures (default: 0).",
+        "Maximum number of times to restart all processes after a failure (default: 0).",
     ),
     (
         ("--preemption-grace",),
         "SECONDS",
         click.FloatRange(min=0.0),
         25.0,
-        "Time the ranks get to agree on a step after SIGTERM or SIGUSR1. They save at that step and exit with code 143. 0 stops them "
-        "immediately (default: 25, because Kubernetes and Slurm send SIGKILL after 30).",
+        "Seconds that ranks have to agree on a step after SIGTERM or SIGUSR1. They save at that step and "
+        "exit with code 143. 0 stops them immediately (default: 25, because Kubernetes and Slurm send "
+        "SIGKILL after 30 s).",
     ),
     (
         ("--monitor-interval",),
         "SECONDS",
         click.FloatRange(min=0.001, max=60.0),
         0.05,
-        "Interval between checks of the processes (default: 0.05).",
+        "Seconds between checks of the processes (default: 0.05).",
     ),
     (
         ("--debugger",),
         "[RANK]",
         click.IntRange(min=0),
         None,
-        "Attach the terminal to RANK (default: 0) for breakpoint(). An exception opens pdb where it was raised. Stall detection "
-        "pauses while the debugger waits for input.",
+        "Attach the terminal to RANK (default: 0), so that breakpoint() works there. An exception opens pdb "
+        "at the line that raised it. Stall detection pauses while the debugger waits for input.",
     ),
     (
         ("--rdzv-endpoint",),
@@ -251,37 +256,39 @@ _OWN_VALUES: tuple[tuple[tuple[str, ...], str, Any, Any, str], ...] = (
         None,
         "Address of the rendezvous host; equivalent to --main-process-ip and --main-process-port.",
     ),
-    (("--rdzv-id",), "NAME", None, None, "Name of the run, the same on all machines (TORCHELASTIC_RUN_ID)."),
+    (("--rdzv-id",), "NAME", None, None, "Name of the run (TORCHELASTIC_RUN_ID); must be the same on all machines."),
     (
         ("--rdzv-conf",),
         "NAME=VALUE,...",
         None,
         None,
-        "Rendezvous settings: join_timeout (600 s), last_call_timeout (30 s; how long to wait for more machines than the minimum of --nnodes "
-        "MIN:MAX), keep_alive_interval (2 s), keep_alive_max_attempt (5), is_host.",
+        "Rendezvous settings: join_timeout (default: 600 s), last_call_timeout (default: 30 s; how long to "
+        "wait for more machines after the minimum of --nnodes MIN:MAX has joined), keep_alive_interval "
+        "(default: 2 s), keep_alive_max_attempt (default: 5), is_host.",
     ),
     (
         ("--local-addr",),
         "ADDRESS",
         None,
         None,
-        "Address of this machine on the network that it shares with the other machines.",
+        "This machine's address on the network that it shares with the other machines.",
     ),
     (
         ("--listen-on",),
         "ADDRESS",
         None,
         None,
-        "Address on which the rendezvous host listens, if it differs from the one that the other machines use (NAT). 0.0.0.0 means all.",
+        "Address on which the rendezvous host listens, if it differs from the address that other machines "
+        "use to reach it (NAT). 0.0.0.0 means all interfaces.",
     ),
 )
 
 
 def typed_flags(ctx: click.Context) -> dict[str, str]:
-    """Return parameter name -> flag as the user typed it, for each parameter given on the command line.
+    """Return a mapping from each parameter given on the command line to the flag as the user typed it.
 
     Raises:
-        ConfigError: two names of one flag have different values.
+        ConfigError: two names of the same flag were given different values.
     """
     argv: list[str] = ctx.meta[ARGV]
     head = argv[: len(argv) - 1 - len(ctx.params["args"])]
@@ -302,7 +309,7 @@ def typed_flags(ctx: click.Context) -> dict[str, str]:
             and not isinstance(ctx.params[name], bool)
         ):
             raise ConfigError(
-                f"{before[0]} {before[1]} and {flag} {value} are two names of the same setting",
+                f"{before[0]} {before[1]} and {flag} {value} set the same setting to different values",
                 where=f"flags {before[0]}, {flag}",
                 do="remove one of them",
             )
@@ -311,14 +318,14 @@ def typed_flags(ctx: click.Context) -> dict[str, str]:
 
 
 def flag_layer(flags: Mapping[str, Any], typed: Mapping[str, str]) -> Layer:
-    """Return a layer with the settings that flags give.
+    """Return a layer with the settings given by flags.
 
     Raises:
         ConfigError: a flag is not supported, or two flags are mutually exclusive.
     """
     for name, do in (
         ("tpu", TPU_ALTERNATIVE),
-        ("use_megatron_lm", "use --use_fsdp or --use_deepspeed to shard the model"),
+        ("use_megatron_lm", "pass --use_fsdp or --use_deepspeed to shard the model"),
     ):
         if flags[name]:
             what = "echelon does not run on TPUs" if name == "tpu" else "Megatron-LM is not supported"
@@ -328,9 +335,9 @@ def flag_layer(flags: Mapping[str, Any], typed: Mapping[str, str]) -> Layer:
         del values["num_processes"]  # resolved when the devices are known
     elif (number := flags["num_processes"]) is not None and not _is_positive(number):
         raise ConfigError(
-            f"{number!r} is not a number of processes",
+            f"{number!r} is not a valid number of processes",
             where=f"flag {typed['num_processes']}",
-            do="use a positive integer, auto, gpu or cpu",
+            do="pass a positive integer, auto, gpu or cpu",
         )
     if "num_machines" in values and (min_max := flags["num_machines"].split(":"))[1:]:
         values["num_machines"] = (min_max[-1], typed["num_machines"])  # torchrun's 1:4

@@ -24,14 +24,17 @@ _COMMANDS = {
     "config": ("echelon.cli.config", "Create, show, convert and compare settings, with the origin of each value."),
     "doctor": ("echelon.cli.doctor", "Show why a run stalled or failed: the stack and errors of each rank."),
     "env": ("echelon.cli.env", "Show versions, platform and devices, for bug reports."),
-    "launch": ("echelon.cli.launch", "Run a script on one or more processes, on one machine or several."),
+    "launch": ("echelon.cli.launch", "Run a script in one or more processes, on one or more machines."),
     "merge-weights": (
         "echelon.cli.merge_weights",
-        "Write the weights of a checkpoint to one file (accelerate's options).",
+        "Write a checkpoint's weights to one file, with accelerate's options.",
     ),
     "submit": ("echelon.cli.submit", "Submit a script as a Slurm or Kubernetes job."),
-    "test": ("echelon.cli.test", "Train a small model on several processes and compare the result with one process."),
-    "token": ("echelon.cli.job_token", "Create the secret that the machines of a run share."),
+    "test": (
+        "echelon.cli.test",
+        "Train a small model in several processes and compare the result with a single process.",
+    ),
+    "token": ("echelon.cli.job_token", "Create the secret shared by the machines in a run."),
 }
 
 
@@ -79,7 +82,7 @@ def cli() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit with 0, 2 for an invalid command line or setting, or 1 or the script's exit code."""
+    """Run the command line. Exit with 0 on success, 2 if the command line or a setting is invalid, else 1 or the script's code."""
     code = _run(argv)
     if argv is None and "torch" in sys.modules:
         _exit_without_unloading(code)
@@ -87,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _exit_without_unloading(code: int) -> NoReturn:
-    """Exit like the interpreter, but skip unloading the modules, which takes 0.25 s with torch."""
+    """Exit as the interpreter does, but without unloading modules, which takes 0.25 s with torch."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

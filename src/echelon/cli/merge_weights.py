@@ -1,4 +1,4 @@
-"""``echelon merge-weights``: writes the weights of a checkpoint to one file, with accelerate's options."""
+"""``echelon merge-weights``: writes a checkpoint's weights to one file, with accelerate's options."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["command"]
 @click.argument("output_path")
 @click.option("--unsafe_serialization", is_flag=True, help="Write pytorch_model.bin instead of model.safetensors.")
 @click.option(
-    "--remove_checkpoint_dir", is_flag=True, help="Delete the whole checkpoint, including optimizer states, afterwards."
+    "--remove_checkpoint_dir", is_flag=True, help="Delete the entire checkpoint afterwards, including optimizer states."
 )
 def command(
     checkpoint_directory: str, output_path: str, unsafe_serialization: bool, remove_checkpoint_dir: bool
 ) -> None:
-    """Write the weights of a checkpoint to one file in OUTPUT_PATH.
+    """Write a checkpoint's weights to one file in OUTPUT_PATH.
 
     echelon checkpoint merge does the same with more options.
     """

@@ -1,4 +1,4 @@
-"""Detects flags of ``echelon launch`` that stand after the script and therefore belong to the script."""
+"""Detects ``echelon launch`` flags that were typed after the script and are therefore passed to the script."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["note_about_flags"]
 def note_about_flags(ctx: click.Context, script: Script, *, typed: Mapping[str, str], failed: bool) -> str | None:
     """Return a note about misplaced flags, or None.
 
-    A script may have flags of the same names. Therefore only flags that hardly any script has are noted before the start, and
-    only if the script's file does not contain their names. After a usage error of the script, all flags are noted.
+    A script may define flags with the same names. Before the run, the note therefore lists only flags that few scripts
+    define, and only if the script's file does not contain their names. After a usage error in the script, it lists all flags.
 
     Args:
         ctx: the parsed command line.
-        script: the script with its arguments.
-        typed: names of the flags before the script.
-        failed: whether the script has ended with exit code 2, that of argparse and click for unknown arguments.
+        script: the script and its arguments.
+        typed: parameters given before the script.
+        failed: whether the script exited with code 2, as argparse and click do for unknown arguments.
     """
     names = {opt: p.name for p in ctx.command.params for opt in p.opts if p.name is not None and opt.startswith("--")}
     found: list[str] = []
@@ -41,13 +41,13 @@ def note_about_flags(ctx: click.Context, script: Script, *, typed: Mapping[str, 
         return None
     flags, was = ", ".join(found), "was" if len(found) == 1 else "were"
     return (
-        f"{flags} after the script {was} passed to {script.target}, not to the launcher; the launcher's flags go before the "
-        f"script: echelon launch {found[0]} ... {script.target}"
+        f"{flags} after the script {was} passed to {script.target}, not to the launcher; put launcher flags "
+        f"before the script: echelon launch {found[0]} ... {script.target}"
     )
 
 
 def _may_read(script: Script, flag: str) -> bool:
-    """Return whether the script may have a flag of this name."""
+    """Return whether the script may define a flag with this name."""
     if script.kind != "script":
         return True
     words = re.split("[-_]", flag.lstrip("-"))

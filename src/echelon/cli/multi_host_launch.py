@@ -1,4 +1,4 @@
-"""Runs on the machines of a hostfile or ``--include``: selects the machines and builds their command lines."""
+"""Runs on the machines named by a hostfile or ``--include``: selects the machines and builds their command lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _OF_CLUSTERS = frozenset({"openmpi", "mpich", "impi", "mvapich", "slurm"})
 
 
 def run_on_other_machines(ctx: click.Context, resolved: Resolved[RunConfig], interrupts: Interrupts) -> int | None:
-    """Start the run on the machines that the settings name, and return its exit code, or None for a run on this machine.
+    """Start the run on the machines named in the settings and return its exit code, or return None if it runs only on this
+    machine.
 
     Raises:
         ConfigError: the hostfile or the filters are invalid or contradict other settings.
@@ -59,10 +60,9 @@ def run_on_other_machines(ctx: click.Context, resolved: Resolved[RunConfig], int
 
 
 def hosts_of(resolved: Resolved[RunConfig]) -> tuple[Host, ...] | None:
-    """Return the machines that the hostfile and the filters select, or None if they select only this machine.
+    """Return the machines selected by the hostfile and the filters, or None if they select only this machine.
 
-    The result is also None if the user starts a launcher on each machine (``--machine_rank``, or DeepSpeed's launcher
-    "standard").
+    Also return None if the user starts a launcher on each machine (``--machine_rank``, or DeepSpeed's "standard" launcher).
 
     Raises:
         ConfigError: the hostfile or the filters are invalid or contradict other settings.
@@ -78,19 +78,19 @@ def hosts_of(resolved: Resolved[RunConfig]) -> tuple[Host, ...] | None:
         raise ConfigError(
             f"launcher {launcher!r} is not supported",
             where=str(origins[_LAUNCHER]),
-            do="remove it to use ssh, or start the script itself with mpirun or srun; echelon detects their ranks"
+            do="remove it to use ssh, or start the script directly with mpirun or srun; echelon detects their ranks"
             if launcher in _OF_CLUSTERS
-            else "remove it, or use pdsh (by ssh) or standard (you start the launcher on each machine)",
+            else "remove it, or set it to pdsh (uses ssh) or standard (you start the launcher on each machine)",
         )
     if _INCLUDE in given and _EXCLUDE in given:
         raise ConfigError(
-            "an inclusion and an exclusion filter are mutually exclusive",
+            "the inclusion and exclusion filters are mutually exclusive",
             where=f"{origins[_INCLUDE]}, {origins[_EXCLUDE]}",
             do="remove one of them",
         )
     if value.gpu_ids is not None:
         raise ConfigError(
-            f"gpu_ids={value.gpu_ids!r} selects accelerators of one machine, but {given[0]} names several machines",
+            f"gpu_ids={value.gpu_ids!r} selects accelerators on one machine, but {given[0]} names several machines",
             where=f"{origins['gpu_ids']}, {origins[given[0]]}",
             do="use --include worker-0:0,1@worker-1:0,1",
         )
@@ -119,7 +119,7 @@ def _filtered(resolved: Resolved[RunConfig], given: Sequence[str]) -> tuple[Host
 
 
 def _of_num_machines(hosts: tuple[Host, ...], resolved: Resolved[RunConfig], *, has_filter: bool) -> tuple[Host, ...]:
-    """Return the first ``num_machines`` of ``hosts``, as DeepSpeed does."""
+    """Return the first ``num_machines`` hosts, as DeepSpeed does."""
     origin, number = resolved.origins["num_machines"], resolved.value.num_machines
     if origin.source is SettingSource.DEFAULT or number == len(hosts):
         return hosts
@@ -138,7 +138,7 @@ def _names(text: str) -> list[str]:
 
 
 def _without(flags: Sequence[str], params: Sequence[click.Parameter]) -> list[str]:
-    """Return ``flags`` without the flags in ``_REPLACED`` and their values."""
+    """Return ``flags`` without those in ``_REPLACED`` and their values."""
     by_name = {name: option for option in params if isinstance(option, click.Option) for name in option.opts}
     left: list[str] = []
     i = 0

@@ -25,14 +25,14 @@ _SETTINGS = {"allow_interspersed_args": False}  # all arguments after SCRIPT are
 
 @click.group("submit")
 def command() -> None:
-    """Submit a training job to a cluster (see docs/clusters.md).
+    """Submit a training job to a cluster; see docs/clusters.md.
 
     On each machine, echelon launch starts the processes. The cluster provides the rendezvous address.
     """
 
 
 def _common(function: Any) -> Any:
-    """Add the options that all clusters share."""
+    """Add the options common to all clusters."""
     options = [
         click.argument("script", metavar="SCRIPT"),
         click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]..."),
@@ -54,7 +54,7 @@ def _common(function: Any) -> Any:
             "--launch-args",
             default="",
             metavar="TEXT",
-            help="Additional flags of echelon launch, such as '--parity exact'.",
+            help="Additional flags for echelon launch, such as '--parity exact'.",
         ),
         click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, as python -m does."),
         click.option("--no-python", is_flag=True, help="Run SCRIPT as a program, without Python."),
@@ -73,30 +73,30 @@ def _common(function: Any) -> Any:
     "--cpus-per-task",
     type=click.IntRange(min=1),
     metavar="N",
-    help="CPUs for the launcher and all its processes; with --direct, for each process.",
+    help="CPUs for the launcher and all of its processes; with --direct, CPUs per process.",
 )
 @click.option("--partition", "-p", metavar="NAME", help="Partition of the job.")
 @click.option("--account", "-A", metavar="NAME", help="Account to charge.")
 @click.option("--qos", "-q", metavar="NAME", help="Quality of service.")
 @click.option("--constraint", "-C", metavar="TEXT", help="Required features of the machines.")
-@click.option("--time", "-t", metavar="TIME", help="Time limit of one start, such as 12:00:00.")
+@click.option("--time", "-t", metavar="TIME", help="Time limit for each start of the job, such as 12:00:00.")
 @click.option("--job-name", "-J", metavar="NAME", help="Name of the job (default: the name of SCRIPT).")
 @click.option(
     "--log-dir",
     metavar="DIR",
     default=".",
-    help="Write output to DIR/NAME-ID.out; DIR must be on a shared disk (default: current directory).",
+    help="Write output to DIR/NAME-ID.out; DIR must be on a shared file system (default: current directory).",
 )
 @click.option(
     "--requeue/--no-requeue",
     default=True,
-    help="Requeue the job after a preemption or before its time limit (default: yes).",
+    help="Requeue the job when it is preempted or is about to reach its time limit (default: yes).",
 )
 @click.option(
     "--signal",
     metavar="USR1@SECONDS",
     default="USR1@120",
-    help="Signal that makes the job save and exit SECONDS before its time limit, or none (default: USR1@120).",
+    help="Signal to send SECONDS before the time limit, to make the job save and exit; or none (default: USR1@120).",
 )
 @click.option(
     "--setup",
@@ -104,7 +104,9 @@ def _common(function: Any) -> Any:
     metavar="TEXT",
     help="Shell line to run before the job, such as 'source venv/bin/activate'; repeatable.",
 )
-@click.option("--python", metavar="PATH", help="Python interpreter (default: this one; with --setup: python).")
+@click.option(
+    "--python", metavar="PATH", help="Python interpreter (default: the current one, or python if --setup is given)."
+)
 @click.option(
     "--sbatch",
     multiple=True,
@@ -112,20 +114,20 @@ def _common(function: Any) -> Any:
     help="Option to pass to sbatch, such as --exclusive; repeatable.",
 )
 @click.option("--srun", multiple=True, metavar="OPTIONS", help="Options to pass to srun; repeatable.")
-@click.option("--direct", is_flag=True, help="Start each rank as a task of srun, without echelon launch.")
+@click.option("--direct", is_flag=True, help="Start each rank as an srun task, without echelon launch.")
 @click.option("--dry-run", is_flag=True, help="Print the batch script without submitting it.")
 @click.pass_context
 def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> None:
     """Run SCRIPT as a Slurm batch job.
 
-    The job saves and requeues itself before its time limit. Each start resumes from the last checkpoint.
+    Before its time limit, the job saves a checkpoint and requeues itself. Each start resumes from the last checkpoint.
     """
     wanted = _script(script, args, flags)
     check(wanted)  # the machines of the cluster share these files
     launch_args, grace = _launch_args(ctx, flags)
     if flags["direct"] and launch_args:
         raise ConfigError(
-            "--launch_args has no effect with --direct, which does not use echelon launch",
+            "--launch_args requires echelon launch, which --direct does not use",
             where="flags",
             do="remove one of them",
         )
@@ -158,16 +160,20 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
     text = batch_script(job)
     if "%" in (flags["output"] or ""):
         raise ConfigError(
-            f"{flags['output']}: --output is the file for the batch script",
+            f"{flags['output']}: --output names the file for the batch script and cannot contain %",
             where="flag --output",
-            do="use --log_dir DIR for the output of the job",
+            do="set the job's output folder with --log_dir DIR",
         )
     _one_of(flags, "dry_run", "output")
     if flags["dry_run"] or flags["output"]:
         _show(text, flags["output"])
         return
     folder.mkdir(parents=True, exist_ok=True)  # without this folder, sbatch accepts the job, but its output is lost
-    answer = _run(["sbatch", "--parsable"], text, "on a login node of the cluster; --dry_run only prints the script")
+    answer = _run(
+        ["sbatch", "--parsable"],
+        text,
+        "on a login node of the cluster, or pass --dry_run to print the script without submitting it",
+    )
     number = answer.strip().partition(";")[0]
     click.echo(f"submitted job {number}; its output goes to {folder}/{job.name}-{number}.out")
 
@@ -178,14 +184,14 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
     "--image",
     required=True,
     metavar="IMAGE",
-    help="Container image with Python, echelon and SCRIPT, which may also be in a volume.",
+    help="Container image with Python, echelon and SCRIPT; SCRIPT may also be on a volume.",
 )
 @click.option("--name", metavar="NAME", help="Name of the job (default: the name of SCRIPT).")
 @click.option(
     "--kind",
     type=click.Choice(["job", "trainjob"]),
     default="job",
-    help="Kind of object: an Indexed Job, or a TrainJob of Kubeflow Trainer 2.2 (default: job).",
+    help="Kind of object: an Indexed Job, or a Kubeflow Trainer 2.2 TrainJob (default: job).",
 )
 @click.option("--runtime", default="torch-distributed", metavar="NAME", help="ClusterTrainingRuntime of a TrainJob.")
 @click.option("--namespace", "-n", metavar="NAME", help="Namespace of the job.")
@@ -203,40 +209,44 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
     metavar="CLAIM:PATH",
     help="Mount a PersistentVolumeClaim at PATH, such as one for checkpoints; repeatable.",
 )
-@click.option("--secret", metavar="NAME", help="Secret whose key 'token' the machines share (default: NAME-token).")
+@click.option(
+    "--secret",
+    metavar="NAME",
+    help="Secret whose 'token' key contains the machines' shared token (default: NAME-token).",
+)
 @click.option(
     "--user",
     type=click.IntRange(min=0),
     default=1000,
-    help="User id in the pods; 0 uses the image's user, which may be root (default: 1000).",
+    help="User ID in the pods; 0 uses the image's user, which may be root (default: 1000).",
 )
 @click.option(
     "--grace",
     type=click.IntRange(min=1),
     default=120,
     metavar="SECONDS",
-    help="Time between SIGTERM and SIGKILL (default: 120).",
+    help="Seconds between SIGTERM and SIGKILL (default: 120).",
 )
 @click.option(
     "--retries",
     type=click.IntRange(min=0),
     default=3,
     metavar="N",
-    help="Maximum number of restarts of a failed run (default: 3).",
+    help="Maximum number of times to restart a failed run (default: 3).",
 )
 @click.option(
     "--port",
     type=click.IntRange(1, 65535),
     default=29500,
-    help="Rendezvous port of the first machine (default: 29500).",
+    help="Rendezvous port on the first machine (default: 29500).",
 )
 @click.option("--python", default="python", metavar="PATH", help="Python interpreter in the image (default: python).")
 @click.option("--apply", is_flag=True, help="Create the Secret and pass the manifest to kubectl apply.")
 @click.pass_context
 def kubernetes(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> None:
-    """Run SCRIPT (a path in the image) on Kubernetes pods: print the manifest, or pass it to kubectl.
+    """Run SCRIPT (a path in the image) in Kubernetes pods: print the manifest, or pass it to kubectl.
 
-    The manifest never contains the secret that the machines share.
+    The manifest never contains the machines' shared secret.
     """
     launch_args, grace = _launch_args(ctx, flags)
     name = flags["name"] or re.sub(r"[^a-z0-9]+", "-", _stem(script).lower()).strip("-")
@@ -274,7 +284,7 @@ def kubernetes(ctx: click.Context, /, script: str, args: tuple[str, ...], **flag
     _show(text, flags["output"])
     if job.nodes > 1:
         click.echo(
-            f"echelon: the machines read the key 'token' of the Secret {job.secret}; create it with --apply, or with: "
+            f"echelon: the machines read the 'token' key of Secret {job.secret}; create it with --apply, or with: "
             f"echelon token FILE; kubectl create secret generic {job.secret} --from-file=token=FILE",
             err=True,
         )
@@ -282,7 +292,7 @@ def kubernetes(ctx: click.Context, /, script: str, args: tuple[str, ...], **flag
 
 def _apply(job: PodJob, text: str) -> None:
     where = [] if job.namespace is None else ["--namespace", job.namespace]
-    advice = "where kubectl can reach the cluster, or omit --apply to only print the manifest"
+    advice = "where kubectl can reach the cluster, or omit --apply to print the manifest"
     if job.nodes > 1:
         there = _run(
             ["kubectl", "get", "secret", job.secret, *where, "--ignore-not-found", "--output=name"], "", advice
@@ -314,7 +324,7 @@ def _processes(flags: dict[str, Any]) -> int:
     processes, gpus = flags["nproc_per_node"], flags["gpus_per_node"]
     if processes is not None and gpus and processes > gpus:
         raise ConfigError(
-            f"{processes} processes per machine, but only {gpus} GPUs",
+            f"{processes} processes per machine were requested, but only {gpus} GPUs",
             where="flags --nproc_per_node, --gpus_per_node",
             do="use at most one process per GPU",
         )
@@ -333,7 +343,7 @@ def _pair(text: str, sign: str, flag: str) -> tuple[str, str]:
 
 
 def _launch_args(ctx: click.Context, flags: dict[str, Any]) -> tuple[tuple[str, ...], float]:
-    """Return the flags for ``echelon launch``, checked before the job starts, and its preemption grace in seconds."""
+    """Check the flags for ``echelon launch`` before the job starts; return them and the preemption grace in seconds."""
     from echelon.cli.launch import command as launch  # noqa: PLC0415 - needed only here
 
     words = shlex.split(flags["launch_args"])
@@ -342,7 +352,7 @@ def _launch_args(ctx: click.Context, flags: dict[str, Any]) -> tuple[tuple[str, 
         raise ConfigError(
             f"{parsed.params['script']!r} is not a flag of echelon launch",
             where="flag --launch_args",
-            do="pass the arguments of the script after SCRIPT",
+            do="pass the script's arguments after SCRIPT",
         )
     return tuple(words), float(parsed.params["preemption_grace"])
 
@@ -360,11 +370,13 @@ def _show(text: str, file: str | None) -> None:
 
 
 def _run(argv: list[str], text: str, advice: str) -> str:
-    """Run a command of the cluster with ``text`` as its standard input, and return its output."""
+    """Run a cluster command with ``text`` as its standard input, and return its output."""
     program = argv[0]
     if shutil.which(program) is None:
         raise LaunchError(
-            f"{program} is not installed here", where=f"PATH of {os.uname().nodename}", do=f"run this {advice}"
+            f"{program} is not installed on this machine",
+            where=f"PATH of {os.uname().nodename}",
+            do=f"run this {advice}",
         )
     done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""``echelon test``: trains a small model with the given flags of ``echelon launch``, and checks the results."""
+"""``echelon test``: trains a small model with the given ``echelon launch`` flags, and checks the results."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 @click.option(
     "--gpus",
     metavar="all|N|0,2",
-    help="Use all accelerators of this machine, N accelerators, or those with these numbers.",
+    help="Use all of this machine's accelerators, N accelerators, or the accelerators with these indices.",
 )
-@click.option("--quick", is_flag=True, help="Measure the bandwidth of small messages only.")
+@click.option("--quick", is_flag=True, help="Measure the bandwidth for small messages only.")
 @click.option(
     "--output",
     metavar="PATH",
@@ -65,10 +65,11 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF ECHELON LAUNCH]...")
 @click.pass_context
 def command(ctx: click.Context, gpus: str | None, quick: bool, output: Path | None, flags: tuple[str, ...]) -> None:
-    """Train a small model on several processes and compare the result with one process.
+    """Train a small model in several processes and compare the result with a single process.
 
-    The flags of echelon launch choose the processes: --num_processes, --cpu, --config_file, --num_machines, ... On several
-    machines, run it on each machine, like echelon launch. Exit codes: 0 if every check passed, 1 if a check failed.
+    Choose the processes with the flags of echelon launch: --num_processes, --cpu, --config_file, --num_machines, ... For a
+    run on several machines, run this command on each of them, as with echelon launch. Exit codes: 0 if every check passed, 1
+    if any check failed.
     """
     layout = [*_of_gpus(gpus), *flags]
     _check_flags(ctx, layout)
@@ -127,7 +128,7 @@ def _of_gpus(gpus: str | None) -> list[str]:
 
 
 def _check_flags(ctx: click.Context, layout: Sequence[str]) -> None:
-    """Raise an error for flags that ``echelon launch`` does not accept, and for a script, before a process starts."""
+    """Raise an error if a script was given, or a flag that ``echelon launch`` does not accept, before any process starts."""
     context = launch.command.make_context("launch", [*layout, "-m", _PROGRAM], parent=ctx.parent)
     if context.params["script"] != _PROGRAM:
         raise UsageError(
@@ -138,7 +139,7 @@ def _check_flags(ctx: click.Context, layout: Sequence[str]) -> None:
 
 
 class _Results:
-    """Results of the checks, printed as they arrive. A terminal also shows the current check."""
+    """Check results, printed as they arrive. On a terminal, the current check is shown as well."""
 
     def __init__(self, folder: Path) -> None:
         self.records: list[dict[str, Any]] = []
@@ -201,12 +202,15 @@ class _Results:
         self._bar.update()
 
     def add_failure(self, code: int, output: Path) -> None:
-        """Record that a launch failed with ``code``, and print the end of its output with the launcher's report."""
+        """Record that a launch failed with ``code``, and print the last lines of its output, which include the launcher's report."""
         lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-        what = f"its processes ended with exit code {code}"
+        what = f"the processes exited with code {code}"
         self.add(
             CheckFinding(
-                name=self.current, passed=False, text=what, do=f"see the report; {output} contains the complete output"
+                name=self.current,
+                passed=False,
+                text=what,
+                do=f"see the report below; the complete output is in {output}",
             )
         )
         for line in lines[-_SHOWN_LINES:]:
@@ -218,7 +222,7 @@ class _Results:
 
 
 def _table(collectives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line with the times and bandwidths of each collective, by message size."""
+    """Yield one line per collective, with its time and bandwidth for each message size."""
     by_name: dict[str, list[str]] = {}
     for one in collectives:
         speed = f" {one['algorithm_gb_per_s']:7.3f} ({one['bus_gb_per_s']:.3f})"
@@ -232,7 +236,7 @@ def _table(collectives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _run(layout: Sequence[str], folder: Path, results: _Results, interrupts: Interrupts, *, is_quick: bool) -> None:
-    """Run the ranks, and then the single process that the bitwise check compares them with."""
+    """Run the ranks, then the single process that they are compared with in the bitwise check."""
     program = ["-m", _PROGRAM]
     # One restart, because the restart check kills the ranks of the first attempt.
     start = [sys.executable, "-m", "echelon", "launch", *_STALL, *layout, "--max_restarts", "1", *program]
@@ -245,8 +249,10 @@ def _run(layout: Sequence[str], folder: Path, results: _Results, interrupts: Int
     if code != 0:
         return results.add_failure(code, output)
     if not results.records:
-        do = "run echelon test on one of the machines of the run"
-        results.add(CheckFinding(name="world", passed=False, text="no process of the run is on this machine", do=do))
+        do = "run echelon test on a machine that is part of the run"
+        results.add(
+            CheckFinding(name="world", passed=False, text="none of the run's processes is on this machine", do=do)
+        )
     elif "bitwise" not in results.names:
         alone = {
             name: value
@@ -266,7 +272,7 @@ def _run_part(
     """Run ``argv`` with its output in a file, print results as they arrive, and return its exit code.
 
     Raises:
-        Interrupted: a signal was received; the processes are stopped.
+        Interrupted: a signal was received. The processes have been stopped.
     """
     with output.open("wb") as file:
         process = subprocess.Popen(

@@ -297,7 +297,7 @@ def _requires(
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not is_installed():
             raise MissingExtraError(
-                f"{func.__name__} needs the package {package!r}, which is not installed",
+                f"{func.__name__} requires the package {package!r}, which is not installed",
                 do=f"pip install 'echelon[{extra}]'",
             )
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""``ClusterConfig`` and ``load_config_from_file``, for scripts that read a config file with accelerate's names."""
+"""``ClusterConfig`` and ``load_config_from_file``, for scripts that read config files under accelerate's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ClusterConfig", "load_config_from_file"]
 
 @dataclass
 class ClusterConfig:
-    """The settings of a config file under accelerate's names. Sections are dicts, empty if the file has no such section."""
+    """A config file's settings under accelerate's names. Each section is a dict, which is empty if the file lacks the section."""
 
     compute_environment: str
     distributed_type: str
@@ -82,10 +82,10 @@ class ClusterConfig:
 
 
 def load_config_from_file(config_file: str | Path | None) -> ClusterConfig:
-    """Return the settings in ``config_file``, which has any format that the launcher reads.
+    """Return the settings in ``config_file``, which may have any format that the launcher supports.
 
-    If ``config_file`` is None, the file that the launcher would find is read. Settings that accelerate does not have, such as
-    ``engine`` and ``parity``, are omitted.
+    If ``config_file`` is None, the file that the launcher would use is read. Settings that do not exist in accelerate, such
+    as ``engine`` and ``parity``, are omitted.
 
     Raises:
         ConfigError: no file exists, or it contains an unsupported setting.
@@ -94,7 +94,7 @@ def load_config_from_file(config_file: str | Path | None) -> ClusterConfig:
     """
     path = config_file if config_file is not None else find_config_file()
     if path is None:
-        raise ConfigError("no config file found", do="pass a path, or create a file with echelon config")
+        raise ConfigError("no config file found", do="pass a path, or run echelon config to create a file")
     values = chosen(derive(resolve(RunConfig, [from_file(path)])))
     known = {field.name for field in fields(ClusterConfig)}
     return ClusterConfig(**{name: value for name, value in for_accelerate(values).items() if name in known})

@@ -1,4 +1,4 @@
-"""Derived settings and conflicts between settings, for the launcher and ``echelon config explain``."""
+"""Derives settings from others and finds conflicts between settings, for the launcher and ``echelon config explain``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _HOW = MappingProxyType(
 _PACKAGES = MappingProxyType({"deepspeed": "deepspeed"})
 _BY_SHARDING = MappingProxyType({"fsdp": "fsdp2", "deepspeed": "deepspeed"})
 SHARDING = frozenset(_HOW)
-"""Sections of sharding settings; a run uses at most one."""
+"""The sections with sharding settings; a run uses at most one of these sections."""
 # Fields that a DeepSpeed JSON file can also set -> their names in that file.
 _IN_JSON = MappingProxyType(
     {
@@ -59,7 +59,7 @@ _IN_JSON = MappingProxyType(
 
 
 def given(resolved: Resolved[RunConfig], name: str) -> bool:
-    """Return whether a file, the environment, a flag or code set ``name``."""
+    """Return whether ``name`` was set by a file, the environment, a flag or code."""
     return resolved.origins[name].source > SettingSource.DERIVED
 
 
@@ -69,7 +69,7 @@ def section_in_use(resolved: Resolved[RunConfig]) -> str | None:
 
 
 def derive(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
-    """Fill in the settings that follow from other settings; their origins name these settings."""
+    """Fill in the settings that follow from other settings; their origins name those other settings."""
     derived: dict[str, tuple[Any, str]] = {}
     value, origins = resolved.value, resolved.origins
     if value.engine is not None and value.sharded_by is None and _TAKES.get(value.engine):
@@ -110,7 +110,7 @@ def check(resolved: Resolved[RunConfig], *, world_size: int | None = None) -> No
 
     Args:
         resolved: settings from ``derive``.
-        world_size: number of processes; None if unknown.
+        world_size: number of processes, or None if unknown.
 
     Raises:
         ConfigError: a setting is unsupported or has no effect, or two settings contradict each other.
@@ -127,7 +127,8 @@ def check_installed(resolved: Resolved[RunConfig], script: Path | None) -> None:
 
     Args:
         resolved: settings from ``derive``.
-        script: script that the ranks run. If it names another engine with the same settings, the ranks check instead.
+        script: script that the ranks run. If it names another engine that accepts these settings, the check is left to the
+            ranks.
 
     Raises:
         MissingExtraError: the package is not installed on this machine.
@@ -142,10 +143,13 @@ def check_installed(resolved: Resolved[RunConfig], script: Path | None) -> None:
     if any(name in source for name in others):
         return
     raise MissingExtraError(
-        f"engine={engine!r} needs the package {package!r}, which is not installed",
+        f"engine={engine!r} requires the package {package!r}, which is not installed",
         where=str(resolved.origins["engine" if value.engine else "sharded_by"]),
         do=" or ".join(
-            [f"pip install 'echelon[{package}]'", *(f"add --engine {name} to do the same by torch" for name in others)]
+            [
+                f"pip install 'echelon[{package}]'",
+                *(f"pass --engine {name} to use torch's implementation instead" for name in others),
+            ]
         ),
     )
 
@@ -154,7 +158,7 @@ def _check_offered(resolved: Resolved[RunConfig]) -> None:
     value, origins = resolved.value, resolved.origins
     if value.fp8_backend not in (None, "AO", "NO"):
         raise ConfigError(
-            f"fp8_backend={value.fp8_backend!r} is not supported; only torchao (AO) is",
+            f"fp8_backend={value.fp8_backend!r} is not supported; torchao (AO) is the only supported fp8 library",
             where=str(origins["fp8_backend"]),
             do="set fp8_backend to AO, and remove the settings of other fp8 libraries",
         )
@@ -163,9 +167,11 @@ def _check_offered(resolved: Resolved[RunConfig]) -> None:
         if value.engine not in others:
             near = get_close_matches(value.engine, [*_TAKES, *others], n=1)
             raise ConfigError(
-                f"there is no engine {value.engine!r}",
+                f"unknown engine {value.engine!r}",
                 where=str(origins["engine"]),
-                do=f"did you mean {near[0]!r}?" if near else f"give one of {', '.join([*_TAKES, *sorted(others)])}",
+                do=f"did you mean {near[0]!r}?"
+                if near
+                else f"set engine to one of {', '.join([*_TAKES, *sorted(others)])}",
             )
 
 
@@ -178,14 +184,14 @@ def _check_engine(resolved: Resolved[RunConfig]) -> None:
     if value.zero_stage is not None and section_in_use(resolved) == BY_FIELD["zero_stage"].section:
         detail = "zero_stage"
     raise ConfigError(
-        f"{detail}={getattr(value, detail)!r} (from {origins[detail]}) and engine={value.engine!r} (from {origins['engine']}) "
-        "cannot both hold",
+        f"{detail}={getattr(value, detail)!r} (from {origins[detail]}) and engine={value.engine!r} (from "
+        f"{origins['engine']}) contradict each other",
         do=f"remove engine, or remove sharded_by={value.sharded_by!r} (from {origins['sharded_by']})",
     )
 
 
 def _check_sections(resolved: Resolved[RunConfig]) -> None:
-    """Raise an error for settings of an unused kind of sharding, which would be ignored."""
+    """Raise an error for settings of a kind of sharding that is not used, because they would be ignored."""
     used = section_in_use(resolved)
     # Sections of overridden values of sharded_by, which the launcher reports already.
     lost = {_SECTION[str(s.value)] for s in resolved.shadowed if s.name == "sharded_by" and s.value is not None}
@@ -214,9 +220,9 @@ def _check_json(resolved: Resolved[RunConfig], path: str, world_size: int | None
         if entry is None or entry.value == "auto" or not given(resolved, name) or _same(entry.value, value):
             continue
         raise ConfigError(
-            f"{name}={value!r} (from {resolved.origins[name]}) and {other}={entry.value!r} (from file {entry.place}) "
-            "cannot both hold",
-            do=f'remove one of the two, or set {other} to "auto" in {path}',
+            f"{name}={value!r} (from {resolved.origins[name]}) and {other}={entry.value!r} (from file "
+            f"{entry.place}) contradict each other",
+            do=f'remove one of them, or set {other} to "auto" in {path}',
         )
     if world_size is not None:
         _check_batch(entries, world_size, str(resolved.origins["num_processes"]))
@@ -236,7 +242,8 @@ def _check_batch(entries: Mapping[str, DocumentEntry], world_size: int, processe
     whole, micro, steps = (numbers[name].value for name in names)
     if whole != micro * steps * world_size:
         raise ConfigError(
-            f"train_batch_size={whole} (from file {numbers[names[0]].place}) is not train_micro_batch_size_per_gpu={micro} x "
+            f"train_batch_size={whole} (from file {numbers[names[0]].place}) is not equal to "
+            f"train_micro_batch_size_per_gpu={micro} x "
             f"gradient_accumulation_steps={steps} x {world_size} processes (from {processes}) = {micro * steps * world_size}",
-            do='set train_batch_size to "auto", or change one of the three numbers',
+            do='set train_batch_size to "auto", or change one of these three numbers',
         )

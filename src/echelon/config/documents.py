@@ -1,4 +1,4 @@
-"""YAML, JSON and TOML config files as a flat list of entries with line numbers."""
+"""Reads YAML, JSON and TOML config files into a flat list of entries with line numbers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ class DocumentEntry:
     """One value in a config file."""
 
     keys: tuple[str, ...]
-    """Names of the nested mappings, outermost first, and of the value."""
+    """Keys that lead to the value, outermost first; the last key is the value's own."""
     value: Any
-    """Parsed value; never a non-empty mapping."""
+    """The parsed value, which is never a non-empty mapping."""
     place: str
     """``path:line``."""
 
 
 def read(path: str | Path) -> list[DocumentEntry]:
-    """Return the entries of the file ``path`` in order. Its suffix selects TOML or JSON; any other suffix means YAML.
+    """Return the entries in the file ``path``, in order. The suffix selects TOML or JSON; a file with any other suffix is
+    read as YAML.
 
     Raises:
-        ConfigError: the file is missing or invalid, contains a name twice, or is not a mapping.
+        ConfigError: the file is missing or invalid, contains a key twice, or does not contain a mapping.
     """
     path = Path(path)
     try:
@@ -86,9 +87,10 @@ def _flat(path: Path, node: Node, data: dict[Any, Any], keys: tuple[str, ...]) -
         name = str(key.value)
         if name not in values:  # `<<: *other`, or a name that YAML does not parse as text (`on: 1`)
             raise ConfigError(
-                f"{name!r} is not the name of a setting",
+                f"{name!r} is not a valid setting name",
                 where=f"file {path}:{key.start_mark.line + 1}",
-                do="write the setting out: no YAML merge keys (<<), no names that YAML parses as true or false",
+                do="write each setting explicitly, without YAML merge keys (<<) or names that YAML parses as true or "
+                "false",
             )
         value = values[name]
         here = (*keys, name)

@@ -1,4 +1,4 @@
-"""A configuration as a table of values, origins and overridden values, and the differences between two configurations."""
+"""Formats a configuration as a table of values, origins and overridden values, and compares two configurations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["differences", "show", "show_json"]
 
 
 def show(resolved: Resolved[RunConfig]) -> str:
-    """Return one line per setting: name, value, origin, and in parentheses the values that it overrides."""
+    """Return one line per setting: its name, value and origin, followed by the values that it overrides in parentheses."""
     rows = []
     for name in field_names(RunConfig):
         lost = [f"{s.value!r} from {s.origin}" for s in resolved.shadowed if s.name == name]
@@ -23,7 +23,7 @@ def show(resolved: Resolved[RunConfig]) -> str:
 
 
 def show_json(path: str, resolved: Resolved[RunConfig]) -> str:
-    """Return one line per setting in a DeepSpeed JSON file: name, value, file line, and the source of an "auto" value."""
+    """Return one line per setting in a DeepSpeed JSON file: its name, value and line, and where an "auto" value is taken from."""
     rows = []
     for entry in read(path):
         name = ".".join(entry.keys)
@@ -35,11 +35,11 @@ def show_json(path: str, resolved: Resolved[RunConfig]) -> str:
 # Sources of "auto" values that are not settings.
 _FILLED = MappingProxyType(
     {
-        "train_micro_batch_size_per_gpu": "the batch size of the loader",
-        "train_batch_size": "micro batch x accumulation x processes",
-        "zero_optimization.reduce_bucket_size": "the hidden size h of the model: h x h",
-        "zero_optimization.stage3_prefetch_bucket_size": "the hidden size h of the model: 0.9 x h x h",
-        "zero_optimization.stage3_param_persistence_threshold": "the hidden size h of the model: 10 x h",
+        "train_micro_batch_size_per_gpu": "the DataLoader's batch size",
+        "train_batch_size": "micro-batch size x gradient accumulation steps x number of processes",
+        "zero_optimization.reduce_bucket_size": "the model's hidden size h: h x h",
+        "zero_optimization.stage3_prefetch_bucket_size": "the model's hidden size h: 0.9 x h x h",
+        "zero_optimization.stage3_param_persistence_threshold": "the model's hidden size h: 10 x h",
     }
 )
 _SETTINGS = MappingProxyType(
@@ -59,11 +59,11 @@ _SETTINGS = MappingProxyType(
 def _filled(name: str, resolved: Resolved[RunConfig]) -> str:
     if (field := _SETTINGS.get(name)) is not None:
         return f"{field}={getattr(resolved.value, field)!r}, {resolved.origins[field]}"
-    return _FILLED.get(name, "the objects that the script prepares")
+    return _FILLED.get(name, "the objects that the script passes to prepare()")
 
 
 def differences(first: Resolved[RunConfig], second: Resolved[RunConfig]) -> str:
-    """Return one line per setting that differs: its name, and both values and origins. Empty if nothing differs."""
+    """Return one line for each setting that differs: its name, and both values with their origins. Empty if nothing differs."""
     rows = []
     for name in field_names(RunConfig):
         values = [repr(getattr(resolved.value, name)) for resolved in (first, second)]

@@ -1,4 +1,4 @@
-"""Convert a config file (echelon's, accelerate's, or a DeepSpeed JSON file) to a layer."""
+"""Converts a config file (echelon's, accelerate's, or a DeepSpeed JSON file) to a layer of settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TYPES = MappingProxyType(
     }
 )
 _MEGATRON = "set distributed_type: FSDP or DEEPSPEED to shard the model"
-_MPI = "remove it, and start the script with mpirun itself: echelon detects its ranks"
+_MPI = "remove it, and start the script directly with mpirun; echelon detects the ranks"
 _SAGEMAKER = "run echelon launch inside the instance that SageMaker starts"
 # accelerate's names that set no field. Those in _SILENT only concern TPUs and are ignored. The names in _REFUSED raise an error
 # with this advice, unless their value is empty, false or "no".
@@ -42,7 +42,7 @@ _REFUSED = MappingProxyType(
         **dict.fromkeys(("commands", "command_file", "downcast_bf16"), TPU_ALTERNATIVE),
         "megatron_lm_config": _MEGATRON,
         "mpirun_config": _MPI,
-        "ipex_config": "remove it: PyTorch has these optimizations built in",
+        "ipex_config": "remove it; these optimizations are built into PyTorch",
         "use_megatron_lm": _MEGATRON,
         **dict.fromkeys(
             ("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name"), _SAGEMAKER
@@ -68,10 +68,10 @@ _DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "
 
 
 def from_file(path: str | Path) -> Layer:
-    """Return a layer with the settings in a file and their line numbers.
+    """Return a layer with a file's settings and their line numbers.
 
-    The file is YAML, JSON or TOML and uses echelon's or accelerate's names. A DeepSpeed JSON file becomes
-    ``deepspeed_config_file``.
+    The file is YAML, JSON or TOML and uses echelon's or accelerate's names. The path of a DeepSpeed JSON file becomes the
+    value of ``deepspeed_config_file``.
 
     Raises:
         ConfigError: the file cannot be read, or contains an unknown or unsupported setting.
@@ -88,10 +88,10 @@ def from_file(path: str | Path) -> Layer:
 
 
 def find_accelerator_request(path: str | Path) -> Setting | None:
-    """Return the ``distributed_type`` of a file if it requests accelerators (``MULTI_GPU``), else None.
+    """Return a file's ``distributed_type`` if it requests accelerators (for example ``MULTI_GPU``), else None.
 
-    ``use_cpu: false`` is not such a request: accelerate writes it on every machine. Neither is a file without
-    ``num_processes``: accelerate always writes this setting, and ``echelon config`` only if the user gave it.
+    ``use_cpu: false`` does not count as a request, because accelerate writes it on every machine. Neither does a file without
+        ``num_processes``: accelerate always writes this setting, but ``echelon config`` writes it only if the user gave it.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -139,7 +139,7 @@ def _refuse(entry: DocumentEntry) -> None:
 
 
 def _field(entry: DocumentEntry) -> str | None:
-    """Return the field that an entry sets, or None for a setting of another fp8 library."""
+    """Return the field that an entry sets, or None if the entry configures an unsupported fp8 library."""
     section, name = _section(entry.keys[0]), entry.keys[-1]
     if len(entry.keys) > (1 if section is None else 2):
         raise _unknown(entry, ())
@@ -167,7 +167,7 @@ def _section(name: str) -> str | None:
 
 
 def _is_default(field: str, value: Any) -> bool:
-    """Return whether accelerate writes this value for a setting that the user did not choose."""
+    """Return whether this is the value that accelerate writes for a setting that the user did not choose."""
     return (field == "num_processes" and value == -1) or (field == "gpu_ids" and str(value).lower() in ("all", ""))
 
 

@@ -1,4 +1,4 @@
-"""A first config file with the settings that suit this machine."""
+"""Writes an initial config file with settings that suit this machine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
 
     Args:
         mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
-        save_location: path of the file. Its suffix selects the format: .toml, or .yaml or .json with accelerate's names. None:
-            the path where the launcher finds it.
+        save_location: path of the file. Its suffix selects the format: .toml, or .yaml or .json with accelerate's names. If
+            None, the file is written to the path where the launcher looks for it.
 
     Returns:
-        The path, or False if the file already exists; it is not changed.
+        The path, or False if the file already exists, in which case it is left unchanged.
 
     Raises:
         ConfigError: the precision or the file format is unknown.

@@ -1,6 +1,7 @@
-"""The names of each setting: field, accelerate's variable, section and names in accelerate's files, flags.
+"""The names of each setting: field, accelerate's variable, section and names in accelerate's files, and flags.
 
-Config files, environment variables, flags, the variables that the launcher exports and docs/configuration.md use this table.
+This table defines the names in config files, environment variables, flags, the variables that the launcher exports, and
+docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ class Key:
     """The names of one setting."""
 
     field: str
-    """Field of ``RunConfig``; the variable ``ECHELON_<FIELD>`` also sets it."""
+    """``RunConfig`` field, which the variable ``ECHELON_<FIELD>`` also sets."""
     variable: str | None = None
-    """Variable with which accelerate's launcher passes the setting to the ranks."""
+    """Environment variable that accelerate's launcher uses to pass the setting to the ranks."""
     section: str | None = None
-    """Section in accelerate's file; None for the top level."""
+    """Section in accelerate's config file; None for the top level."""
     names: tuple[str, ...] = ()
-    """Other names in files. If accelerate's name differs from the field's, it comes first."""
+    """Other names that config files may use. If accelerate's name differs from the field's name, it comes first."""
     flags: tuple[str, ...] = ()
     """Command-line flags; empty if no flag sets it."""
     shared: bool = False
-    """Whether the setting also applies without the feature of its section."""
+    """Whether the setting also applies if the feature that its section configures is not used."""
 
     @property
     def written(self) -> str:
-        """The name in accelerate's files."""
+        """The setting's name in accelerate's config files."""
         return self.names[0] if self.field in _RENAMED else self.field
 
 
@@ -51,7 +52,7 @@ USE = MappingProxyType({"ACCELERATE_USE_FSDP": "fsdp", "ACCELERATE_USE_DEEPSPEED
 
 
 def own_variable(field: str) -> str:
-    """Return echelon's variable for a field."""
+    """Return the name of echelon's environment variable for a field."""
     return f"ECHELON_{field.upper()}"
 
 
@@ -60,7 +61,7 @@ def _flag(field: str, *others: str) -> tuple[str, ...]:
 
 
 def _keys(section: str, variables: str, *fields: str) -> tuple[Key, ...]:
-    """Return one key per field, with the variable prefix ``variables`` and the field prefix of ``section``."""
+    """Return one key per field, using the variable prefix ``variables`` and the field prefix of ``section``."""
     prefix = SECTIONS[section]
     return tuple(
         Key(

@@ -22,7 +22,7 @@ class SettingSource(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Source of a setting, and the flag, variable, file line or argument that set it."""
+    """A setting's source, and the flag, variable, file line or argument that set it."""
 
     source: SettingSource
     detail: str = ""
@@ -33,7 +33,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value before conversion, and its origin."""
+    """A value before type conversion, and its origin."""
 
     value: object
     origin: Origin

@@ -1,4 +1,4 @@
-"""Merge layers of settings into one configuration that knows the origin of each value."""
+"""Merges layers of settings into one configuration that records the origin of each value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Layer = Mapping[str, Setting]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shadowed:
-    """A setting that a higher layer overrides."""
+    """A setting that is overridden by a higher layer."""
 
     name: str
     value: object
@@ -41,13 +41,14 @@ class Resolved(Generic[T]):
 
 
 def resolve(schema: type[T], layers: Iterable[Layer], *, strict: bool = False) -> Resolved[T]:
-    """Merge ``layers``, in any order, into a ``schema``. Precedence: code > flag > environment > file > default.
+    """Merge ``layers``, given in any order, into a ``schema``. The precedence is code > flag > environment > file > default.
 
-    If two layers contain the same setting, the higher layer wins and the lower value is kept in ``shadowed``.
+    If two layers contain the same setting, the higher layer takes precedence and the lower layer's value is kept in
+    ``shadowed``.
 
     Raises:
-        ConfigError: a name is unknown, a value has the wrong type or, if ``strict``, two layers give a setting different
-            values.
+        ConfigError: a name is unknown, a value has the wrong type, or ``strict`` is set and two layers give different values
+            for a setting.
     """
     names = field_names(schema)
     types = field_types(schema)
@@ -70,7 +71,7 @@ def resolve(schema: type[T], layers: Iterable[Layer], *, strict: bool = False) -
         lost = shadowed[0]
         raise ConfigError(
             f"{lost.name} is set twice: {best[lost.name].value!r} (from {lost.winner}) and {lost.value!r} (from {lost.origin})",
-            do="remove one of the two, or drop --strict",
+            do="remove one of them, or omit --strict",
         )
     value = schema(**{name: setting.value for name, setting in best.items()})
     origins = {name: best[name].origin if name in best else Origin(SettingSource.DEFAULT) for name in names}

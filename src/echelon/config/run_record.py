@@ -1,4 +1,4 @@
-"""The file in a run's folder with its settings, their origins and the overridden values."""
+"""The file in a run's folder that records its settings, their origins and the overridden values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN_FILE = "config.json"
 
 
 def to_run_file(resolved: Resolved[RunConfig]) -> str:
-    """Return the content of the file for a run with these settings."""
+    """Return the contents of the file for a run with these settings."""
     chosen = {
         name: [getattr(resolved.value, name), *_plain(origin)]
         for name, origin in resolved.origins.items()
@@ -28,10 +28,10 @@ def to_run_file(resolved: Resolved[RunConfig]) -> str:
 
 
 def of_run(folder: str | Path) -> Resolved[RunConfig]:
-    """Return the settings of the run in ``folder``, or of the last run below it (``--log_dir``).
+    """Return the settings of the run in ``folder``, or of the last run below it if it is a ``--log_dir`` folder.
 
     Raises:
-        ConfigError: the folder contains no run, or the file is corrupt.
+        ConfigError: the folder does not contain a run, or the file is corrupt.
     """
     path = Path(folder) / RUN_FILE
     if not path.is_file():
@@ -46,7 +46,7 @@ def of_run(folder: str | Path) -> Resolved[RunConfig]:
         )
     except OSError as error:
         raise ConfigError(
-            f"{folder} contains no run: {path.name} is missing",
+            f"{folder} is not a run folder, because {path.name} is missing",
             do="pass a folder that echelon launch --log_dir DIR created",
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""``RunConfig``: the settings of a run, with their meanings and units."""
+"""``RunConfig``: a run's settings, with their meanings and units."""
 
 from __future__ import annotations
 
@@ -59,139 +59,139 @@ StateDict = Literal["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """All settings that a flag, the environment, a file or code can set. ``config/key_table.py`` lists their other names."""
+    """All settings that flags, environment variables, files or code can set. ``config/key_table.py`` lists their other names."""
 
     num_processes: int | None = None
-    """Total number of processes on all machines (``--nproc_per_node``: per machine). Default: one per accelerator, or
-    one process on a machine without accelerators."""
+    """Total number of processes across all machines; with ``--nproc_per_node``, the number per machine. Default: one per
+    accelerator, or one process on a machine without accelerators."""
     num_machines: int = 1
-    """Number of machines. The flag also accepts MIN:MAX, for a run that machines can leave and join."""
+    """Number of machines. The flag also accepts MIN:MAX, for an elastic run."""
     machine_rank: int = 0
     """Rank of this machine. Default: any free rank, or rank 0 if ``main_process_ip`` is an address of this machine."""
     main_process_ip: str | None = None
-    """Address at which the other machines reach the machine with rank 0. Default: the loopback address of this
-    machine."""
+    """Address at which other machines reach the machine with rank 0. Default: this machine's loopback address."""
     main_process_port: int | None = None
-    """Port of the rendezvous host (default: 29500); on one machine, port of the store (default: any free port)."""
+    """Port of the rendezvous host (default: 29500). For a single-machine run, port of the store (default: any free port)."""
     rdzv_backend: str | None = None
-    """Rendezvous backend, as for torchrun."""
+    """Rendezvous backend, as in torchrun."""
     same_network: bool = True
     """Assert that the machines can reach each other directly."""
     gpu_ids: str | None = None
     """Accelerators to use, such as ``0,2``. Default: all."""
     enable_cpu_affinity: bool = False
-    """Bind each process to the cores near its accelerator or, without accelerators, to an equal share of the cores."""
+    """Bind each process to the CPU cores near its accelerator or, without accelerators, to an equal share of the cores."""
     stall_timeout: float = 60.0
-    """Seconds without progress, while other ranks wait, after which a rank is reported as stalled. 0 disables the check."""
+    """Report a rank as stalled after this many seconds without progress while other ranks wait for it. 0 disables the check."""
     slow_timeout: float | None = None
-    """Seconds after which a rank is reported as stalled if it is compiling, importing, saving, loading, in a phase
-    declared as slow, or computing while other ranks wait. 0 disables the limit. Default: ten times ``stall_timeout``."""
+    """Report a rank as stalled after this many seconds of compiling, importing, saving, loading, being in a phase declared as
+    slow, or computing while other ranks wait. 0 disables the limit. Default: ten times ``stall_timeout``."""
     on_stall: Literal["report", "restart", "stop"] = "report"
-    """Action after a stall is reported: none (report), restart (at most ``max_restarts`` times), or stop with exit
-    code 124."""
+    """What to do after reporting a stall: nothing else (``report``), restart the processes, at most ``max_restarts`` times
+    (``restart``), or stop with exit code 124 (``stop``)."""
     engine: str | None = None
-    """Name of the engine. Default: depends on the number of processes and on whether the model is sharded."""
+    """Name of the engine. Default: chosen from the number of processes and the sharding settings."""
     sharded_by: Literal["fsdp", "deepspeed"] | None = None
-    """Settings that control sharding: ``fsdp_*`` or DeepSpeed's. Default: none; every process holds the whole model."""
+    """Which settings control sharding: ``fsdp_*`` or DeepSpeed's. Default: neither; every process holds the whole model."""
     cpu: bool = False
-    """Use the CPU even if accelerators are present."""
+    """Use the CPU even if accelerators are available."""
     mixed_precision: Precision = "no"
-    """Autocast dtype of the forward pass."""
+    """Autocast dtype for the forward pass."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches per optimizer step."""
+    """Number of micro-batches per optimizer step."""
     gradient_clipping: float | None = None
-    """Maximum gradient norm. Only for DeepSpeed, which clips the gradients itself."""
+    """Maximum gradient norm. Applies only to DeepSpeed, which clips the gradients itself."""
     dynamo_backend: DynamoBackendName = "no"
     """``torch.compile`` backend for prepared models; ``no`` disables compilation."""
     dynamo_mode: DynamoMode = "default"
     """``torch.compile`` mode."""
     dynamo_use_fullgraph: bool = False
-    """Raise an error if a model does not compile into a single graph."""
+    """Raise an error if a model cannot be compiled into a single graph."""
     dynamo_use_dynamic: bool | None = None
-    """Compile for dynamic shapes. Default: torch detects them."""
+    """Compile for dynamic shapes. Default: torch detects whether shapes are dynamic."""
     dynamo_use_regional_compilation: bool = False
     """Compile each repeated block of a model separately."""
     parity: Parity = "off"
-    """Whether updates are independent of the number of processes: with ``off`` they are not, as in Accelerate; with
-    ``exact`` and ``bitwise`` they are."""
+    """Whether updates are independent of the number of processes. With ``off``, they are not, as in Accelerate; with
+    ``exact`` and ``bitwise``, they are."""
     canonical_shards: int = 8
-    """Number of shards per update whose gradients are summed in a fixed order if parity is bitwise; at least the
-    number of processes."""
+    """Number of shards that each update is divided into if parity is bitwise. Their gradients are summed in a fixed order.
+    Must be at least the number of processes."""
     max_micro_batch_size: int | None = None
-    """Largest micro-batch per process if parity is exact or bitwise. Default: the process's share of the batch."""
+    """Maximum micro-batch size per process if parity is exact or bitwise. Default: the process's share of the batch."""
     seed: int | None = None
-    """Random seed of the run. Default: the script sets it."""
+    """Random seed for the run. Default: no seed is set; the script may set one."""
     allow_changed_data: bool = False
-    """Resume in the middle of an epoch even if the data has changed; the position is logged."""
+    """Resume in the middle of an epoch even if the data has changed, and log the position."""
     debug: bool = False
-    """Compare structure, shapes and dtypes across the ranks before each collective, on every backend."""
+    """Before each collective, check that structure, shapes and dtypes match across ranks, on every backend."""
 
     fsdp_version: Literal[1, 2] | None = None
-    """FSDP version whose names the ``fsdp_*`` settings use; both use torch's ``fully_shard``. Default: 1."""
+    """FSDP version whose names the ``fsdp_*`` settings follow. Both versions use torch's ``fully_shard``. Default: 1."""
     fsdp_sharding_strategy: Strategy | None = None
-    """Sharding strategy, with the names of FSDP version 1."""
+    """Sharding strategy, as named in FSDP version 1."""
     fsdp_reshard_after_forward: Resharding | bool | int | None = None
-    """Free unsharded parameters after the forward pass. An integer reshards them over that many ranks."""
+    """Free unsharded parameters after the forward pass. If this is an integer, reshard them across that many ranks instead."""
     fsdp_offload_params: bool | None = None
-    """Keep parameters, gradients and optimizer states in host memory."""
+    """Offload parameters, gradients and optimizer states to the CPU."""
     fsdp_auto_wrap_policy: WrapPolicy | None = None
-    """Policy that divides the model into units whose parameters are gathered together."""
+    """Policy for dividing the model into units whose parameters are gathered together."""
     fsdp_transformer_layer_cls_to_wrap: str | None = None
-    """Comma-separated class names of the layers that form one unit each."""
+    """Comma-separated class names of the layers to wrap as separate units."""
     fsdp_min_num_params: int | None = None
-    """Minimum number of parameters per unit with SIZE_BASED_WRAP."""
+    """Minimum number of parameters per unit for SIZE_BASED_WRAP."""
     fsdp_backward_prefetch: Prefetch | None = None
     """No effect: the next unit is always prefetched."""
     fsdp_forward_prefetch: bool | None = None
     """No effect: all-gathers always overlap with computation."""
     fsdp_state_dict_type: StateDict | None = None
-    """Format of saved state: full or sharded."""
+    """Format of saved state dicts: full or sharded."""
     fsdp_use_orig_params: bool | None = None
     """No effect: parameters always keep their original names."""
     fsdp_cpu_ram_efficient_loading: bool | None = None
-    """Read the weights on rank 0 only. Default: true if the launcher starts an FSDP run, as in Accelerate."""
+    """Read the weights only on rank 0. Default: true if the launcher starts an FSDP run, as in Accelerate."""
     fsdp_sync_module_states: bool | None = None
     """No effect: rank 0 always broadcasts its weights."""
     fsdp_activation_checkpointing: bool | None = None
     """Recompute activations in the backward pass."""
     fsdp_activation_checkpointing_offload: bool | None = None
-    """Keep the inputs of checkpointed layers in host memory; not supported yet."""
+    """Offload the inputs of checkpointed layers to the CPU; not supported yet."""
     fsdp_ignored_modules: str | None = None
-    """Regular expression that matches the names of modules that are not sharded."""
+    """Regular expression matching the names of modules that should not be sharded."""
 
     deepspeed_config_file: str | None = None
-    """DeepSpeed JSON file; its "auto" values are filled in at the start of the run."""
+    """DeepSpeed JSON file; its "auto" values are filled in when the run starts."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters. Default: 2."""
+    """ZeRO stage: 0 shards nothing, 1 shards optimizer states, 2 also shards gradients, and 3 also shards parameters.
+    Default: 2."""
     offload_optimizer_device: Offload | None = None
     """Device to which optimizer states are offloaded."""
     offload_param_device: Offload | None = None
     """Device to which parameters are offloaded."""
     offload_optimizer_nvme_path: str | None = None
-    """Folder for optimizer states that are offloaded to ``nvme``."""
+    """Folder for optimizer states offloaded to ``nvme``."""
     offload_param_nvme_path: str | None = None
-    """Folder for parameters that are offloaded to ``nvme``."""
+    """Folder for parameters offloaded to ``nvme``."""
     zero3_init_flag: bool | None = None
-    """Shard models while they are constructed."""
+    """Shard models during construction."""
     zero3_save_16bit_model: bool | None = None
     """Gather the full 16-bit weights when the model is saved."""
     deepspeed_moe_layer_cls_names: str | None = None
     """Comma-separated class names of mixture-of-experts layers."""
     deepspeed_hostfile: str | None = None
-    """DeepSpeed hostfile with the machines of the run."""
+    """DeepSpeed hostfile that lists the machines to use."""
     deepspeed_multinode_launcher: str | None = None
     """DeepSpeed launcher for several machines: pdsh, ssh or standard."""
     deepspeed_inclusion_filter: str | None = None
     """Machines and accelerators to use, such as ``localhost:0,2``."""
     deepspeed_exclusion_filter: str | None = None
-    """Machines and accelerators not to use."""
+    """Machines and accelerators to exclude, such as ``node1:0``."""
 
     use_parallelism_config: bool = False
-    """Take the layout of the ranks from ``parallelism_config_*``. Default: true if one of these is set."""
+    """Use the rank layout given by ``parallelism_config_*``. Default: true if any of these settings is set."""
     parallelism_config_dp_replicate_size: int | None = None
-    """Number of groups of ranks that each hold the whole model."""
+    """Number of model replicas; each is held by one group of ranks."""
     parallelism_config_dp_shard_size: int | None = None
-    """Number of ranks over which the model is sharded."""
+    """Number of ranks across which the model is sharded."""
     parallelism_config_tp_size: int | None = None
     """Tensor parallel size; not supported yet."""
     parallelism_config_cp_size: int | None = None
@@ -207,14 +207,14 @@ class RunConfig:
     parallelism_config_sp_seq_length: int | None = None
     """Sequence length for sequence parallelism."""
     parallelism_config_sp_seq_length_is_variable: bool | None = None
-    """Whether the sequence length varies."""
+    """Whether the sequence length varies between batches."""
     parallelism_config_sp_attn_implementation: str | None = None
-    """Attention implementation of the model for sequence parallelism."""
+    """Attention implementation that the model uses for sequence parallelism."""
 
     fp8_backend: Literal["AO", "TE", "MSAMP", "NO"] | None = None
     """fp8 library; only torchao (AO) is supported."""
     fp8_enable_fsdp_float8_all_gather: bool | None = None
-    """Gather sharded parameters in fp8."""
+    """All-gather sharded parameters in fp8."""
     fp8_pad_inner_dim: bool | None = None
     """Pad matrices to sizes that fp8 kernels support."""
 
@@ -236,7 +236,7 @@ _LEAST = {
 
 
 def field_names(schema: type) -> tuple[str, ...]:
-    """Return the names of the fields of the dataclass ``schema``, in order."""
+    """Return the field names of the dataclass ``schema``, in order."""
     return tuple(f.name for f in fields(schema))
 
 
@@ -257,10 +257,10 @@ def field_types(schema: type) -> Mapping[str, tuple[object, ...]]:
 
 
 def coerce(kinds: tuple[object, ...], name: str, value: object, *, where: str) -> object:
-    """Convert ``value`` to the first of ``kinds`` that accepts it; ``"8"`` and ``8`` are equivalent.
+    """Convert ``value`` to the first type in ``kinds`` that accepts it; ``"8"`` and ``8`` are equivalent.
 
     Args:
-        kinds: types of the field, from ``field_types``.
+        kinds: the field's types, from ``field_types``.
         name: name of the field.
         value: text from a flag or the environment, or a typed value.
         where: origin of the value, for the error message.
@@ -279,7 +279,7 @@ def coerce(kinds: tuple[object, ...], name: str, value: object, *, where: str) -
                 return typed
     do = f"set {name} to {_describe(kinds)}"
     if isinstance(value, str) and "$" in value:
-        do += "; its variable was not expanded: neither single quotes nor config files expand variables"
+        do += "; the variable in it was not expanded, because single quotes and config files prevent that"
     raise ConfigError(f"{name}={value!r} is not {_describe(kinds)}", where=where, do=do)
 
 
@@ -290,10 +290,10 @@ def _check_range(name: str, value: object, where: str) -> None:
     least = _LEAST.get(name)
     if least is not None and isinstance(value, (int, float)) and value < least:
         kind = "an integer" if isinstance(value, int) else "a number"
-        raise ConfigError(f"{name}={value} is below {least}", where=where, do=f"set {kind} of at least {least}")
+        raise ConfigError(f"{name}={value} is below {least}", where=where, do=f"set it to {kind} of at least {least}")
     most = _MOST.get(name)
     if most is not None and isinstance(value, int) and value > most:
-        raise ConfigError(f"{name}={value} is above {most}", where=where, do=f"set an integer of at most {most}")
+        raise ConfigError(f"{name}={value} is above {most}", where=where, do=f"set it to an integer of at most {most}")
 
 
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})

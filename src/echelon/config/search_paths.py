@@ -26,7 +26,7 @@ def accelerate_file() -> Path:
 
 
 def find_config_file() -> Path | None:
-    """Return the first existing file of: project file in the current folder, user's echelon file, accelerate's file; else None."""
+    """Return the project's config file, else the user's echelon file, else accelerate's; None if none of them exists."""
     own, theirs = own_file(), accelerate_file()
     candidates = (
         Path(PROJECT_FILE),

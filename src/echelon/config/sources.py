@@ -1,4 +1,4 @@
-"""Layers of settings from flags, environment variables and code, and the JSON that the launcher passes to the ranks."""
+"""Builds layers of settings from flags, environment variables and code, and the JSON that the launcher passes to the ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 CONFIG_VARIABLE = "ECHELON_CONFIG"
 
 CHOSEN_THREADS = "ECHELON_CHOSEN_THREADS"
-"""Variable with the OMP_NUM_THREADS that the launcher chose; ignored if results must not depend on the machine."""
+"""Variable that holds the OMP_NUM_THREADS chosen by the launcher; ignored if results must not depend on the machine."""
 
 # Unknown variables with one of the last two prefixes may belong to other programs and are not checked for misspellings.
 _OWN_PREFIX = "ECHELON_"
@@ -67,7 +67,7 @@ def from_flags(values: Mapping[str, tuple[object, str]]) -> Layer:
 
 
 def from_code(owner: str, values: Mapping[str, object]) -> Layer:
-    """Return a layer with the arguments of the class or function ``owner`` that are not None."""
+    """Return a layer with those arguments of the class or function ``owner`` that are not None."""
     return {
         name: Setting(value, Origin(SettingSource.CODE, f"{owner}({name}=)"))
         for name, value in values.items()
@@ -115,7 +115,7 @@ def without_effect() -> str | None:
         return None
     return (
         f"ignoring unknown environment variables: {', '.join(names)}. For your own variables, choose names "
-        f"that do not begin with {_OWN_PREFIX}; `echelon config explain` shows the settings in effect"
+        f"that do not start with {_OWN_PREFIX}; `echelon config explain` shows the settings in effect"
     )
 
 
@@ -136,7 +136,7 @@ def encode(resolved: Resolved[RunConfig]) -> str:
 
 
 def decode(text: str) -> Layer:
-    """Return the layer that ``encode`` wrote, with the original origins.
+    """Return the layer written by ``encode``, with the original origins.
 
     Raises:
         ConfigError: the text was not written by ``encode``.
@@ -155,7 +155,7 @@ def decode(text: str) -> Layer:
 
 
 def current(code: Layer | None = None) -> Resolved[RunConfig]:
-    """Resolve the settings of this process: ``code`` overrides the environment, which overrides the launcher's settings."""
+    """Resolve this process's settings: ``code`` overrides the environment, which overrides the launcher's settings."""
     text = environ.get(CONFIG_VARIABLE)
     passed = decode(text) if text else {}
     # The launcher also exports its settings under accelerate's names. Only a variable with a different value, set for
@@ -169,7 +169,7 @@ def current(code: Layer | None = None) -> Resolved[RunConfig]:
 
 
 def is_debug() -> bool:
-    """Return ``current().value.debug`` without resolving the other settings, because every collective calls this."""
+    """Return ``current().value.debug`` without resolving the other settings, because every collective calls this function."""
     text = environ.get(CONFIG_VARIABLE)
     passed = decode(text).get("debug") if text else None
     key = BY_FIELD["debug"]
@@ -194,10 +194,11 @@ def fingerprint(resolved: Resolved[RunConfig]) -> dict[str, tuple[object, str]]:
 
 
 def refuse_launchers_variables(resolved: Resolved[RunConfig]) -> None:
-    """Raise an error for ``ECHELON_*`` variables that require ``echelon launch``, in a process that it did not start.
+    """Raise an error if an ``ECHELON_*`` variable that requires ``echelon launch`` is set in a process that it did not start.
 
     Raises:
-        ConfigError: such a variable is set. Processes read these settings from accelerate's variables.
+        ConfigError: one of these variables is set. A process started without ``echelon launch`` reads these settings from
+            accelerate's variables.
     """
     if environ.get(CONFIG_VARIABLE) is not None:
         return

@@ -1,4 +1,4 @@
-"""Write settings to a file: TOML with echelon's names, YAML or JSON with accelerate's."""
+"""Writes settings to a file: TOML with echelon's names, or YAML or JSON with accelerate's names."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _TYPES = MappingProxyType({"fsdp": "FSDP", "deepspeed": "DEEPSPEED"})
 
 
 def chosen(resolved: Resolved[RunConfig]) -> dict[str, Any]:
-    """Return the settings that the user gave and that differ from the defaults."""
+    """Return the settings given by the user that differ from the defaults."""
     default = RunConfig()
     values = {key.field: getattr(resolved.value, key.field) for key in KEYS if given(resolved, key.field)}
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def write(path: str | Path, values: Mapping[str, Any]) -> None:
-    """Write ``values`` (field -> value) to ``path`` in the format of its suffix.
+    """Write ``values`` (field -> value) to ``path`` in the format given by its suffix.
 
     Raises:
         ConfigError: the suffix is unknown, or the file cannot be written.
@@ -38,7 +38,7 @@ def write(path: str | Path, values: Mapping[str, Any]) -> None:
 
 
 def write_mapping(path: Path, data: Mapping[str, Any], *, suffix: str | None = None) -> None:
-    """Write ``data`` to ``path`` in the format of ``suffix`` (default: the suffix of ``path``).
+    """Write ``data`` to ``path`` in the format given by ``suffix`` (default: the suffix of ``path``).
 
     Raises:
         ConfigError: the suffix is unknown, or the file cannot be written.
@@ -55,7 +55,7 @@ def write_mapping(path: Path, data: Mapping[str, Any], *, suffix: str | None = N
 
         text = yaml.safe_dump(data)
     else:
-        raise ConfigError(f"{path}: unknown file format", do="use a name that ends in .toml, .yaml or .json")
+        raise ConfigError(f"{path}: unknown file format", do="use a file name that ends in .toml, .yaml or .json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -84,7 +84,7 @@ def _sections(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_accelerate(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` (field -> value) under accelerate's names, with the entries that accelerate requires."""
+    """Return ``values`` (field -> value) under accelerate's names, including the entries that accelerate requires."""
     several = values.get("num_processes", 2) > 1
     plain = ("MULTI_CPU" if values.get("cpu") else "MULTI_GPU") if several else "NO"
     sharded_by = values.get("sharded_by")

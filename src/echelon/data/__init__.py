@@ -1,1 +1,1 @@
-"""Data loading: assigns samples to ranks and steps."""
+"""Data loading: decides which samples each rank uses in each step."""

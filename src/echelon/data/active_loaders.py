@@ -1,4 +1,4 @@
-"""Tracks which prepared loaders are being read, and notifies observers of their passes."""
+"""Tracks which prepared loaders are being read, and notifies observers about their passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echelon.distributed.checks.ungathered_metrics import UngatheredMetricsCheck
 __all__ = ["PassTracker", "PassDriver", "LoaderOptions", "PassFacts", "ActiveLoaders"]
 
 Loader = TypeVar("Loader", bound=DataLoader[Any])
-"""``PreparedLoader``; a type variable to avoid an import cycle."""
+"""Stands for ``PreparedLoader``; a type variable avoids an import cycle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,45 +25,46 @@ class LoaderOptions:
     """Options for reading and sharding loaders."""
 
     split_batches: bool = False
-    """The loader's batch size is the global one; each batch is split between the ranks."""
+    """Whether the loader's batch size is the global batch size, so that each batch is split across ranks."""
     dispatch_batches: bool | None = None
-    """Only rank zero reads, and sends batches to the others; None: for iterable datasets with device placement."""
+    """Whether only rank zero reads data and sends batches to the other ranks. If None, this applies to iterable datasets with
+    device placement."""
     even_batches: bool = True
-    """Fill the last step with the first samples, so that every rank makes the same number of steps."""
+    """Whether to fill the last step with the first samples, so that every rank runs the same number of steps."""
     use_seedable_sampler: bool = False
-    """Derive the shuffled order from (seed, epoch) instead of the loader's generator."""
+    """Whether to derive the shuffled order from (seed, epoch) instead of from the loader's generator."""
     data_seed: int | None = None
-    """Seed of the seedable sampler; None: the run's seed."""
+    """Seed for the seedable sampler. If None, the run's seed is used."""
     non_blocking: bool = False
-    """Copy batches to the device asynchronously (with pinned memory)."""
+    """Whether to copy batches to the device asynchronously, which requires pinned memory."""
     already_sharded: bool | None = None
-    """True: the loader already yields each rank's shard; False: shard it in any case; None: detect it."""
+    """Whether the loader already yields each rank's shard. If None, this is detected."""
     use_stateful_dataloader: bool = False
-    """Read with torchdata's StatefulDataLoader, whose state can be saved during a pass."""
+    """Whether to read with torchdata's StatefulDataLoader, whose state can be saved during a pass."""
     exact: ExactOptions | None = None
-    """Options of the exact modes, in which batches are global and the sharding options above are ignored."""
+    """Options for the exact modes, in which batches are global and the sharding options above are ignored."""
     rng_types: tuple[str, ...] = ()
-    """RNG states that are synchronized from rank zero at the start of a pass; ``generator`` always is."""
+    """RNG states that are synchronized from rank zero when a pass starts. ``generator`` is always synchronized."""
 
 
 class PassDriver(ABC, Generic[Loader]):
-    """Forms updates from the batches of loaders, in the exact modes."""
+    """Groups the loaders' batches into updates, in the exact modes."""
 
     @abstractmethod
     def plan_pass(self, starting: Loader | None = None) -> PassPlan:
-        """Return the plan of a pass that would start now; ``starting``: the loader whose pass starts."""
+        """Return the plan for a pass that starts now. ``starting`` is the loader whose pass starts."""
 
     @abstractmethod
     def end_pass(self, loader: Loader, *, is_over: bool) -> None:
-        """Handle the end of a pass of ``loader``; ``is_over``: it was read completely."""
+        """Handle the end of a pass over ``loader``. ``is_over`` means that it was read completely."""
 
     @abstractmethod
     def begin_pass(self, loader: Loader, plan: PassPlan) -> None:
-        """Handle the start of a pass. Collective: if the ranks must agree on it."""
+        """Handle the start of a pass. Collective: call on every rank if the ranks must agree on the pass."""
 
     @abstractmethod
     def begin_micro_step(self, loader: Loader, contribution: Contribution) -> None:
-        """Handle a micro-batch of a training pass before it is yielded."""
+        """Handle a training micro-batch before it is yielded."""
 
     @property
     @abstractmethod
@@ -87,16 +88,16 @@ class PassDriver(ABC, Generic[Loader]):
     @property
     @abstractmethod
     def num_items(self) -> float | None:
-        """Number of items of this rank in the current micro-step; None before its first loss."""
+        """Number of items on this rank in the current micro-step, or None before its first loss."""
 
     @property
     @abstractmethod
     def place(self) -> tuple[int, int]:
-        """Index and number of terms for adding the current micro-step to a sum that must not depend on the ranks."""
+        """Index of the current micro-step's term, and number of terms, in a sum that must not depend on the number of ranks."""
 
     @abstractmethod
     def evaluating_again(self, who: str) -> AbstractContextManager[None]:
-        """Return a context in which additional losses of the current micro-step are not counted.
+        """Return a context in which additional losses in the current micro-step are not counted.
 
         Args:
             who: name of the caller that evaluates the loss again.
@@ -104,11 +105,11 @@ class PassDriver(ABC, Generic[Loader]):
 
 
 class PassTracker(ABC, Generic[Loader]):
-    """Records the progress of the passes of a run."""
+    """Records the progress of a run's passes."""
 
     @abstractmethod
     def begin_pass(self, loader: Loader) -> PassFacts:
-        """Handle the start of a pass, and return its facts."""
+        """Handle the start of a pass and return facts about it."""
 
     @abstractmethod
     def begin_batch(self, loader: Loader) -> None:
@@ -116,44 +117,46 @@ class PassTracker(ABC, Generic[Loader]):
 
     @abstractmethod
     def end_batch(self, loader: Loader) -> None:
-        """Handle the end of the loop body for the current batch."""
+        """Called after the loop body has processed the current batch."""
 
     @abstractmethod
     def unfinished_update(self, loader: Loader) -> dict[str, Any] | None:
-        """Return the ``record`` of the position at which the unfinished update started; None if there is none."""
+        """Return the ``record`` of the position where the unfinished update started, or None if no update is unfinished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassFacts:
-    """Facts about a pass of a run."""
+    """Facts about one pass in a run."""
 
     epoch: int
     """Epoch of the run."""
     trains: bool
-    """Whether it is a training pass, not an evaluation."""
+    """Whether this is a training pass rather than an evaluation pass."""
     outlives_epochs: bool = False
     """Whether passes of this loader have continued from one epoch into the next."""
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> PassFacts:
-        """Return the facts from the ``record`` of a pass."""
+        """Return the facts stored in a pass's ``record``."""
         return PassFacts(epoch=record["epoch"], trains=record["trains"], outlives_epochs=record["outlives_epochs"])
 
 
 class ActiveLoaders(Generic[Loader]):
-    """The prepared loaders that are being read, innermost last."""
+    """The prepared loaders that are currently being read, with the innermost last."""
 
     __slots__ = ("driver", "joined", "loaders", "metrics", "owner", "tracker")
 
     def __init__(self, owner: Any = None) -> None:
         self.owner = owner
-        """The ``GradientState`` that owns this object; None without an Accelerator."""
+        """The ``GradientState`` that owns this object, or None if no Accelerator is used."""
         self.loaders: list[Loader] = []
-        self.metrics = UngatheredMetricsCheck("Use accelerator.reduce(total), or gather_for_metrics(...) in the loop")
+        self.metrics = UngatheredMetricsCheck(
+            "Use accelerator.reduce(total) after the loop, or gather_for_metrics(...) inside it"
+        )
         self.driver: PassDriver[Loader] | None = None
         self.tracker: PassTracker[Loader] | None = None
         self.joined = False
-        """Whether ``join_uneven_inputs`` is active: ranks without more data then join the collectives of the others."""
+        """Whether ``join_uneven_inputs`` is active, so that ranks that run out of data join the other ranks' collectives."""
 
     def make_innermost(self, loader: Loader) -> None:
         """Make ``loader``, which is about to yield a batch, the innermost one."""
@@ -170,5 +173,5 @@ class ActiveLoaders(Generic[Loader]):
 
     @property
     def innermost(self) -> Loader | None:
-        """The loader that yielded the latest batch; in nested loops, that of the innermost loop."""
+        """The loader that yielded the latest batch; in nested loops, the innermost loop's loader."""
         return self.loaders[-1] if self.loaders else None

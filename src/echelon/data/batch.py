@@ -1,4 +1,4 @@
-"""Counts, joins and slices batches along their samples."""
+"""Counts, concatenates and slices batches along the sample dimension."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["join_batches", "num_samples", "require_divisible", "slice_batch"]
 
 
 def num_samples(batch: Any) -> int | None:
-    """Return the number of samples of ``batch``, the length of its first column; None if it has no column."""
+    """Return the number of samples in ``batch``, which is the length of its first column, or None if it has no columns."""
     if isinstance(batch, torch.Tensor):
         return batch.size(0) if batch.dim() > 0 else None
     if isinstance(batch, (list, tuple)) and _is_column(batch):
@@ -30,10 +30,10 @@ def num_samples(batch: Any) -> int | None:
 
 
 def join_batches(batches: list[Any]) -> Any:
-    """Concatenate batches of equal structure along the samples.
+    """Concatenate batches with the same structure along the sample dimension.
 
     Raises:
-        UsageError: the batches differ in more than the number of samples.
+        UsageError: the batches differ in something other than the number of samples.
     """
     if len(batches) == 1:
         return batches[0]
@@ -42,20 +42,21 @@ def join_batches(batches: list[Any]) -> Any:
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
         kinds = "\n".join(f"    {describe(batch)}" for batch in batches)
         raise UsageError(
-            f"rank zero's batches cannot be joined to one for all ranks, because they differ in more than their length\n{kinds}",
+            "rank zero's batches cannot be concatenated into one for all ranks, because they differ in more than "
+            f"their length\n{kinds}",
             where="dispatch_batches=True (the default for an iterable dataset)",
-            do="pad samples to a fixed size in collate_fn, or set DataLoaderConfiguration(split_batches=True) to split each batch "
-            "between the ranks, or dispatch_batches=False to let every rank read the data",
+            do="pad samples to a fixed size in collate_fn, or pass DataLoaderConfiguration(split_batches=True) to "
+            "split each batch across ranks, or dispatch_batches=False to let every rank read the data",
         ) from error
 
 
 def slice_batch(batch: Any, part: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
-    """Return the samples ``part`` of ``batch``; values of the batch as a whole are kept.
+    """Return the samples in the slice ``part`` of ``batch``. Values that are not per-sample are kept.
 
     Args:
         batch: nested columns.
         part: the samples.
-        process_index: unused; part of the signature of a ``slice_fn_for_dispatch``.
+        process_index: unused, but required by the ``slice_fn_for_dispatch`` signature.
         num_processes: unused, likewise.
     """
     if isinstance(batch, torch.Tensor):
@@ -71,17 +72,17 @@ def slice_batch(batch: Any, part: slice, process_index: int | None = None, num_p
 
 
 def require_divisible(batch_size: int | None, world_size: int) -> None:
-    """Check that every batch can be split evenly between the ranks.
+    """Check that every batch can be split evenly across ranks.
 
     Raises:
         UsageError: it cannot.
     """
     if batch_size is None or batch_size % world_size:
         raise UsageError(
-            f"split_batches splits every batch between {world_size} processes, but batch_size={batch_size} is not divisible by "
-            f"{world_size}",
+            "split_batches=True requires a batch size that is divisible by the number of processes "
+            f"({world_size}), but got batch_size={batch_size}",
             where="DataLoaderConfiguration(split_batches=)",
-            do=f"choose a batch size that is a multiple of {world_size}, or omit split_batches",
+            do=f"use a batch size that is a multiple of {world_size}, or omit split_batches",
         )
 
 

@@ -1,4 +1,4 @@
-"""Facts on which a position in a pass depends (samples, batch size, order, contents): saved with it, compared on resume."""
+"""The facts that a position in a pass depends on (samples, batch size, order, contents), for comparison on resume."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """Facts about the data of one loader. None means unknown and never counts as a change."""
+    """Facts about one loader's data. None means unknown, and never counts as a change."""
 
     num_samples: int | None = None
     """Length of the dataset."""
     num_drawn: int | None = None
-    """Number of samples in a pass, if a sampler of torch draws a different number."""
+    """Number of samples in a pass, if a torch sampler draws a number that differs from ``num_samples``."""
     batch_size: int | None = None
-    """Batch size of the loader; it is the global one in the exact modes and with split_batches."""
+    """The loader's batch size, which is the global batch size in the exact modes and with split_batches."""
     split_batches: bool = False
     num_batches: int | None = None
-    """Number of batches in a pass, if a batch sampler yields batches of varying sizes."""
+    """Number of batches in a pass, if a batch sampler yields batches of different sizes."""
     order: str | None = None
     seed: int | None = None
-    """Seed of an order that depends only on (seed, epoch), in the exact modes."""
+    """Seed for an order that depends only on (seed, epoch), in the exact modes."""
     columns: Mapping[str, tuple[int, bool]] | None = None
-    """Fingerprints of the contents by column: (value, whether the column varies)."""
+    """Fingerprint of each column's contents: (value, whether the column varies between reads)."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as JSON-serializable data."""
@@ -51,13 +51,13 @@ class DataFacts:
         return found
 
     def with_stable_columns(self, before: DataFacts) -> DataFacts:
-        """Return these facts with only the columns that are equal to those of ``before``."""
+        """Return these facts with only those columns that match the columns in ``before``."""
         then, now = before.columns or {}, self.columns or {}
         return replace(self, columns={name: column for name, column in now.items() if then.get(name) == column})
 
     @staticmethod
     def from_json(stored: Mapping[str, Any] | None) -> DataFacts:
-        """Return the facts from ``to_json`` of this or another version."""
+        """Create facts from the result of ``to_json``, from this or another version of echelon."""
         names = {item.name for item in fields(DataFacts)}
         known = {name: value for name, value in (stored or {}).items() if name in names}
         if known.get("columns") is not None:
@@ -70,22 +70,22 @@ class DataChange:
     """A fact that has changed."""
 
     fact: str
-    """``samples``, ``batches`` (their sizes) or ``order``."""
+    """What has changed: ``samples``, ``batches`` (their sizes) or ``order``."""
     what: str
-    """Description with both values."""
+    """Description of the change, with both values."""
 
 
 def facts_of_data(
     loader: Any, *, sampler: Any, batches: Any, split_batches: bool, exact: ExactOptions | None
 ) -> DataFacts:
-    """Return the facts of the user's ``loader``.
+    """Return the facts about the user's ``loader``.
 
     Args:
         loader: the loader that was passed to ``prepare``.
-        sampler: the sampler that currently draws its order.
-        batches: its batch sampler; None for iterable data.
-        split_batches: each batch of the loader is split between the ranks.
-        exact: options of the exact modes; None in other modes.
+        sampler: the sampler that currently determines its order.
+        batches: its batch sampler, or None for iterable data.
+        split_batches: whether each of the loader's batches is split across ranks.
+        exact: options for the exact modes, or None in other modes.
     """
     is_iterable = isinstance(loader.dataset, IterableDataset)
     size = getattr(batches, "batch_size", None) if batches is not None else loader.batch_size
@@ -134,44 +134,45 @@ def known_length(length: int) -> int | None:
 
 
 def changes_between(saved: DataFacts, here: DataFacts, *, num_ranks_saved: int, num_ranks: int) -> Sequence[DataChange]:
-    """Return the facts that have changed, without those that are unknown on one side.
+    """Return the facts that have changed, except for facts that are unknown on either side.
 
     Args:
-        saved: facts in the checkpoint.
-        here: facts about the current loader.
-        num_ranks_saved: number of ranks of the run that saved the checkpoint.
-        num_ranks: number of ranks of this run.
+        saved: the facts stored in the checkpoint.
+        here: the facts about the current loader.
+        num_ranks_saved: number of ranks in the run that saved the checkpoint.
+        num_ranks: number of ranks in this run.
     """
     found = []
     for name, what in (("num_samples", "samples"), ("num_drawn", "samples in a pass")):
         then, now = getattr(saved, name), getattr(here, name)
         if then is not None and now is not None and then != now:
-            found.append(DataChange(fact="samples", what=f"it had {then} {what}, and now has {now}"))
+            found.append(DataChange(fact="samples", what=f"it had {then} {what} but now has {now}"))
     then, now = _samples_of_a_step(saved, num_ranks_saved), _samples_of_a_step(here, num_ranks)
     is_same_step = num_ranks_saved == num_ranks and then == now
     if None not in (then, now) and saved.batch_size != here.batch_size and not is_same_step:
         found.append(
-            DataChange(fact="batches", what=f"its batch_size was {saved.batch_size}, and is now {here.batch_size}")
+            DataChange(fact="batches", what=f"its batch_size was {saved.batch_size} but is now {here.batch_size}")
         )
     elif None not in (saved.num_batches, here.num_batches) and saved.num_batches != here.num_batches:
         found.append(
             DataChange(
-                fact="batches", what=f"it had {saved.num_batches} batches in a pass, and now has {here.num_batches}"
+                fact="batches", what=f"it had {saved.num_batches} batches per pass but now has {here.num_batches}"
             )
         )
     if None not in (saved.order, here.order) and saved.order != here.order:
-        found.append(DataChange(fact="order", what=f"its order was {saved.order}, and is now {here.order}"))
+        found.append(DataChange(fact="order", what=f"its order was {saved.order} but is now {here.order}"))
     elif None not in (saved.seed, here.seed) and saved.seed != here.seed:
-        found.append(DataChange(fact="order", what=f"the seed of its order was {saved.seed}, and is now {here.seed}"))
+        found.append(DataChange(fact="order", what=f"the seed for its order was {saved.seed} but is now {here.seed}"))
     if not found and saved.columns and here.columns:
         one, other = _columns(saved.columns), _columns(here.columns)
         if are_of_different_data(one, other):
             names = [name for name in sorted(one.keys() & other.keys()) if one[name] != other[name]]
-            values = f"{one[names[0]].value:x}, and is now {other[names[0]].value:x}"
+            values = f"{one[names[0]].value:x} but is now {other[names[0]].value:x}"
             found.append(
                 DataChange(
                     fact="samples",
-                    what=f"the contents of its samples differ: the fingerprint of {', '.join(names[:3])} was {values}",
+                    what=f"the contents of its samples have changed: the fingerprint of {', '.join(names[:3])} was "
+                    f"{values}",
                 )
             )
     return found
@@ -191,7 +192,7 @@ def _samples_of_a_step(facts: DataFacts, num_ranks: int) -> int | None:
 
 
 def is_within_training_pass(state: Mapping[str, Any]) -> bool:
-    """Return whether the ``order_state`` of a loader was saved within a training pass."""
+    """Return whether a loader's ``order_state`` was saved during a training pass."""
     record = state.get("pass")
     if record is not None:
         return bool(record["is_within"] and record["trains"])
@@ -200,7 +201,7 @@ def is_within_training_pass(state: Mapping[str, Any]) -> bool:
 
 
 def is_of_evaluation(state: Mapping[str, Any]) -> bool:
-    """Return whether the latest pass in the ``order_state`` of a loader was an evaluation."""
+    """Return whether the latest pass in a loader's ``order_state`` was an evaluation pass."""
     record = state.get("pass")
     return record is not None and not record["trains"]
 
@@ -208,18 +209,18 @@ def is_of_evaluation(state: Mapping[str, Any]) -> bool:
 def moved_position(
     state: Mapping[str, Any], saved: DataFacts, here: DataFacts, changes: Sequence[DataChange], *, num_ranks: int
 ) -> tuple[dict[str, Any], str]:
-    """Return the ``order_state`` of a loader for the current data, and a description of its position in the pass.
+    """Return a loader's ``order_state`` adapted to the current data, and a description of its position in the pass.
 
     Args:
-        state: the state that was saved within a pass.
-        saved: the facts that were saved with it.
+        state: the state that was saved during a pass.
+        saved: the facts that were saved with the state.
         here: the current facts.
         changes: the changes from ``saved`` to ``here``.
-        num_ranks: number of ranks of both runs.
+        num_ranks: number of ranks, which is the same in both runs.
     """
     facts = {change.fact for change in changes}
     of = "" if here.num_samples is None else f" of {here.num_samples}"
-    tail = "the rest follows the current order, so samples may be repeated or missing in this epoch"
+    tail = "the rest of the epoch follows the current order, so some of its samples may be repeated or skipped"
     exact, record = state.get("exact"), state.get("pass")
     moved = {key: value for key, value in state.items() if key != "data"}
     if exact is not None:
@@ -242,4 +243,4 @@ def moved_position(
     words = f"after {given * size_here}{of} samples"
     if facts != {"batches"}:
         return moved, f"{words}; {tail}"
-    return moved, f"{words}; {used - given * size_here} of the {used} used samples are repeated"
+    return moved, f"{words}; {used - given * size_here} of the {used} samples used so far will be repeated"

@@ -1,4 +1,4 @@
-"""The loader that ``prepare`` returns: the user's DataLoader, sharded, with position and end-of-data tracking."""
+"""The loader returned by ``prepare``: the user's DataLoader with sharding, position tracking and end-of-data detection."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = ["DispatchedLoader", "PreparedLoader"]
 
 
 class PreparedLoader(DataLoader[Any]):
-    """A DataLoader whose batches come from ``position.source``; other attributes are forwarded to the user's loader.
+    """A DataLoader whose batches come from ``position.source``. Other attributes are forwarded to the user's loader.
 
     Args:
-        position: position of this loader in its passes.
+        position: this loader's position in its passes.
         original: the user's loader.
-        world: world of this process.
+        world: the ranks and machines, as seen by this process.
         options: the data options.
-        active: registry of the loaders that are being read.
-        device: device to which batches are moved; None: they are not moved here.
-        skip_batches: number of steps to skip at the start of every pass.
+        active: registry of loaders that are currently being read.
+        device: device that batches are moved to. If None, batches are not moved here.
+        skip_batches: number of steps to skip at the start of each pass.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class PreparedLoader(DataLoader[Any]):
         self.device = device
         self.skip_batches = skip_batches
         self.end_of_dataloader = False
-        """Whether the current batch is the last one of this rank."""
+        """Whether the current batch is this rank's last batch."""
         self.ends_early = False
-        """Whether it is the last one of this rank but not of all ranks."""
+        """Whether the current batch is this rank's last batch, but other ranks have more."""
         self.last_step: LastStep | None = None
-        """Batch sizes of all ranks in the current step; None if they are equal and all samples are new."""
+        """All ranks' batch sizes in the current step, or None if they are equal and all samples are new."""
         self.contribution: Contribution | None = None
-        """Contribution of the current batch to its update (exact modes)."""
+        """The current batch's contribution to its update (exact modes)."""
         self.plan: PassPlan | None = None
-        """Purpose of the latest pass (exact modes)."""
+        """The plan for the latest pass (exact modes)."""
         self._position = position
         self._even = options.even_batches
         self._options = options
@@ -82,7 +82,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def inner(self) -> DataLoader[Any]:
-        """Loader that reads on this rank."""
+        """The loader that reads data on this rank."""
         return self.source.inner
 
     @property
@@ -92,7 +92,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def iteration(self) -> int:
-        """Epoch of the next pass; it increases with each completed pass."""
+        """Epoch of the next pass, which increases with each completed pass."""
         return self._position.iteration
 
     @iteration.setter
@@ -101,41 +101,41 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def num_given(self) -> int:
-        """Number of batches yielded in this pass, including those skipped at its start."""
+        """Number of batches yielded in this pass, including batches skipped at its start."""
         return self._position.num_given
 
     @property
     def facts(self) -> PassFacts | None:
-        """Facts about the latest pass; None if no pass has started or no tracker records passes."""
+        """Facts about the latest pass, or None if no pass has started or no tracker records passes."""
         loaded = self._position.loaded
         return self._position.facts if loaded is None else PassFacts.from_record(loaded)
 
     @property
     def dataset(self) -> Any:  # type: ignore[override]
-        """The whole dataset of the user; its length must not be used to average results that were not gathered."""
+        """The user's whole dataset. Do not use its length to average results that were not gathered."""
         if self._world.world_size > 1:
             self._length.record_access()
         return self.original.dataset
 
     @property
     def gradient_state(self) -> Any:
-        """``GradientState`` of the Accelerator that prepared this loader; None without an Accelerator."""
+        """``GradientState`` of the Accelerator that prepared this loader, or None if there is no Accelerator."""
         return self.active.owner
 
     @property
     def rng_types(self) -> list[str]:
-        """RNG states that are synchronized from rank zero at the start of a pass."""
+        """RNG states that are synchronized from rank zero when a pass starts."""
         return list(self._options.rng_types)
 
     @property
     def synchronized_generator(self) -> torch.Generator | None:
-        """Generator from which the order is drawn; None if it is the global one or the order is fixed."""
+        """Generator used to draw the order, or None if the global generator is used or the order is fixed."""
         generator: torch.Generator | None = getattr(self.get_sampler(), "generator", None)
         return generator
 
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]
-        """Batch sampler of this rank."""
+        """The batch sampler that this rank uses."""
         inner = (
             self.inner
         )  # its sampler may be the batch sampler: DataLoader(sampler=BatchSampler(...), batch_size=None)
@@ -143,7 +143,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last step is filled so that all ranks make the same number of steps; can be set between passes."""
+        """Whether the last step is filled, so that all ranks run the same number of steps. Can be set between passes."""
         return self._even
 
     @even_batches.setter
@@ -160,19 +160,19 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def split_batches(self) -> bool:
-        """Whether each batch of the user's loader is split between the ranks."""
+        """Whether each batch from the user's loader is split across ranks."""
         return self._options.split_batches
 
     @property
     def total_batch_size(self) -> int | None:
-        """Number of samples of all ranks in one step (in the exact modes: in one update)."""
+        """Number of samples in one step (in the exact modes, in one update), across all ranks."""
         size = self.source.batch_size
         is_global = self.split_batches or self.is_exact
         return size if size is None or is_global else size * self._world.world_size
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples of the dataset.
+        """Number of samples in the dataset.
 
         Raises:
             TypeError: the dataset has no length.
@@ -186,12 +186,12 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def is_stateful(self) -> bool:
-        """Whether ``state_dict`` works during a pass. (In the exact modes ``order_state`` holds the position.)"""
+        """Whether ``state_dict`` works during a pass. In the exact modes, ``order_state`` contains the position."""
         return self._position.is_stateful
 
     @property
     def remainder(self) -> int:
-        """Number of new samples of all ranks in the last step; 0 if all batches are full, -1 if unknown."""
+        """Number of new samples in the last step across all ranks; 0 if all batches are full, -1 if unknown."""
         last, contribution = self.last_step, self.contribution
         if last is not None:
             return sum(last.real)
@@ -208,13 +208,13 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def holds_no_update(self) -> bool:
-        """Whether the current batch does not correspond to one batch of the user's loader (exact modes, evaluation)."""
+        """Whether the current batch does not correspond to exactly one of the user's batches (exact modes, evaluation)."""
         contribution, size = self.contribution, self.source.batch_size
         assert contribution is not None
         return contribution.num_micro_steps > 1 or (size is not None and len(contribution.update) > size)
 
     def step_to_trim(self) -> LastStep | None:
-        """Return ``last_step`` to a caller that removes padding samples, and disable the warning about them."""
+        """Return ``last_step`` to a caller that removes padding samples, and disable the warning about padding."""
         self._has_trimmed = True
         return self.last_step
 
@@ -226,18 +226,19 @@ class PreparedLoader(DataLoader[Any]):
         self._has_trimmed = True
         idle = ", ".join(str(rank) for rank, num in enumerate(last.real) if num == 0)
         warn(
-            f"a step of this evaluation has {sum(last.real)} samples for {len(last.real)} processes, so rank(s) {idle} received a "
-            "padding sample, which a sum of per-batch results counts twice. Call accelerator.gather_for_metrics(...) or "
+            f"an evaluation step has only {sum(last.real)} samples for {len(last.real)} processes, so rank(s) "
+            f"{idle} received a padding sample; summing per-batch results counts it twice. Call "
+            "accelerator.gather_for_metrics(...) or "
             "accelerator.trim_for_metrics(...) before summing"
         )
 
     def require_every_rank(self, operation: str) -> None:
-        """Raise if some ranks have no batch in this step, so that ``operation`` would hang.
+        """Raise an error if some ranks have no batch in this step, because ``operation`` would hang.
 
-        It does not communicate, because ``last_step`` has the batch sizes of all ranks.
+        This requires no communication, because ``last_step`` contains all ranks' batch sizes.
 
         Raises:
-            DesyncError: some ranks have ended; the message names them and the step.
+            DesyncError: some ranks have run out of batches. The message names these ranks and the step.
         """
         last = self.last_step
         if last is None or not self._position.is_open or self.active.joined or min(last.sizes) > 0:
@@ -245,30 +246,33 @@ class PreparedLoader(DataLoader[Any]):
         ended = [rank for rank, size in enumerate(last.sizes) if size == 0]
         names = f"rank {ended[0]}" if len(ended) == 1 else f"ranks {', '.join(map(str, ended))}"
         raise DesyncError(
-            f"{operation} in step {self.num_given} of this pass would hang, because {names} ended after at most "
-            f"{self.num_given - 1} batches: the ranks do not have the same number of batches (even_batches={self.even_batches})",
+            f"{operation} in step {self.num_given} of this pass would hang, because {names} had at most "
+            f"{self.num_given - 1} batches; the ranks have different numbers of batches "
+            f"(even_batches={self.even_batches})",
             where="the prepared DataLoader",
             do="set even_batches=True or drop_last=True, or run the loop inside accelerator.join_uneven_inputs([model])",
         )
 
     def refuse_short_window(self, operation: str, *, micro_step: int, num_steps: int) -> None:
-        """Raise because this rank ends within an update that other ranks continue.
+        """Raise an error because this rank runs out of batches within an update that other ranks continue.
 
         Raises:
             DesyncError: always.
         """
         raise DesyncError(
-            f"{operation} in step {self.num_given} of this pass, the last step of rank {self._world.rank}: its update ends in "
-            f"micro-step {micro_step} of {num_steps} (gradient_accumulation_steps={num_steps}), but other ranks have more batches "
-            f"and continue their update (even_batches={self.even_batches})",
+            f"{operation} in step {self.num_given} of this pass: rank {self._world.rank} has no more batches, so "
+            f"its update ends after micro-step {micro_step} of {num_steps} "
+            f"(gradient_accumulation_steps={num_steps}), but other ranks have more batches and continue their "
+            f"update (even_batches={self.even_batches})",
             where="the prepared DataLoader",
-            do=f"set even_batches=True or drop_last=True, or give each rank a multiple of {num_steps} batches",
+            do="set even_batches=True or drop_last=True, or make the number of batches on each rank a multiple of "
+            f"{num_steps}",
         )
 
     # ---- the order -----------------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass; later passes count on from it."""
+        """Set the epoch of the next pass. Later passes continue counting from it."""
         if epoch != self.iteration:
             self.end_pass()
         self.iteration = epoch
@@ -281,19 +285,19 @@ class PreparedLoader(DataLoader[Any]):
         self._epochs.record()
 
     def get_sampler(self) -> Any:
-        """Return the sampler that draws the order of the samples."""
+        """Return the sampler that determines the order of samples."""
         return self.source.sampler_of(self.original)
 
     @property
     def shuffles(self) -> bool:
-        """Whether a RandomSampler draws the order."""
+        """Whether the order is drawn by a RandomSampler."""
         return isinstance(self.get_sampler(), RandomSampler)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Draw the order from another sampler.
+        """Use another sampler to determine the order.
 
         Raises:
-            UsageError: the data has a fixed order, or another rank draws it.
+            UsageError: the data's order is fixed, or is determined on another rank.
         """
         self.source.set_sampler(sampler, self.original)
 
@@ -317,25 +321,26 @@ class PreparedLoader(DataLoader[Any]):
     # ---- saving and resuming a pass ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in this pass, after the batch that was yielded last (``inner`` has read one more).
+        """Return the position in this pass after the last batch that was yielded. (``inner`` has already read the next one.)
 
         Raises:
-            UsageError: the state of this loader cannot be saved during a pass.
+            UsageError: this loader's state cannot be saved during a pass.
         """
         return self._position.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next pass continue where ``state_dict`` was called; after the last batch, with the next epoch.
+        """Make the next pass continue where ``state_dict`` was called or, if that was after the last batch, with the next
+        epoch.
 
         Raises:
-            UsageError: the state of this loader cannot be saved during a pass.
+            UsageError: this loader's state cannot be saved during a pass.
         """
         self._position.load_state_dict(state_dict)
 
     def order_state(self) -> dict[str, Any]:
-        """Return the state, other than torch's RNG state, that determines the order of this pass or, between passes, the next.
+        """Return the state that, in addition to torch's RNG state, determines the order of the current (or else the next) pass.
 
-        It does not include the position in the pass, which ``state_dict`` returns.
+        This does not include the position in the pass, which ``state_dict`` returns.
         """
         reader = self._reader()
         is_read = reader in self.active.loaders
@@ -346,12 +351,12 @@ class PreparedLoader(DataLoader[Any]):
         }
 
     def load_order_state(self, state: dict[str, Any]) -> None:
-        """Make the next pass use the order of ``order_state``."""
+        """Make the next pass use the order saved by ``order_state``."""
         self._position.loaded, self._position.resumes = state.get("pass"), False
         self._position.load_order_state(state)
 
     def data_facts(self) -> DataFacts:
-        """Return the facts on which a position in a pass depends, or those known here if another rank reads the data."""
+        """Return the facts that a position in a pass depends on, or only those known here if another rank reads the data."""
         elsewhere = self.source.facts_elsewhere()
         if elsewhere is not None:
             return elsewhere
@@ -371,15 +376,15 @@ class PreparedLoader(DataLoader[Any]):
         return found if self._world.is_rank_zero else replace(found, columns=None)
 
     def record(self) -> dict[str, Any] | None:
-        """Return the progress of the latest pass, in this run or the loaded checkpoint; None if there is none.
+        """Return the progress of the latest pass in this run or in the loaded checkpoint, or None if there was no pass.
 
-        A pass that was left with ``break`` remains open until another one starts or ``end_pass`` is called.
+        After a ``break``, a pass remains open until another pass starts or ``end_pass`` is called.
         """
         tracked = None if self.active.tracker is None else self.active.tracker.unfinished_update(self)
         return tracked or self.record_now()
 
     def record_now(self, *, num_unused: int = 0) -> dict[str, Any] | None:
-        """Return ``record`` ignoring an unfinished update; the last ``num_unused`` batches count as not yielded."""
+        """Return ``record`` without considering an unfinished update. The last ``num_unused`` batches count as not yielded."""
         reader = self._reader()
         position = reader._position
         found = position.record(
@@ -390,14 +395,14 @@ class PreparedLoader(DataLoader[Any]):
         return self._position.loaded if found is None else found
 
     def _reader(self) -> PreparedLoader:
-        """Return the innermost active loader over the same source, or this one if there is none."""
+        """Return the innermost active loader over the same source, or this loader if there is none."""
         for loader in reversed(self.active.loaders):  # called in each update; a generator expression would be slower
             if loader.source is self.source:
                 return loader
         return self
 
     def rng_state(self, *, num_unused: int = 0) -> dict[str, Any] | None:
-        """Return the RNG states from which this rank drew the batch after the current one; None outside a pass.
+        """Return the RNG states that this rank used to draw the batch after the current one, or None outside a pass.
 
         The last ``num_unused`` batches count as not yielded.
         """
@@ -406,11 +411,11 @@ class PreparedLoader(DataLoader[Any]):
         return self._reader()._position.rng_state(num_unused=num_unused)
 
     def load_rng_state(self, draws: dict[str, Any] | None) -> None:
-        """Make the first batch of a resumed pass use the RNG states ``draws``."""
+        """Make the first batch of a resumed pass use the RNG states in ``draws``."""
         self._position.load_rng_state(draws)
 
     def resume_pass(self) -> None:
-        """Make the next pass continue the one of ``record``; it is empty if that pass was complete.
+        """Make the next pass continue the pass in ``record``. The next pass is empty if that pass was complete.
 
         Raises:
             CheckpointError: the number of processes or the ``parity`` has changed since the pass was saved.
@@ -418,13 +423,13 @@ class PreparedLoader(DataLoader[Any]):
         self._position.resume_pass(self.record_now())
 
     def end_pass(self) -> None:
-        """End the current pass, so that the next one starts at its beginning."""
+        """End the current pass, so that the next pass starts from the beginning."""
         self._position.end_pass()
 
     def enter_epoch(self, epoch: int) -> None:
-        """Enter epoch ``epoch``: the next pass starts with its order, or with that of a later epoch if it is ahead.
+        """Enter epoch ``epoch``. The next pass uses this epoch's order, or a later epoch's if the loader is already ahead.
 
-        A pass that is being read, or that will be resumed, continues into the epoch.
+        A pass that is being read, or that will be resumed, continues into this epoch.
         """
         reader = next((r for r in self.active.loaders if r.source is self.source), None)
         position = None if reader is None else reader._position
@@ -525,7 +530,7 @@ class PreparedLoader(DataLoader[Any]):
                 active.driver.end_pass(self, is_over=is_over)
 
     def _inner_state(self) -> dict[str, Any]:
-        """Return the state of ``inner``; empty if another rank reads."""
+        """Return the state of ``inner``, or an empty state if another rank reads the data."""
         return self.inner.state_dict() if isinstance(self.inner, SupportsStateDict) else {}
 
     def _update_step(self, facts: LastStep | Contribution | None, inner_state: dict[str, Any] | None) -> None:
@@ -548,4 +553,4 @@ class PreparedLoader(DataLoader[Any]):
 
 
 class DispatchedLoader(PreparedLoader):
-    """A prepared loader that rank zero reads for all ranks (a separate class because scripts check for it)."""
+    """A prepared loader that rank zero reads for all ranks. This is a separate class because scripts check for it."""

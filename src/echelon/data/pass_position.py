@@ -1,4 +1,4 @@
-"""The position of a loader in its passes: what a checkpoint saves, and where the next pass starts."""
+"""A loader's position in its passes, which is saved in checkpoints and determines where the next pass starts."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ END: Any = object()
 
 
 class PassPosition(ABC):
-    """The position of one loader; loaders over the same source (from ``skip_first_batches``) have separate positions.
+    """One loader's position. Loaders over the same source (from ``skip_first_batches``) have separate positions.
 
     Args:
-        source: source of the batches.
+        source: source that provides the batches.
         original: the user's loader.
-        world: world of this process.
-        is_stateful: the inner loader can save its state during a pass.
+        world: the ranks and machines, as seen by this process.
+        is_stateful: whether the inner loader can save its state during a pass.
     """
 
     is_exact: ClassVar[bool]
-    """Whether it counts samples, which is valid for any number of ranks, rather than batches."""
+    """Whether this counts samples instead of batches. A position in samples is valid for any number of ranks."""
 
     def __init__(self, source: BatchSource, original: DataLoader[Any], *, world: World, is_stateful: bool) -> None:
         self.source = source
@@ -46,17 +46,17 @@ class PassPosition(ABC):
         self.world = world
         self.is_stateful = is_stateful
         self.iteration = 0
-        """Epoch of the next pass; it increases with each completed pass."""
+        """Epoch of the next pass, which increases with each completed pass."""
         self.num_given = 0
-        """Number of batches yielded in this pass, including those skipped at its start."""
+        """Number of batches yielded in this pass, including batches skipped at its start."""
         self.facts: PassFacts | None = None
-        """Facts about the latest pass; None if no pass has started or no tracker records passes."""
+        """Facts about the latest pass, or None if no pass has started or no tracker records passes."""
         self.is_open = False
         """Whether the latest pass is incomplete."""
         self.draws: HostDraws | None = None
-        """RNG states of the latest batch; None if its draws depend only on the position."""
+        """RNG states for the latest batch, or None if its random numbers depend only on the position."""
         self.loaded: dict[str, Any] | None = None
-        """``record`` of the pass of a loaded checkpoint, until a pass starts."""
+        """``record`` of the pass in a loaded checkpoint, until a pass starts."""
         self.resumes = False
         """Whether the next pass continues ``loaded``."""
         self._state: dict[str, Any] | None = None  # state after the current batch
@@ -64,7 +64,7 @@ class PassPosition(ABC):
         self._draws_before: dict[str, Any] | None = None  # RNG states from the checkpoint
 
     def renew(self) -> PassPosition:
-        """Return a new position for another loader over the same source."""
+        """Return a new position object for another loader over the same source."""
         position = type(self)(self.source, self.original, world=self.world, is_stateful=self.is_stateful)
         position.iteration = self.iteration
         return position
@@ -75,19 +75,19 @@ class PassPosition(ABC):
     def open(
         self, skip: int, plan_pass: Callable[[], PassPlan], resumed_from: dict[str, Any] | None
     ) -> tuple[Steps, Any]:
-        """Start a pass, and return the iterator of its steps and the first step (``END`` if there is none).
+        """Start a pass. Return an iterator over its steps, and the first step (``END`` if there are no steps).
 
         Args:
             skip: number of batches to skip.
-            plan_pass: returns the purpose of the pass (exact modes).
-            resumed_from: the ``record`` of the pass to continue; None: start at the beginning.
+            plan_pass: returns the plan for the pass (exact modes).
+            resumed_from: the ``record`` of the pass to continue. If None, the pass starts from the beginning.
 
-        Collective: if ranks share an order or a reader.
+        Collective: call on every rank if ranks share an order or a reader.
         """
 
     @abstractmethod
     def num_steps(self, plan_pass: Callable[[], PassPlan]) -> int:
-        """Return the number of steps of a full pass.
+        """Return the number of steps in a full pass.
 
         Raises:
             TypeError: the number is unknown.
@@ -100,9 +100,9 @@ class PassPosition(ABC):
         """Record a batch before it is yielded.
 
         Args:
-            contribution: its contribution to its update (exact modes).
-            inner_state: state of the inner loader before it read the next batch.
-            is_last: it is the last batch of the pass.
+            contribution: the batch's contribution to its update (exact modes).
+            inner_state: the inner loader's state before it read the next batch.
+            is_last: whether this is the last batch of the pass.
         """
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class PassPosition(ABC):
         self.is_open = False
 
     def end_pass(self) -> None:
-        """End the current pass, so that the next one starts at its beginning."""
+        """End the current pass, so that the next pass starts from the beginning."""
         record, self.loaded, self.resumes = self.loaded, None, False
         if record is not None:
             self.facts = PassFacts.from_record(record)
@@ -127,7 +127,7 @@ class PassPosition(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batch that was yielded last."""
+        """Return the position after the last batch that was yielded."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,19 +135,19 @@ class PassPosition(ABC):
 
     @abstractmethod
     def order_state(self, *, is_read: bool, is_within: bool) -> dict[str, Any]:
-        """Return the state that determines the order of the next pass (of this pass, if ``is_within``)."""
+        """Return the state that determines the order of the next pass or, if ``is_within``, of the current pass."""
 
     @abstractmethod
     def load_order_state(self, state: dict[str, Any]) -> None:
-        """Make the next pass use the order of ``order_state``."""
+        """Make the next pass use the order saved by ``order_state``."""
 
     def record(self, *, is_read: bool, is_within: bool, num_unused: int) -> dict[str, Any] | None:
-        """Return the progress of the latest pass; None if no pass has started since a checkpoint was loaded.
+        """Return the progress of the latest pass, or None if no pass has started since a checkpoint was loaded.
 
         Args:
-            is_read: the pass is being read.
-            is_within: the pass has more batches.
-            num_unused: number of last batches that count as not yielded.
+            is_read: whether the pass is being read.
+            is_within: whether the pass has more batches.
+            num_unused: number of batches, counted from the end, that count as not yielded.
         """
         if self.facts is None or self.loaded is not None:
             return None
@@ -166,7 +166,7 @@ class PassPosition(ABC):
         }
 
     def rng_state(self, *, num_unused: int) -> dict[str, Any] | None:
-        """Return the RNG states from which this rank drew the batch after the current one; None outside a pass."""
+        """Return the RNG states that this rank used to draw the batch after the current one, or None outside a pass."""
         if self.draws is None or not self.is_open:
             return None
         workers = self.source.workers
@@ -181,11 +181,11 @@ class PassPosition(ABC):
         return self._draws_before
 
     def load_rng_state(self, state: dict[str, Any] | None) -> None:
-        """Make the first batch of a resumed pass use the RNG states of ``rng_state``."""
+        """Make the first batch of a resumed pass use the RNG states saved by ``rng_state``."""
         self._draws_before = state
 
     def resume_pass(self, current: dict[str, Any] | None) -> None:
-        """Make the next pass continue the loaded pass, or else ``current``; it is empty if that pass was complete.
+        """Make the next pass continue the loaded pass or, if there is none, ``current``. It is empty if that pass was complete.
 
         Raises:
             CheckpointError: the number of processes or the ``parity`` has changed since the pass was saved.
@@ -199,26 +199,28 @@ class PassPosition(ABC):
 
     @abstractmethod
     def _resume_at(self, record: dict[str, Any]) -> None:
-        """Restore the position of ``record``, which is within a pass."""
+        """Restore the position stored in ``record``, which is within a pass."""
 
     def _require_compatible(self, record: dict[str, Any]) -> None:
         num_saved = record["world_size"]
         if record["is_exact"] is not self.is_exact:
             raise CheckpointError(
-                "the checkpoint was saved within an epoch, and parity='off' counts progress differently from the exact modes",
-                do="resume with the same parity as the run that saved the checkpoint",
+                "the checkpoint was saved during an epoch with a different parity, and parity='off' counts progress "
+                "differently from the exact modes",
+                do="use the same parity as the run that saved the checkpoint",
             )
         if not self.is_exact and num_saved != self.world.world_size:
             raise CheckpointError(
-                f"the checkpoint was saved within an epoch on {num_saved} processes, but this run has {self.world.world_size}, so "
-                "samples would be repeated or lost",
+                f"the checkpoint was saved during an epoch with {num_saved} processes, but this run has "
+                f"{self.world.world_size}, so samples would be repeated or lost",
                 where="parity='off'",
-                do=f"resume on {num_saved} processes, or train with parity='exact', which resumes on any number",
+                do=f"resume with {num_saved} processes, or train with parity='exact', which can resume with any "
+                "number of processes",
             )
 
 
 class BatchPosition(PassPosition):
-    """Counts batches (``parity="off"``); a pass resumes with the same order, RNG states and number of processes."""
+    """Counts batches (``parity="off"``). A pass resumes with the same order and RNG states, on the same number of processes."""
 
     is_exact = False
 
@@ -321,7 +323,7 @@ class BatchPosition(PassPosition):
 
     @property
     def _draws_by_batch(self) -> bool:
-        """Whether this process reads the samples itself, independently of earlier draws in the pass."""
+        """Whether this process reads the samples itself, and does so independently of earlier random numbers in the pass."""
         source = self.source
         is_iterable = isinstance(self.original.dataset, IterableDataset)
         in_order = isinstance(source.sampler_of(self.original), SequentialSampler)
@@ -330,8 +332,9 @@ class BatchPosition(PassPosition):
     def _require_state_dict(self) -> None:
         if not self.is_stateful:
             raise UsageError(
-                "the state of this loader cannot be saved during a pass",
-                do="set DataLoaderConfiguration(use_stateful_dataloader=True), or resume with skip_first_batches(loader, n)",
+                "this loader's state cannot be saved during a pass",
+                do="pass DataLoaderConfiguration(use_stateful_dataloader=True), or use skip_first_batches(loader, n) "
+                "to resume",
             )
 
     def _snapshot(self, inner: dict[str, Any] | None) -> dict[str, Any]:
@@ -348,14 +351,14 @@ class BatchPosition(PassPosition):
         is_iterable = isinstance(self.original.dataset, IterableDataset)
         if is_iterable and not self.is_stateful and self.world.is_rank_zero:
             warn(
-                f"{num_batches} batches of iterable data were read again in {seconds:.1f} s to resume after them. "
-                "DataLoaderConfiguration(use_stateful_dataloader=True) avoids this if the dataset has state_dict and "
-                "load_state_dict"
+                f"{num_batches} batches of iterable data had to be read again, which took {seconds:.1f} s, to resume "
+                "after them. DataLoaderConfiguration(use_stateful_dataloader=True) avoids this if the dataset has "
+                "state_dict and load_state_dict"
             )
 
 
 class SamplePosition(PassPosition):
-    """Counts samples of the global order (exact modes); a pass resumes at any update on any number of processes."""
+    """Counts samples in the global order (exact modes). A pass can resume at any update with any number of processes."""
 
     is_exact = True
     source: ExactSource
@@ -412,4 +415,4 @@ class SamplePosition(PassPosition):
             self.iteration = state["iteration"]
 
     def _resume_at(self, record: dict[str, Any]) -> None:
-        """Do nothing: ``load_state_dict`` has restored the position."""
+        """Do nothing, because ``load_state_dict`` has already restored the position."""

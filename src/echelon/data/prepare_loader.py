@@ -45,20 +45,20 @@ def prepare_loader(
     place: bool = True,
     slice_fn: SliceFn | None = None,
 ) -> PreparedLoader:
-    """Shard ``loader``, unless it is already sharded, and keep its other options.
+    """Shard ``loader`` unless it is already sharded, and keep its other options.
 
     Args:
-        loader: the user's loader. If rank zero dispatches, those of the other ranks may have an empty dataset.
+        loader: the user's loader. If rank zero dispatches batches, the dataset may be empty on other ranks.
         world: the rank that reads.
         options: the data options.
         active: registry of the loaders that are being read.
-        place: move batches to the device.
-        slice_fn: slices a dispatched batch, called as ``slice_fn(batch, slice, process_index=, num_processes=)``.
+        place: whether to move batches to the device.
+        slice_fn: function that slices a dispatched batch, called as ``slice_fn(batch, slice, process_index=, num_processes=)``.
 
-    Collective: every rank, in the same order.
+    Collective: call on every rank, in the same order.
 
     Raises:
-        UsageError: the loader cannot be sharded in this way, or is already sharded for a different number of ranks.
+        UsageError: the loader cannot be sharded with these options, or is already sharded for a different number of ranks.
         DesyncError: the ranks have datasets of different lengths or, in the exact modes, with different samples.
     """
     is_exact = options.exact is not None
@@ -88,20 +88,20 @@ def prepare_loader(
 
 
 class _Given(NamedTuple):
-    """Arguments from which a source is built."""
+    """The arguments for building a source."""
 
     loader: DataLoader[Any]
     world: World
     options: LoaderOptions
     agreement: LoaderAgreement
     device: torch.device | None
-    """Device to which batches are moved; None: they are not moved."""
+    """Device that batches are moved to. If None, batches are not moved."""
     slice_fn: SliceFn | None
     check: OrderCheck | None
 
     @property
     def dispatches(self) -> bool:
-        """Whether rank zero reads for all ranks; by default not if the loader is already sharded."""
+        """Whether rank zero reads for all ranks. By default, this is False if the loader is already sharded."""
         wanted = self.options.dispatch_batches
         if wanted is None:
             is_iterable = isinstance(self.loader.dataset, IterableDataset)
@@ -110,7 +110,7 @@ class _Given(NamedTuple):
 
 
 def _source(given: _Given) -> BatchSource:
-    """Return the source of the batches for ``parity="off"``."""
+    """Return the source that provides the batches for ``parity="off"``."""
     loader, world, options = given.loader, given.world, given.options
     # With batch_sampler=, loader.sampler is a default of torch's, and the batch sampler has the one that draws.
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
@@ -152,18 +152,18 @@ def _exact_source(given: _Given) -> ExactSource:
 def _refuse_conflicts(
     sharding: ExistingSharding, loader: DataLoader[Any], options: LoaderOptions, *, line: UserLine
 ) -> None:
-    """Raise if the options require an unsharded loader, but ``loader`` is already sharded."""
+    """Raise an error if the options require an unsharded loader but ``loader`` is already sharded."""
     if options.exact is not None:
         # The sharding of torch's own sampler can be undone, because its order depends only on (seed, epoch).
         batches = batches_of(loader)
         if sharding.place == "sampler" and type(batches) is BatchSampler and can_undo_sharding(batches.sampler):
             return
         mode = "bitwise" if options.exact.canonical_shards is not None else "exact"
-        what = f"parity={mode!r} splits every batch so that any number of processes makes the same updates"
+        what = f"parity={mode!r} splits every batch so that the updates are the same for any number of processes"
     elif options.dispatch_batches:
-        what = "with dispatch_batches=True only rank zero reads, so the shards of the other ranks would be lost"
+        what = "with dispatch_batches=True, only rank zero reads data, so the other ranks' shards would be lost"
     elif options.split_batches:
-        what = "split_batches=True splits each batch, so each process would read only a part of its shard"
+        what = "split_batches=True splits each batch, so each process would read only part of its shard"
     else:
         return
     raise sharding_conflict(sharding, mode=what, line=line)
@@ -172,7 +172,7 @@ def _refuse_conflicts(
 def _order_check(
     loader: DataLoader[Any], agreement: LoaderAgreement, *, line: UserLine, is_error: bool
 ) -> OrderCheck | None:
-    """Return the check that compares the ranks' samplers; None for torch's own samplers and for one process."""
+    """Return the check that compares the ranks' samplers, or None for torch's own samplers and single-process runs."""
     batches = batches_of(loader)
     sampler = batches.sampler if type(batches) is BatchSampler else batches
     if type(sampler).__module__.startswith(("torch.", "echelon.")) or not agreement.processes:
@@ -183,7 +183,7 @@ def _order_check(
 def _first_pass(
     agreement: LoaderAgreement, *, world: World, line: UserLine, source: BatchSource, is_error: bool
 ) -> DuplicateSamplesCheck | None:
-    """Return the check that compares the first passes of the ranks; None if there is only one."""
+    """Return the check that compares the first pass across ranks, or None if there is only one rank."""
     if world.world_size == 1 or not agreement.reads_alone:
         return None
     return DuplicateSamplesCheck(
@@ -198,10 +198,10 @@ def _first_pass(
 
 
 _ADVICE_FOR_PRESHARDED = (
-    "give each rank different samples, or set already_sharded=False to let echelon shard the loader; if every process should "
-    "read all samples, call accelerator.allow_unsharded(loader) instead of prepare"
+    "give each rank different samples, or pass already_sharded=False to let echelon shard the loader; if "
+    "every process should read all samples, call accelerator.allow_unsharded(loader) instead of prepare"
 )
 _ADVICE_FOR_SHARDED = (
-    "give every rank the same dataset, with samples that depend only on the index (or the position in the stream); if each "
-    "rank intentionally has its own shard, set already_sharded=True"
+    "use the same dataset on every rank, with samples that depend only on the index (or the position in "
+    "the stream); if each rank has its own shard intentionally, pass already_sharded=True"
 )

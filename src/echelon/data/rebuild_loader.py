@@ -1,4 +1,4 @@
-"""Copies a user's DataLoader with another dataset or other batches."""
+"""Copies a user's DataLoader with a different dataset or different batches."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def copy_loader(loader: DataLoader[Any], dataset: Any, *, kind: Any, **choices: 
         loader: the user's loader.
         dataset: the dataset to read.
         kind: ``DataLoader`` or a class with its arguments.
-        choices: options that override the user's, and those that define batches (``batch_sampler``, or ``batch_size``, ...).
+        choices: options that override the user's, and options that define batches (``batch_sampler``, or ``batch_size``, ...).
     """
     kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
     return kind(dataset, **{**kept, **choices})
 
 
 def stateful_loader() -> Callable[..., Any]:
-    """Return a factory of torchdata's StatefulDataLoader.
+    """Return a factory for torchdata's StatefulDataLoader.
 
     Raises:
         MissingExtraError: torchdata is not installed.

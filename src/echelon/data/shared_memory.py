@@ -29,33 +29,33 @@ _MEMORY = Path("/dev/shm")
 
 
 def share_dataset(dataset: T | None) -> T:
-    """Move the columns of ``dataset`` into memory that the ranks of each machine share.
+    """Move the columns of ``dataset`` into memory that is shared by all ranks on a machine.
 
     Columns are CPU tensors and NumPy arrays in tuples, lists and dicts, and in the attributes of ``dataset`` and of every
     ``torch.utils.data.Dataset`` in it (``TensorDataset``, ``Subset``, ``ConcatDataset``, ...). Objects, lists and dicts keep
-    their identity; their columns are replaced. Writes to a column are visible to all ranks of the machine.
+    their identity, but their columns are replaced. Writes to a column are visible to all ranks on the machine.
 
-    Only the first rank of each machine must build the data. The others may pass None and get that rank's object (pickled
-    without its columns).
+    Only the first rank on each machine has to build the data. Other ranks may pass None; they receive that rank's object,
+    which is pickled without its columns.
 
     Args:
-        dataset: equal on all ranks, or None on all but the first rank of a machine.
+        dataset: the same dataset on all ranks, or None on all ranks except the first on each machine.
 
     Returns:
         ``dataset``, with shared columns.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
-        DesyncError: the columns of the ranks of a machine differ in kind or shape.
+        DesyncError: the columns differ in kind or shape between ranks on a machine.
         SetupError: there is not enough shared memory.
-        UsageError: the first rank of a machine has no data.
+        UsageError: the first rank on a machine passed no data.
     """
     world = World.current()
     first = world.rank - world.local_rank
     if world.world_size == 1:
         if dataset is None:
-            raise UsageError("share_dataset: the dataset is None", do="pass the dataset, at least on local rank 0")
+            raise UsageError("share_dataset: the dataset is None", do="pass the dataset at least on local rank 0")
         return dataset
     leads = world.rank == first
     columns: dict[int, _Column] = {}
@@ -97,7 +97,7 @@ class _Column:
     kind: str
     """``tensor`` or ``array``."""
     dtype: Any
-    """Name of a torch dtype, or NumPy's dtype description."""
+    """Name of a torch dtype, or NumPy's description of a dtype."""
     shape: list[int]
     offset: int
     num_bytes: int
@@ -105,7 +105,7 @@ class _Column:
 
 
 class _Placeholder:
-    """Replaces a column in a pickled dataset."""
+    """Stands for a column in a pickled dataset."""
 
     __slots__ = ("number",)
 
@@ -169,22 +169,22 @@ def _describe(columns: dict[int, _Column]) -> bytes:
 
 
 def _require_same_columns(wanted: list[bytes], firsts: list[int]) -> None:
-    """Raise on every rank of every machine if columns differ, so that none hangs."""
+    """Raise an error on every rank of every machine if columns differ, so that no rank hangs."""
     for rank, first in enumerate(firsts):
         if wanted[first] == b"":
             raise UsageError(
-                f"share_dataset: the dataset is None on rank {first}, the first one of its machine",
-                do="pass the dataset on that rank",
+                f"share_dataset: the dataset is None on rank {first}, which is the first rank on its machine",
+                do="pass the dataset on this rank",
             )
         if wanted[rank] not in (b"", wanted[first]):
             raise DesyncError(
-                f"share_dataset: ranks {first} and {rank} of one machine have different columns",
-                do="build the same data on every rank of a machine, or pass None on all ranks but the first",
+                f"share_dataset: ranks {first} and {rank} are on the same machine but have different columns",
+                do="build the same data on every rank of a machine, or pass None on all ranks except the first",
             )
 
 
 def _allocate(columns: dict[int, _Column]) -> str:
-    """Create a file for all columns, in /dev/shm if it exists, and reserve the space."""
+    """Create a file for all columns, in /dev/shm if that exists, and reserve its space."""
     size = _end(columns) if columns else 1
     descriptor, path = tempfile.mkstemp(prefix="echelon-share-", dir=_MEMORY if _MEMORY.is_dir() else None)
     try:
@@ -205,7 +205,7 @@ def _map(of_first: bytes, described: bytes, error: OSError | None) -> torch.Tens
         raise SetupError(
             f"share_dataset: cannot allocate shared memory: {of_first[1:].decode()}",
             where=str(_MEMORY),
-            do="make /dev/shm larger (docker run --shm-size=...)",
+            do="increase the size of /dev/shm (docker run --shm-size=...)",
         ) from error
     columns = json.loads(described)
     size = columns[-1][3] + columns[-1][4] if columns else 1

@@ -1,4 +1,4 @@
-"""Skips the first batches of a pass, without reading them if the loader has a batch sampler."""
+"""Skips the first batches in a pass, without reading them if the loader has a batch sampler."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["SkipBatchSampler", "SkipDataLoader", "skip_in_plain_loader"]
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first ``skip_batches`` batches.
+    """A batch sampler that skips the first ``skip_batches`` batches of another batch sampler.
 
     Args:
         batch_sampler: any iterable of lists of indices.
-        skip_batches: number of batches to skip in every pass.
+        skip_batches: number of batches to skip in each pass.
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
@@ -36,7 +36,7 @@ class SkipBatchSampler(BatchSampler):
         return len(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the batch sampler and of its sampler, if they have one."""
+        """Set the epoch of the batch sampler and its sampler, if they support epochs."""
         for owner in (self.batch_sampler, self.sampler):
             if isinstance(owner, SupportsSetEpoch):
                 owner.set_epoch(epoch)
@@ -49,13 +49,13 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkipDataLoader(DataLoader[Any]):
-    """A DataLoader that reads and discards its first batches, for data that cannot be skipped otherwise.
+    """A DataLoader that reads and discards its first batches, for data that cannot be skipped in any other way.
 
     Args:
         dataset: as in ``DataLoader``.
-        skip_batches: number of batches to skip in every pass.
-        use_stateful_dataloader: read with torchdata's StatefulDataLoader.
-        kwargs: keyword arguments of ``DataLoader``.
+        skip_batches: number of batches to skip in each pass.
+        use_stateful_dataloader: whether to read with torchdata's StatefulDataLoader.
+        kwargs: keyword arguments for ``DataLoader``.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ __all__ = ["to_device"]
 
 
 def to_device(data: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """Return ``data`` with every tensor and every object with ``.to`` on ``device``; containers keep their types."""
+    """Move all tensors and other objects in ``data`` that have ``.to`` to ``device``. Containers keep their types."""
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=non_blocking)
     if isinstance(data, (str, bytes)):

@@ -55,11 +55,11 @@ def load_engine(name: str) -> type[Engine]:
     if name not in places:  # reading the installed entry points takes at least 15 ms
         places = {**{point.name: point.value for point in entry_points(group="echelon.engines")}, **places}
     if name not in places and name.lower() in _TPU:
-        raise ConfigError(f"there is no engine {name!r}: echelon does not run on TPUs", do=TPU_ALTERNATIVE)
+        raise ConfigError(f"unknown engine {name!r}: echelon does not run on TPUs", do=TPU_ALTERNATIVE)
     if name not in places:
         near = get_close_matches(name, places, n=1)
         raise ConfigError(
-            f"there is no engine {name!r}",
+            f"unknown engine {name!r}",
             do=f"did you mean {near[0]!r}?"
             if near
             else f"choose one of {', '.join(sorted(places))}, pass an Engine object, or install a package that registers this "

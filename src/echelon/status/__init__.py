@@ -1,1 +1,1 @@
-"""The status of each rank, visible to the launcher."""
+"""Makes each rank's status visible to the launcher."""

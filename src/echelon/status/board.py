@@ -1,16 +1,18 @@
-"""The status board: a small file in shared memory to which each rank writes its status, and which the launcher reads.
+"""The status board: a small file in shared memory where each rank writes its status for the launcher to read.
 
-Layout (version 3, little-endian): A header of 64 bytes contains ``8s`` magic, ``I`` version, ``I`` number of slots, and ``I``
-request number, which the launcher increments to request the stacks of all ranks. A slot of 2048 bytes per local rank follows,
-with the record ``Watch`` at offsets 0 and 160, ``StatusNote`` at 320 and 672, ``Times`` at 1024 and 1152, and the last eight
-``Mark`` records from 1280, with 80 bytes each. A record consists of ``I`` CRC-32 of the rest, ``I`` number, and its fields in the
-order below. Texts are UTF-8, padded with zeros. Offset 24 of the header and 1920 of a slot each contain two words for preemption.
+Layout (version 3, little-endian): A 64-byte header contains ``8s`` magic, ``I`` version, ``I`` number of slots, and ``I``
+request number, which the launcher increments to request stacks from all ranks. It is followed by one 2048-byte slot per local
+rank, with ``Watch`` records at offsets 0 and 160, ``StatusNote`` at 320 and 672, ``Times`` at 1024 and 1152, and the last
+eight ``Mark`` records, of 80 bytes each, starting at 1280. A record consists of ``I`` CRC-32 of the rest, ``I`` number, and
+its fields in the order below. Strings are UTF-8, padded with zeros. Two words for preemption are stored at offset 24 in the
+header and at offset 1920 in each slot.
 
-Each record except ``Mark`` has two copies, which are written alternately. A reader uses the newest copy whose checksum is correct.
-Therefore, it never sees a torn record, even on processors that reorder stores, and if a rank dies during a write, the previous
-copy remains. The reporter's thread is the only writer of ``Watch``, the training thread the only writer of the other records.
+Each record except ``Mark`` has two copies, which are written alternately. A reader uses the newest copy with a correct
+checksum. Therefore, it never sees a torn record, even on processors that reorder stores, and if a rank dies during a write,
+the previous copy is still there. Only the reporter thread writes ``Watch``, and only the training thread writes the other
+records.
 
-This file uses only the standard library, because ranks whose programs do not use echelon load it by its path.
+This file uses only the standard library, because ranks whose programs do not use echelon load it by path.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ _PREFIX = "echelon-board-"
 
 
 class Phase(IntEnum):
-    """Phase of a training program."""
+    """A phase of a training program."""
 
     NONE = 0
     DATA = 1
@@ -67,7 +69,7 @@ class Phase(IntEnum):
     EVALUATE = 6
 
     def __str__(self) -> str:
-        """Return the name of the phase for reports."""
+        """Return the phase's name for use in reports."""
         return _IN_WORDS[self]
 
 
@@ -83,50 +85,50 @@ _IN_WORDS = (
 
 
 class StepPart(IntEnum):
-    """Part of a step of a training loop, to which time is assigned."""
+    """A part of a training step, for attributing time."""
 
     DATA = 0
     FORWARD = 1
     """Calls of prepared models."""
     BACKWARD = 2
     COMMUNICATION = 3
-    """Transfers, and waiting for slower ranks."""
+    """Time spent on transfers and on waiting for slower ranks."""
     OPTIMIZER = 4
     EVALUATION = 5
     CHECKPOINT = 6
     OTHER = 7
-    """The rest of the loop, such as a loss outside the model, processing of batches, and logging."""
+    """The rest of the loop, such as computing the loss outside the model, processing batches, and logging."""
 
 
 class Doing(IntFlag):
-    """Activity of the main thread, as the reporter sees it in the stack."""
+    """What the main thread is doing, as far as the reporter can tell from its stack."""
 
     NOTHING = 0
     COMMUNICATES = 1
-    """It is in a call that may wait for other ranks."""
+    """The thread is in a call that may wait for other ranks."""
     TRAINS = 2
-    """That call is part of a backward pass, or of a forward pass of a wrapped model."""
+    """That call is part of a backward pass, or of a wrapped model's forward pass."""
     COMPILES = 4
-    """It is in a compiler."""
+    """The thread is running a compiler."""
     ENDED = 8
-    """The program has ended and the interpreter is exiting; nothing more is recorded."""
+    """The program has ended and the interpreter is exiting. Nothing more is recorded."""
     FINISHED = 16
     """The program succeeded."""
     DUMPS = 32
     """``DUMP_SIGNAL`` makes the process write its stacks, even if native code holds the GIL."""
     DEBUGS = 64
-    """It is in a debugger, which is not a stall."""
+    """The thread is stopped in a debugger, which does not count as a stall."""
     IMPORTS = 128
-    """It is importing a module."""
+    """The thread is importing a module."""
     ELSEWHERE = 256
     """The innermost code is not part of Python, torch or echelon."""
 
 
 class Watch(NamedTuple):
-    """Last sample of a rank's reporter."""
+    """The latest sample taken by a rank's reporter."""
 
     time_ns: int
-    """``time.monotonic_ns()`` of the sample, the heartbeat."""
+    """``time.monotonic_ns()`` when the sample was taken, which serves as the heartbeat."""
     pid: int
     signature: int
     """Hash of the main thread's stack, which changes when the thread makes progress."""
@@ -134,60 +136,60 @@ class Watch(NamedTuple):
     """Number of collectives that this rank has started in all groups."""
     doing: Doing
     answered: int
-    """Number of the last request that it has answered."""
+    """Number of the last request that the reporter answered."""
     line: int
     file: str
 
     def shifted(self, offset_ns: int) -> Watch:
-        """Return the record with its time converted to another clock."""
+        """Convert the record's time to another clock."""
         return self._replace(time_ns=self.time_ns + offset_ns)
 
 
 class StatusNote(NamedTuple):
-    """Last record of a rank's program."""
+    """The latest record written by a rank's program."""
 
     time_ns: int
     step: int
     num_operations: int
-    """Number of echelon's operations with other ranks that it has started."""
+    """Number of echelon operations involving other ranks that the program has started."""
     line: int
     phase: Phase
     waits: bool
-    """Whether ``operation`` has not returned."""
+    """Whether ``operation`` has not returned yet."""
     operation: str
     detail: str
-    """Structure of the data (shapes, dtypes)."""
+    """Structure of the operation's data (shapes and dtypes)."""
     slow: str
-    """Slow phase that it has declared, or empty."""
+    """Name of the slow phase that the program has declared; empty if none."""
     file: str
 
     def shifted(self, offset_ns: int) -> StatusNote:
-        """Return the record with its time converted to another clock."""
+        """Convert the record's time to another clock."""
         return self._replace(time_ns=self.time_ns + offset_ns)
 
 
 class Times(NamedTuple):
-    """Time that a rank has spent on each part since its training loop started."""
+    """The time that a rank has spent on each part since its training loop started."""
 
     begun_ns: int
-    """``time.monotonic_ns()`` at the start of the loop; 0 before it."""
+    """``time.monotonic_ns()`` when the loop started; 0 if it has not started."""
     since_ns: int
-    """``time.monotonic_ns()`` at the start of the current ``part``, whose time is not in ``spent_ns`` yet."""
+    """``time.monotonic_ns()`` when the current ``part`` started. Its time is not included in ``spent_ns`` yet."""
     loaded: int
-    """Step of the checkpoint from which it resumed; -1 if it did not resume."""
+    """Step of the checkpoint that the rank resumed from; -1 if it did not resume."""
     num_steps: int
-    """Number of optimizer steps of this process."""
+    """Number of optimizer steps in this process."""
     part: StepPart
     spent_ns: tuple[int, ...]
     """Nanoseconds by ``StepPart``."""
 
     def shifted(self, offset_ns: int) -> Times:
-        """Return the record with its times converted to another clock."""
+        """Convert the record's times to another clock."""
         return self._replace(begun_ns=self.begun_ns + offset_ns, since_ns=self.since_ns + offset_ns)
 
 
 class Mark(NamedTuple):
-    """Time that a rank had spent on each part at the start of a checkpoint."""
+    """The time that a rank had spent on each part when it started saving a checkpoint."""
 
     step: int
     """Step of the run."""
@@ -212,18 +214,18 @@ def _string(data: bytes) -> str:
 
 
 class Slot:
-    """The part of a board that a rank writes.
+    """The part of a board that one rank writes.
 
     Raises:
         OSError: the file does not exist.
-        ValueError: the file is not a board, or has no such slot.
+        ValueError: the file is not a board, or does not have this slot.
     """
 
     def __init__(self, path: str, index: int) -> None:
         self._memory = _mapped(path)
         _, _, num_slots, _ = _HEADER.unpack_from(self._memory)
         if not 0 <= index < num_slots:
-            raise ValueError(f"{path} has only {num_slots} slots, no slot {index}")
+            raise ValueError(f"slot {index} is out of range, because {path} has only {num_slots} slots")
         self._at = _HEADER_BYTES + index * _SLOT_BYTES
         self._num_watches = self._num_notes = self._num_times = self._num_marks = 0
 
@@ -245,32 +247,32 @@ class Slot:
         self._write(_NOTE_AT[self._num_notes & 1], self._num_notes, _NOTE.pack(*note[:6], *texts))
 
     def times(self, times: Times) -> None:
-        """Write the record of times."""
+        """Write a ``Times`` record."""
         self._num_times += 1
         fields = _TIMES.pack(*times[:5], *times.spent_ns)
         self._write(_TIMES_AT[self._num_times & 1], self._num_times, fields)
 
     def mark(self, mark: Mark) -> None:
-        """Write a mark over the oldest one."""
+        """Write a mark, replacing the oldest mark."""
         self._num_marks += 1
         offset = _MARKS_AT[self._num_marks % len(_MARKS_AT)]
         self._write(offset, self._num_marks, _MARK.pack(mark.step, *mark.spent_ns))
 
     @property
     def grace_ms(self) -> int:
-        """Time in milliseconds the ranks get to agree on a step when preempted; 0 if the launcher runs no stop barrier."""
+        """Milliseconds that ranks have to agree on a step when preempted; 0 if the launcher does not run a stop barrier."""
         return int(_WORD.unpack_from(self._memory, _GRACE_AT)[0])
 
     def read_command(self) -> int:
-        """Return the command of the stop barrier (``stop_barrier.py``)."""
+        """Return the stop barrier's command (see ``stop_barrier.py``)."""
         return int(_WORD.unpack_from(self._memory, _COMMAND_AT)[0])
 
     def write_position(self, position: int) -> None:
-        """Write this rank's position in the stop barrier (``stop_barrier.py``)."""
+        """Write this rank's position in the stop barrier (see ``stop_barrier.py``)."""
         _WORD.pack_into(self._memory, self._at + _POSITION_AT, position)
 
     def write_preemption_signal(self, number: int) -> None:
-        """Notify the launcher that this rank received the signal ``number``, a request to save and exit."""
+        """Notify the launcher that this rank received signal ``number``, which requests it to save and exit."""
         _WORD.pack_into(self._memory, self._at + _SIGNAL_AT, number)
 
     def _write(self, offset: int, number: int, fields: bytes) -> None:
@@ -280,11 +282,11 @@ class Slot:
 
 
 class Board:
-    """The launcher's view of the board: all slots.
+    """The launcher's view of the board, with all slots.
 
     Args:
         num_slots: number of ranks on this machine.
-        folder: folder for the file if the system has no /dev/shm.
+        folder: folder for the file on systems without /dev/shm.
     """
 
     def __init__(self, num_slots: int, *, folder: str) -> None:
@@ -300,25 +302,25 @@ class Board:
         self._memory = _mapped(self.path)
 
     def request_stacks(self) -> int:
-        """Request the stacks of all ranks, and return the number of the request."""
+        """Request the stacks from all ranks, and return the request's number."""
         number = int(_REQUEST.unpack_from(self._memory, _REQUEST_AT)[0]) + 1
         _REQUEST.pack_into(self._memory, _REQUEST_AT, number)
         return number
 
     def set_grace(self, grace_ms: int) -> None:
-        """Set the time the ranks get to agree on a step when preempted; 0 disables the stop barrier."""
+        """Set the time that ranks have to agree on a step when preempted; 0 disables the stop barrier."""
         _WORD.pack_into(self._memory, _GRACE_AT, grace_ms)
 
     def write_command(self, command: int) -> None:
-        """Write the command of the stop barrier (``stop_barrier.py``)."""
+        """Write the stop barrier's command (see ``stop_barrier.py``)."""
         _WORD.pack_into(self._memory, _COMMAND_AT, command)
 
     def read_positions(self) -> list[int]:
-        """Return the position of each rank in the stop barrier; 0 if the rank does not participate yet."""
+        """Return each rank's position in the stop barrier; 0 if the rank does not participate yet."""
         return self._words(_POSITION_AT)
 
     def preemption_signals(self) -> list[int]:
-        """Return for each rank the signal that requested it to save and exit; 0 if none."""
+        """Return, for each rank, the signal that requested it to save and exit; 0 if there was none."""
         return self._words(_SIGNAL_AT)
 
     def _words(self, offset: int) -> list[int]:
@@ -326,7 +328,7 @@ class Board:
         return [_WORD.unpack_from(self._memory, first + i * _SLOT_BYTES)[0] for i in range(self.num_slots)]
 
     def watch(self, index: int) -> Watch | None:
-        """Return the last record of a rank's reporter, or None if it has not started."""
+        """Return the latest record from a rank's reporter, or None if the reporter has not started."""
         fields = self._read(index, _WATCH_AT, _WATCH)
         if fields is None:
             return None
@@ -334,7 +336,7 @@ class Board:
         return Watch(time_ns, pid, signature, num_collectives, Doing(doing), answered, line, _string(file))
 
     def note(self, index: int) -> StatusNote | None:
-        """Return the last record of a rank's program, or None."""
+        """Return the latest record from a rank's program, or None."""
         fields = self._read(index, _NOTE_AT, _NOTE)
         if fields is None:
             return None
@@ -343,7 +345,7 @@ class Board:
         return StatusNote(time_ns, step, num_operations, line, Phase(phase), bool(waits), operation, detail, slow, file)
 
     def times(self, index: int) -> Times | None:
-        """Return the times of a rank, or None if it has recorded none."""
+        """Return a rank's times, or None if it has not recorded any."""
         fields = self._read(index, _TIMES_AT, _TIMES)
         if fields is None:
             return None
@@ -351,7 +353,7 @@ class Board:
         return Times(begun_ns, since_ns, loaded, num_steps, StepPart(part), tuple(spent_ns))
 
     def marks(self, index: int) -> list[Mark]:
-        """Return the marks of a rank's last checkpoints, oldest first."""
+        """Return the marks for a rank's latest checkpoints, oldest first."""
         return [Mark(step, tuple(spent_ns)) for step, *spent_ns in self._intact(index, _MARKS_AT, _MARK)]
 
     def _read(self, index: int, offsets: tuple[int, ...], layout: struct.Struct) -> tuple[Any, ...] | None:
@@ -362,7 +364,7 @@ class Board:
         return None
 
     def _intact(self, index: int, offsets: tuple[int, ...], layout: struct.Struct) -> list[tuple[Any, ...]]:
-        """Return the fields of the intact records at ``offsets``, in the order of their numbers."""
+        """Return the fields of the intact records at ``offsets``, ordered by their numbers."""
         begin = _HEADER_BYTES + index * _SLOT_BYTES
         found: list[tuple[int, bytes]] = []
         for offset in offsets:
@@ -381,7 +383,7 @@ class Board:
 
 
 def _remove_orphans(folder: str) -> None:
-    """Remove the boards that killed launchers of this user have left."""
+    """Remove boards left behind by this user's killed launchers."""
     for entry in os.scandir(folder):
         if not entry.name.startswith(_PREFIX):
             continue
@@ -402,5 +404,5 @@ def _mapped(path: str) -> mmap.mmap:
     magic, version, num_slots, _ = _HEADER.unpack_from(memory)
     if (magic, version) != (_MAGIC, _VERSION) or len(memory) != _HEADER_BYTES + num_slots * _SLOT_BYTES:
         memory.close()
-        raise ValueError(f"{path} is not a status board of version {_VERSION}")
+        raise ValueError(f"{path} is not a version {_VERSION} status board")
     return memory

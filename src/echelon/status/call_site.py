@@ -1,4 +1,4 @@
-"""The call site of a thread: its line of user code, and whether it is in a call that may wait for other ranks."""
+"""A thread's call site: its line of user code, and whether it is in a call that may wait for other ranks."""
 
 from __future__ import annotations
 
@@ -33,44 +33,44 @@ _DEBUGGER = str(Path(json.__file__).parent.parent / "pdb.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSite:
-    """A line of the user's program."""
+    """A line in the user's program."""
 
     file: str
     line: int
     source: str = ""
-    """Text of the line; empty if it cannot be read."""
+    """The line's text; empty if it cannot be read."""
     communicates: bool = False
-    """Whether the thread is in a call of torch that may wait for other ranks."""
+    """Whether the thread is in a torch call that may wait for other ranks."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" + (f": {self.source}" if self.source else "")
 
     def to_json(self) -> str:
-        """Return the call site as JSON for ``from_json``."""
+        """Return the call site as JSON that ``from_json`` can read."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> CallSite:
-        """Return the call site that ``to_json`` wrote."""
+        """Return the call site written by ``to_json``."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSummary:
-    """Summary of a thread's stack, made without reading source files so that it can be taken twice a second."""
+    """Summary of a thread's stack. It does not require reading source files, so it can be created twice a second."""
 
     file: str
     line: int
     signature: int
-    """Hash that is equal while the thread is at the same instruction of the same calls."""
+    """Hash that stays the same while the thread is at the same instruction in the same calls."""
     communicates: bool
     trains: bool
-    """Whether it communicates in a backward pass or in the forward pass of a wrapped model."""
+    """Whether the thread is communicating in a backward pass or in a wrapped model's forward pass."""
     compiles: bool
     imports: bool
-    """Whether it is in Python's import system, or at the top level of an installed module."""
+    """Whether the thread is in Python's import system, or at the top level of an installed module."""
     debugs: bool
-    """Whether a debugger has stopped it."""
+    """Whether a debugger has stopped the thread."""
     is_elsewhere: bool
     """Whether the innermost code is not part of Python, torch or echelon, for example a hook that interrupts a wait in the stack."""
 
@@ -81,7 +81,7 @@ def current_call_site() -> CallSite:
 
 
 def call_site_of_thread(ident: int) -> CallSite | None:
-    """Return the call site of the thread ``ident``, or None if it has ended. Does not slow that thread down."""
+    """Return the call site of thread ``ident``, or None if the thread has ended. This does not slow the thread down."""
     frame = sys._current_frames().get(ident)
     return None if frame is None else _call_site_of(frame)
 
@@ -122,7 +122,7 @@ def summarize_stack(innermost: FrameType) -> StackSummary:
 
 
 def _call_site_of(innermost: FrameType) -> CallSite:
-    """Return the innermost line of user code or, in a forward pass, the line that called the model."""
+    """Return the innermost line of user code or, during a forward pass, the line that called the model."""
     found: FrameType | None = None
     last = innermost
     is_inside, communicates, imports = True, False, False  # still deeper than any user code
@@ -156,5 +156,5 @@ def _is_standard(name: str) -> bool:
 
 @lru_cache(maxsize=4096)  # few different files appear in stacks
 def is_user_file(name: str) -> bool:
-    """Return whether a file is user code, that is, not part of echelon, an installed package or Python."""
+    """Return whether a file is user code, which means that it is not part of echelon, an installed package or Python."""
     return not name.startswith(_OWN_PATHS) and not any(part in name for part in _INSTALLED)

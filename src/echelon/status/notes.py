@@ -1,4 +1,4 @@
-"""Notes of a rank's program on the status board: step, phase, and operations with other ranks."""
+"""Records what a rank's program is doing on the status board: its step, phase, and operations involving other ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BOARD_VARIABLE = "ECHELON_BOARD"
-"""Variable with path and slot of the board (``/dev/shm/echelon-board-...:3``), set by the launcher for its ranks."""
+"""Environment variable with the board's path and a slot (``/dev/shm/echelon-board-...:3``), which the launcher sets for its
+ranks."""
 
 _PART_OF = MappingProxyType(
     {
@@ -48,7 +49,7 @@ _LOOP_PHASES = frozenset({Phase.DATA, Phase.TRAIN, Phase.OPTIMIZER, Phase.EVALUA
 
 
 class Notes:
-    """Writes the records of the training thread. A record takes two microseconds, and a step needs only a few."""
+    """Writes the training thread's records. Writing a record takes two microseconds, and each step writes only a few."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
@@ -70,7 +71,7 @@ class Notes:
         self._switch_part(phase)
 
     def phase(self, phase: Phase) -> Phase:
-        """Record the start of a phase, and return the previous phase."""
+        """Record that a phase starts, and return the previous phase."""
         before = self._phase
         if phase is not before:
             self._phase = phase
@@ -84,7 +85,7 @@ class Notes:
         self.part(_PART_OF[phase])
 
     def part(self, part: StepPart) -> StepPart:
-        """Record the part of the step to which the time now belongs, and return the previous part."""
+        """Record which part of the step time is attributed to from now on, and return the previous part."""
         before = self._part
         if self._begun_ns:
             now = monotonic_ns()
@@ -94,32 +95,32 @@ class Notes:
         return before
 
     def begin_forward(self) -> None:
-        """Record the start of a forward pass. One that is nested or part of an evaluation counts for the outer part."""
+        """Record that a forward pass starts. If it is nested or part of an evaluation, its time counts as the outer part."""
         self._num_forward += 1
         if self._part is StepPart.OTHER:
             self._num_forward = 1
             self.part(StepPart.FORWARD)
 
     def end_forward(self) -> None:
-        """Record the end of the innermost forward pass."""
+        """Record that the innermost forward pass ends."""
         self._num_forward -= 1
         if self._num_forward == 0 and self._part is StepPart.FORWARD:
             self.part(StepPart.OTHER)
 
     def mark(self, step: int) -> None:
-        """Record the start of the checkpoint of ``step``. A restart repeats only the time after it."""
+        """Record that saving the checkpoint for ``step`` starts. A restart repeats only what comes after it."""
         self.part(self._part)
         self._slot.mark(Mark(step, tuple(self._spent_ns)))
 
     def loaded(self, step: int) -> None:
-        """Record that the training loop resumes from the checkpoint of ``step``."""
+        """Record that the training loop resumes from the checkpoint for ``step``."""
         if not self._begun_ns:
             self._loaded = step
             self._write_times()
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Count the time of the block as communication, unless it belongs to a save or a load."""
+        """Count the time spent in the block as communication, unless it is part of saving or loading a checkpoint."""
         before = self._part
         if before is not StepPart.CHECKPOINT:
             self.part(StepPart.COMMUNICATION)
@@ -129,12 +130,12 @@ class Notes:
             self.part(before)
 
     def operation(self, name: str, detail: str, *, waits: bool = False) -> None:
-        """Record the start of an operation with other ranks, and the line of the user's program.
+        """Record that an operation involving other ranks starts, and which line of the user's program called it.
 
         Args:
             name: name of the operation.
-            detail: structure of its data.
-            waits: whether it waits until the next record in a way that the reporter cannot see in the stack.
+            detail: structure of the operation's data.
+            waits: whether the program waits until the next record in a way that the reporter cannot see in the stack.
         """
         self._file, self._line = _user_line(sys._getframe(1))
         self._num_operations += 1
@@ -143,7 +144,7 @@ class Notes:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Record that the block waits for other ranks in a loop of echelon."""
+        """Record that the block waits for other ranks in one of echelon's own loops."""
         self.operation(name, "", waits=True)
         try:
             with self.communicating():
@@ -163,7 +164,7 @@ class Notes:
 
     @contextmanager
     def slow(self, what: str) -> Iterator[None]:
-        """Declare that the block may take long and is not a stall."""
+        """Declare that the block may take a long time and is not a stall."""
         before, self._slow = self._slow, what
         self._write()
         try:
@@ -183,7 +184,7 @@ class Notes:
 
 
 def notes_of_process() -> Notes | None:
-    """Return the writer of this process, or None if echelon launch did not start it or the board was removed."""
+    """Return this process's ``Notes``, or None if echelon launch did not start this process or the board was removed."""
     slot = environ.own(BOARD_VARIABLE)
     return None if slot is None else _open(slot, os.getpid())
 
@@ -199,16 +200,17 @@ def _open(slot: str, _pid: int) -> Notes | None:
 
 
 def slow(what: str) -> AbstractContextManager[None]:
-    """Return a context for work that takes long on this rank while other ranks wait.
+    """Return a context for work that takes a long time on this rank while other ranks wait.
 
-    ``echelon launch`` reports a stall only after ``--slow_timeout`` (600 s). ``what`` names the work in reports.
+    ``echelon launch`` reports a stall in it only after ``--slow_timeout`` (default: 600 s). ``what`` is the name of the work
+    in reports.
     """
     notes = notes_of_process()
     return nullcontext() if notes is None else notes.slow(what)
 
 
 def waiting(operation: str) -> AbstractContextManager[None]:
-    """Return a context in which this rank waits for other ranks in a loop of echelon."""
+    """Return a context in which this rank waits for other ranks in one of echelon's own loops."""
     notes = notes_of_process()
     return nullcontext() if notes is None else notes.waiting(operation)
 
@@ -221,7 +223,7 @@ def within(phase: Phase) -> AbstractContextManager[None]:
 
 @contextmanager
 def saving(step: int) -> Iterator[None]:
-    """Record that the block saves the run at ``step``."""
+    """Record that the block saves the run's state at ``step``."""
     notes = notes_of_process()
     if notes is None:
         yield
@@ -232,14 +234,14 @@ def saving(step: int) -> Iterator[None]:
 
 
 def note_loaded(step: int) -> None:
-    """Record that the run resumes from ``step`` if its training loop has not started."""
+    """Record that the run resumes from ``step``, if its training loop has not started yet."""
     notes = notes_of_process()
     if notes is not None:
         notes.loaded(step)
 
 
 def communicating(function: Callable[P, T]) -> Callable[P, T]:
-    """Count the time of ``function`` as communication."""
+    """Decorate ``function`` so that its time counts as communication."""
 
     @wraps(function)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,7 +1,7 @@
-"""The reporter of a rank: a thread that samples the main thread twice a second and saves all stacks on request.
+"""A rank's reporter: a thread that samples the main thread twice a second and saves all stacks on request.
 
-A sample takes about 20 microseconds, and the program need not use echelon. The launcher's worker loads this file by its path
-and passes the modules ``board`` and ``call_site``, so it uses only the standard library.
+A sample takes about 20 microseconds, and the program does not have to use echelon. The launcher's worker loads this file by
+path and passes it the modules ``board`` and ``call_site``, so this file uses only the standard library.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import IO, Any
 __all__ = ["ABORT_FILE", "ANSWER_FILE", "DUMP_SIGNAL", "Reporter"]
 
 ANSWER_FILE = "stacks_{}.json"
-"""File in the folder of the rank; the placeholder is the number of the request."""
+"""File in the rank's folder; the placeholder is the number of the request."""
 
 ABORT_FILE = "abort.json"
-"""File with the same content, written when native code aborts the rank with ``std::terminate``."""
+"""File with the same contents, written when native code aborts the rank with ``std::terminate``."""
 
 # Makes a rank write its stacks even if native code holds the GIL. Programs do not use this signal.
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
@@ -36,11 +36,11 @@ class Reporter:
     """Samples the thread that creates it.
 
     Args:
-        board: module ``echelon.status.board``, which may be loaded under another name.
+        board: the module ``echelon.status.board``, which may have been loaded under another name.
         call_site: module ``echelon.status.call_site``, likewise.
-        where: path and slot of the board as ``PATH:INDEX``.
-        folder: folder of this rank, for answers.
-        stack_file: file for the stacks when the launcher sends ``DUMP_SIGNAL``.
+        where: the board's path and this rank's slot, as ``PATH:INDEX``.
+        folder: this rank's folder, where answers are written.
+        stack_file: file to write the stacks to when the launcher sends ``DUMP_SIGNAL``.
     """
 
     def __init__(self, board: ModuleType, call_site: ModuleType, where: str, folder: str, stack_file: IO[str]) -> None:
@@ -61,13 +61,14 @@ class Reporter:
             self._dumps = board.Doing.DUMPS
 
     def start(self) -> None:
-        """Start the thread, which ``threading`` does not list."""
+        """Start the reporter thread. ``threading`` does not list this thread."""
         _thread.start_new_thread(self._run, ())
 
     def close(self, *, finished: bool) -> None:
-        """Stop sampling. ``finished`` tells that the program succeeded, so that a crash at interpreter exit is not a failure.
+        """Stop sampling. ``finished`` means that the program succeeded, so a crash at interpreter exit does not count as a
+        failure.
 
-        Waits for a running sample, which could abort the process at interpreter exit.
+        Waits for a sample in progress, because it could abort the process at interpreter exit.
         """
         if os.getpid() != self._pid:
             return  # a forked child of the program
@@ -115,7 +116,7 @@ class Reporter:
         )
 
     def collectives(self) -> dict[str, Any]:
-        """Return the collectives that this rank has started (see ``_recorded``). Never raises."""
+        """Return the collectives that this rank has started (see ``_recorded``). Never raises an error."""
         try:
             return _recorded()
         except Exception as error:  # noqa: BLE001 - a failure of torch's private function must not hide the user's error
@@ -142,7 +143,7 @@ class Reporter:
             print(f"echelon: cannot write {path}: {problem}", file=sys.stderr)
 
     def _write_at_terminate(self) -> None:
-        """Record the collective that this rank is in before gloo aborts it. The aborted rank is often not the cause.
+        """Record which collective this rank is in before gloo aborts the rank. The aborted rank is often not the cause.
 
         If ranks pass different sizes, gloo throws an exception in its own thread, and C++ calls ``std::terminate``.
         """
@@ -182,10 +183,10 @@ def _num_collectives() -> int:
 
 
 def _recorded() -> dict[str, Any]:
-    """Return the content of torch's flight recorder: ``{"groups": {name: {"ranks", "entries"}}}``, or ``{"missing": why}``.
+    """Return the contents of torch's flight recorder: ``{"groups": {name: {"ranks", "entries"}}}``, or ``{"missing": why}``.
 
-    An entry is ``[number, kind, input sizes, dtypes, whether it is complete]``, oldest first, without point-to-point
-    messages.
+    Each entry is ``[number, kind, input sizes, dtypes, whether it is complete]``. The oldest entry comes first, and
+    point-to-point messages are omitted.
     """
     native = sys.modules.get("torch._C._distributed_c10d")
     torch_groups = sys.modules.get("torch.distributed.distributed_c10d")
@@ -194,7 +195,9 @@ def _recorded() -> dict[str, Any]:
         return {"missing": "the program has not imported torch.distributed"}
     dump = getattr(native, "_dump_fr_trace_json", None)
     if dump is None:
-        return {"missing": "this torch has no flight recorder for collectives (available in 2.13)"}
+        return {
+            "missing": "this version of torch has no flight recorder for collectives (it is available in torch 2.13)"
+        }
     trace = json.loads(dump())
     if "entries" not in trace:
         return {"missing": "torch's flight recorder is disabled (TORCH_FR_BUFFER_SIZE=0)"}

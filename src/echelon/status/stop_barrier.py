@@ -1,23 +1,25 @@
-"""The stop barrier: makes all ranks stop at the same boundary of the program, at almost no cost until it is requested.
+"""The stop barrier makes all ranks stop at the same point in the program, at almost no cost until it is requested.
 
-A *boundary* is a point of the program at which its state can be saved. All ranks pass the boundaries in the same order, and
-their numbers increase. Each rank has a *position*, and the coordinator a *command*: shared words with a single writer.
+A *boundary* is a point in the program where its state can be saved. Boundaries are numbered, and all ranks pass them in
+increasing order. Each rank has a *position* and the coordinator has a *command*, which are shared words with a single writer
+each.
 
-* A rank writes that it has passed a boundary, and then reads the command. Without a command, it continues.
-* The coordinator writes HOLD. Each rank that reaches a boundary writes that it is held there, and waits. The coordinator reads
-  all positions and commands the ranks to stop at the first boundary that no rank has passed. Ranks that are held at an earlier
-  boundary proceed to it, so that no rank waits in a collective for a held rank. No rank can pass it, so that all ranks stop at
-  the same boundary.
-* Both sides write before they read. A rank that does not see HOLD has written its position before the coordinator reads it.
-* A rank at that boundary writes that it has stopped. When all ranks have stopped, the coordinator writes END, and they save.
+* A rank writes that it has passed a boundary, and then reads the command. If there is no command, it continues.
+* The coordinator writes HOLD. Each rank that reaches a boundary writes that it is held there, and waits. The coordinator
+  reads all positions and commands the ranks to stop at the first boundary that no rank has passed. Ranks held at an earlier
+  boundary proceed to this boundary, so that no rank waits in a collective for a held rank. No rank can pass this boundary, so
+  all ranks stop at the same one.
+* Both sides write before they read. If a rank does not see HOLD, it has written its position before the coordinator reads it.
+* A rank at this boundary writes that it has stopped. Once all ranks have stopped, the coordinator writes END, and the ranks
+  save.
 
-A boundary is *whole* if a run that resumes from it executes everything that the original program would have executed. A boundary
-within an evaluation is not whole. The first command is to stop at a whole boundary. After half of the grace period, a second
-HOLD makes the ranks stop at any boundary. (Stopping at "the highest step + 2" without HOLD is wrong, because a rank may already
-be further ahead than the coordinator has read.)
+A boundary is *whole* if a run that resumes from it executes everything that the original program would have executed. A
+boundary within an evaluation is not whole. The first command is to stop at a whole boundary. After half of the grace period,
+a second HOLD makes the ranks stop at any boundary. (Stopping at "the highest step + 2" without HOLD would be wrong, because a
+rank may already be further ahead than the position that the coordinator has read.)
 
-The protocol is written as generators of single accesses to shared words, so that a test can run the accesses in every order.
-Uses only the standard library.
+The protocol is implemented as generators that yield each access to a shared word, so that tests can run the accesses in every
+possible order. This file uses only the standard library.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ SIGNALS = (signal.SIGTERM, *((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") els
 """Signals that request a run to save and exit."""
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""Exit code of a preempted process or run, for every signal, even if it could not save."""
+"""Exit code of a preempted process or run, whichever signal it received and even if it could not save."""
 
 _MINOR_BITS = 24
 _STATE_BITS = 2
@@ -60,7 +62,7 @@ _SETTLE_S = 0.002  # longer than a processor delays a store
 
 
 class RankState(IntEnum):
-    """State of a rank at the boundary in its position."""
+    """A rank's state at the boundary given by its position."""
 
     HELD = 0
     PAST = 1
@@ -68,7 +70,7 @@ class RankState(IntEnum):
 
 
 class StopCommand(IntEnum):
-    """Command of the coordinator."""
+    """A command from the coordinator."""
 
     NONE = 0
     HOLD = 1
@@ -99,9 +101,9 @@ def state_of(position: int) -> RankState:
 
 
 def boundary_protocol(boundary: int, *, is_whole: bool) -> Generator[Access, int, bool]:
-    """Run the protocol at ``boundary``, and return whether this rank must save there and exit.
+    """Run the protocol at ``boundary``. Return whether this rank must save there and exit.
 
-    Yields each access to a shared word; the caller sends in the command that it read.
+    Yields each access to a shared word. The caller sends back the command that it read.
     """
     yield _position(boundary, RankState.PAST)
     command = yield None
@@ -129,18 +131,18 @@ def boundary_protocol(boundary: int, *, is_whole: bool) -> Generator[Access, int
 
 
 class CommandSlot(Protocol):
-    """The shared words that a member accesses."""
+    """The shared words that a rank accesses."""
 
     def write_position(self, position: int) -> None:
-        """Write the position that the coordinator reads."""
+        """Write this rank's position for the coordinator to read."""
 
     def read_command(self) -> int:
-        """Return the command of the coordinator."""
+        """Return the coordinator's command."""
 
 
 @final
 class BarrierMember:
-    """A rank's part in the stop barrier."""
+    """One rank's side of the stop barrier."""
 
     def __init__(self, slot: CommandSlot) -> None:
         self._slot = slot
@@ -148,12 +150,13 @@ class BarrierMember:
         slot.write_position(_position(0, RankState.PAST))
 
     def pass_boundary(self, *, is_new_step: bool, is_whole: bool) -> bool:
-        """Pass a boundary, waiting while it is held there; return whether this rank must save there and exit.
+        """Pass a boundary, waiting while this rank is held there. Return whether this rank must save there and exit.
 
         Args:
-            is_new_step: whether this is the first boundary after a step. Steps are counted separately, so that ranks that pass
-                different numbers of boundaries within a step (an evaluation on one rank) agree again after the next step.
-            is_whole: whether a run that resumes from here executes everything that the program would have executed.
+            is_new_step: whether this is the first boundary after a step. Steps are counted separately, so that ranks that
+                pass different numbers of boundaries within a step (for example, if one rank runs an evaluation) agree again
+                after the next step.
+            is_whole: whether a run that resumes from here executes everything that the original program would have executed.
         """
         self._boundary = ((self._boundary >> _MINOR_BITS) + 1) << _MINOR_BITS if is_new_step else self._boundary + 1
         slot = self._slot
@@ -176,13 +179,13 @@ class BarrierMember:
 
 
 class SharedCommands(Protocol):
-    """The shared words that a coordinator accesses."""
+    """The shared words that the coordinator accesses."""
 
     def write_command(self, command: int) -> None:
-        """Write ``command`` for every rank."""
+        """Write ``command`` for all ranks to read."""
 
     def read_positions(self) -> Sequence[int]:
-        """Return the position of each rank, read after the last command; 0 if the rank does not participate yet."""
+        """Return each rank's position, read after the last command was written; 0 if the rank does not participate yet."""
 
 
 class BarrierOutcome(Enum):
@@ -190,7 +193,7 @@ class BarrierOutcome(Enum):
 
     PENDING = "pending"
     MET = "met"
-    """All ranks have stopped at the same boundary and have the command to save."""
+    """All ranks have stopped at the same boundary and have been commanded to save."""
     LATE = "late"
     """The grace period has ended."""
 
@@ -201,8 +204,8 @@ class BarrierCoordinator:
     """Makes all ranks stop at the same boundary.
 
     Args:
-        shared: shared words of all ranks.
-        grace_s: time limit in seconds.
+        shared: the shared words of all ranks.
+        grace_s: time limit for stopping all ranks, in seconds.
     """
 
     shared: SharedCommands
@@ -218,7 +221,7 @@ class BarrierCoordinator:
         self._redirect(StopCommand.TO_WHOLE)
 
     def _redirect(self, command: StopCommand) -> None:
-        """Hold the ranks at their next boundary, and then command them to stop at one that no rank has passed."""
+        """Hold the ranks at their next boundary, and then command them to stop at a boundary that no rank has passed."""
         self.shared.write_command(command_word(StopCommand.HOLD))
         time.sleep(_SETTLE_S)
         self.shared.write_command(command_word(command, first_unpassed_boundary(self.shared.read_positions())))

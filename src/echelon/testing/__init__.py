@@ -1,1 +1,1 @@
-"""Test tools for authors of extensions."""
+"""Testing tools for extension authors."""

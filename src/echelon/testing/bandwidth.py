@@ -1,4 +1,4 @@
-"""The bandwidth between ranks: time, algorithm and bus bandwidth of five collectives, as nccl-tests define them."""
+"""Measures the time and the algorithm and bus bandwidth of five collectives between ranks, as defined by nccl-tests."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_si
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveBenchmark:
-    """A collective of torch, on n ranks."""
+    """A torch collective to run on n ranks."""
 
     name: str
     call: Callable[[torch.Tensor, torch.Tensor], object]
-    """Takes an input and an output tensor; in-place collectives use the output, which starts as the input."""
+    """Called with an input and an output tensor. In-place collectives use only the output, which initially equals the input."""
     shares: tuple[bool, bool]
-    """Whether the input and the output are one n-th of the reported size; as in nccl-tests, the largest buffer counts."""
+    """Whether the input and the output are one n-th of the reported size. As in nccl-tests, the size is that of the largest
+    buffer."""
     result: Callable[[torch.Tensor], torch.Tensor]
-    """Given the ranks' inputs 1 ... n, returns the expected value of each n-th of the output."""
+    """Returns the expected value of each n-th of the output, given that the ranks' inputs are 1 ... n."""
     bus_factor: Callable[[int], float]
-    """Bus bandwidth divided by algorithm bandwidth, which makes results of different n comparable."""
+    """Bus bandwidth divided by algorithm bandwidth, which makes results for different n comparable."""
 
 
 COLLECTIVES = (
@@ -76,7 +77,7 @@ COLLECTIVES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One collective at one size."""
+    """Measurement of one collective at one size."""
 
     name: str
     size_bytes: int
@@ -87,23 +88,23 @@ class Measured:
 
     @property
     def algorithm_bytes_per_s(self) -> float:
-        """Reported size divided by time."""
+        """The reported size divided by the time per call."""
         return self.size_bytes / self.seconds
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """Algorithm bandwidth, corrected for the traffic that one link carries."""
+        """The algorithm bandwidth, corrected for the traffic that each link carries."""
         return self.algorithm_bytes_per_s * self.bus_factor
 
 
 def measure(
     sizes_bytes: Sequence[int], *, device: torch.device, budget: timedelta = timedelta(seconds=0.2)
 ) -> list[Measured]:
-    """Time every collective on float32 tensors of each size, for about ``budget`` per size.
+    """Time each collective on float32 tensors of each size, taking about ``budget`` per size.
 
-    If one call takes longer than ``budget``, larger sizes are skipped, which bounds the time on any network.
+    If a call takes longer than ``budget``, larger sizes are skipped, which limits the total time on any network.
 
-    Collective: every rank of the default group.
+    Collective: call on every rank in the default group.
 
     Raises:
         DesyncError: a collective returned a wrong result.
@@ -139,7 +140,7 @@ def _measured(collective: CollectiveBenchmark, size_bytes: int, device: torch.de
 
 
 def _timed(collective: CollectiveBenchmark, x: torch.Tensor, out: torch.Tensor, *, num_calls: int) -> float:
-    """Return the seconds per call on the slowest rank; all ranks get the same value, so that all make the same calls."""
+    """Return the seconds per call on the slowest rank. All ranks get the same value, so that they all make the same calls."""
     dist.barrier()
     started = time.perf_counter()
     for _ in range(num_calls):
@@ -161,6 +162,8 @@ def _check(collective: CollectiveBenchmark, out: torch.Tensor) -> None:
     wanted = numbers[:1].expand_as(out) if collective.shares[1] else numbers.repeat_interleave(out.numel() // n)
     if not torch.equal(out, wanted):
         raise DesyncError(
-            f"{collective.name} returned a wrong result: {sorted(set(out.tolist()))[:4]}, not {sorted(set(wanted.tolist()))[:4]}",
-            do="update torch, the driver and the network libraries; set NCCL_DEBUG=INFO (or GLOO_LOG_LEVEL) for details",
+            f"{collective.name} returned a wrong result: expected {sorted(set(wanted.tolist()))[:4]}, but got "
+            f"{sorted(set(out.tolist()))[:4]}",
+            do="update torch, the driver and the network libraries; set NCCL_DEBUG=INFO (or GLOO_LOG_LEVEL) to see "
+            "details",
         )

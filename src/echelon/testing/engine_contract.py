@@ -1,12 +1,12 @@
-"""The contract of engines: checks that the author of an engine runs.
+"""The engine contract: checks for engine authors to run.
 
-Each check is called on every rank of a group, with a function that creates an Accelerator with the engine::
+Each check is called on every rank in a group, with a function that creates an Accelerator for the engine::
 
     @pytest.mark.parametrize("check", engine_contract.CHECKS)
     def test_my_engine(check):
         run_on_two_ranks(check, partial(Accelerator, engine=MyEngine))
 
-or all of them, on any number of ranks, without a test runner::
+To run all checks on any number of ranks, without a test runner::
 
     torchrun --nproc-per-node 2 -m echelon.testing.engine_contract my_engine
 """
@@ -39,16 +39,16 @@ from echelon.world.world import World
 __all__ = ["CHECKS", "Check", "Open"]
 
 Open = Callable[..., Accelerator]
-"""Creates an Accelerator with the engine and the given keyword arguments."""
+"""Creates an Accelerator for the engine with the given keyword arguments."""
 Check = Callable[[Open], None]
-"""Raises AssertionError if the engine violates the contract. Collective: every rank."""
+"""Raises AssertionError if the engine violates the contract. Collective: call on every rank."""
 
 _SAMPLES = 12  # of all ranks in a micro-step: divisible by 1, 2, 3, 4, 6
 _MAX_NORM = 0.05
 
 
 def trains_like_one_process(open: Open) -> None:
-    """Accumulation, clipping, the norm and momentum match SGD on one process, with and without the number of items."""
+    """Accumulation, clipping, the gradient norm and momentum match SGD in one process, with and without the number of items."""
     for weighted in (False, True):
         accelerator = open(gradient_accumulation_steps=2)
         dtype, tolerance = _precision(accelerator)
@@ -70,7 +70,7 @@ def trains_like_one_process(open: Open) -> None:
 
 
 def gradients_are_those_of_one_process(open: Open) -> None:
-    """In float32, gradients match to 1e-6; SGD with a learning rate of one reveals them as differences of the weights."""
+    """In float32, gradients match to within 1e-6. SGD with a learning rate of one turns them into changes of the weights."""
     accelerator = open()
     model, optimizer = _prepared(accelerator, partial(_sgd, lr=1.0, momentum=0.0), torch.float32)
     weights = _model(torch.float32)
@@ -86,7 +86,7 @@ def gradients_are_those_of_one_process(open: Open) -> None:
 
 
 def trains_in_float32(open: Open) -> None:
-    """20 steps of AdamW end within 3e-4 of one process: AdamW divides by small numbers, which amplifies rounding."""
+    """20 AdamW steps match one process to within 3e-4, because AdamW divides by small numbers, which amplifies rounding."""
     accelerator = open()
     model, optimizer = _prepared(accelerator, _adamw, torch.float32)
     weights = _model(torch.float32)
@@ -102,7 +102,7 @@ def trains_in_float32(open: Open) -> None:
 
 
 def items_count_alike(open: Open) -> None:
-    """With different numbers of items per rank and micro-step, including none, the loss is the mean over the whole update."""
+    """If ranks and micro-steps have different numbers of items, including none, the loss is the mean over the whole update."""
     accelerator = open(gradient_accumulation_steps=2)
     dtype, tolerance = _precision(accelerator)
     model, optimizer = _prepared(accelerator, _sgd, dtype)
@@ -122,7 +122,7 @@ def items_count_alike(open: Open) -> None:
 
 
 def an_unsynchronised_step_is_synchronised(open: Open) -> None:
-    """A step inside ``no_sync`` uses gradients that are synchronized between the ranks."""
+    """A step inside ``no_sync`` uses gradients that are synchronized across ranks."""
     accelerator = open()
     dtype, tolerance = _precision(accelerator)
     model, optimizer = _prepared(accelerator, _sgd, dtype)
@@ -138,7 +138,7 @@ def an_unsynchronised_step_is_synchronised(open: Open) -> None:
 
 
 def two_models_train(open: Open) -> None:
-    """Two models with two optimizers train with one loss, or preparing them raises an error."""
+    """Two models with two optimizers can be trained with one loss, or else preparing them raises an error."""
     accelerator = open()
     dtype, tolerance = _precision(accelerator)
     models = [_model(dtype, seed) for seed in (0, 1)]
@@ -149,7 +149,8 @@ def two_models_train(open: Open) -> None:
         except EchelonError:
             return
         raise AssertionError(
-            f"{accelerator.capabilities.name} prepared two models, although its capabilities exclude it"
+            f"{accelerator.capabilities.name} prepared two models, but its capabilities say that it does not "
+            "support this"
         )
     plain_models = copy.deepcopy(models)
     plain = [_sgd(model) for model in plain_models]
@@ -165,7 +166,7 @@ def two_models_train(open: Open) -> None:
 
 
 def its_state_continues_where_it_was(open: Open) -> None:
-    """A fresh model and optimizer continue identically from a rank's state that was saved and loaded with ``weights_only``."""
+    """A new model and optimizer continue identically from a rank's state that was saved and loaded with ``weights_only``."""
     accelerator = open()
     dtype, tolerance = _precision(accelerator)
     engine = accelerator.session.engine
@@ -222,7 +223,7 @@ def whole_states_leave_and_come_back(open: Open) -> None:
 
 
 def an_infinite_fp16_step_is_skipped(open: Open) -> None:
-    """In fp16, optimizer and scheduler skip an update with infinite gradients and continue; the output is float32."""
+    """In fp16, the optimizer and scheduler skip an update with infinite gradients and then continue. Outputs are float32."""
     accelerator = open(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
     capabilities = accelerator.capabilities
     models: list[Any] = [_model(torch.float32, seed) for seed in range(1 + capabilities.supports_multiple_models)]
@@ -249,12 +250,12 @@ def an_infinite_fp16_step_is_skipped(open: Open) -> None:
         for model, scheduler, earlier in zip(models, schedulers, before):
             now = _from_rank_zero(accelerator.get_state_dict(model))
             moved = any(not torch.equal(earlier[name], now[name]) for name in now)
-            _expect(moved == finite, f"weights moved: {moved}, gradients finite: {finite}")
+            _expect(moved == finite, f"weights changed: {moved}, gradients finite: {finite}")
             _expect(scheduler.scheduler.last_epoch == advanced, f"the scheduler is at {scheduler.scheduler.last_epoch}")
 
 
 def bf16_learns_and_returns_float32(open: Open) -> None:
-    """In bf16, products are bf16, outputs are float32, and the loss decreases."""
+    """In bf16, matrix products are bf16, outputs are float32, and the loss decreases."""
     accelerator = open(mixed_precision="bf16")
     model, optimizer = _prepared(accelerator, _sgd, torch.float32)
     losses = []
@@ -272,7 +273,7 @@ def bf16_learns_and_returns_float32(open: Open) -> None:
 
 
 def outputs_of_any_kind_train(open: Open) -> None:
-    """Outputs of any type give the same update, and their types and non-tensors are preserved."""
+    """Outputs of any type lead to the same update, and their types and non-tensor values are preserved."""
     for precision in ("no", "bf16"):
         accelerator = open(mixed_precision=precision)
         dtype, tolerance = _precision(accelerator) if precision == "no" else (torch.float32, math.inf)
@@ -289,7 +290,9 @@ def outputs_of_any_kind_train(open: Open) -> None:
                     warnings.simplefilter("ignore", EchelonWarning)
                 output = prepared(_mine(accelerator, x))
             like = make(logits=None, hidden=None, note=None, missing=None)
-            _expect(type(output) is type(like), f"the output is a {type(output).__name__}, not a {kind}")
+            _expect(
+                type(output) is type(like), f"expected the output to be a {kind}, but got a {type(output).__name__}"
+            )
             items = items_of(output)
             names = ["logits", "hidden", "note", "missing"][: 3 if kind == "ModelOutput" else 4]
             _expect(list(items) == names, f"{kind}: the items are {list(items)}")
@@ -310,7 +313,7 @@ def outputs_of_any_kind_train(open: Open) -> None:
 
 
 def evaluation_gives_one_process_s_numbers(open: Open) -> None:
-    """Gathered evaluation outputs match those of one process, with each sample once."""
+    """Gathered evaluation outputs match those from one process, and contain each sample once."""
     accelerator = open()
     inner = nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2))
     for parameter in inner.parameters():
@@ -326,7 +329,7 @@ def evaluation_gives_one_process_s_numbers(open: Open) -> None:
 
 
 def unwrapping_gives_the_user_s_module(open: Open) -> None:
-    """``unwrap`` returns the user's module with its parameter names."""
+    """``unwrap`` returns the user's module with its original parameter names."""
     accelerator = open()
     model, _ = _prepared(accelerator, _sgd, torch.float32)
     inner = accelerator.session.engine.unwrap(model)
@@ -336,7 +339,7 @@ def unwrapping_gives_the_user_s_module(open: Open) -> None:
 
 
 def exact_parity_holds(open: Open) -> None:
-    """With ``parity="exact"``, 17 samples in global batches of 7 give the updates of one process."""
+    """With ``parity="exact"``, 17 samples in global batches of 7 lead to the same updates as in one process."""
     accelerator = open(parity="exact")
     dtype, tolerance = _precision(accelerator)
     samples = _data(dtype).flatten(0, 2)[:17]
@@ -356,7 +359,7 @@ def exact_parity_holds(open: Open) -> None:
 
 
 def ranks_may_end_at_different_steps(open: Open) -> None:
-    """Rank r makes r + 1 steps inside ``join``, and all agree afterwards; or an error names the rank that ended first."""
+    """Rank ``r`` runs ``r + 1`` steps inside ``join`` and all ranks then agree, or an error names the rank that ended first."""
     accelerator = open()
     dtype, _ = _precision(accelerator)
     model, optimizer = _prepared(accelerator, _sgd, dtype)
@@ -371,7 +374,7 @@ def ranks_may_end_at_different_steps(open: Open) -> None:
 
 
 def _expect_the_first_to_end_is_named(accelerator: Accelerator, model: Any, optimizer: Any, dtype: torch.dtype) -> None:
-    """Check the error when the last rank has one batch fewer than the others."""
+    """Check the error that is raised if the last rank has one batch fewer than the others."""
     n = accelerator.num_processes
     if n == 1:
         return
@@ -383,7 +386,7 @@ def _expect_the_first_to_end_is_named(accelerator: Accelerator, model: Any, opti
     except DesyncError as error:
         _expect(f"rank {n - 1} ended" in str(error), f"the error does not name the rank that ended first: {error}")
     else:
-        _expect(accelerator.process_index == n - 1, "a rank continued after another one had ended")
+        _expect(accelerator.process_index == n - 1, "a rank continued after another rank had ended")
 
 
 CHECKS: tuple[Check, ...] = (
@@ -429,7 +432,7 @@ def _loss(output: torch.Tensor) -> torch.Tensor:
 
 
 def _data(dtype: torch.dtype) -> torch.Tensor:
-    """Return [updates, micro-steps, samples of all ranks, features]."""
+    """Return a tensor of shape [updates, micro-steps, samples on all ranks, features]."""
     data = torch.randn(6, 2, _SAMPLES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     return data.to(dtype)
 
@@ -437,7 +440,7 @@ def _data(dtype: torch.dtype) -> torch.Tensor:
 def _plain_update(
     model: nn.Module, optimizer: torch.optim.Optimizer, window: Iterable[torch.Tensor], *, max_norm: float = math.inf
 ) -> float:
-    """Make one update with the clipped mean gradient over ``window``; return the norm before clipping."""
+    """Perform one update with the clipped mean gradient over ``window``, and return the norm before clipping."""
     window = list(window)
     optimizer.zero_grad()
     for x in window:
@@ -453,7 +456,7 @@ def _plain_update(
 def _mine(accelerator: Accelerator, x: torch.Tensor) -> torch.Tensor:
     if _SAMPLES % accelerator.num_processes:
         raise UsageError(
-            f"{_SAMPLES} samples cannot be divided among {accelerator.num_processes} processes",
+            f"{_SAMPLES} samples cannot be divided evenly among {accelerator.num_processes} processes",
             do="run the contract on 1, 2, 3, 4, 6 or 12 processes",
         )
     return x.chunk(accelerator.num_processes)[accelerator.process_index].to(accelerator.device)
@@ -462,14 +465,14 @@ def _mine(accelerator: Accelerator, x: torch.Tensor) -> torch.Tensor:
 def _step(
     accelerator: Accelerator, model: Any, optimizer: Any, x: torch.Tensor, *, num_items: float | None = None
 ) -> None:
-    """Make an update or a micro-step with the batch ``x`` of this rank."""
+    """Perform an update or a micro-step with this rank's batch ``x``."""
     accelerator.backward(_loss(model(x)), num_items=num_items)
     optimizer.step()
     optimizer.zero_grad()
 
 
 def _precision(accelerator: Accelerator) -> tuple[torch.dtype, float]:
-    """Return the widest dtype of the engine and its relative tolerance."""
+    """Return the widest dtype that the engine supports, and its relative tolerance."""
     return (torch.float64, 1e-12) if accelerator.capabilities.keeps_float64 else (torch.float32, 1e-5)
 
 
@@ -482,7 +485,7 @@ def _prepared(
 
 
 def _from_rank_zero(value: Any) -> Any:
-    """Return rank zero's ``value`` on every rank. Collective: every rank."""
+    """Return rank zero's ``value`` on every rank. Collective: call on every rank."""
     (value,) = broadcast_object_list([value])
     return copy.deepcopy(value)
 
@@ -500,21 +503,25 @@ Weights = Mapping[str, torch.Tensor]
 
 
 def _expect_equal(weights: Weights | None, expected: Weights | None, tolerance: float) -> None:
-    """Compare full weights on ranks that have them, by the norm of the difference relative to the expected norm."""
+    """Compare full weights on the ranks that have them, using the norm of the difference relative to the expected norm."""
     if weights is None or expected is None:
         _expect(dist.is_initialized() and dist.get_rank() > 0, "rank zero has no weights")
         return
     _expect(list(weights) == list(expected), f"names are {list(weights)}, not {list(expected)}")
     for name, value in expected.items():
         off = float((weights[name].cpu() - value.cpu()).norm())
-        _expect(off <= tolerance * float(value.norm()), f"{name} is off by {off / float(value.norm()):.1e} of its norm")
+        _expect(
+            off <= tolerance * float(value.norm()), f"{name} has a relative error of {off / float(value.norm()):.1e}"
+        )
 
 
 def main() -> None:
-    """Run every check with the engine named on the command line; rank zero prints each check that passes."""
+    """Run every check with the engine named on the command line. Rank zero prints each check that passes."""
     parser = ArgumentParser(prog="python -m echelon.testing.engine_contract", description=main.__doc__)
-    parser.add_argument("engine", help="name of an engine of echelon, or of an installed package's entry point")
-    parser.add_argument("--cpu", action="store_true", help="use the CPU even if accelerators are present")
+    parser.add_argument(
+        "engine", help="name of an engine, either built into echelon or registered by an installed package"
+    )
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even if accelerators are available")
     arguments = parser.parse_args()
     for check in CHECKS:
         check(partial(Accelerator, engine=arguments.engine, cpu=arguments.cpu))

@@ -1,4 +1,4 @@
-"""Findings that the ranks of ``echelon test`` send to the command, and the evidence file; does not import torch."""
+"""The findings that ranks in ``echelon test`` send to the command, and the evidence file. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = [
 ]
 
 WEIGHTS_FILE = "weights.json"
-"""Name of the file with the digests of the final weights, which a later start compares with."""
+"""Name of the file with the final weights' digests, for comparison in a later attempt."""
 OWNED_FILE = "owned"
-"""Marks a directory that the ranks must not remove, because its creator does."""
+"""Marks a directory that ranks must not remove, because its creator removes it."""
 
 _FILE = "findings.jsonl"
 
@@ -41,15 +41,15 @@ class CheckFinding:
 
     name: str
     passed: bool | None
-    """None if the check was skipped, for the reason in ``text``."""
+    """None if the check was skipped; ``text`` contains the reason."""
     text: str
     do: str = ""
-    """Advice if the check failed."""
+    """What to do if the check failed."""
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 class EvidenceWriter:
-    """Appends findings to a file in ``folder``; of the processes that share the directory, all but one are silent."""
+    """Appends findings to a file in ``folder``. Only one of the processes that share the directory writes."""
 
     def __init__(self, folder: Path, *, is_silent: bool) -> None:
         self._folder = folder
@@ -64,11 +64,11 @@ class EvidenceWriter:
     def found(
         self, name: str, passed: bool | None, text: str, *, do: str = "", figures: Mapping[str, Any] | None = None
     ) -> None:
-        """Record the result of a check; the arguments are those of ``CheckFinding``."""
+        """Record the result of a check. The arguments are those of ``CheckFinding``."""
         self._write({"name": name, "passed": passed, "text": text, "do": do, "figures": dict(figures or {})})
 
     def keep(self, weights: Mapping[str, Any]) -> None:
-        """Store the digests for a later start."""
+        """Store the digests for a later attempt."""
         if not self.is_silent:
             (self._folder / WEIGHTS_FILE).write_text(json.dumps(weights), encoding="utf-8")
 
@@ -79,7 +79,7 @@ class EvidenceWriter:
 
 
 def read_findings(folder: Path) -> Iterator[list[TestStart | CheckFinding]]:
-    """Yield forever the complete findings that were added to ``folder`` since the last iteration."""
+    """In each iteration, yield the complete findings added to ``folder`` since the previous iteration. Never ends."""
     offset = 0
     while True:
         text = b""

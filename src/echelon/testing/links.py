@@ -1,4 +1,4 @@
-"""The bandwidth between each pair of machines: the program that ``echelon doctor --nnodes`` runs, one process on each."""
+"""Measures the bandwidth between each pair of machines. Run by ``echelon doctor --nnodes``, one process per machine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SMALL_CALLS = 50
 _LARGE_BYTES = 16 << 20
 _LARGE_CALLS = 5
 _SLOW = 0.5
-"""A link with less than this fraction of the median bandwidth is reported as slow."""
+"""Links with less than this fraction of the median bandwidth are reported as slow."""
 
 
 def main() -> None:
-    """Measure every pair in turn while the other ranks wait; rank zero prints the results.
+    """Measure each pair in turn while the other ranks wait. Rank zero prints the results.
 
-    Collective: every rank runs this.
+    Collective: call on every rank.
     """
     world = setup()
     names: list[str] = [""] * world.world_size
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _measure(world: World, pair: tuple[int, int]) -> tuple[float, float]:
-    """Return the round-trip time of a small message in seconds, and the bytes per second of large ones."""
+    """Return the round-trip time of a small message in seconds, and the bandwidth of large messages in bytes per second."""
     other = pair[1] if world.rank == pair[0] else pair[0]
     small = torch.zeros(1, device=world.device)
     large = torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device=world.device)
@@ -66,9 +66,11 @@ def _measure(world: World, pair: tuple[int, int]) -> tuple[float, float]:
 def _print_links(found: dict[tuple[int, int], tuple[float, float]], names: list[str], backend: str) -> None:
     usual = statistics.median(rate for _, rate in found.values()) if found else 0.0
     by = environ.get("GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME")
-    print(f"all {len(names)} machines can communicate ({backend}, interface of this machine: {by or 'automatic'})")
+    print(
+        f"all {len(names)} machines can communicate ({backend}, network interface on this machine: {by or 'automatic'})"
+    )
     for (one, other), (seconds, rate) in found.items():
-        slow = "  SLOW: less than half of the median" if rate < _SLOW * usual else ""
+        slow = "  SLOW: less than half the median bandwidth" if rate < _SLOW * usual else ""
         print(
             f"  {one} {names[one]} - {other} {names[other]}: {rate / 1e6:,.0f} MB/s, round trip {seconds * 1e6:,.0f} us{slow}"
         )

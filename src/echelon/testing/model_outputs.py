@@ -1,4 +1,4 @@
-"""Non-tensor outputs of a forward pass, for tests of engines."""
+"""Various output types for a forward pass, for testing engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["OUTPUT_KINDS", "OutputNote", "PlainObject", "Returning", "items_of"]
 
 
 class OutputNote:
-    """A non-tensor in an output, which must be returned as the same object."""
+    """A non-tensor value in an output, which must be returned as the same object."""
 
 
 class _NamedTuple(NamedTuple):
@@ -56,7 +56,7 @@ class _FrozenSlots:
 
 
 class _Mirrored(OrderedDict[str, Any]):
-    """Like ``transformers.utils.ModelOutput``: items are also attributes, None is not an item, and ``update`` raises."""
+    """Like ``transformers.utils.ModelOutput``: items are also attributes, None is not an item, and ``update`` raises an error."""
 
     def __init__(self, **items: Any) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Mirrored(OrderedDict[str, Any]):
 
 
 class _Watched(dict[str, Any]):
-    """A dict subclass with side effects: its constructor takes no arguments, and it counts changes."""
+    """A dict subclass with side effects: its constructor takes no arguments, and it counts changes to its items."""
 
     __slots__ = ("__dict__", "num_changes")
 
@@ -164,11 +164,11 @@ OUTPUT_KINDS: dict[str, Callable[..., Any]] = {
     "Mapping": lambda **items: _ReadOnly(items),
     "nested": lambda **items: {"inner": [_Frozen(**items)]},
 }
-"""For each kind, a function that builds an output from its items."""
+"""Maps each kind of output to a function that builds it from its items."""
 
 
 def items_of(output: Any) -> dict[str, Any]:
-    """Return the items of an output of any kind, in order; None values only if the kind stores them."""
+    """Return the items of an output of any kind, in order. None values are included only if the kind stores them."""
     if isinstance(output, _NamedTuple):
         return output._asdict()
     if isinstance(output, Mapping):
@@ -181,7 +181,7 @@ def items_of(output: Any) -> dict[str, Any]:
 
 
 class Returning(nn.Module):
-    """Returns the output of ``inner`` as the logits of another kind; ``head`` computes an output that no loss uses."""
+    """Returns the output of ``inner`` as the logits of another kind of output. ``head`` computes an output that no loss uses."""
 
     def __init__(self, inner: nn.Module, make: Callable[..., Any], head: nn.Module | None = None) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Returning(nn.Module):
         self.note = OutputNote()
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Run ``inner`` and ``head``, and build the output."""
+        """Run ``inner`` and ``head``, and build the output from their results."""
         logits = self.inner(x)
         hidden = (logits * 2, (logits if self.head is None else self.head(x)) * 3)
         return self.make(logits=logits, hidden=hidden, note=self.note, missing=None)

@@ -1,7 +1,7 @@
-"""The program that ``echelon test`` runs on every rank: compares a small training run with a plain PyTorch loop.
+"""The program that ``echelon test`` runs on every rank. It compares a small training run with a plain PyTorch loop.
 
-To run it manually, with the results in ``FOLDER/findings.jsonl``:
-``echelon launch --cpu --num_processes 2 --max_restarts 1 -m echelon.testing.self_test layout FOLDER``
+To run it manually and write the results to ``FOLDER/findings.jsonl``: ``echelon launch --cpu --num_processes 2 --max_restarts
+1 -m echelon.testing.self_test layout FOLDER``
 """
 
 from __future__ import annotations
@@ -59,31 +59,31 @@ ACCELERATOR_SIZES = (*SIZES, 1 << 28)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A regression on seeded random numbers, with enough samples for every rank in each update."""
+    """A regression problem on seeded random numbers, with enough samples for every rank in each update."""
 
     world_size: int
     dtype: torch.dtype
 
     @property
     def batch_size(self) -> int:
-        """Samples per update, over all ranks."""
+        """Number of samples per update, across all ranks."""
         return max(24, 3 * self.world_size // 2)
 
     @property
     def num_samples(self) -> int:
-        """Samples per epoch; the last batch is incomplete."""
+        """Number of samples per epoch. The last batch is incomplete."""
         return 5 * self.batch_size + self.batch_size // 2 - 2
 
     @property
     def num_updates(self) -> int:
-        """Updates of the whole run."""
+        """Number of updates in the whole run."""
         return EPOCHS * math.ceil(self.num_samples / self.batch_size)
 
     @property
     def tolerance(self) -> float:
-        """Largest relative difference of weights that the order of summation can explain.
+        """Largest relative difference between weights that the order of summation can explain.
 
-        In float64, the promise of docs/parity.md; otherwise, one rounding error per sample and update.
+        In float64, this is what docs/parity.md guarantees; otherwise, it is one rounding error per sample and update.
         """
         return (
             1e-12 if self.dtype is torch.float64 else self.num_updates * self.batch_size * torch.finfo(self.dtype).eps
@@ -106,7 +106,7 @@ class ToyDataset(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
 
 
 def build_model(problem: Problem, *, dropout: float = 0.0) -> nn.Module:
-    """Return the model, with the same weights on every rank."""
+    """Return the model, which has the same weights on every rank."""
     torch.manual_seed(SEED)
     return nn.Sequential(
         nn.Linear(16, 32), nn.Tanh(), nn.LayerNorm(32), nn.Dropout(dropout), nn.Linear(32, 4, bias=False)
@@ -114,7 +114,7 @@ def build_model(problem: Problem, *, dropout: float = 0.0) -> nn.Module:
 
 
 def plain(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
-    """Train the reference with plain PyTorch on full batches in this process, and return the weights."""
+    """Train the reference model on full batches in this process using plain PyTorch, and return its weights."""
     samples, model = ToyDataset(problem), build_model(problem).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     for epoch in range(EPOCHS):
@@ -129,14 +129,14 @@ def plain(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
 
 @dataclass(slots=True, kw_only=True)
 class Trained:
-    """Results of a run with echelon."""
+    """Results of a run that uses echelon."""
 
     weights: dict[str, torch.Tensor] | None = None
-    """Final weights; only on rank zero if parameters are sharded."""
+    """Final weights; available only on rank zero if parameters are sharded."""
     samples: list[list[int]] = field(default_factory=list)
-    """Indices of the samples of all ranks, by epoch."""
+    """Indices of the samples used on all ranks, by epoch."""
     resumed_at: int = 0
-    """Update after which the run resumed."""
+    """The update after which the run resumed."""
 
 
 def train(
@@ -147,7 +147,7 @@ def train(
     resumes: bool = False,
     after_update: Callable[[int], None] = lambda update: None,
 ) -> Trained:
-    """Train as a user script would. Collective."""
+    """Train in the same way as a user's script. Collective."""
     model = build_model(problem, dropout=dropout)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     loader: Any = DataLoader(ToyDataset(problem), batch_size=problem.batch_size, shuffle=True)
@@ -175,7 +175,7 @@ def train(
 
 
 def check_world(accelerator: Accelerator, writer: EvidenceWriter) -> None:
-    """Check that all ranks communicate, and that each has a separate device. Collective."""
+    """Check that all ranks can communicate and that each has its own device. Collective."""
     writer.begin("world")
     world = accelerator.world
     here = [
@@ -194,9 +194,11 @@ def check_world(accelerator: Accelerator, writer: EvidenceWriter) -> None:
     n = world.world_size
     problems = []
     if [rank["rank"] for rank in ranks] != list(range(n)):
-        problems.append(f"ranks {[rank['rank'] for rank in ranks]} answered, not 0 to {n - 1}")
+        problems.append(
+            f"expected answers from ranks 0 to {n - 1}, but got answers from {[rank['rank'] for rank in ranks]}"
+        )
     if total != n * (n + 1) // 2:
-        problems.append(f"the sum of rank + 1 is {total}, not {n * (n + 1) // 2}")
+        problems.append(f"expected the sum of rank + 1 to be {n * (n + 1) // 2}, but got {total}")
     if world.device.type != "cpu" and len(places) < n:
         problems.append(f"{n} ranks share {len(places)} devices")
     names = sorted({rank["name"] for rank in ranks})
@@ -205,7 +207,7 @@ def check_world(accelerator: Accelerator, writer: EvidenceWriter) -> None:
         not problems,
         "; ".join(problems)
         or f"{_count(n, 'rank')} on {_count(len(hosts), 'machine')} ({', '.join(names)}), {world.backend}",
-        do="check the devices and the network of the machines with: echelon env",
+        do="check each machine's devices and network with echelon env",
         figures={
             "world_size": n,
             "num_machines": len(hosts),
@@ -221,7 +223,7 @@ def check_world(accelerator: Accelerator, writer: EvidenceWriter) -> None:
 
 
 def check_exact(accelerator: Accelerator, writer: EvidenceWriter) -> str:
-    """Check that the weights match plain PyTorch and that each sample is used once; return the digest. Collective."""
+    """Check that the weights match plain PyTorch and that each sample is used once. Return the weights' digest. Collective."""
     writer.begin("exact")
     problem = _problem(accelerator)
     trained = train(accelerator, problem)
@@ -234,7 +236,7 @@ def check_exact(accelerator: Accelerator, writer: EvidenceWriter) -> str:
         error <= problem.tolerance,
         f"{problem.num_updates} updates on {_count(accelerator.num_processes, 'rank')} against plain PyTorch on one: relative error "
         f"{error:.1e} ({dtype}, tolerance {problem.tolerance:.0e})",
-        do="report it with the evidence file: the update depends on how the batch was split",
+        do="report this problem and attach the evidence file: the update depends on how the batch was split",
         figures={
             "error": error,
             "tolerance": problem.tolerance,
@@ -244,7 +246,7 @@ def check_exact(accelerator: Accelerator, writer: EvidenceWriter) -> str:
         },
     )
     wrong = [
-        f"epoch {epoch}: {len(numbers)} samples, {len(set(numbers))} different"
+        f"epoch {epoch}: {len(numbers)} samples were used, of which {len(set(numbers))} are different"
         for epoch, numbers in enumerate(trained.samples)
         if sorted(numbers) != list(range(problem.num_samples))
     ]
@@ -253,14 +255,14 @@ def check_exact(accelerator: Accelerator, writer: EvidenceWriter) -> str:
         not wrong,
         "; ".join(wrong)
         or f"{EPOCHS} epochs of {problem.num_samples} samples in batches of {problem.batch_size}: each sample once per epoch",
-        do="report it with the evidence file: samples were repeated or omitted",
+        do="report this problem and attach the evidence file: samples were repeated or omitted",
         figures={"epochs": EPOCHS, "samples": problem.num_samples, "batch_size": problem.batch_size},
     )
     return digest
 
 
 def train_until_killed(accelerator: Accelerator, writer: EvidenceWriter) -> None:
-    """Train and save until the last rank is killed. Collective."""
+    """Train and save checkpoints until the last rank is killed. Collective."""
     writer.begin("restart")
 
     def after_update(update: int) -> None:
@@ -270,22 +272,25 @@ def train_until_killed(accelerator: Accelerator, writer: EvidenceWriter) -> None
             os.kill(os.getpid(), signal.SIGKILL)
 
     train(accelerator, _problem(accelerator), after_update=after_update)
-    raise AssertionError("training finished although a rank was killed")
+    raise AssertionError("training finished even though a rank was killed")
 
 
 def check_restart(accelerator: Accelerator, writer: EvidenceWriter, *, undisturbed: str) -> None:
-    """Check that the run resumes from its checkpoint and ends with the digest ``undisturbed``. Collective."""
+    """Check that the run resumes from its checkpoint and that its weights end with the digest ``undisturbed``. Collective."""
     trained = train(accelerator, _problem(accelerator), resumes=True)
     digest = broadcast_object_list([_digest(trained.weights)])[0]
     killed, saved = accelerator.num_processes - 1, KILL_AFTER - KILL_AFTER % SAVE_EVERY
-    problems = [f"the ranks resumed from update {trained.resumed_at}, not {saved}"] * (trained.resumed_at != saved)
-    problems += ["the weights differ from those of an uninterrupted run"] * (digest != undisturbed)
+    problems = [
+        f"expected the ranks to resume from update {saved}, but they resumed from update {trained.resumed_at}"
+    ] * (trained.resumed_at != saved)
+    problems += ["the weights differ from the weights in an uninterrupted run"] * (digest != undisturbed)
     writer.found(
         "restart",
         not problems,
         f"rank {killed} was killed after update {KILL_AFTER}; "
         + (" and ".join(problems) or f"the ranks resumed from update {saved} and ended with identical weights"),
-        do="report it with the evidence file; docs/checkpoints.md describes what a resumed run guarantees",
+        do="report this problem and attach the evidence file; docs/checkpoints.md describes what is guaranteed "
+        "for resumed runs",
         figures={
             "killed_rank": killed,
             "killed_after_update": KILL_AFTER,
@@ -300,7 +305,7 @@ def check_bandwidth(accelerator: Accelerator, writer: EvidenceWriter, *, is_quic
     """Measure the bandwidth between the ranks. Collective."""
     writer.begin("bandwidth")
     if accelerator.num_processes == 1:
-        writer.found("bandwidth", None, "a single rank does not communicate")
+        writer.found("bandwidth", None, "a single rank does not need to communicate")
         return
     device = accelerator.device
     sizes = QUICK_SIZES if is_quick else SIZES if device.type == "cpu" else ACCELERATOR_SIZES
@@ -318,7 +323,7 @@ def check_bandwidth(accelerator: Accelerator, writer: EvidenceWriter, *, is_quic
 
 
 def part_layout(folder: Path, *, is_quick: bool) -> None:
-    """Run all distributed checks in two attempts; the first one ends when a rank is killed. Collective."""
+    """Run all distributed checks in two attempts. The first attempt ends when a rank is killed. Collective."""
     if environ.get("TORCHELASTIC_RESTART_COUNT") in (None, "0"):
         first_attempt(folder)
     elif (folder / WEIGHTS_FILE).exists():
@@ -339,7 +344,7 @@ def first_attempt(folder: Path) -> None:
 
 
 def second_attempt(folder: Path, *, is_quick: bool) -> None:
-    """Resume the run of the first attempt, and run the remaining checks. Collective."""
+    """Resume the first attempt's run, and run the remaining checks. Collective."""
     known = json.loads((folder / WEIGHTS_FILE).read_text(encoding="utf-8"))
     accelerator = _exact(folder, is_shared=known["is_shared"])
     writer = _evidence_writer(accelerator, folder, is_shared=known["is_shared"])
@@ -357,22 +362,23 @@ def second_attempt(folder: Path, *, is_quick: bool) -> None:
 
 
 def part_alone(folder: Path) -> None:
-    """Repeat the bitwise run in this process alone."""
+    """Repeat the bitwise run in a single process."""
     before = json.loads((folder / WEIGHTS_FILE).read_text(encoding="utf-8"))
     world_size = before["world_size"]
     digest = train_bitwise(world_size, cpu=True)
     EvidenceWriter(folder, is_silent=False).found(
         "bitwise",
         digest == before["bitwise"],
-        f"{_count(world_size, 'rank')} and 1 rank end with "
+        f"{_count(world_size, 'rank')} and 1 rank end training with "
         + ("bit-identical weights" if digest == before["bitwise"] else "different weights"),
-        do="compare the versions of torch and the CPUs of the machines; report it with the evidence file",
+        do="compare the torch versions and the CPUs on the machines; if they match, report this problem and "
+        "attach the evidence file",
         figures={"weights": before["bitwise"], "weights_alone": digest},
     )
 
 
 def train_bitwise(world_size: int, *, cpu: bool = False) -> str:
-    """Train with ``parity="bitwise"`` and dropout; return the digest of the weights. Collective."""
+    """Train with ``parity="bitwise"`` and dropout. Return the weights' digest. Collective."""
     accelerator = Accelerator(parity="bitwise", cpu=cpu, canonical_shards=max(8, world_size), **_settings())
     trained = train(accelerator, Problem(world_size=world_size, dtype=torch.float64), dropout=0.1)
     digest: str = broadcast_object_list([_digest(trained.weights)])[0]
@@ -404,7 +410,7 @@ def _evidence_writer(accelerator: Accelerator, folder: Path, *, is_shared: bool)
 
 
 def _settings() -> dict[str, Any]:
-    """Return settings for every Accelerator that override those of the user's config file."""
+    """Return the settings for every Accelerator, which override the user's config file."""
     return {
         "seed": SEED,
         "mixed_precision": "no",
@@ -422,10 +428,10 @@ def _problem(accelerator: Accelerator) -> Problem:
 
 def _why_not_bitwise(accelerator: Accelerator) -> str | None:
     if accelerator.num_processes == 1:
-        return "a single rank: nothing to compare with"
+        return "there is only one rank, so there is nothing to compare"
     if accelerator.device.type != "cpu":
-        return f"not tested on {accelerator.device.type}, where it depends on the kernels"
-    return None if accelerator.capabilities.sums_shards else "the engine does not sum gradients in canonical order"
+        return f"not tested on {accelerator.device.type}, where the result depends on the kernels"
+    return None if accelerator.capabilities.sums_shards else "the engine does not sum gradients in a canonical order"
 
 
 def _relative_error(weights: Mapping[str, torch.Tensor] | None, reference: Mapping[str, torch.Tensor]) -> float:
@@ -462,7 +468,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one part; the arguments are its name, the directory for its findings, and --quick."""
+    """Run one part of the test. The arguments are its name, the directory for its findings, and --quick."""
     parser = argparse.ArgumentParser(prog="echelon.testing.self_test")
     parser.add_argument("part", choices=("layout", "alone"))
     parser.add_argument("folder", type=Path)

@@ -174,7 +174,7 @@ def _require_library(where: str) -> None:
     """Raise MissingExtraError if DeepSpeed is missing; transformers' own error would explain neither cause nor remedy."""
     if not is_available("deepspeed"):
         raise MissingExtraError(
-            "sharding with DeepSpeed needs the package 'deepspeed', which is not installed",
+            "sharding with DeepSpeed requires the package 'deepspeed', which is not installed",
             where=where,
             do="pip install 'echelon[deepspeed]', or pass engine='fsdp2' to train the same way with torch",
         )

@@ -1,1 +1,1 @@
-"""The checkpoint layouts of Accelerate and of transformers' Trainer. Reading them never runs code from a file."""
+"""The checkpoint layouts of Accelerate and transformers' Trainer. Reading them never runs code stored in a file."""

@@ -1,4 +1,4 @@
-"""Accelerate's layout: file names, reader and writer, and the conversion from and to echelon's format."""
+"""Accelerate's layout: file names, a reader and a writer, and conversion to and from echelon's format."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 OURS = "echelon"
-"""Key under which echelon adds data to two of the files. Accelerate ignores unknown keys."""
+"""Key under which echelon stores additional data in two of the files. Accelerate ignores unknown keys."""
 POSITION_NAME = "dl_state_dict"
 _CUSTOM_NAME = "custom_checkpoint"
 # Key in the RNG states of a rank for data that this layout cannot represent.
@@ -79,16 +79,16 @@ class TrainingState:
     """The training state that one rank writes."""
 
     weights: Sequence[Mapping[str, Any] | None]
-    """Weights of each model by name; None on ranks that do not have the whole model."""
+    """Each model's weights by name; None on ranks that do not hold the whole model."""
     optimizers: Sequence[Any]
     schedulers: Sequence[Any]
     orders: Sequence[dict[str, Any]]
-    """State of each loader that determines the sample order of its next pass."""
+    """For each loader, the state that determines the sample order of its next pass."""
     positions: Sequence[list[dict[str, Any]]]
-    """Position of each loader in its pass, by rank; empty for a loader without a position."""
+    """Each loader's position in its pass, by rank; empty for a loader without a position."""
     scaler: dict[str, Any] | None
     random_states: dict[str, Any]
-    """RNG states of this process."""
+    """This process's RNG states."""
     step: int
     progress: dict[str, Any] | None
     """Counters of the run."""
@@ -99,7 +99,7 @@ class TrainingState:
 
 
 def is_state_file(name: str) -> bool:
-    """Return whether a file of this name belongs to the layout."""
+    """Return whether a file with this name belongs to the layout."""
     return _FILES.fullmatch(name) is not None
 
 
@@ -109,7 +109,7 @@ def state_path(folder: Path, name: str, index: int, *, suffix: str = ".bin") -> 
 
 
 def weights_path(folder: Path, index: int) -> Path:
-    """Return the path of a model's weights: the safetensors file, unless only the ``torch.save`` file exists."""
+    """Return the path of a model's weights: the ``torch.save`` file if only that file exists, else the safetensors file."""
     safe, other = (
         state_path(folder, SAFE_MODEL_NAME, index, suffix=".safetensors"),
         state_path(folder, MODEL_NAME, index),
@@ -118,7 +118,7 @@ def weights_path(folder: Path, index: int) -> Path:
 
 
 def random_path(folder: Path, rank: int) -> Path:
-    """Return the path of the RNG states of ``rank``."""
+    """Return the path of the file with the RNG states of ``rank``."""
     return folder / f"{RNG_STATE_NAME}_{rank}.pkl"
 
 
@@ -135,7 +135,7 @@ def custom_paths(folder: Path) -> list[Path]:
 def missing_files(
     folder: Path, *, num_models: int, num_optimizers: int, num_schedulers: int, has_scaler: bool
 ) -> list[str]:
-    """Return the names of files that are missing in ``folder`` for loading this number of objects."""
+    """Return the names of files that are needed to load this number of objects but are missing from ``folder``."""
     needed = [
         *(weights_path(folder, i) for i in range(num_models)),
         *(state_path(folder, OPTIMIZER_NAME, i) for i in range(num_optimizers)),
@@ -152,17 +152,17 @@ def missing_files(
 def write_state(
     folder: Path, state: TrainingState, *, rank: int, writes_shared: bool, safe_serialization: bool = True
 ) -> None:
-    """Write the files of this rank.
+    """Write this rank's files to ``folder``.
 
     Args:
         folder: existing folder for the files.
         state: state to write.
         rank: rank of this process.
-        writes_shared: whether this rank writes the files that all ranks share.
-        safe_serialization: whether to write weights as safetensors rather than with ``torch.save``.
+        writes_shared: whether this rank writes the files shared by all ranks.
+        safe_serialization: whether to write weights as safetensors instead of with ``torch.save``.
 
     Raises:
-        CheckpointError: a state contains data that loading would reject.
+        CheckpointError: a state contains data that would be rejected when it is loaded.
     """
     positions = {i: _position_file(states) for i, states in enumerate(state.positions) if states and states[0]["inner"]}
     ours = {
@@ -173,7 +173,7 @@ def write_state(
     }
     if writes_shared:
         for i, weights in enumerate(state.weights):
-            assert weights is not None, "rank zero has the whole of each model"
+            assert weights is not None, "rank zero must hold every model in full"
             if safe_serialization:
                 write_tensors(weights, state_path(folder, SAFE_MODEL_NAME, i, suffix=".safetensors"))
             else:
@@ -193,7 +193,7 @@ def write_state(
 
 
 def _position_file(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return rank zero's position in torchdata's form, which Accelerate reads, with the other ranks' under echelon's key."""
+    """Return rank zero's position in torchdata's format, as Accelerate expects, and the other ranks' under echelon's key."""
     first = states[0]
     rest = {key: value for key, value in first.items() if key not in ("inner", "_iterator_finished")}
     others = [state["inner"] for state in states[1:]]
@@ -208,12 +208,12 @@ def _position_file(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def num_ranks_in_position(file: Mapping[str, Any]) -> int | None:
-    """Return the number of ranks with a position in a loader's file; None for Accelerate's files, which have a single one."""
+    """Return how many ranks have a position in a loader's file, or None for Accelerate's files, which contain only one."""
     return len(file[OURS]["inner_of_others"]) + 1 if OURS in file else None
 
 
 def position_on_rank(file: Mapping[str, Any], rank: int, *, iteration: int = 0) -> dict[str, Any]:
-    """Return a loader's state on ``rank`` from its file. Files of Accelerate need the ``iteration`` argument."""
+    """Return a loader's state on ``rank`` from its file. ``iteration`` is required for files written by Accelerate."""
     inner = {key: value for key, value in file.items() if key != OURS}
     finished = bool(file.get("_iterator_finished"))
     ours = file.get(OURS)
@@ -230,7 +230,7 @@ def position_on_rank(file: Mapping[str, Any], rank: int, *, iteration: int = 0) 
 
 
 def _read_numbered(path_of: Callable[[int], Path]) -> list[Any]:
-    """Load the files 0, 1, ... of a kind."""
+    """Load all files of one kind, numbered 0, 1, ..."""
     found: list[Any] = []
     while (path := path_of(len(found))).is_file():
         found.append(load(path, map_location="cpu"))
@@ -238,7 +238,7 @@ def _read_numbered(path_of: Callable[[int], Path]) -> list[Any]:
 
 
 def _read_positions(folder: Path, num_orders: int, num_ranks: int) -> list[list[Any]]:
-    """Return the position of each loader on each rank, or None if the folder has none."""
+    """Return each loader's position on each rank, or None if the folder contains no positions."""
     files = {int(match[1] or 0): path for path in folder.iterdir() if (match := _POSITIONS.fullmatch(path.name))}
     found: list[list[Any]] = []
     for i in range(max([*files, num_orders - 1], default=-1) + 1):
@@ -255,7 +255,7 @@ def export_accelerate(
 ) -> None:
     """Write ``checkpoint`` in Accelerate's layout to the empty ``folder``.
 
-    Weights are copied in blocks. Each optimizer's state is held in memory while it is written.
+    Weights are copied in blocks. Each optimizer's state is kept in memory while it is being written.
 
     Raises:
         CheckpointError: the layout cannot represent part of the checkpoint.
@@ -296,15 +296,15 @@ def export_accelerate(
 
 
 def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ()) -> ImportedCheckpoint:
-    """Read a checkpoint written by ``save_state`` of Accelerate, or of echelon in Accelerate's layout.
+    """Read a checkpoint written by Accelerate's ``save_state``, or by echelon's in Accelerate's layout.
 
     Args:
-        folder: folder of the checkpoint.
-        parameters: for each optimizer, the names of its parameters in the order of its groups. Required unless the optimizer
-            was given named parameters, in which case its file contains the names.
+        folder: folder that contains the checkpoint.
+        parameters: for each optimizer, its parameter names in the order of its parameter groups. Required unless the
+            optimizer was created with named parameters, in which case its file contains the names.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or can only be read by unpickling.
+        CheckpointError: a file is missing or damaged, or can be read only by unpickling it.
     """
     tensors, extras = read_models(folder)
     optimizers = _read_numbered(lambda i: state_path(folder, OPTIMIZER_NAME, i))
@@ -313,7 +313,8 @@ def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ())
     ours = random[0].get(OURS, {})
     if ours and len(random) != ours["num_processes"]:
         raise CheckpointError(
-            f"{folder} contains RNG states of {len(random)} processes, but {ours['num_processes']} processes saved it",
+            f"{folder} contains RNG states for {len(random)} processes, but it was saved by "
+            f"{ours['num_processes']} processes",
             do="import a complete checkpoint",
         )
     num_orders = ours.get("orders", 0)

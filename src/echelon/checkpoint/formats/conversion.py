@@ -1,4 +1,4 @@
-"""Shared code of the conversions between echelon's format and other layouts."""
+"""Code shared by the conversions between echelon's format and other layouts."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _COPY_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedCheckpoint:
-    """A checkpoint in another layout, loaded into memory."""
+    """A checkpoint from another layout, loaded into memory."""
 
     content: Content
-    """Tensors, and the objects that all ranks share."""
+    """The tensors, and the objects shared by all ranks."""
     ranks: Sequence[Mapping[str, Any]]
     """Objects of each rank."""
     read: frozenset[str]
-    """Names of the files from which the checkpoint was loaded. Other files are copied."""
+    """Names of the files that the checkpoint was loaded from. All other files are copied."""
 
 
 def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) -> Path:
-    """Write ``imported`` and the other files in ``source`` as the checkpoint ``target``. One process writes for all ranks."""
+    """Write ``imported`` and the other files in ``source`` to the checkpoint ``target``. One process writes for all ranks."""
     world = World(
         rank=0,
         local_rank=0,
@@ -81,10 +81,10 @@ def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) 
 
 
 def read_models(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Load all models from another layout: their tensors by name in a checkpoint, and the remaining entries of each model.
+    """Load all models from another layout. Return their tensors by checkpoint name, and each model's remaining entries.
 
     Raises:
-        CheckpointError: the folder has no models, or a file is damaged or contains code.
+        CheckpointError: the folder contains no models, or a file is damaged or contains code.
     """
     tensors: dict[str, Any] = {}
     extras: list[dict[str, Any]] = []
@@ -94,55 +94,58 @@ def read_models(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         tensors |= {f"{prefix}{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
         extras.append({name: value for name, value in state.items() if not isinstance(value, torch.Tensor)})
     if not extras:
-        raise CheckpointError(f"{folder} contains no model weights", do="pass the folder of a complete checkpoint")
+        raise CheckpointError(
+            f"{folder} contains no model weights", do="pass a folder that contains a complete checkpoint"
+        )
     return tensors, extras
 
 
 def num_models_in(checkpoint: Checkpoint) -> int:
-    """Return the number of Accelerator models whose tensors are in a checkpoint."""
+    """Return the number of models that an Accelerator saved in a checkpoint."""
     found = {match[1] for name in checkpoint.names() if (match := re.match(r"models\.(\d+)\.", name))}
     return max(map(int, found), default=-1) + 1
 
 
 def weights_beside(checkpoint: Checkpoint) -> Weights:
-    """Return the weights that a Trainer wrote to separate files for other programs.
+    """Return the weights that a Trainer saved in separate files for other programs.
 
     Raises:
-        CheckpointError: there are no such files, for example because only adapters are trained.
+        CheckpointError: no such files exist, for example because only adapters are trained.
     """
     files = weight_files(checkpoint.folder)
     if not files or any(file.suffix != ".safetensors" for file in files):
         raise CheckpointError(
-            f"{checkpoint.folder} contains no model weights", do="see its contents with `echelon checkpoint show`"
+            f"{checkpoint.folder} contains no model weights", do="run `echelon checkpoint show` to see what it contains"
         )
     return weights_in(files)
 
 
 def training_objects_in(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the objects that an Accelerator saved for all ranks.
+    """Return the objects that an Accelerator saved once for all ranks.
 
     Raises:
-        CheckpointError: the checkpoint was not saved by an Accelerator, or a model's state is not only tensors.
+        CheckpointError: the checkpoint was not saved by an Accelerator, or a model's state contains entries that are not
+            tensors.
     """
     objects = checkpoint.objects()
     missing = [name for name in ("accelerator", "optimizer_groups", "schedulers", "orders") if name not in objects]
     if missing:
         raise CheckpointError(
             f"{checkpoint.folder} was not saved by an Accelerator: it has no {', '.join(missing)}",
-            do="export its weights with `echelon checkpoint merge`, or read it with echelon.checkpoint.read",
+            do="export its weights with `echelon checkpoint merge`, or use echelon.checkpoint.read to read it",
         )
     extras = [i for i, extra in enumerate(objects["extra_states"]) if extra]
     if extras:
         raise CheckpointError(
             f"the state of model {extras[0]} in {checkpoint.folder} has entries that are not tensors "
             f"({', '.join(objects['extra_states'][extras[0]])}), which safetensors files cannot contain",
-            do="load it in the training script, and save it there with safe_serialization=False",
+            do="load it in the training script and save it there with safe_serialization=False",
         )
     return objects
 
 
 def rank_objects_in(checkpoint: Checkpoint) -> dict[int, Any]:
-    """Return the objects of each rank. Some are missing if each machine writes a separate checkpoint."""
+    """Return each rank's objects. Some are missing if each machine wrote a separate checkpoint."""
     world_size = checkpoint.manifest.world_size
     found = {rank: own for rank in range(world_size) if (own := checkpoint.rank_objects(rank)) is not None}
     if len(found) < world_size:
@@ -151,12 +154,12 @@ def rank_objects_in(checkpoint: Checkpoint) -> dict[int, Any]:
 
 
 def custom_states_in(objects: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the states of the objects registered for checkpointing."""
+    """Return the states of objects registered for checkpointing."""
     return [objects[f"custom.{i}"] for i in range(sum(name.startswith("custom.") for name in objects))]
 
 
 def copy_other_files(source: Path, target: Path, *, without: Callable[[str], object]) -> None:
-    """Copy files and folders from ``source`` to ``target``, except names accepted by ``without`` and links (with a warning)."""
+    """Copy ``source`` to ``target``, except for names accepted by ``without`` and (with a warning) links and special files."""
     storage = LocalStorage()
     for name in storage.entries(source):
         kind = storage.kind(source / name)
@@ -169,5 +172,5 @@ def copy_other_files(source: Path, target: Path, *, without: Callable[[str], obj
             with (source / name).open("rb") as file:
                 write_file(storage, target / name, iter(lambda: file.read(_COPY_BYTES), b""))
         else:
-            warn(f"{source / name} is a link or a special file and is not copied")
+            warn(f"{source / name} is a link or a special file and was not copied")
     storage.sync_folder(target)

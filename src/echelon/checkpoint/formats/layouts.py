@@ -1,4 +1,4 @@
-"""Detects the layout of a checkpoint folder from its file names."""
+"""Detects a checkpoint folder's layout from its file names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.compat.constants import (
 __all__ = ["TRAINER_STATE", "Layout", "layout_of", "require_layout", "require_whole"]
 
 Layout = Literal["echelon", "accelerate", "transformers", "sharded"]
-"""Known layouts. ``sharded`` is the format of torch.distributed.checkpoint, which Accelerate writes for FSDP."""
+"""The known layouts. ``sharded`` is the format of torch.distributed.checkpoint, which Accelerate writes for FSDP."""
 
 TRAINER_STATE = "trainer_state.json"
 _OF_ACCELERATE = re.compile(
@@ -57,7 +57,7 @@ def require_layout(folder: Path) -> Layout:
     if layout is None:
         require_folder_or_nothing(LocalStorage(), folder)
         if not folder.is_dir():
-            raise UsageError(f"the folder {folder} does not exist", do="pass the folder of a checkpoint")
+            raise UsageError(f"the folder {folder} does not exist", do="pass a checkpoint folder")
         inside = [folder / "checkpoints", folder]
         found = [
             path for one in inside if one.is_dir() for path in sorted(one.iterdir()) if _NUMBERED.fullmatch(path.name)
@@ -65,15 +65,15 @@ def require_layout(folder: Path) -> Layout:
         newest = max(found, key=lambda path: int(path.name[len("checkpoint_") :]), default=None)
         raise CheckpointError(
             f"{folder} is not a checkpoint: it has no {MANIFEST} and no weights in Accelerate's or transformers' layout",
-            do="pass the folder of a checkpoint; `echelon checkpoint ls` lists the checkpoints in a folder"
+            do="pass a checkpoint folder; `echelon checkpoint ls` lists the checkpoints in a folder"
             if newest is None
-            else f"pass one of the checkpoints in it, such as {newest}",
+            else f"pass one of the checkpoints in this folder, such as {newest}",
         )
     return layout
 
 
 def require_whole(folder: Path) -> Layout:
-    """Return the layout of ``folder``, which must be readable without unpickling.
+    """Return the layout of ``folder``; raise an error if it can be read only by unpickling.
 
     Raises:
         UsageError: the folder does not exist.
@@ -84,7 +84,7 @@ def require_whole(folder: Path) -> Layout:
         raise CheckpointError(
             f"{folder} was written by torch.distributed.checkpoint; its index (.metadata) is a pickle, and unpickling can run "
             "code",
-            do="if you trust the checkpoint, convert it with `accelerate merge-weights` and use the result; or save it with "
-            "FSDP_STATE_DICT_TYPE=FULL_STATE_DICT",
+            do="if you trust the checkpoint, convert it with `accelerate merge-weights` and use the result; "
+            "otherwise, save it again with FSDP_STATE_DICT_TYPE=FULL_STATE_DICT",
         )
     return layout

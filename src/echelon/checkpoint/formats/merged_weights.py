@@ -1,4 +1,4 @@
-"""Exports the unsharded weights of a checkpoint in any layout to standard weight files, in a single process."""
+"""Exports a checkpoint's unsharded weights, from any layout, to standard weight files in a single process."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def merge(
     precision: str | None = None,
     reading: Reading | None = None,
 ) -> list[Path]:
-    """Write the weights of a model in the checkpoint ``source`` to ``folder``, and return the files.
+    """Write a model's weights from the checkpoint ``source`` to ``folder``, and return the new files.
 
-    Safetensors files are copied a few megabytes at a time; ``torch.save`` files are memory-mapped.
+    Safetensors files are copied a few megabytes at a time, and ``torch.save`` files are memory-mapped.
 
     Args:
-        source: checkpoint in echelon's format (every file is verified first), or in Accelerate's or transformers' layout.
-        folder: existing folder; files with the same names are replaced.
-        model: index of the model in ``prepare``; may be None if there is only one.
-        max_shard_bytes: maximum size of one file; None writes one file.
-        precision: key of ``PRECISIONS`` to which floating-point tensors are converted; None keeps their dtypes.
+        source: checkpoint in echelon's format, whose files are all verified first, or in Accelerate's or transformers' layout.
+        folder: existing folder to write to; files with the same names are replaced.
+        model: index of the model in the ``prepare`` call; may be None if there is only one model.
+        max_shard_bytes: maximum size per file; None writes a single file.
+        precision: dtype to convert floating-point tensors to, a key of ``PRECISIONS``; None keeps their dtypes.
         reading: opens the progress bar.
 
     Raises:
@@ -64,7 +64,10 @@ def merge(
         model = _chosen(model, count or 1, source)
         extras = checkpoint.objects().get("extra_states", [])
         if len(extras) > model and extras[model]:
-            warn(f"state entries of model {model} that are not tensors are not exported: {', '.join(extras[model])}")
+            warn(
+                f"the state of model {model} has entries that are not tensors and were not exported: "
+                f"{', '.join(extras[model])}"
+            )
         weights = weights_of(checkpoint, model_prefix(model)) if count else weights_beside(checkpoint)
     else:
         if not weight_files(source):
@@ -84,14 +87,14 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint in any layout to one file in the folder ``output_path``.
+    """Write a checkpoint's weights, from any layout, to one file in the folder ``output_path``.
 
     Args:
-        checkpoint_dir: checkpoint of one model.
-        output_path: folder for the file; created if missing. An existing file is replaced.
-        safe_serialization: whether to write ``model.safetensors``. Otherwise write ``pytorch_model.bin``, which needs memory
-            for all weights.
-        remove_checkpoint_dir: whether to delete the checkpoint, including its optimizers, when the file is on disk.
+        checkpoint_dir: checkpoint that contains one model.
+        output_path: folder for the file, which is created if it does not exist. An existing file is replaced.
+        safe_serialization: whether to write ``model.safetensors`` instead of ``pytorch_model.bin``, which requires enough
+            memory for all weights.
+        remove_checkpoint_dir: whether to delete the checkpoint, including its optimizers, once the file is on disk.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or its index is a pickle.
@@ -128,7 +131,7 @@ def open_whole(source: Path, reading: Reading) -> Checkpoint:
 
 
 def require_apart(source: Path, target: Path) -> None:
-    """Check that ``target`` is not ``source`` or a folder inside it.
+    """Check that ``target`` is neither ``source`` nor a folder inside it.
 
     Raises:
         UsageError: ``target`` is inside ``source``.
@@ -149,11 +152,11 @@ def _chosen(model: int | None, count: int, source: Path) -> int:
     if model is None and count > 1:
         raise UsageError(
             f"{source} contains {count} models",
-            do=f"select one with `echelon checkpoint merge --model N`, where N is 0 to {count - 1}",
+            do=f"select one with `echelon checkpoint merge --model N`, where N is between 0 and {count - 1}",
         )
     if model is not None and not 0 <= model < count:
         raise UsageError(
-            f"{source} has no model {model}: it contains {count}", do=f"use a number from 0 to {count - 1}"
+            f"{source} has no model {model}: it contains {count}", do=f"pass a number between 0 and {count - 1}"
         )
     return model or 0
 

@@ -1,4 +1,4 @@
-"""Converts optimizer states between torch's parameter numbers and the parameter names of echelon's checkpoints."""
+"""Converts optimizer states between torch's parameter indices and the parameter names in echelon's checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMES_FILE = """names = {id(p): n for n, p in model.named_parameters()}
 
 
 def numbered_state(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
-    """Return the state dict of optimizer ``index`` in torch's form; ``groups`` contain parameter names."""
+    """Return the state dict of optimizer ``index`` in torch's format, given ``groups`` with parameter names."""
     names = [name for group in groups for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     keys, values = state_keys(checkpoint, index, names), state_values(checkpoint, index)
@@ -53,14 +53,14 @@ def numbered_state(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], 
 def named_states(
     folder: Path, states: Sequence[Mapping[str, Any]], tensors: dict[str, Any], parameters: Sequence[Sequence[str]]
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Add the tensors of all optimizers to ``tensors``, and return the groups and the entries that are not tensors.
+    """Add all optimizers' tensors to ``tensors``, and return their parameter groups and the entries that are not tensors.
 
     Args:
-        folder: path of the checkpoint, for messages.
+        folder: path of the checkpoint, for use in messages.
         states: state dict of each optimizer.
-        tensors: tensors of the models by name in a checkpoint; extended by this function.
-        parameters: for each optimizer, the names of its parameters in the order of its groups; empty if the states contain the
-            names.
+        tensors: the models' tensors by checkpoint name. This function adds the optimizers' tensors.
+        parameters: for each optimizer, its parameter names in the order of its parameter groups; empty if the states contain
+            the names.
 
     Raises:
         CheckpointError: the names are missing or do not match the parameters.
@@ -68,7 +68,7 @@ def named_states(
     if parameters and len(parameters) != len(states):
         raise CheckpointError(
             f"{folder} has {len(states)} optimizers, but parameter names are given for {len(parameters)}",
-            do="pass --parameters once for each optimizer, in their order",
+            do="pass --parameters once for each optimizer, in the optimizers' order",
         )
     all_groups, all_values = [], []
     for index, state in enumerate(states):
@@ -91,7 +91,7 @@ def named_states(
                     raise CheckpointError(
                         f"{key} of {name} in optimizer {index} of {folder} has shape {list(value.shape)}, but the parameter has "
                         f"shape {list(own.shape)}",
-                        do="list the parameter names in the order of the optimizer's groups",
+                        do="list the parameter names in the order of the optimizer's parameter groups",
                     )
                 tensors[state_name(index, name, key)] = value
         all_values.append(values)
@@ -110,18 +110,18 @@ def named_states(
 def _full_names(
     folder: Path, index: int, given: Sequence[str], count: int, tensors: Mapping[str, Any]
 ) -> Sequence[str]:
-    """Return the names of an optimizer's parameters in a checkpoint, with the prefix of their model."""
+    """Return an optimizer's parameter names in a checkpoint, which include their model's prefix."""
     if not given:
         raise CheckpointError(
             f"optimizer {index} of {folder} identifies its parameters by number, not by name",
-            do="pass --parameters FILE; the training script can write this file with\n"
+            do="pass --parameters FILE, a file that the training script can write with\n"
             f"           {_NAMES_FILE}\n"
             "         or load the checkpoint in the script (accelerator.load_state reads this layout) and save it there",
         )
     if len(given) != count or len(set(given)) != count:
         raise CheckpointError(
-            f"optimizer {index} of {folder} has {count} parameters, but {len(set(given))} different names are given",
-            do="list one name for each of its parameters, in the order of its groups",
+            f"optimizer {index} of {folder} has {count} parameters, but {len(set(given))} different names were given",
+            do="list one name for each of its parameters, in the order of its parameter groups",
         )
     names = list(plain_names(dict.fromkeys(given)))
     models = {match[0] for name in tensors if (match := _MODEL.match(name))}
@@ -132,5 +132,5 @@ def _full_names(
     unknown = [name for name in names if not any(f"{prefix}{name}" in tensors for prefix in ("", *models))]
     raise CheckpointError(
         f"no model in {folder} has all parameters of optimizer {index}: {', '.join((unknown or names)[:3])}",
-        do="use the names from the model's named_parameters()",
+        do="use the names returned by the model's named_parameters()",
     )

@@ -28,11 +28,11 @@ _ALLOWED: tuple[Any, ...] = (
     *{type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]},
     codecs.encode,  # used by pickle for bytes
 )
-PLAIN_DATA = "save tensors, numbers, text, lists, tuples, dicts and numpy arrays"
+PLAIN_DATA = "save only tensors, numbers, strings, lists, tuples, dicts and numpy arrays"
 
 
 def load(f: str | os.PathLike[str] | Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read a ``torch.save`` file of tensors, containers and numpy arrays. A file that contains code is rejected.
+    """Read a ``torch.save`` file that contains tensors, containers and numpy arrays. Files that contain code are rejected.
 
     Args:
         f: path or open file.
@@ -45,7 +45,7 @@ def load(f: str | os.PathLike[str] | Any, map_location: Any = None, **kwargs: An
     """
     if not kwargs.pop("weights_only", True):
         raise UsageError(
-            "load(weights_only=False) would run any code in the file",
+            "load(weights_only=False) would run any code stored in the file",
             do="remove weights_only; if you trust the file, call torch.load yourself",
         )
     name = os.fspath(f) if isinstance(f, (str, os.PathLike)) else "the file"
@@ -56,7 +56,8 @@ def load(f: str | os.PathLike[str] | Any, map_location: Any = None, **kwargs: An
         # torch's message recommends weights_only=False, which would run the code.
         found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"(Unsupported .*)", str(error))
         raise CheckpointError(
-            f"{name} is not loaded, because it could run code: it contains {found[1] if found else 'something'}, which is not "
+            f"{name} was not loaded, because it could run code: it contains {found[1] if found else 'something'}, "
+            "which is not "
             "plain data",
             do=f"{PLAIN_DATA}; if you trust the file, call torch.load yourself",
         ) from error
@@ -67,28 +68,28 @@ def load(f: str | os.PathLike[str] | Any, map_location: Any = None, **kwargs: An
 
 
 def read_all_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
-    """Load the files of all ranks in rank order. Group 1 of ``pattern`` is the rank, or empty.
+    """Load the files of all ranks, in rank order. Group 1 of ``pattern`` matches the rank or nothing.
 
     Raises:
-        CheckpointError: the file of a rank is missing or damaged, or contains code.
+        CheckpointError: a rank's file is missing or damaged, or contains code.
     """
     found = {int(match[1] or 0): path for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
     if not found or sorted(found) != list(range(len(found))):
         raise CheckpointError(
-            f"{folder} contains RNG states of the ranks {sorted(found)} only",
-            do="import a complete checkpoint with the RNG states of all ranks",
+            f"{folder} contains RNG states only for ranks {sorted(found)}",
+            do="import a complete checkpoint, which contains the RNG states of all ranks",
         )
     return [load(found[rank], map_location="cpu") for rank in range(len(found))]
 
 
 def refused_in(f: str | os.PathLike[str] | Any) -> list[str]:
-    """Return the names in a ``torch.save`` file that make ``load`` reject it."""
+    """Return the names in a ``torch.save`` file that cause ``load`` to reject it."""
     with torch.serialization.safe_globals(list(_ALLOWED)):
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(f))
 
 
 def write_pickled(obj: Any, path: Path) -> None:
-    """Write ``obj`` with ``torch.save``. File system errors stay ``OSError``, which torch's writer would hide."""
+    """Write ``obj`` with ``torch.save``. File system errors are raised as ``OSError``, which torch's own writer would hide."""
     with path.open("wb") as file:
         torch.save(obj, file)
 

@@ -1,4 +1,4 @@
-"""The layout of transformers' Trainer: file names, reader and writer, and the conversion from and to echelon's format."""
+"""The layout of transformers' Trainer: file names, a reader and a writer, and conversion to and from echelon's format."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ __all__ = [
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 ARGUMENTS = "training_args.bin"
 ECHELON_DATA = "echelon_data.json"
-"""File with the state that determines the position in the data. transformers ignores it."""
+"""File for the state that determines the position in the data. transformers ignores this file."""
 
 _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _OF_TRAINING = re.compile(rf"(optimizer|scheduler|scaler)\.pt|{_RANDOM.pattern}")
@@ -77,7 +77,7 @@ _EVERY_STEPS = 500  # transformers' default; a resumed Trainer reads it from the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizationState:
-    """The state dicts saved beside the weights; None for objects that do not exist."""
+    """The state dicts saved alongside the weights; None for objects that do not exist."""
 
     optimizer: Any = None
     scheduler: Any = None
@@ -85,7 +85,7 @@ class OptimizationState:
 
 
 def is_state_file(name: str) -> bool:
-    """Return whether a file of this name belongs to the layout."""
+    """Return whether a file with this name belongs to the layout."""
     return _FILES.fullmatch(name) is not None
 
 
@@ -126,7 +126,7 @@ def write_random_states(folder: Path, states: Mapping[str, Any], *, rank: int, n
 
 
 def read_random_states(folder: Path, *, rank: int) -> Mapping[str, Any] | None:
-    """Return the RNG states of ``rank`` under Accelerate's keys, or None if the saved run had no such rank."""
+    """Return the RNG states of ``rank`` under Accelerate's keys, or None if the run that saved them had fewer ranks."""
     for name in (f"rng_state_{rank}.pth", *(["rng_state.pth"] if rank == 0 else [])):
         if (folder / name).is_file():
             return _with_accelerate_keys(load(folder / name, map_location="cpu"))
@@ -134,7 +134,7 @@ def read_random_states(folder: Path, *, rank: int) -> Mapping[str, Any] | None:
 
 
 def num_ranks_in(folder: Path) -> int:
-    """Return the number of ranks that saved ``folder``, which is the number of its files of RNG states."""
+    """Return the number of ranks that saved ``folder``, which is the number of files with RNG states in it."""
     return sum(_RANDOM.fullmatch(path.name) is not None for path in folder.iterdir())
 
 
@@ -153,9 +153,9 @@ def _with_accelerate_keys(states: Mapping[str, Any]) -> dict[str, Any]:
 def export_transformers(
     checkpoint: Checkpoint, folder: Path, *, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Write the files from which transformers' Trainer resumes to the empty ``folder``.
+    """Write the files that transformers' Trainer needs for resuming to the empty ``folder``.
 
-    That Trainer derives its position in the data from the number of steps, so the states of the loaders are not needed.
+    transformers' Trainer derives its position in the data from the number of steps, so it does not need the loaders' states.
 
     Raises:
         CheckpointError: the layout cannot represent part of the checkpoint.
@@ -200,9 +200,9 @@ def _require_one_of_each(checkpoint: Checkpoint, objects: Mapping[str, Any], *, 
     wrong = [f"{count} {what}" for what, (count, least, most) in counts.items() if not least <= count <= most]
     if wrong:
         raise CheckpointError(
-            f"{checkpoint.folder} contains {', '.join(wrong)}; a Trainer's checkpoint has one model, one optimizer and one "
-            "scheduler",
-            do="export it with --format accelerate, or export only its weights with `echelon checkpoint merge`",
+            f"{checkpoint.folder} contains {', '.join(wrong)}, but a Trainer checkpoint has one model, one "
+            "optimizer and one scheduler",
+            do="pass --format accelerate, or export only its weights with `echelon checkpoint merge`",
         )
 
 
@@ -211,7 +211,7 @@ def _require_readable(path: Path) -> None:
     if refused:
         raise CheckpointError(
             f"the state for {path.name} contains {', '.join(refused)}, which could not be loaded without running code",
-            do="export it with --format accelerate, or load it in the training script",
+            do="pass --format accelerate, or load the checkpoint in the training script",
         )
 
 
@@ -230,7 +230,7 @@ def _write_trainer_state(folder: Path, progress: Mapping[str, Any]) -> None:
 
 
 def import_transformers(folder: Path, *, parameters: Sequence[Sequence[str]] = ()) -> ImportedCheckpoint:
-    """Read a checkpoint of transformers' Trainer; arguments as in ``import_accelerate``."""
+    """Read a checkpoint written by transformers' Trainer. The arguments are the same as for ``import_accelerate``."""
     tensors, extras = read_models(folder)
     state = read_state(folder)
     groups, values = named_states(folder, [] if state.optimizer is None else [state.optimizer], tensors, parameters)

@@ -1,4 +1,4 @@
-"""Sharded weight files (safetensors or ``torch.save``) with the names that Accelerate and transformers use."""
+"""Sharded weight files (safetensors or ``torch.save``), named as in Accelerate and transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def weight_files(folder: Path, model: int = 0) -> list[Path]:
-    """Return the weight files of a model in Accelerate's or transformers' layout; empty if there is no such model.
+    """Return a model's weight files in Accelerate's or transformers' layout; empty if the model does not exist.
 
     Raises:
         CheckpointError: the index is damaged, or refers to files outside the folder.
@@ -55,7 +55,7 @@ def weight_files(folder: Path, model: int = 0) -> list[Path]:
             weights = read_json(folder / name).get("weight_map")
             files = sorted(set(weights.values())) if isinstance(weights, dict) else []
             if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
-                raise damaged(f"{folder / name} does not list weight files in its folder")
+                raise damaged(f"{folder / name} does not list weight files in the same folder")
             return [folder / file for file in files]
     return []
 
@@ -76,7 +76,7 @@ def read_weights(path: Path, *, map_location: Any = "cpu") -> dict[str, Any]:
 
 
 def read_model(files: Sequence[Path]) -> dict[str, Any]:
-    """Return the weights in the ``files`` of one model, with tied weights under each of their names.
+    """Return the weights in one model's ``files``, with tied weights under each of their names.
 
     Raises:
         CheckpointError: a file is damaged or contains code.
@@ -90,7 +90,7 @@ def read_model(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with the prefixes of DDP and torch.compile removed from the names."""
+    """Return ``state`` without the prefixes that DDP and torch.compile add to the names."""
     plain = {name.replace("_orig_mod.", ""): value for name, value in state.items()}
     while plain and all(name.startswith("module.") for name in plain):
         plain = {name.removeprefix("module."): value for name, value in plain.items()}
@@ -98,14 +98,14 @@ def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def aliases_of(path: Path, names: Mapping[str, Any]) -> dict[str, str]:
-    """Return the aliases of tied weights in the metadata of a safetensors file, as written by Accelerate."""
+    """Return the tied-weight aliases that Accelerate stores in a safetensors file's metadata."""
     with safetensors.safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
     return {name: target for name, target in metadata.items() if target in names and name not in names}
 
 
 def write_tensors(state_dict: Mapping[str, Any], f: Any) -> None:
-    """Write a safetensors file with each tensor once. The metadata maps aliases of tied weights to the stored names.
+    """Write a safetensors file that contains each tensor once. Its metadata maps aliases of tied weights to the stored names.
 
     Raises:
         UsageError: ``state_dict`` is not a dict of tensors.
@@ -115,8 +115,9 @@ def write_tensors(state_dict: Mapping[str, Any], f: Any) -> None:
         others = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise UsageError(
-            f"safetensors files contain only dicts of tensors; not a tensor: {', '.join(map(str, others[:3]))}",
-            do="pass a state dict of tensors, or safe_serialization=False",
+            "Expected a dict of tensors for a safetensors file, but these entries are not tensors: "
+            f"{', '.join(map(str, others[:3]))}",
+            do="pass a state dict that contains only tensors, or pass safe_serialization=False",
         )
     aliases = aliases_in(state_dict)
     kept = {name: contiguous_copy(value) for name, value in state_dict.items() if name not in aliases}
@@ -128,10 +129,10 @@ def write_shards(
 ) -> None:
     """Write ``state_dict`` to files of at most ``max_shard_bytes`` each, with an index if there are several.
 
-    A larger tensor gets a separate file. Files of an earlier save with other shards are deleted, because a reader would
-    prefer them.
+    A larger tensor gets a separate file. Files from an earlier save with different shards are deleted, because readers might
+    load them instead.
 
-    Source: the layout of Accelerate, transformers and huggingface_hub.
+    Source: the layout used by Accelerate, transformers and huggingface_hub.
     """
     aliases = aliases_in(state_dict)
     shards = _cut(state_dict, aliases, max_shard_bytes)
@@ -163,7 +164,7 @@ def write_shards(
 
 
 def _cut(weights: Mapping[str, Any], aliases: Mapping[str, str], limit: int) -> list[list[str]]:
-    """Distribute the names over shards, keeping their order. All names of one tensor go to the same shard."""
+    """Distribute names over shards, keeping their order. All names of the same tensor go to the same shard."""
     shards: list[list[str]] = []
     current: list[str] = []
     current_bytes = 0
@@ -187,9 +188,9 @@ def _cut(weights: Mapping[str, Any], aliases: Mapping[str, str], limit: int) -> 
 
 
 def aliases_in(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """Map each additional name of a tensor (tied weights) to its first name.
+    """Map each additional name of a tensor (for tied weights) to the tensor's first name.
 
-    Different parts of one storage (the weights of an LSTM on a GPU) are different tensors.
+    Different parts of one storage, such as an LSTM's weights on a GPU, count as different tensors.
     """
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}

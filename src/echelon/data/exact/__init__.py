@@ -1,1 +1,1 @@
-"""``parity="exact"``: every batch is one global batch, split between any number of ranks."""
+"""``parity="exact"``: each batch is one global batch, which can be split across any number of ranks."""

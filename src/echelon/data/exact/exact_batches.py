@@ -1,6 +1,6 @@
-"""``parity="exact"``: every batch of the user's loader is one global batch, split between any number of ranks.
+"""``parity="exact"``: each of the loader's batches is one global batch, which can be split across any number of ranks.
 
-The order of a pass depends only on (seed, epoch), a position in it is one integer, and no sample is repeated or dropped.
+The order of a pass depends only on (seed, epoch), and a position in it is a single integer. No sample is repeated or dropped.
 """
 
 from __future__ import annotations
@@ -42,33 +42,36 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactOptions:
-    """Data options of the exact modes."""
+    """Data options for the exact modes."""
 
     seed: int
-    """Seed of the run; the same on every rank."""
+    """The run's seed, which is the same on every rank."""
     order: OrderKind = "randperm"
-    """Algorithm for shuffled orders: an explicit permutation, or one that is computed without storing it."""
+    """Algorithm for shuffled orders: a permutation that is stored (``randperm``), or one that is computed on demand
+    (``feistel``)."""
     max_micro_batch_size: int | None = None
-    """Largest number of samples of one rank in one forward pass; None: unlimited."""
+    """Maximum number of samples on one rank in one forward pass; None means unlimited."""
     replays: bool = False
-    """To resume iterable data without state, read the samples before the position again."""
+    """Whether to resume iterable data that has no state by reading the samples before the position again."""
     canonical_shards: int | None = None
-    """Number of shards of an update, independent of the number of ranks (bitwise); None: split by rank (exact)."""
+    """Number of shards that an update is divided into, independent of the number of ranks (bitwise). If None, it is divided
+    by rank (exact)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassPlan:
-    """Purpose of a pass."""
+    """The plan for a pass."""
 
     num_micro_steps: int = 1
-    """Number of micro-steps of an update, if it has enough samples."""
+    """Number of micro-steps per update, if the update has enough samples."""
     trains: bool = True
-    """Whether it is a training pass, with balanced shares; otherwise gathered results keep the order of the data."""
+    """Whether this is a training pass, which balances samples across ranks. In other passes, gathered results keep the data's
+    order."""
 
     def num_micro(
         self, num_samples: int, batch_size: int | None = None, *, world_size: int, options: ExactOptions
     ) -> int:
-        """Return the number of micro-steps of a global batch; ``batch_size`` is that of the loader (None: variable)."""
+        """Return the number of micro-steps for a global batch, given the loader's ``batch_size`` (None if it varies)."""
         wanted = self.num_micro_steps
         if options.canonical_shards is not None:
             return -(-options.canonical_shards // world_size)
@@ -84,7 +87,7 @@ class PassPlan:
     def split(
         self, update: range, *, rank: int, world_size: int, batch_size: int | None, options: ExactOptions
     ) -> Iterator[Contribution]:
-        """Yield the contribution of ``rank`` to a global batch for each micro-step."""
+        """Yield what ``rank`` contributes to a global batch in each micro-step."""
         if options.canonical_shards is not None:
             return canonical_contributions(
                 update,
@@ -97,11 +100,11 @@ class PassPlan:
         return contributions(update, rank=rank, world_size=world_size, num_micro=num_micro, by_rank=self.trains)
 
     def joined_size(self, batch_size: int, *, least: int) -> int:
-        """Return the size of a global batch. An evaluation joins batches until there are ``least`` samples."""
+        """Return the size of a global batch. Evaluation passes join batches until there are at least ``least`` samples."""
         return batch_size if self.trains else batch_size * -(-least // batch_size)
 
     def num_steps(self, num_samples: int, batch_size: int, *, world_size: int, options: ExactOptions) -> int:
-        """Return the number of micro-steps of a pass over ``num_samples``."""
+        """Return the number of micro-steps in a pass over ``num_samples`` samples."""
         least = options.canonical_shards or world_size
         size = self.joined_size(batch_size, least=least)
         whole, rest = divmod(num_samples, size)
@@ -114,64 +117,64 @@ class PassPlan:
         )
 
     def num_steps_of_batches(self, num_batches: int, *, world_size: int, options: ExactOptions) -> int:
-        """Return the number of micro-steps of a pass over batches of unknown size.
+        """Return the number of micro-steps in a pass over batches of unknown size.
 
         Raises:
-            TypeError: the number depends on the sizes.
+            TypeError: the number depends on the batch sizes.
         """
         if options.canonical_shards is not None and num_batches >= 0:
             return num_batches * -(-options.canonical_shards // world_size)
         if num_batches < 0 or (self.trains and self.num_micro_steps > 1) or options.max_micro_batch_size is not None:
             raise TypeError(
-                "the number of micro-steps is unknown until the batches are drawn, because their sizes vary and "
-                "gradient_accumulation_steps or max_micro_batch_size splits them"
+                "the number of micro-steps is unknown until the batches are drawn, because their sizes vary and they "
+                "are split according to gradient_accumulation_steps or max_micro_batch_size"
             )
         return num_batches
 
 
 class GlobalOrder(ABC):
-    """The global batches of a pass, from any position."""
+    """The global batches in a pass, which can start at any position."""
 
     is_seekable: bool
-    """Whether it can start at any position without drawing the indices before it."""
+    """Whether a pass can start at any position without drawing the indices before that position."""
     may_join: bool
-    """Whether an evaluation may join batches, because only the batch size determines them."""
+    """Whether an evaluation pass may join batches, because they are determined only by the batch size."""
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:
-        """Yield (positions, indices) of each global batch of pass ``epoch``, starting at position ``start``.
+        """Yield the positions and indices of each global batch in pass ``epoch``, starting at position ``start``.
 
-        Collective: if the user's sampler draws the order.
+        Collective: call on every rank if the user's sampler determines the order.
         """
 
     @abstractmethod
     def num_samples(self) -> int:
-        """Return the number of samples of a pass, without a dropped last batch; -1 if unknown."""
+        """Return the number of samples in a pass, excluding a dropped last batch, or -1 if unknown."""
 
     @abstractmethod
     def num_batches(self) -> int:
-        """Return the number of global batches of a pass; -1 if unknown."""
+        """Return the number of global batches in a pass, or -1 if unknown."""
 
     @abstractmethod
     def state(self) -> dict[str, Any] | None:
-        """Return the RNG states from which the order of the latest pass was drawn; None if (seed, epoch) determine it."""
+        """Return the RNG states used to draw the order of the latest pass, or None if (seed, epoch) determines the order."""
 
     @abstractmethod
     def pin(self, state: dict[str, Any] | None) -> None:
-        """Make the next pass draw its order from ``state``."""
+        """Make the next pass draw its order using ``state``."""
 
 
 def make_order(
     batches: Any, dataset: Any, options: ExactOptions, *, alone: bool, check: OrderCheck | None = None
 ) -> GlobalOrder:
-    """Return the order that the user's batch sampler defines.
+    """Return the order defined by the user's batch sampler.
 
     Args:
         batches: the batch sampler.
-        dataset: the dataset that it indexes.
-        options: the seed and the kind of permutation.
-        alone: only this process reads.
-        check: checks the first draw of a custom sampler.
+        dataset: the dataset that the order refers to.
+        options: options with the seed and the kind of permutation.
+        alone: whether only this process reads the data.
+        check: check to run on the first indices drawn by a custom sampler.
     """
     if type(batches) is BatchSampler:
         sampler: Any = batches.sampler
@@ -187,7 +190,7 @@ def make_order(
 
 
 class _FormulaOrder(GlobalOrder):
-    """A sequential order, or a permutation from (seed, epoch); both can start at any position."""
+    """A sequential order, or a permutation given by (seed, epoch). Both can start at any position."""
 
     is_seekable = True
     may_join = True
@@ -202,8 +205,8 @@ class _FormulaOrder(GlobalOrder):
         if options is not None and options.order == "randperm" and self._num_samples >= _MANY:
             _logger.log(
                 logging.INFO,
-                "%d samples are shuffled by an explicit permutation (%.1f GB per process); order='feistel' needs no memory "
-                "and seeks instantly",
+                "shuffling %d samples with a stored permutation, which uses %.1f GB per process; order='feistel' "
+                "uses no memory and seeks instantly",
                 self._num_samples,
                 4 * self._num_samples / 1e9,
             )
@@ -211,7 +214,8 @@ class _FormulaOrder(GlobalOrder):
     def batches(self, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:
         if len(self._data) != self._num_samples:
             raise UsageError(
-                f"the dataset had {self._num_samples} samples when its loader was prepared, and now has {len(self._data)}",
+                f"the dataset had {self._num_samples} samples when its loader was prepared, but now has "
+                f"{len(self._data)}",
                 where="the prepared DataLoader, parity='exact'",
                 do="prepare a new loader after changing the dataset",
             )
@@ -250,7 +254,7 @@ class _FormulaOrder(GlobalOrder):
 
 
 class _DrawnOrder(GlobalOrder):
-    """The order that the user's sampler or batch sampler draws on rank zero; seeking counts the drawn samples."""
+    """The order that the user's sampler or batch sampler draws on rank zero. Seeking to a position counts drawn samples."""
 
     is_seekable = False
 
@@ -280,8 +284,8 @@ class _DrawnOrder(GlobalOrder):
                 yield update, batch
         if num_repeated:
             warn(
-                f"the sampler repeated {num_repeated} of {position} samples in one pass, so samples are not used equally "
-                "(if this is intended, set replacement=True on the sampler)"
+                f"the sampler repeated {num_repeated} of {position} samples in one pass, so some samples are used "
+                "more often than others (if this is intended, set replacement=True on the sampler)"
             )
 
     def num_samples(self) -> int:
@@ -314,7 +318,7 @@ def _check_indices(batch: Sequence[int], num_samples: int) -> None:
 
 
 class ExactBatches(Sampler[KeyedSamples]):
-    """Batch sampler of one rank: yields the samples of each micro-step, and queues their contributions in ``ahead``."""
+    """One rank's batch sampler. Yields the samples for each micro-step, and queues their contributions in ``ahead``."""
 
     def __init__(
         self,
@@ -331,29 +335,29 @@ class ExactBatches(Sampler[KeyedSamples]):
         self.world_size = world_size
         self.options = options
         self.batch_size = batch_size
-        """Batch size of the user's loader, over all ranks; None: variable."""
+        """The user's batch size, which is the total across all ranks; None if it varies."""
         self.smallest = options.canonical_shards or smallest or world_size
-        """Size to which batches of an evaluation are joined, so that every rank has samples."""
+        """Size that batches in an evaluation pass are joined to, so that every rank has samples."""
         self.epoch = 0
         self.start = 0
-        """Position at which the next pass starts."""
+        """Position where the next pass starts."""
         self.skip = 0
         """Number of micro-steps that the next pass skips after ``start``."""
         self.plan = PassPlan()
-        """Purpose of the next pass."""
+        """The plan for the next pass."""
         self.ahead: deque[Contribution] = deque()
-        """Contributions of the latest pass that were drawn but not consumed: a loader with workers prefetches."""
+        """Contributions in the latest pass that were drawn but not yet consumed, because loaders with workers prefetch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass."""
+        """Set the epoch for the next pass."""
         self.epoch = epoch
 
     def num_micro(self, num_samples: int, plan: PassPlan) -> int:
-        """Return the number of micro-steps of a global batch of ``num_samples``."""
+        """Return the number of micro-steps for a global batch of ``num_samples`` samples."""
         return plan.num_micro(num_samples, self.batch_size, world_size=self.world_size, options=self.options)
 
     def num_steps(self, plan: PassPlan) -> int:
-        """Return the number of micro-steps of a pass.
+        """Return the number of micro-steps in a pass.
 
         Raises:
             TypeError: the number is unknown.
@@ -413,9 +417,10 @@ def _join(batch: tuple[range, Sequence[int]], following: tuple[range, Sequence[i
 
 
 def partial_update_error(num_steps: int) -> UsageError:
-    """Return the error for skipping a part of an update."""
+    """Return the error for skipping part of an update."""
     return UsageError(
-        f"cannot skip the first {num_steps} micro-steps of a pass, which are not a whole number of updates",
+        f"cannot skip the first {num_steps} micro-steps of a pass, because they do not make up a whole number "
+        "of updates",
         where="skip_first_batches, parity='exact'",
-        do="skip whole updates, or use save_state() and load_state() instead, which restore the position",
+        do="skip whole updates, or use save_state() and load_state(), which restore the position",
     )

@@ -1,4 +1,4 @@
-"""Sources of one rank's micro-batches in the exact modes: map-style data, streams and dispatch."""
+"""Sources of a rank's micro-batches in the exact modes: map-style data, streams and dispatched data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["ExactDispatchSource", "ExactSource", "ExactStreamSource", "IndexedEx
 
 
 class ExactSource(BatchSource):
-    """A source that yields (micro-batch, Contribution) and can start a pass at any position."""
+    """A source that yields (micro-batch, Contribution) pairs and can start a pass at any position."""
 
     @abstractmethod
     def begin(self, plan: PassPlan, *, epoch: int, position: int, resumed: dict[str, Any] | None) -> None:
@@ -49,24 +49,24 @@ class ExactSource(BatchSource):
         Args:
             plan: its purpose.
             epoch: its number.
-            position: the position of its first sample.
-            resumed: the ``state`` that was saved in the pass; None: a new pass.
+            position: position of the pass's first sample.
+            resumed: the ``state`` that was saved during the pass, or None for a new pass.
 
         Raises:
-            UsageError: the data cannot start at ``position``.
+            UsageError: the data source cannot start at ``position``.
         """
 
     @abstractmethod
     def state(self, position: int) -> dict[str, Any]:
-        """Return the state to resume the pass at ``position``, in addition to the position and the epoch.
+        """Return the state needed to resume the pass at ``position``, in addition to the position and the epoch.
 
         Args:
-            position: the start or the end of the current update.
+            position: start or end of the current update.
         """
 
     @abstractmethod
     def num_planned(self, plan: PassPlan) -> int:
-        """Return the number of micro-steps of a full pass.
+        """Return the number of micro-steps in a full pass.
 
         Raises:
             TypeError: the number is unknown.
@@ -77,14 +77,14 @@ class ExactSource(BatchSource):
 
 
 class IndexedExactSource(ExactSource):
-    """A loader over a map-style dataset, of which each rank reads its slices of every global batch.
+    """A loader over a map-style dataset. Each rank reads its slices of every global batch.
 
     Args:
         loader: the user's loader.
-        world: the rank that reads.
+        world: the world of the reading rank.
         options: the data options.
-        num_ranks: number of ranks between which the batches are finally split; None: that of ``world``.
-        check: checks the first draw of a custom sampler.
+        num_ranks: number of ranks that each batch is eventually split across; None means the size of ``world``.
+        check: check to run on the first indices drawn by a custom sampler.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class IndexedExactSource(ExactSource):
         batches = batches_of(loader)
         if batches is None:
             raise UsageError(
-                "a loader without batches (batch_size=None) has no global batches to split",
+                "the exact modes require global batches, but this loader has batch_size=None",
                 where="parity='exact'",
-                do="give the DataLoader a batch_size or a batch_sampler",
+                do="pass batch_size or batch_sampler to the DataLoader",
             )
         order = make_order(batches, loader.dataset, options, alone=world.world_size == 1, check=check)
         self.batch_size = getattr(batches, "batch_size", None) if order.may_join else None
@@ -151,7 +151,7 @@ class IndexedExactSource(ExactSource):
 
 
 class _UpdateSplitter:
-    """Splits updates of any size for this rank; a class, because it is pickled for loader workers."""
+    """Splits updates of any size for this rank. This is a class so that it can be pickled for DataLoader workers."""
 
     def __init__(self, world: World, options: ExactOptions, batch_size: int | None) -> None:
         self.rank, self.world_size = world.rank, world.world_size
@@ -168,27 +168,27 @@ class _UpdateSplitter:
         )
 
     def num_micro(self, num_samples: int, plan: PassPlan) -> int:
-        """Return the number of micro-steps of a global batch."""
+        """Return the number of micro-steps for a global batch."""
         return plan.num_micro(num_samples, self.batch_size, world_size=self.world_size, options=self.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GlobalBatch:
-    """One rank's part of a global batch of a stream."""
+    """One rank's part of a global batch from a stream."""
 
     pieces: list[tuple[Any, Contribution]]
-    """Micro-batches of this rank; positions are relative to the global batch."""
+    """This rank's micro-batches. Positions are relative to the global batch."""
     state: Any
-    """State of the dataset after this batch, saved because the loader prefetches; None: the dataset has no state."""
+    """The dataset's state after this batch, recorded because the loader prefetches; None if the dataset has no state."""
     columns: dict[str, ColumnFingerprint] | None = None
-    """Fingerprints of the samples of all ranks, in the first global batch of a pass."""
+    """Fingerprints of all ranks' samples, in the first global batch of a pass."""
 
 
 class _RankStream(IterableDataset[Any]):
-    """Reads a whole stream on every rank and yields this rank's part of each global batch.
+    """Reads the whole stream on every rank, and yields this rank's part of each global batch.
 
-    Random draws (shuffling, augmentation, masking) depend on (seed, epoch, worker, position), so every rank reads the same
-    samples, also after a resume, and the RNG stream of dropout is unaffected.
+    Random numbers for shuffling, augmentation and masking depend only on (seed, epoch, worker, position). Therefore every
+    rank reads the same samples, even after resuming, and the RNG stream for dropout is unaffected.
     """
 
     def __init__(self, loader: DataLoader[Any], split: _UpdateSplitter, *, smallest: int) -> None:
@@ -205,7 +205,7 @@ class _RankStream(IterableDataset[Any]):
             self._next.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin(self, plan: PassPlan, *, epoch: int, position: int) -> None:
-        """Prepare the next pass, which reads from ``position``, the current position of the dataset."""
+        """Prepare the next pass, which reads from ``position``, the dataset's current position."""
         self._next.copy_(torch.tensor([plan.num_micro_steps, int(plan.trains), epoch, position]))
 
     def __iter__(self) -> Iterator[_GlobalBatch]:
@@ -228,7 +228,7 @@ class _RankStream(IterableDataset[Any]):
             yield _GlobalBatch(pieces=pieces, state=state, columns=columns)
 
     def _updates(self, epoch: int, worker: int, position: int) -> Iterator[tuple[list[Any], Any, tuple[int, ...]]]:
-        """Yield (samples, dataset state after them, RNG key) of each batch."""
+        """Yield each batch's samples, the dataset's state after them, and the RNG key."""
         source: Iterator[Any] | None = None
         keeps_state = isinstance(self.dataset, SupportsStateDict) and get_worker_info() is None
         while True:
@@ -252,13 +252,13 @@ def _identity(read: _GlobalBatch) -> _GlobalBatch:
 
 
 class ExactStreamSource(ExactSource):
-    """A loader over an iterable dataset, which every rank reads completely to keep its slices of every global batch.
+    """A loader over an iterable dataset. Every rank reads the whole dataset and keeps its slices of every global batch.
 
     Args:
         loader: the user's loader.
-        world: the rank that reads.
+        world: the world of the reading rank.
         options: the data options.
-        num_ranks: number of ranks between which the batches are finally split; None: that of ``world``.
+        num_ranks: number of ranks that each batch is eventually split across; None means the size of ``world``.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class ExactStreamSource(ExactSource):
         self.batch_size = loader.batch_size
         if self.batch_size is None:
             raise UsageError(
-                "a loader without a batch size (batch_size=None) has no global batches to split",
+                "the exact modes require global batches, but this loader has batch_size=None",
                 where="parity='exact'",
                 do="give the DataLoader a batch_size",
             )
@@ -301,10 +301,11 @@ class ExactStreamSource(ExactSource):
             self._num_to_replay = position
         elif position:
             raise UsageError(
-                f"cannot resume the pass after {position} samples, because an iterable dataset without state cannot seek",
+                f"cannot resume the pass after {position} samples, because an iterable dataset without state_dict() "
+                "cannot seek",
                 where="parity='exact'",
-                do="implement state_dict() and load_state_dict() in the dataset and set num_workers=0, or read the first "
-                "samples again with DataLoaderConfiguration(replay_iterable=True)",
+                do="implement state_dict() and load_state_dict() in the dataset and set num_workers=0, or pass "
+                "DataLoaderConfiguration(replay_iterable=True) to read the first samples again",
             )
         if resumed is None:
             torch.empty((), dtype=torch.int64).random_(
@@ -316,7 +317,7 @@ class ExactStreamSource(ExactSource):
         self._agree_generator(None if resumed is None or not self._num_to_replay else resumed["generator"])
 
     def _agree_generator(self, saved: torch.Tensor | None) -> None:
-        """Set the dataset's generator to its state at the start of the pass, and to rank zero's state. Collective."""
+        """Set the dataset's generator to rank zero's state at the start of the pass. Collective."""
         generator = getattr(self._stream.dataset, "generator", None)
         if not isinstance(generator, torch.Generator):
             return
@@ -367,7 +368,7 @@ class ExactStreamSource(ExactSource):
 
 
 class ExactDispatchSource(ExactSource):
-    """A loader that only rank zero reads; every rank receives its slices of every global batch.
+    """A loader that only rank zero reads. Every rank receives its slices of every global batch.
 
     Collective: the constructor.
     """
@@ -406,7 +407,7 @@ class ExactDispatchSource(ExactSource):
             facts = (length_of(loader.dataset), *reader.lengths(), -1 if size is None else size)
         of_rank_zero = (counts[0] for counts in gather_counts(*facts))
         self.total_samples, self._num_samples, self._num_batches, batch_size = of_rank_zero
-        """Sizes of rank zero's dataset and of a pass; -1: unknown."""
+        """Sizes of rank zero's dataset and of a pass; -1 means unknown."""
         self.batch_size = None if batch_size < 0 else batch_size
         self._splitter = _UpdateSplitter(world, options, self.batch_size)
 
@@ -469,7 +470,7 @@ def _start_lazily(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
 
 
 def _skip_steps(steps: Iterator[tuple[Any, Contribution]], skip: int) -> Iterator[tuple[Any, Contribution]]:
-    """Read and discard the first ``skip`` steps of data without an index."""
+    """Read and discard the first ``skip`` steps of data that cannot be indexed."""
     for number in range(skip):
         step = next(steps, None)
         if step is None:

@@ -1,4 +1,4 @@
-"""Index arithmetic that assigns the samples of a global batch to ranks and micro-steps."""
+"""Index arithmetic that assigns a global batch's samples to ranks and micro-steps."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ T = TypeVar("T")
 
 
 class LastStep:
-    """Batch sizes of all ranks in a step in which the ranks do not have equal numbers of new samples."""
+    """All ranks' batch sizes in a step where ranks have different numbers of new samples."""
 
     __slots__ = ("real", "sizes")
 
     def __init__(self, sizes: list[int], real: list[int]) -> None:
         self.sizes = sizes
-        """Number of samples in the batch of each rank."""
+        """Number of samples in each rank's batch."""
         self.real = real
-        """Number of new samples in the batch of each rank; the rest repeats samples to fill the batch."""
+        """Number of new samples in each rank's batch. The remaining samples are repeated to fill the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """The contribution of one rank to an update in one micro-step."""
+    """What one rank contributes to an update in one micro-step."""
 
     samples: range
-    """Positions of this rank's samples in the order of the pass; a rank without samples has one padding sample."""
+    """Positions of this rank's samples in the order of the pass. A rank without samples gets one padding sample."""
     is_padding: bool
-    """Whether ``samples`` belong to another contribution and have weight 0."""
+    """Whether ``samples`` are padding: they belong to another contribution and have weight 0 here."""
     update: range
-    """All samples of the update, of all ranks and micro-steps."""
+    """All samples in the update, across all ranks and micro-steps."""
     micro_step: int
-    """Index of the micro-step in the update."""
+    """Index of this micro-step in the update."""
     num_micro_steps: int
-    """Number of micro-steps of the update; the same on every rank."""
+    """Number of micro-steps in the update, which is the same on every rank."""
     step: LastStep | None
-    """Batch sizes of all ranks in this micro-step; None if they are equal."""
+    """All ranks' batch sizes in this micro-step, or None if they are equal."""
     shard: int | None = None
-    """Index of the canonical shard (bitwise); None also for a rank that has fewer shards than others."""
+    """Index of the canonical shard (bitwise); None for a rank that has no shard in this micro-step, and in other modes."""
     shards: tuple[int | None, ...] = ()
-    """Shard of each rank in this micro-step (bitwise); None: without samples."""
+    """Each rank's shard in this micro-step (bitwise); None for ranks without samples."""
 
     @property
     def num_items(self) -> int:
@@ -65,7 +65,7 @@ class Contribution:
 
     @property
     def next_position(self) -> int:
-        """Position at which a pass that stops here resumes; an incomplete update is repeated."""
+        """Position where a pass that stops here resumes. An incomplete update is repeated."""
         return self.update.stop if self.ends_update else self.update.start
 
     def shifted(self, by: int) -> Contribution:
@@ -78,20 +78,20 @@ class Contribution:
 
 
 def slice_range(samples: range, *, num_parts: int, part: int) -> range:
-    """Return slice ``part`` of ``samples`` split into ``num_parts``; the first slices are longer by one if it is uneven."""
+    """Return slice ``part`` of ``samples`` split into ``num_parts``. In an uneven split, the first slices are longer by one."""
     size, extra = divmod(len(samples), num_parts)
     start = samples.start + part * size + min(part, extra)
     return range(start, start + size + (part < extra))
 
 
 def num_micro_steps(num_samples: int, *, world_size: int, wanted: int, max_micro_batch_size: int | None) -> int:
-    """Return the number of micro-steps of an update of ``num_samples``, which is the same on every rank.
+    """Return the number of micro-steps for an update of ``num_samples`` samples, which is the same on every rank.
 
     Args:
         num_samples: size of the global batch, at least 1.
         world_size: the number of ranks.
-        wanted: the requested gradient accumulation steps.
-        max_micro_batch_size: largest number of samples of one rank in one micro-step; None: unlimited.
+        wanted: the requested number of gradient accumulation steps.
+        max_micro_batch_size: maximum number of samples on one rank in one micro-step; None means unlimited.
     """
     largest = -(-num_samples // world_size)
     needed = 1 if max_micro_batch_size is None else -(-largest // max_micro_batch_size)
@@ -101,7 +101,7 @@ def num_micro_steps(num_samples: int, *, world_size: int, wanted: int, max_micro
 def join_small_batches(
     batches: Iterator[T], join: Callable[[T, T], T], *, smallest: int, size: Callable[[T], int]
 ) -> Iterator[T]:
-    """Join adjacent ``batches`` until each has ``smallest`` samples; a short rest is joined to the previous batch."""
+    """Join adjacent ``batches`` until each has ``smallest`` samples or more. A short remainder joins the previous batch."""
     whole: list[T] = []  # at most one batch, held back because a short rest may follow
     short: list[T] = []
     for batch in batches:
@@ -120,16 +120,16 @@ def join_small_batches(
 def contributions(
     update: range, *, rank: int, world_size: int, num_micro: int, by_rank: bool = True
 ) -> Iterator[Contribution]:
-    """Split the global batch ``update``, and yield the contribution of ``rank`` for each micro-step.
+    """Split the global batch ``update``, and yield what ``rank`` contributes in each micro-step.
 
     Args:
         update: the positions of its samples, at least one.
         rank: the rank.
         world_size: the number of ranks.
         num_micro: number of micro-steps, at most ``ceil(len(update) / world_size)``.
-        by_rank: split the batch between ranks first and then between micro-steps, so that the ranks' totals differ by at most
-            one sample. False: split between micro-steps first, so that results gathered after each step keep the order of
-            the data.
+        by_rank: whether to split the batch across ranks first and then into micro-steps, so that the ranks' totals differ by
+            at most one sample. Otherwise, it is split into micro-steps first, so that results gathered after each step keep
+            the data's order.
     """
     for micro in range(num_micro):
         if by_rank:
@@ -156,25 +156,25 @@ def contributions(
 
 
 def shards_of(rank: int, *, world_size: int, num_shards: int) -> range:
-    """Return the canonical shards of ``rank``."""
+    """Return the canonical shards assigned to ``rank``."""
     return range(rank * num_shards // world_size, (rank + 1) * num_shards // world_size)
 
 
 def canonical_contributions(
     update: range, *, rank: int, world_size: int, num_shards: int, by_rank: bool = True
 ) -> Iterator[Contribution]:
-    """Split the global batch ``update`` into canonical shards, and yield the shard of ``rank`` for each micro-step.
+    """Split the global batch ``update`` into canonical shards, and yield the shard that ``rank`` processes in each micro-step.
 
-    The shards do not depend on the number of ranks. Every rank makes the same number of micro-steps. A rank that has no shard
-    in a micro-step, or one without samples, gets a padding sample.
+    The shards do not depend on the number of ranks. Every rank runs the same number of micro-steps. If a rank has no shard in
+    a micro-step, or an empty shard, it gets a padding sample.
 
     Args:
         update: the positions of its samples, at least one.
         rank: the rank.
         world_size: the number of ranks.
         num_shards: at least ``world_size``.
-        by_rank: each rank has adjacent shards, which it can add up. False: each micro-step has adjacent shards, so that results
-            gathered after each step keep the order of the data.
+        by_rank: whether each rank gets adjacent shards, which it can add up. Otherwise, each micro-step gets adjacent shards,
+            so that results gathered after each step keep the data's order.
     """
     owned: list[Sequence[int]] = [
         shards_of(r, world_size=world_size, num_shards=num_shards) if by_rank else range(r, num_shards, world_size)

@@ -1,4 +1,4 @@
-"""Permutations of samples that (seed, epoch) determines and that can be evaluated at any position."""
+"""Permutations of samples that depend only on (seed, epoch) and can be evaluated at any position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echelon.data.rng.per_sample_rng import key_of
 __all__ = ["BLOCK", "ExplicitPermutation", "FeistelPermutation", "Permutation"]
 
 BLOCK = 4096
-"""Number of positions per NumPy call; at this size the call overhead is a tenth of the work."""
+"""Number of positions per NumPy call. At this size, the call overhead is a tenth of the work."""
 
 # After 4 rounds, neighbors in a column are correlated (test_the_statistical_test_detects_four_rounds); after 6, for n up to 97.
 _ROUNDS = 8
@@ -28,9 +28,9 @@ _Words: TypeAlias = "npt.NDArray[np.uint64]"
 
 
 class Permutation(ABC):
-    """The permutation of ``range(n)`` for one epoch.
+    """A permutation of ``range(n)`` for one epoch.
 
-    A resumed run needs only ``state`` and a position.
+    To resume, a run needs only ``state`` and a position.
     """
 
     def __init__(self, n: int, seed: int, epoch: int = 0) -> None:
@@ -39,7 +39,7 @@ class Permutation(ABC):
 
     @abstractmethod
     def indices(self, positions: torch.Tensor | range) -> torch.Tensor:
-        """Return the indices at ``positions`` (int64, any shape, in any order) as int64 of the same shape."""
+        """Return the indices at ``positions`` (int64, any shape, in any order) as int64 with the same shape."""
 
     def blocks(self, start: int = 0) -> Iterator[torch.Tensor]:
         """Yield the indices from position ``start`` to the end, ``BLOCK`` at a time."""
@@ -63,7 +63,7 @@ class Permutation(ABC):
 class ExplicitPermutation(Permutation):
     """``randperm(n, generator=Generator().manual_seed(seed + epoch))``, with 4 bytes per sample (8 for n >= 2**31).
 
-    Source: the order of accelerate's seedable sampler and of the transformers Trainer.
+    Source: the order used by accelerate's seedable sampler and the transformers Trainer.
     """
 
     def __init__(self, n: int, seed: int, epoch: int = 0) -> None:
@@ -81,15 +81,15 @@ class ExplicitPermutation(Permutation):
 
 @final
 class FeistelPermutation(Permutation):
-    """A keyed permutation that is computed instead of stored: it needs no memory or setup and seeks instantly.
+    """A keyed permutation that is computed instead of stored. It needs no memory or setup, and seeks instantly.
 
     The positions form a grid of about sqrt(n) rows and columns. Each round shifts the row by a keyed hash of the column, or
-    the column by a keyed hash of the row. Results in the grid's few cells beyond n are permuted again. It uses only
-    arithmetic on 64-bit words, so the order is the same on every machine and with every version. Up to 65,536 samples the
-    order sorts keyed hashes of the indices, and is stored.
+    the column by a keyed hash of the row. Results in the grid's few cells beyond n are permuted again. Only 64-bit integer
+    arithmetic is used, so the order is the same on every machine and in every version. For up to 65,536 samples, the order is
+    instead obtained by sorting keyed hashes of the indices, and is stored.
 
     Raises:
-        UsageError: more than 2**48 samples.
+        UsageError: there are more than 2**48 samples.
 
     Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains" (generalized Feistel, cycle walking).
     """
@@ -98,9 +98,9 @@ class FeistelPermutation(Permutation):
         super().__init__(n, seed, epoch)
         if n > _LARGEST:
             raise UsageError(
-                f"the dataset has {n} samples, but a keyed permutation supports at most {_LARGEST}",
+                f"the dataset has {n} samples, but a keyed permutation supports at most {_LARGEST} samples",
                 where='order="feistel"',
-                do="split the dataset into parts and shuffle these",
+                do="split the dataset into parts and shuffle each part",
             )
         self._keys = [np.uint64(key_of(seed, epoch, n, number)) for number in range(_ROUNDS)]
         self._order = torch.from_numpy(_sorted_by_hash(n, self._keys[0])) if n <= _EXPLICIT_UP_TO else None
@@ -124,7 +124,7 @@ def _checked(positions: torch.Tensor | range, n: int) -> torch.Tensor:
 
 
 def _permute(positions: _Words, n: int, keys: list[np.uint64]) -> _Words:
-    """Encrypt ``positions`` until they are below ``n``; each cycle returns there, usually after one step."""
+    """Permute ``positions`` repeatedly until they are below ``n``, which always happens, usually after one step."""
     rows = isqrt(n - 1) + 1
     columns = -(-n // rows)  # rows * columns - n < rows
     words = _encrypt(positions, rows, columns, keys)
@@ -134,7 +134,7 @@ def _permute(positions: _Words, n: int, keys: list[np.uint64]) -> _Words:
 
 
 def _encrypt(positions: _Words, rows: int, columns: int, keys: list[np.uint64]) -> _Words:
-    """Permute positions in ``range(rows * columns)``; both factors are at most 2**24."""
+    """Permute positions in ``range(rows * columns)``, where both factors are at most 2**24."""
     row = positions // np.uint64(columns)
     column = positions - row * np.uint64(columns)
     for number, key in enumerate(keys):

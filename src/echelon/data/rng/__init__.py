@@ -1,1 +1,1 @@
-"""Random draws of datasets, loaders and their workers."""
+"""Random number generation in datasets, loaders and their workers."""

@@ -1,4 +1,4 @@
-"""RNG states of this process: synchronizes them from rank zero, and records them for reading a batch again."""
+"""Synchronizes this process's RNG states with rank zero's, and records them so that a batch can be read again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def other_states() -> dict[str, Any]:
-    """Return the states of ``random`` and of NumPy's global generator, in a comparable form."""
+    """Return the states of ``random`` and NumPy's global generator in a form that can be compared."""
     state: Any = np.random.get_state()
     kind, keys, *rest = state
     return {"random": random.getstate(), "numpy": (kind, keys.tobytes(), *rest)}
@@ -40,9 +40,9 @@ def set_other_states(states: Mapping[str, Any]) -> None:
 
 
 class OtherDraws:
-    """Detects whether reading samples draws from ``random`` or NumPy, whose states are slow to copy.
+    """Detects whether reading samples uses ``random`` or NumPy's generator, whose states are slow to copy.
 
-    It compares the states at the 1st, 2nd, 4th, 8th, ... batch until it detects a draw.
+    It compares the states at the 1st, 2nd, 4th, 8th, ... batch until it detects that one was used.
     """
 
     def __init__(self, *, are_used: bool = False) -> None:
@@ -51,26 +51,26 @@ class OtherDraws:
         self._before: dict[str, Any] | None = None
 
     def before(self) -> dict[str, Any] | None:
-        """Return the states before a batch is read if they are used or compared at this batch, else None."""
+        """Return the states before a batch is read if they are in use or are compared at this batch, else None."""
         self._num += 1
         is_compared = self.are_used or self._num & (self._num - 1) == 0
         self._before = other_states() if is_compared else None
         return self._before
 
     def after(self) -> None:
-        """Compare the states after the batch was read."""
+        """Compare the states after the batch has been read."""
         if not self.are_used and self._before is not None:
             self.are_used = other_states() != self._before
 
 
 class HostDraws:
-    """Records and restores the RNG states from which a loader reads in this process.
+    """Records and restores the RNG states that a loader uses when it reads in this process.
 
     Args:
-        generators: generators of the loader.
-        is_of_a_batch: record states before each batch, with ``random`` and NumPy only if ``others`` requires it, at negligible
-            cost. False: record all states once before a pass.
-        others: the detector of this loader, shared by all its passes.
+        generators: the loader's generators.
+        is_of_a_batch: whether to record states before each batch, including ``random`` and NumPy only if ``others`` requires
+            it, which keeps the cost negligible. Otherwise, all states are recorded once before a pass.
+        others: this loader's detector, which all its passes share.
     """
 
     def __init__(self, generators: Sequence[torch.Generator], *, is_of_a_batch: bool, others: OtherDraws) -> None:
@@ -89,7 +89,7 @@ class HostDraws:
             self._states = self._current_states(whole=True)
 
     def end_batch(self) -> None:
-        """Update the detector after a batch was read."""
+        """Update the detector after a batch has been read."""
         if self.is_of_a_batch:
             self._others.after()
 
@@ -100,12 +100,12 @@ class HostDraws:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """The states that were recorded last."""
+        """The most recently recorded states."""
         return self._states
 
     @contextmanager
     def preserve(self) -> Iterator[None]:
-        """Restore all states after the block."""
+        """Restore all states when the block ends."""
         before = self._current_states(whole=True)
         try:
             yield
@@ -125,23 +125,23 @@ class HostDraws:
 
 @communicating
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    """Broadcast rank zero's RNG state to all ranks, for each of ``rng_types``.
+    """Broadcast rank zero's RNG state to all ranks, for each type in ``rng_types``.
 
     Args:
         rng_types: ``torch`` (CPU), ``generator``, or the type of an accelerator (``cuda``, ``xpu``, ...).
-        generator: the generator for ``generator``.
+        generator: the generator that the type ``generator`` refers to.
 
-    Collective: every rank.
+    Collective: call on every rank.
 
     Raises:
-        UsageError: the type is unknown, the accelerator is unavailable, or ``generator`` is missing.
+        UsageError: a type is unknown, the accelerator is unavailable, or ``generator`` is missing.
     """
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Broadcast rank zero's RNG state to all ranks, for one type. Collective. See ``synchronize_rng_states``."""
+    """Broadcast rank zero's RNG state of one type to all ranks. Collective. See ``synchronize_rng_states``."""
     kind = str(getattr(rng_type, "value", rng_type))
     if kind == "torch":
         torch.set_rng_state(broadcast(torch.get_rng_state()))
@@ -154,7 +154,7 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
         if accelerator is None or accelerator.type != kind:
             here = "torch, generator" + (f", {accelerator.type}" if accelerator is not None else "")
             raise UsageError(
-                f"rng_types={kind!r} is not available on this machine, which has: {here}",
+                f"rng_types={kind!r} is not available on this machine; available types: {here}",
                 where="rng_types",
                 do=f"use any of {here}",
             )

@@ -1,4 +1,4 @@
-"""Seeds random draws of a dataset (augmentation) per sample, independently of ranks, workers and resumes."""
+"""Seeds a dataset's random numbers (for augmentation) per sample, independently of ranks, workers and resuming."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MASK = 2**64 - 1
 
 
 def key_of(*numbers: int) -> int:
-    """Return a 64-bit hash of ``numbers`` that is the same on all machines.
+    """Return a 64-bit hash of ``numbers``, which is the same on all machines.
 
     Source: the finalizer of splitmix64 (Steele, Lea, Flood 2014), chained.
     """
@@ -46,7 +46,7 @@ def key_of(*numbers: int) -> int:
 
 
 class KeyedSamples(list[int]):
-    """The indices that a rank reads in one micro-step, with their seed, epoch and position."""
+    """The indices that a rank reads in one micro-step, with the seed, epoch and position."""
 
     __slots__ = ("epoch", "seed", "start")
 
@@ -60,7 +60,7 @@ class KeyedSamples(list[int]):
         return _make_piece, (list(self), self.seed, self.epoch, self.start)
 
     def key(self, offset: int) -> tuple[int, int, int]:
-        """Return the RNG key of the sample at ``offset``."""
+        """Return the RNG key for the sample at ``offset``."""
         return self.seed, self.epoch, self.start + offset
 
 
@@ -77,13 +77,13 @@ def draws_of(*numbers: int) -> Iterator[None]:
 
 
 class KeyedDataset(Dataset[Any]):
-    """A dataset whose ``random``, NumPy and torch draws for a sample depend only on (seed, epoch, position).
+    """A dataset whose random numbers for a sample (``random``, NumPy and torch) depend only on (seed, epoch, position).
 
-    Augmentation is therefore the same on any number of ranks and loader workers, with any batch size, and after a resume. In
-    the main process the RNG states are restored, so reading data does not affect dropout.
+    Augmentation is therefore the same for any number of ranks and DataLoader workers, for any batch size, and after resuming.
+    In the main process, the RNG states are restored afterwards, so reading data does not affect dropout.
 
-    A dataset that reads several samples at once (``__getitems__``) continues to do so unless it draws random numbers. For a
-    dataset that is indexed with a whole batch (``batch_size=None``), the first sample determines the key.
+    A dataset that reads several samples at once (``__getitems__``) still does so, unless it draws random numbers. If a
+    dataset is indexed with a whole batch (``batch_size=None``), the first sample determines the key.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -104,7 +104,7 @@ class KeyedDataset(Dataset[Any]):
         return SampleBatch(self._read_one_by_one(piece) if samples is None else samples, piece)
 
     def _read_together(self, piece: KeyedSamples) -> list[Any] | None:
-        """Return the samples if the dataset reads several at once without random draws, else None."""
+        """Return the samples if the dataset can read several at once without drawing random numbers, else None."""
         read_all = getattr(self.dataset, "__getitems__", None)
         if read_all is None or self._draws:
             return None
@@ -141,9 +141,10 @@ class SampleBatch(list[Any]):
 
 
 class KeyedCollate:
-    """The user's ``collate_fn`` with draws (masking, mixing) that depend on (seed, epoch, position of the first sample).
+    """The user's ``collate_fn``, whose random numbers (for masking or mixing) depend on (seed, epoch, first sample's position).
 
-    They are the same after a resume, but not on a different number of ranks, where batches start at other positions.
+    The random numbers are the same after resuming, but not on a different number of ranks, where batches start at other
+    positions.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
@@ -177,12 +178,12 @@ def _seed(key: int) -> None:
 
 
 def rng_states() -> tuple[Any, Any, Any]:
-    """Return the states of the global generators of torch, NumPy and ``random``."""
+    """Return the states of the global generators in torch, NumPy and ``random``."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
 def are_equal_states(states: tuple[Any, Any, Any], others: tuple[Any, Any, Any]) -> bool:
-    """Return whether two ``rng_states()`` are equal, so that nothing was drawn between them."""
+    """Return whether two results of ``rng_states()`` are equal, which means that no random numbers were drawn in between."""
     (torchs, numpys, pythons), (torchs_then, numpys_then, pythons_then) = states, others
     same_numpy = all(np.array_equal(one, other) for one, other in zip(numpys, numpys_then))
     return torch.equal(torchs, torchs_then) and same_numpy and bool(pythons == pythons_then)

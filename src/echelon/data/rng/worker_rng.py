@@ -1,4 +1,4 @@
-"""Tracks the RNG states of loader workers, so that a resumed pass draws the same random numbers."""
+"""Tracks the RNG states in DataLoader workers, so that a resumed pass draws the same random numbers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["WorkerDraws"]
 
 
 class WorkerDraws:
-    """Tracks the RNG states of a loader's workers.
+    """Tracks the RNG states in a loader's workers.
 
-    Worker i % num_workers reads batch i of a pass, and its draws depend on all its earlier draws. A pass can therefore resume
-    after a round, in which each worker has read one batch; batches of the next round that were already yielded are read again
-    and discarded.
+    Worker ``i % num_workers`` reads batch ``i`` of a pass, and its random numbers depend on everything that it has drawn
+    before. A pass can therefore resume only after a round, in which each worker reads one batch. Batches in the next round
+    that were already yielded are read again and discarded.
 
     Args:
         loader: a loader with workers whose batches arrive in order.
-        num_ahead: largest number of batches that are read but not yet yielded.
+        num_ahead: maximum number of batches that have been read but not yet yielded.
     """
 
     def __init__(self, loader: DataLoader[Any], *, num_ahead: int) -> None:
@@ -37,7 +37,7 @@ class WorkerDraws:
         self._loaded: dict[str, Any] | None = None
 
     def following(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a copy of ``loader`` that yields (batch, worker state) for ``follow``."""
+        """Return a copy of ``loader`` that yields (batch, worker state) pairs for ``follow``."""
         inside = self._in_worker
         batches = (
             {"sampler": loader.sampler, "batch_size": None}
@@ -48,22 +48,22 @@ class WorkerDraws:
         return copy_loader(loader, loader.dataset, kind=DataLoader, **chosen)  # type: ignore[no-any-return]
 
     def state(self, num_given: int) -> dict[str, Any]:
-        """Return the state from which the batch after ``num_given`` can be read again."""
+        """Return the state needed to read the batch after the first ``num_given`` again."""
         states = next((states for count, states in reversed(self._rounds) if count <= num_given), None)
         return {"num_workers": self.num_workers, "begun_at": self._first_batch, "states": states}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Make the next pass draw from ``state``."""
+        """Make the next pass draw random numbers starting from ``state``."""
         if state["num_workers"] == self.num_workers:
             self._loaded = state
         else:
             warn(
-                f"the checkpoint was saved with {state['num_workers']} loader workers, but this run has {self.num_workers}, so "
-                "random draws of the dataset differ for the rest of this epoch"
+                f"the checkpoint was saved with {state['num_workers']} DataLoader workers, but this run has "
+                f"{self.num_workers}, so the dataset's random numbers will differ for the rest of this epoch"
             )
 
     def begin(self, skip: int) -> int:
-        """Start a pass at batch ``skip``; return how many batches before it must be read again."""
+        """Start a pass at batch ``skip``, and return how many of the preceding batches must be read again."""
         loaded, self._loaded = self._loaded, None
         self._first_batch = skip if loaded is None else loaded["begun_at"]
         self._in_worker.states = states = None if loaded is None else loaded["states"]
@@ -74,7 +74,7 @@ class WorkerDraws:
         return num_again
 
     def follow(self, items: Iterator[Any], num_again: int) -> Iterator[Any]:
-        """Yield the batches of ``items`` without the first ``num_again``, after the workers have started."""
+        """Yield the batches in ``items`` except the first ``num_again``, after the workers have started."""
         self._in_worker.states = None  # workers of the next pass start with their own states
         start, first = self._rounds[0]
         states: list[Any] = list(first or [None] * self.num_workers)
@@ -89,17 +89,17 @@ class WorkerDraws:
 
 
 class _InWorker:
-    """Runs in each worker: sets its RNG states at the start, and sends them with each batch that changes them."""
+    """Runs in each worker. Sets the RNG states at the start, and sends them along with each batch that changes them."""
 
     def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None) -> None:
         self.states: Sequence[Any] | None = None
-        """States for the workers of the next pass; None: they keep their own."""
+        """States for the workers in the next pass. If None, workers keep their own states."""
         self._collate, self._init = collate, init
         self._others = OtherDraws()
         self._last: dict[str, Any] = {}
 
     def begin(self, worker: int) -> None:
-        """Set the states of ``worker``. Called in the worker."""
+        """Set the RNG states for ``worker``. Called in the worker process."""
         if self._init is not None:
             self._init(worker)
         state: dict[str, Any] = (None if self.states is None else self.states[worker]) or {}
@@ -110,7 +110,7 @@ class _InWorker:
         self._others.before()
 
     def collate(self, samples: Any) -> tuple[Any, dict[str, Any] | None]:
-        """Return the batch and the worker's states, or None if they have not changed. Called in the worker."""
+        """Return the batch, and the worker's states or None if they have not changed. Called in the worker process."""
         batch = self._collate(samples)
         self._others.after()
         # Bytes, because a tensor would be sent through a separate shared memory segment.

@@ -1,1 +1,1 @@
-"""The ways to shard a loader over the ranks."""
+"""Different ways to shard a loader across ranks."""

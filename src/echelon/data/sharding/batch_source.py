@@ -1,4 +1,4 @@
-"""Sources of one rank's batches: one class for each way to shard a loader."""
+"""Sources of one rank's batches, with one class for each way to shard a loader."""
 
 from __future__ import annotations
 
@@ -53,57 +53,56 @@ Steps = Iterator[tuple[Any, LastStep | Contribution | None]]
 
 
 class BatchSource(ABC):
-    """Yields the steps of one rank: its batch, and the batch sizes of all ranks."""
+    """Yields one rank's steps. Each step has this rank's batch and all ranks' batch sizes."""
 
     inner: DataLoader[Any]
-    """Loader that reads on this rank."""
+    """The loader that reads data on this rank."""
     order: SampleOrder | None = None
-    """Order of the samples; None if the data has a fixed order, or another rank draws it."""
+    """Order of the samples, or None if the order is fixed or is determined on another rank."""
     batch_size: int | None
-    """Batch size of the user's loader; None: variable."""
+    """Batch size of the user's loader, or None if it varies."""
     workers: WorkerDraws | None = None
-    """Tracks the RNG of the workers of ``inner``, if their batches arrive in a known order."""
+    """Tracks RNG states in the workers of ``inner``, if their batches arrive in a known order."""
     even: bool = True
-    """Fill an incomplete last step with repeated samples."""
+    """Whether to fill an incomplete last step with repeated samples."""
     batches_per_step: int = 1
-    """Number of batches of ``inner`` per step."""
+    """Number of batches that ``inner`` reads per step."""
     resumes: bool = False
     """Whether the next pass resumes a pass that was saved before its end."""
     num_behind: int = 0
-    """Number of steps of the next pass that ``inner`` has already consumed, because a state was loaded into it."""
+    """Number of steps in the next pass that ``inner`` has already consumed, because a state was loaded into it."""
     ended_early: bool = False
     """Whether other ranks had more steps in the last completed pass."""
     is_dispatched: bool = False
-    """Rank zero reads for all ranks, and this source moves batches to the device."""
+    """Whether rank zero reads for all ranks, in which case this source moves batches to the device."""
     reads_own_shard: bool = False
-    """Each rank reads its own shard of already sharded data."""
+    """Whether the data is already sharded and each rank reads its own shard."""
     first_pass: DuplicateSamplesCheck | None = None
-    """Check for the first pass, until that has started."""
+    """Check to run in the first pass; None once that pass has started."""
 
     @abstractmethod
     def steps(self, skip: int) -> Steps:
-        """Start a pass without its first ``skip`` steps.
+        """Start a pass, skipping its first ``skip`` steps.
 
-        A LastStep of None means that the ranks have equal numbers of new samples, or that the numbers are known only at the
-        end.
+        A LastStep of None means that ranks have the same number of new samples, or that the numbers are known only at the end.
 
-        Collective: if ranks share an order or a reader.
+        Collective: call on every rank if ranks share an order or a reader.
         """
 
     @abstractmethod
     def num_steps(self) -> int:
-        """Return the number of steps of a pass of this rank.
+        """Return the number of steps in a pass on this rank.
 
         Raises:
             TypeError: the number is unknown.
         """
 
     def at_end(self) -> LastStep | None:
-        """Return the batch sizes of the last step if they are known only at the end of a pass."""
+        """Return the batch sizes in the last step, if they are known only at the end of a pass."""
         return None
 
     def set_even(self, even: bool) -> None:
-        """Set whether the last step is filled, starting with the next pass."""
+        """Set whether the last step is filled, with effect from the next pass."""
         self.even = even
 
     def divide_last_step(self) -> bool:
@@ -111,33 +110,33 @@ class BatchSource(ABC):
         return False
 
     def dataset_length(self, dataset: Any) -> int:
-        """Return the number of samples of the user's ``dataset``.
+        """Return the number of samples in the user's ``dataset``.
 
         Raises:
-            TypeError: it has no length.
+            TypeError: the dataset has no length.
         """
         return len(dataset)
 
     def facts_elsewhere(self) -> DataFacts | None:
-        """Return the known facts about rank zero's data; None if this rank has the same data."""
+        """Return what is known about rank zero's data, or None if this rank has the same data."""
         return None
 
     def sampler_of(self, original: DataLoader[Any]) -> Any:
-        """Return the sampler that draws the order of the user's loader."""
+        """Return the sampler that determines the order of the user's loader."""
         return getattr(original.batch_sampler, "sampler", None) if self.order is None else self.order.sampler
 
     def set_sampler(self, sampler: Any, original: DataLoader[Any]) -> None:
-        """Draw the order from another sampler.
+        """Use another sampler to determine the order.
 
         Raises:
-            UsageError: the data has a fixed order, or another rank draws it.
+            UsageError: the data's order is fixed, or is determined on another rank.
         """
         if self.order is None:
-            raise UsageError("the order of this loader does not come from a sampler", do="change its dataset instead")
+            raise UsageError("this loader's order is not determined by a sampler", do="change its dataset instead")
         self.order.sampler = sampler
 
     def owners_of_epoch(self, original: DataLoader[Any]) -> tuple[Any, ...]:
-        """Return the objects that may have ``set_epoch``, in the order in which to call it."""
+        """Return the objects that may have a ``set_epoch`` method, in the order in which to call it."""
         inner = self.inner
         batches = inner.batch_sampler
         has_epochs = isinstance(inner.sampler, SupportsSetEpoch) or isinstance(batches, SupportsSetEpoch)
@@ -146,7 +145,7 @@ class BatchSource(ABC):
         return batches, getattr(batches, "sampler", None), inner.sampler, inner.dataset
 
     def _start_reading(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Return the iterator of ``loader``; if the pass resumes, the seed that it draws does not advance torch's RNG."""
+        """Return an iterator over ``loader``. If the pass resumes, the seed that it draws does not advance torch's RNG."""
         before = torch.get_rng_state() if self.resumes else None
         iterator = iter(loader)
         if before is not None:
@@ -155,7 +154,7 @@ class BatchSource(ABC):
         return iterator
 
     def _batches_from(self, skip: int) -> Iterator[Any]:
-        """Yield the batches of a pass of ``inner`` without the first ``skip``."""
+        """Yield the batches in a pass over ``inner``, except the first ``skip``."""
         num_again = 0 if self.workers is None else self.workers.begin(skip)
         inner, skip = _skip_batches(self.inner, skip - num_again)
         batches = islice(self._start_reading(inner), skip, None)
@@ -168,7 +167,7 @@ class BatchSource(ABC):
 
 
 class PlainSource(BatchSource):
-    """The user's loader, read by one process."""
+    """The user's loader in a single-process run."""
 
     def __init__(self, loader: DataLoader[Any], *, options: LoaderOptions, num_ahead: int = 2) -> None:
         seedable, stateful = options.use_seedable_sampler, saves_state(loader, options)
@@ -203,7 +202,7 @@ class PlainSource(BatchSource):
 
 
 class ShardedSource(BatchSource):
-    """A loader over a map-style dataset: every rank draws the same batches and reads only its own."""
+    """A loader over a map-style dataset. Every rank draws the same batches, but reads only its own."""
 
     def __init__(
         self, loader: DataLoader[Any], *, world: World, options: LoaderOptions, check: OrderCheck | None = None
@@ -211,8 +210,8 @@ class ShardedSource(BatchSource):
         batches = batches_of(loader)
         if batches is None:
             raise UsageError(
-                "a loader without batches (batch_size=None) cannot be sharded",
-                do="give the DataLoader a batch_size or a batch_sampler, or use dispatch_batches=True",
+                "a loader with batch_size=None cannot be sharded",
+                do="pass batch_size or batch_sampler to the DataLoader, or use dispatch_batches=True",
             )
         self.order = SampleOrder(
             batches, seed=options.data_seed, seedable=options.use_seedable_sampler, alone=False, check=check
@@ -251,7 +250,7 @@ class ShardedSource(BatchSource):
 
 
 class StreamSource(BatchSource):
-    """A loader over an iterable dataset, which every rank reads completely to keep its slices."""
+    """A loader over an iterable dataset. Every rank reads the whole dataset and keeps its own slices."""
 
     def __init__(self, loader: DataLoader[Any], *, world: World, options: LoaderOptions) -> None:
         self.batch_size = loader.batch_size
@@ -297,7 +296,7 @@ class StreamSource(BatchSource):
 
 
 class DatasetShardsSource(BatchSource):
-    """A loader over an iterable dataset with a ``shard`` method (Hugging Face datasets)."""
+    """A loader over an iterable dataset that has a ``shard`` method, such as a Hugging Face dataset."""
 
     reads_own_shard = True
 
@@ -324,7 +323,7 @@ class DatasetShardsSource(BatchSource):
 
 
 class DispatchSource(BatchSource):
-    """A loader that only rank zero reads; the loaders and datasets of the other ranks are never used.
+    """A loader that only rank zero reads. Loaders and datasets on other ranks are never used.
 
     Collective: the constructor.
     """
@@ -357,7 +356,7 @@ class DispatchSource(BatchSource):
         own_skip = int(batches_of(loader) is not None)
         of_rank_zero = gather_counts(own_samples, own_batches, int(loader.drop_last), own_size, own_skip)
         self.total_samples, self.total_batches, drop_last, batch_size, can_skip = (counts[0] for counts in of_rank_zero)
-        """Lengths of rank zero's dataset and loader; -1: unknown."""
+        """Lengths of rank zero's dataset and loader; -1 means unknown."""
         self.drop_last = bool(drop_last)
         self._can_skip = bool(can_skip)
         self.batch_size = None if batch_size < 0 else batch_size
@@ -406,12 +405,12 @@ class DispatchSource(BatchSource):
 
 
 def saves_state(loader: DataLoader[Any], options: LoaderOptions) -> bool:
-    """Return whether ``loader`` is read by a StatefulDataLoader, whose state can be saved during a pass."""
+    """Return whether ``loader`` is read through a StatefulDataLoader, whose state can be saved during a pass."""
     return options.use_stateful_dataloader or isinstance(loader, SupportsStateDict)
 
 
 def batches_of(loader: DataLoader[Any]) -> Any:
-    """Return the batch sampler of a loader over a map-style dataset; None for iterable data."""
+    """Return the batch sampler of a loader over a map-style dataset, or None for iterable data."""
     if isinstance(loader.dataset, IterableDataset):
         return None
     if isinstance(loader.sampler, BatchSampler):  # DataLoader(sampler=BatchSampler(...), batch_size=None)
@@ -422,7 +421,7 @@ def batches_of(loader: DataLoader[Any]) -> Any:
 def with_batches(
     loader: DataLoader[Any], batches: Any, *, stateful: bool = False, dataset: Any = None
 ) -> DataLoader[Any]:
-    """Return a copy of the user's loader with another batch sampler (and ``dataset``, if given)."""
+    """Return a copy of the user's loader with a different batch sampler and, if given, a different ``dataset``."""
     kind = stateful_loader() if stateful else DataLoader
     dataset = loader.dataset if dataset is None else dataset
     if loader.batch_sampler is None:
@@ -431,7 +430,7 @@ def with_batches(
 
 
 def _batch_size(loader: DataLoader[Any], inner: DataLoader[Any]) -> int | None:
-    """Return the batch size of the user's ``loader`` or, if it has none, of the batch sampler of ``inner``."""
+    """Return the batch size of the user's ``loader`` or, if it has none, that of the batch sampler in ``inner``."""
     batches = inner.sampler if isinstance(inner.sampler, BatchSampler) else inner.batch_sampler
     return getattr(batches, "batch_size", None) if loader.batch_size is None else loader.batch_size
 
@@ -448,7 +447,7 @@ def length_at_rank_zero(num_samples: int, dataset: Any) -> int:
 
 
 def _skip_batches(loader: DataLoader[Any], skip: int) -> tuple[DataLoader[Any], int]:
-    """Return a loader that skips batches without reading them, and how many the caller must still drop."""
+    """Return a loader that skips batches without reading them, and the number of batches that the caller must still drop."""
     batches = batches_of(loader)
     if not skip or batches is None or type(loader) is not DataLoader:
         return loader, skip

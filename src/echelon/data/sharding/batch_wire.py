@@ -1,4 +1,4 @@
-"""Wire format of a batch: its structure as JSON (pickle if it holds other objects), then its tensors."""
+"""Wire format for batches: the structure as JSON (or pickle, if it contains other objects), followed by the tensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from echelon.distributed.tree import rebuild_like
 __all__ = ["END", "announce_failure", "pack_batch", "receive_batch", "send_batch"]
 
 END: Any = object()
-"""Marks the end of the batches."""
+"""Marks that there are no more batches."""
 
 
 def pack_batch(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the structure of ``batch`` and its tensors."""
+    """Split ``batch`` into its structure and its tensors."""
     if batch is END:
         return b".", []
     tensors: list[torch.Tensor] = []
@@ -34,7 +34,7 @@ def pack_batch(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def send_batch(structure: bytes, tensors: list[torch.Tensor], *, is_last: bool, device: torch.device | None) -> None:
-    """Send a batch from rank zero. Collective: the other ranks call ``receive_batch``."""
+    """Send a batch from rank zero. Collective: other ranks must call ``receive_batch``."""
     broadcast_bytes((b"L" if is_last else b"-") + structure)
     target = wire_device(device or torch.device("cpu"), None)
     for tensor in tensors:
@@ -43,12 +43,12 @@ def send_batch(structure: bytes, tensors: list[torch.Tensor], *, is_last: bool, 
 
 
 def announce_failure(error: BaseException) -> None:
-    """Make ``receive_batch`` raise on the other ranks. Collective: as ``send_batch``."""
+    """Make ``receive_batch`` raise an error on other ranks. Collective, like ``send_batch``."""
     broadcast_bytes(b"-E" + f"{type(error).__name__}: {error}".encode())
 
 
 def receive_batch(device: torch.device | None) -> tuple[Any, bool]:
-    """Receive (batch, whether it is known to be the last) from rank zero. Collective: rank zero calls ``send_batch``.
+    """Receive a batch from rank zero, and whether it is known to be the last. Collective: rank zero must call ``send_batch``.
 
     Raises:
         DesyncError: rank zero failed to read the batch.
@@ -58,7 +58,7 @@ def receive_batch(device: torch.device | None) -> tuple[Any, bool]:
     if kind == b".":
         return END, True
     if kind == b"E":
-        raise DesyncError(f"rank zero failed to read the next batch: {body.decode()}", do="fix the error of rank 0")
+        raise DesyncError(f"rank zero failed to read the next batch: {body.decode()}", do="fix the error on rank 0")
     target = device or torch.device("cpu")
     # The pickle comes from rank zero of the same job (SECURITY.md).
     return _from_json(json.loads(body), target) if kind == b"J" else _receive_tensors(
@@ -67,7 +67,7 @@ def receive_batch(device: torch.device | None) -> tuple[Any, bool]:
 
 
 def _to_json(data: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the structure of ``data`` for JSON, and append its tensors to ``tensors``."""
+    """Return the structure of ``data`` in a form suitable for JSON, and append its tensors to ``tensors``."""
     if isinstance(data, torch.Tensor):
         tensors.append(data)
         return ["t", str(data.dtype).removeprefix("torch."), list(data.shape)]
@@ -95,7 +95,7 @@ def _from_json(plain: list[Any], device: torch.device) -> Any:
 
 
 class _NotPlainError(Exception):
-    """A batch holds an object that JSON cannot represent."""
+    """A batch contains an object that JSON cannot represent."""
 
 
 _SCALARS = (str, int, float, bool, type(None))

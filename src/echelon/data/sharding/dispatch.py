@@ -1,4 +1,4 @@
-"""Dispatch mode: only rank zero reads; it sends each global batch to all ranks, and each keeps its slice."""
+"""Dispatch mode: only rank zero reads data. It sends each global batch to all ranks, and each rank keeps its slice."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def global_batches(
     device: torch.device | None,
     non_blocking: bool,
 ) -> Iterator[tuple[Any, int, bool]]:
-    """Yield (global batch, number of its samples, whether it is known to be the last) on each rank.
+    """Yield each global batch on every rank, with its number of samples and whether it is known to be the last.
 
     Args:
-        batches: the batches of rank zero's loader; None on the other ranks.
+        batches: the batches from rank zero's loader; None on other ranks.
         world_size: size of the default group.
-        split: each batch is a global batch; False: one batch per rank is joined to a global batch.
-        drop_last: drop a last step without a batch for every rank.
-        finds_end: if a batch has fewer samples than ranks, read ahead to find out whether it is the last.
-        device: device on which batches are sent and returned; None: the CPU.
-        non_blocking: copy to the device asynchronously.
+        split: whether each batch is a global batch. Otherwise, one batch per rank is joined to form a global batch.
+        drop_last: whether to drop a last step that does not have a batch for every rank.
+        finds_end: whether to read ahead if a batch has fewer samples than there are ranks, to find out whether it is the last.
+        device: device on which batches are sent and returned; None means the CPU.
+        non_blocking: whether to copy batches to the device asynchronously.
 
     Collective: each step.
 
     Raises:
-        DesyncError: on the other ranks, if reading failed on rank zero.
+        DesyncError: reading failed on rank zero. Raised on other ranks.
     """
     num_read = 1 if split else world_size
     pending: Any = _NONE  # a batch that was read ahead to find the end
@@ -70,10 +70,10 @@ def global_batches(
         count = num_samples(batch)
         if count is None:
             raise UsageError(
-                "cannot split a batch between ranks that has neither a tensor of samples nor a list with one item per sample: "
-                f"{describe(batch)}",
+                "Expected a batch with a tensor of samples or a list with one item per sample, to split it across "
+                f"ranks, but got {describe(batch)}",
                 where="dispatch_batches=True (the default for an iterable dataset)",
-                do="return such a tensor or list from collate_fn, or set dispatch_batches=False",
+                do="return a tensor or list with one item per sample from collate_fn, or pass dispatch_batches=False",
             )
         yield batch, count, is_last
 
@@ -81,17 +81,18 @@ def global_batches(
 def dispatch(
     batches: Iterator[tuple[Any, int, bool]], *, rank: int, world_size: int, even: bool, slice_fn: SliceFn | None
 ) -> Generator[tuple[Any, LastStep | None], None, bool]:
-    """Yield the slice of ``rank`` of each global batch.
+    """Yield this rank's slice of each global batch.
 
     Args:
         batches: the global batches, from ``global_batches``.
         rank: the rank.
         world_size: size of the default group.
-        even: fill a batch that is not divisible with the first samples; False: split it as evenly as possible.
+        even: whether to fill a batch that cannot be split evenly with the first samples. Otherwise, it is split as evenly as
+            possible.
         slice_fn: replaces ``slice_batch``.
 
     Returns:
-        Whether other ranks have a last batch of which this rank has no samples.
+        Whether other ranks have samples from a last batch, but this rank does not.
     """
     slice_samples = slice_fn or slice_batch
     few: Any = None  # the first samples
@@ -122,7 +123,7 @@ def _read(batches: Iterator[Any], num_read: int, *, drop_last: bool) -> Any:
 
 @contextmanager
 def _announcing_failure() -> Iterator[None]:
-    """Notify the other ranks, which wait for a batch, if reading it fails."""
+    """If reading a batch fails, notify the other ranks, which are waiting for it."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""A loader that is read as it is, because each rank was given its own part of the data."""
+"""A loader that is used as it is, because each rank was given its own part of the data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GivenSource"]
 
 
 class GivenSource(BatchSource):
-    """Reads a loader whose batch sampler or dataset may already be those of one rank.
+    """Reads a loader whose batch sampler or dataset may already be specific to this rank.
 
     Args:
         loader: the loader.
@@ -35,11 +35,11 @@ class GivenSource(BatchSource):
         while not isinstance(batches, RankBatchSampler) and hasattr(batches, "batch_sampler"):
             batches = batches.batch_sampler  # it skips batches
         self.batches: RankBatchSampler | None = batches if isinstance(batches, RankBatchSampler) else None
-        """The batch sampler that shards; None: the loader is not sharded here."""
+        """The batch sampler that does the sharding, or None if the loader is not sharded here."""
 
     @property
     def samples_per_step(self) -> int | None:
-        """Number of samples of all ranks in one step; None: variable."""
+        """Number of samples in one step across all ranks, or None if it varies."""
         batches = self.batches
         if batches is None or self.batch_size is None or batches.split_batches:
             return self.batch_size

@@ -15,17 +15,18 @@ __all__ = ["IterableDatasetShard"]
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """Yields the samples of one process: its slice of every global batch of ``dataset``.
+    """Yields one process's samples: its slice of every global batch in ``dataset``.
 
-    Every process has the same number of samples. The ``generator`` of a dataset without ``set_epoch`` is seeded with the epoch.
+    Every process gets the same number of samples. If the dataset has no ``set_epoch``, its ``generator`` is seeded with the
+    epoch.
 
     Args:
         dataset: the user's dataset.
-        batch_size: batch size of one process or, with ``split_batches``, of all processes together.
-        drop_last: drop an incomplete last batch instead of filling it with the first samples.
+        batch_size: batch size per process or, with ``split_batches``, across all processes.
+        drop_last: whether to drop an incomplete last batch instead of filling it with the first samples.
         num_processes: number of processes that share the dataset.
-        process_index: index of the process.
-        split_batches: split each batch between the processes.
+        process_index: index of this process.
+        split_batches: whether to split each batch across processes.
 
     Raises:
         UsageError: with ``split_batches``, the batch size is not divisible by ``num_processes``.

@@ -1,4 +1,4 @@
-"""Detects that the sampler whose order rank zero broadcasts yields only rank zero's shard."""
+"""Detects whether a sampler whose order rank zero broadcasts yields only rank zero's shard of the data."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _MIN_SAMPLES = 12
 
 
 class OrderCheck:
-    """Compares once the orders that the ranks' samplers draw, when all ranks use rank zero's.
+    """Compares the orders drawn by the ranks' samplers once, for loaders where all ranks use rank zero's order.
 
-    Samplers may legitimately draw different orders or samples on each rank (with replacement, or a random subset). But if the
-    draws of the ranks are disjoint and together cover the dataset, the sampler shards the data, and most samples would never
-    be read.
+    Samplers may legitimately draw different orders or samples on each rank (with replacement, or from a random subset). But
+    if the ranks' samples are disjoint and together cover the dataset, the sampler shards the data, and most samples would
+    never be read.
 
     Args:
         sampler: the user's sampler.
-        num_samples: length of the dataset; -1: unknown, and nothing is compared.
-        line: the line that passed the loader to echelon.
-        is_error: raise instead of warning.
+        num_samples: length of the dataset, or -1 if unknown, in which case nothing is compared.
+        line: the line of code that passed the loader to echelon.
+        is_error: whether to raise an error instead of warning.
     """
 
     def __init__(self, sampler: Any, *, num_samples: int, line: UserLine, is_error: bool) -> None:
@@ -42,9 +42,9 @@ class OrderCheck:
         self._is_wanted = num_samples >= _MIN_SAMPLES and not draws
 
     def check_order(self, drawn: Sequence[Any]) -> None:
-        """Compare the orders that the ranks have drawn in a pass.
+        """Compare the orders that the ranks drew in a pass.
 
-        Collective: every rank, at the first call.
+        Collective: call on every rank the first time.
 
         Raises:
             UsageError: the sampler shards the data (``is_error``).
@@ -66,13 +66,13 @@ class OrderCheck:
 
     def _report(self, counts: list[int]) -> None:
         message = (
-            f"the sampler of the loader ({self._name}) yields different samples on each rank, which together cover the dataset "
-            f"({counts[0]} of {self._num_samples} samples on rank 0). The loader is already sharded, and because echelon shards "
-            "it again, the samples of the other ranks are not read"
+            f"the sampler of the loader ({self._name}) yields different samples on each rank, and together they "
+            f"cover the dataset ({counts[0]} of {self._num_samples} samples are on rank 0). This means that the "
+            "loader is already sharded. Because echelon shards it again, the other ranks' samples are never read"
         )
         do = (
-            "remove the sampler (echelon shards the loader), or keep its sharding with "
-            "accelerator.prepare_data_loader(loader, already_sharded=True)"
+            "remove the sampler, because echelon shards the loader, or call "
+            "accelerator.prepare_data_loader(loader, already_sharded=True) to keep its sharding"
         )
         if self._is_error:
             raise UsageError(message, where=str(self._line), do=do.partition(", or")[0])

@@ -1,4 +1,4 @@
-"""An already sharded loader: each rank reads its shard, and the ranks agree on the end of a pass."""
+"""A loader that is already sharded. Each rank reads its own shard, and the ranks agree on when a pass ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["PreshardedSource"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
-    """The shard of one rank in a pass, in batches of equal size; the last one may be shorter or dropped."""
+    """One rank's shard in a pass, in batches of equal size. The last batch may be shorter or dropped."""
 
     num_samples: int
     batch_size: int
@@ -40,24 +40,24 @@ class _Shard:
         return self.num_samples // self.batch_size if self.drop_last else -(-self.num_samples // self.batch_size)
 
     def size(self, batch: int) -> int:
-        """Return the number of samples of a batch; 0 after the last one."""
+        """Return the number of samples in a batch, or 0 after the last batch."""
         if batch >= self.num_batches:
             return 0
         return min(self.batch_size, self.num_samples - batch * self.batch_size)
 
     def num_new(self, batch: int) -> int:
-        """Return the number of samples of a batch that are not repeated."""
+        """Return the number of samples in a batch that are not repeated."""
         is_last = (batch + 1) * self.batch_size >= self.num_samples
         return max(self.size(batch) - (self.num_repeated if is_last else 0), 0)
 
 
 class PreshardedSource(BatchSource):
-    """A loader whose sampler, batch sampler or dataset gives this rank its own shard.
+    """A loader whose sampler, batch sampler or dataset yields this rank's own shard.
 
     The ranks exchange the lengths of their samplers once per pass, or the size of each batch if the lengths are unknown
-    (``read_own_shards``). With ``even`` a rank that has fewer batches than others repeats its first one.
+    (``read_own_shards``). With ``even``, a rank that has fewer batches than others repeats its first batch.
 
-    Collective: each pass, and each step if lengths are unknown.
+    Collective: call on every rank in each pass, and in each step if lengths are unknown.
     """
 
     reads_own_shard = True
@@ -80,7 +80,7 @@ class PreshardedSource(BatchSource):
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
         self.drop_last = any(facts.drop_last for facts in agreement.parts)
         self._shards: list[_Shard] | None = None
-        """Shards of all ranks; None: unknown."""
+        """All ranks' shards, or None if unknown."""
         if self._processes and all(min(facts.num_drawn, facts.batch_size) >= 0 for facts in agreement.parts):
             self._shards = [
                 _Shard(
@@ -93,7 +93,7 @@ class PreshardedSource(BatchSource):
             ]
 
     def dataset_length(self, dataset: Any) -> int:
-        """Return the number of distinct samples of all ranks if the shards are known, else of this rank's dataset."""
+        """Return the number of distinct samples across all ranks if the shards are known, else in this rank's dataset."""
         if self._shards is None:
             return len(dataset)
         return sum(shard.num_samples - shard.num_repeated for shard in self._shards)
@@ -130,7 +130,8 @@ class PreshardedSource(BatchSource):
         first: Any = _NONE
         if behind and behind >= me.num_batches:
             raise UsageError(
-                f"cannot resume the pass after {behind} steps, because rank {self._world.rank} had already read all of its shard",
+                f"cannot resume the pass after {behind} steps, because rank {self._world.rank} had already read its "
+                "entire shard",
                 where="use_stateful_dataloader=True",
                 do="save earlier in the pass or at its end, or give every rank the same number of samples",
             )
@@ -140,7 +141,8 @@ class PreshardedSource(BatchSource):
             first = batch if first is _NONE else first
             if batch is _NONE and step < me.num_batches:
                 raise UsageError(
-                    f"the sampler of rank {self._world.rank} yielded {step} batches in this pass, but its length implies {me.num_batches}",
+                    f"the sampler of rank {self._world.rank} yielded {step} batches in this pass, but expected "
+                    f"{me.num_batches} according to the sampler's length",
                     where="the prepared DataLoader",
                     do="make the sampler's __len__ return the number of samples that it yields",
                 )
@@ -155,12 +157,12 @@ class PreshardedSource(BatchSource):
         self.ended_early = not self.drop_last and end < max(shard.num_batches for shard in shards)
         if end == me.num_batches and next(batches, _NONE) is not _NONE:
             warn(
-                f"the sampler of rank {self._world.rank} yields more samples than its length; the additional samples are dropped, "
-                "because the ranks have agreed on that length"
+                f"the sampler of rank {self._world.rank} yields more samples than its length; the extra samples are "
+                "dropped, because the ranks have agreed on the length"
             )
 
     def _agree_on_lengths(self) -> list[_Shard]:
-        """Return the shards of this pass, whose lengths may differ from those of the last one. Collective."""
+        """Return the shards for this pass, whose lengths may differ from those in the previous pass. Collective."""
         assert self._shards is not None
         (numbers,) = gather_counts(len(batches_of(self.inner).sampler))
         return [
@@ -174,7 +176,7 @@ class PreshardedSource(BatchSource):
         ]
 
     def _num_steps(self, shards: list[_Shard]) -> int:
-        """Return the number of steps of this rank.
+        """Return the number of steps on this rank.
 
         Raises:
             UsageError: with ``even``, a rank has no batch to repeat.
@@ -186,9 +188,10 @@ class PreshardedSource(BatchSource):
             return counts[self._world.rank]
         if min(counts) == 0 < max(counts):
             raise UsageError(
-                f"rank {counts.index(0)} has no samples in its shard, but other ranks have some",
+                f"rank {counts.index(0)} has no samples in its shard, but other ranks do",
                 where="the prepared DataLoader",
-                do="give every rank samples, or set already_sharded=False to let echelon shard the loader",
+                do="make sure that every rank has samples, or pass already_sharded=False to let echelon shard the "
+                "loader",
             )
         return max(counts)
 

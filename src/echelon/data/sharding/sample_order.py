@@ -1,4 +1,4 @@
-"""One order of samples for all ranks, drawn by the user's sampler or computed from (seed, epoch)."""
+"""A common order of samples for all ranks, drawn by the user's sampler or computed from (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["SampleOrder", "SeedableRandomSampler", "SharedBatches", "SharedSampl
 
 
 class SampleOrder:
-    """The batches of all ranks in one order.
+    """The batches for all ranks in a common order.
 
     Args:
         batches: the user's batch sampler.
-        seed: seed of a seedable order; None: rank zero's torch seed.
-        seedable: derive the shuffled order from (seed, epoch) instead of the sampler's generator.
-        alone: there is only one process, so nothing is exchanged.
-        check: checks the first draw of a custom sampler.
+        seed: seed for a seedable order. If None, rank zero's torch seed is used.
+        seedable: whether to derive the shuffled order from (seed, epoch) instead of from the sampler's generator.
+        alone: whether there is only one process, so that nothing is exchanged.
+        check: check to run on the first indices drawn by a custom sampler.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class SampleOrder:
         self.batches = BatchSampler(self._drawn_by, batches.batch_size, batches.drop_last)
 
     def begin(self) -> None:
-        """Agree on the seed of the next pass. Collective."""
+        """Agree on the seed for the next pass. Collective."""
         if isinstance(self._drawn_by, SeedableRandomSampler) and not self._alone:
             self._drawn_by.agree_seed()
 
     @property
     def sampler(self) -> Any:
-        """The user's sampler, or the seedable sampler that replaces it; None if the batch sampler has none."""
+        """The user's sampler or the seedable sampler that replaces it, or None if the batch sampler has no sampler."""
         if isinstance(self._drawn_by, SharedBatches):
             return getattr(self._drawn_by.batches, "sampler", None)
         return self._drawn_by.sampler if isinstance(self._drawn_by, SharedSampler) else self._drawn_by
@@ -74,7 +74,7 @@ class SampleOrder:
         return isinstance(self._drawn_by, SeedableRandomSampler)
 
     def state(self) -> dict[str, Any] | None:
-        """Return the seed or RNG states from which the order of the latest pass was drawn."""
+        """Return the seed or RNG states used to draw the order of the latest pass."""
         if isinstance(self._drawn_by, SeedableRandomSampler):
             return {"seed": self._drawn_by.initial_seed}
         latest = self._drawn_by.draw.latest
@@ -83,7 +83,7 @@ class SampleOrder:
         return latest
 
     def pin(self, state: dict[str, Any] | None) -> None:
-        """Make the next pass draw its order from ``state``."""
+        """Make the next pass draw its order using ``state``."""
         if state is None:
             return
         if isinstance(self._drawn_by, SeedableRandomSampler):
@@ -105,11 +105,11 @@ class SeedableRandomSampler(RandomSampler):
     Each pass increments the epoch.
 
     Args:
-        args: arguments of ``RandomSampler``; its generator is not used.
-        data_seed: the seed; None: ``torch.initial_seed()``.
-        kwargs: keyword arguments of ``RandomSampler``.
+        args: arguments for ``RandomSampler``, whose generator is not used.
+        data_seed: the seed. If None, ``torch.initial_seed()`` is used.
+        kwargs: keyword arguments for ``RandomSampler``.
 
-    Source: the order of accelerate's seedable sampler and of the transformers Trainer.
+    Source: the order used by accelerate's seedable sampler and the transformers Trainer.
     """
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
@@ -123,12 +123,12 @@ class SeedableRandomSampler(RandomSampler):
         return torch.initial_seed() if self.data_seed is None else self.data_seed
 
     def agree_seed(self) -> None:
-        """Set the seed to rank zero's unless one was given. Collective."""
+        """Set the seed to rank zero's, unless a seed was given. Collective."""
         if self.data_seed is None:
             self.data_seed = broadcast_object_list([torch.initial_seed()])[0]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass."""
+        """Set the epoch for the next pass."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -138,7 +138,7 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class _Draw:
-    """Records and restores the RNG states from which an order is drawn, so that a resumed pass draws the same order."""
+    """Records and restores the RNG states used to draw an order, so that a resumed pass draws the same order."""
 
     def __init__(self) -> None:
         self.latest: dict[str, Any] | None = None
@@ -146,11 +146,11 @@ class _Draw:
         self._pinned: dict[str, Any] | None = None
 
     def pin(self, state: dict[str, Any] | None) -> None:
-        """Draw the order of the next pass from ``state``; None: from the current RNG state."""
+        """Draw the order of the next pass using ``state`` or, if it is None, the current RNG state."""
         self._pinned = state
 
     def begin(self, generator: torch.Generator | None) -> torch.Tensor | None:
-        """Set the pinned states, if any, and record the states; return the state that ``end`` restores."""
+        """Set the pinned states, if any, and record the states. Return the state that ``end`` restores."""
         pinned, self._pinned = self._pinned, None
         before = None
         if pinned is not None:
@@ -171,9 +171,9 @@ class _Draw:
 
 
 class SharedSampler(Sampler[int]):
-    """Wraps the user's sampler so that every rank uses the order of rank 0.
+    """Wraps the user's sampler so that every rank uses rank 0's order.
 
-    Collective: each pass, unless ``alone``.
+    Collective: call on every rank in each pass, unless ``alone``.
     """
 
     def __init__(self, sampler: Any, *, alone: bool = False, check: OrderCheck | None = None) -> None:
@@ -183,7 +183,7 @@ class SharedSampler(Sampler[int]):
         self._alone = alone
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the user's sampler, if it has one."""
+        """Set the epoch of the user's sampler, if it supports epochs."""
         if isinstance(self.sampler, SupportsSetEpoch):
             self.sampler.set_epoch(epoch)
 
@@ -221,9 +221,9 @@ class SharedSampler(Sampler[int]):
 
 
 class SharedBatches(Sampler[list[int]]):
-    """Wraps the user's batch sampler so that every rank uses the batches of rank 0.
+    """Wraps the user's batch sampler so that every rank uses rank 0's batches.
 
-    Collective: each pass, unless ``alone``.
+    Collective: call on every rank in each pass, unless ``alone``.
     """
 
     def __init__(self, batches: Any, *, alone: bool = False, check: OrderCheck | None = None) -> None:
@@ -244,7 +244,7 @@ class SharedBatches(Sampler[list[int]]):
         return bool(getattr(self.batches, "drop_last", False))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the user's batch sampler and of its sampler, if they have one."""
+        """Set the epoch of the user's batch sampler and its sampler, if they support epochs."""
         for owner in (self.batches, getattr(self.batches, "sampler", None)):
             if isinstance(owner, SupportsSetEpoch):
                 owner.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""Batch sampler of one rank: every world_size-th batch, or a slice of each batch."""
+"""One rank's batch sampler, which yields every ``world_size``-th batch or a slice of each batch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["RankBatchSampler"]
 
 
 class RankBatchSampler(BatchSampler):
-    """Yields the batches of one rank, with the arguments of Accelerate's ``BatchSamplerShard``.
+    """Yields one rank's batches. The arguments are those of Accelerate's ``BatchSamplerShard``.
 
-    Whole batches (``split_batches=False``): rank r gets the batches r, r + W, r + 2 W, ... With ``even_batches`` the last round
-    is filled with the first samples of the pass; otherwise some ranks get no batch in it.
-    Split batches: each rank gets a slice of each batch. With ``even_batches`` a short last batch is filled in the same way;
-    otherwise it is split as evenly as possible.
+    Whole batches (``split_batches=False``): rank ``r`` gets batches ``r``, ``r + W``, ``r + 2 * W``, ... With
+    ``even_batches``, the last round is filled with the first samples of the pass; otherwise, some ranks get no batch in it.
+    Split batches: each rank gets a slice of each batch. With ``even_batches``, a short last batch is filled in the same way;
+    otherwise, it is split as evenly as possible.
 
-    Source: accelerate's BatchSamplerShard, except for the split of a short last batch (it fills the first ranks).
+    Source: accelerate's BatchSamplerShard, which differs only in how it splits a short last batch: it fills the first ranks.
 
     Args:
-        batch_sampler: the batches of all ranks; its ``batch_size`` is None or missing if their sizes vary.
+        batch_sampler: the batches for all ranks. Its ``batch_size`` is None or missing if batch sizes vary.
         num_processes: the number of ranks.
         process_index: the rank.
         split_batches: split each batch.
-        even_batches: fill the last round.
+        even_batches: whether to fill the last round.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class RankBatchSampler(BatchSampler):
         self.even_batches = even_batches
         self.split_batches = split_batches
         self.last_step: LastStep | None = None
-        """Batch sizes in the last step of a completed pass; None if every rank had a full batch of new samples."""
+        """Batch sizes in the last step of a completed pass, or None if every rank had a full batch of new samples."""
         self.divides_last_round = False
-        """Divide the samples of an incomplete last round equally: no batch has both new and repeated samples."""
+        """Whether to divide the samples of an incomplete last round evenly, so that no batch mixes new and repeated samples."""
 
     @property
     def batch_sampler(self) -> Any:
@@ -66,12 +66,12 @@ class RankBatchSampler(BatchSampler):
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """The sampler of the user's batch sampler; None if it has none."""
+        """The user's batch sampler's own sampler, or None if it has none."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @property
     def total_length(self) -> int:
-        """Number of batches of all ranks."""
+        """Number of batches across all ranks."""
         return len(self.batches)
 
     def set_epoch(self, epoch: int) -> None:
@@ -122,7 +122,7 @@ class RankBatchSampler(BatchSampler):
         return self.batch_size is None or len(batch) == self.batch_size
 
     def _fill(self, round_: list[list[int]], first: list[list[int]]) -> list[list[int]]:
-        """Fill the last round with the first samples (or, without a batch size, the first batches)."""
+        """Fill the last round with the first samples or, if there is no batch size, with the first batches."""
         if self.batch_size is None:
             return [*round_, *islice(cycle(first), self.num_processes - len(round_))]
         again = cycle([index for batch in first for index in batch])

@@ -1,4 +1,4 @@
-"""Iterable datasets that every rank reads completely to keep its slices, or that shard themselves."""
+"""Iterable datasets that every rank reads in full, keeping only its slices, or that shard themselves."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Columns = dict[str, ColumnFingerprint]
 
 
 class ShardedStream(IterableDataset[Any]):
-    """Yields (list of this rank's samples, LastStep or None, fingerprints of all samples or None) for each step.
+    """Yields for each step: a list of this rank's samples, a LastStep or None, and the fingerprints of all samples or None.
 
-    Every rank reads all samples and keeps its slice. With ``even`` a short last batch is filled with the first samples; with
-    ``drop_last`` it is dropped; otherwise it is split as evenly as possible.
+    Every rank reads all samples and keeps its slice. A short last batch is filled with the first samples (``even``), dropped
+    (``drop_last``), or else split as evenly as possible.
 
-    With ``batch_size=None`` the dataset yields batches, and each rank takes one of every ``world_size``.
+    With ``batch_size=None``, the dataset yields batches, and each rank takes one out of every ``world_size`` batches.
 
-    Every loader worker splits the samples that it reads, so each may have a short last batch. The first step has fingerprints,
-    which are equal on all ranks unless the dataset shards itself.
+    Every DataLoader worker splits the samples that it reads, so each worker may have a short last batch. The first step
+    contains fingerprints, which are equal on all ranks unless the dataset shards itself.
 
-    Source: accelerate's IterableDatasetShard, except for the split of a short last batch.
+    Source: accelerate's IterableDatasetShard, which differs only in how it splits a short last batch.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class ShardedStream(IterableDataset[Any]):
 
     @property
     def samples_per_step(self) -> int:
-        """Number of samples (or of batches, if the dataset yields batches) that all ranks take in one step."""
+        """Number of samples (or batches, if the dataset yields batches) that all ranks together take in one step."""
         return (self.batch_size or 1) * (1 if self.split else self.world_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the user's dataset, if it has one."""
+        """Set the epoch of the user's dataset, if it supports epochs."""
         if isinstance(self.dataset, SupportsSetEpoch):
             self.dataset.set_epoch(epoch)
 
     def num_steps(self) -> int:
-        """Return the number of steps of this rank.
+        """Return the number of steps on this rank.
 
         Raises:
             TypeError: the dataset has no length.
@@ -117,7 +117,7 @@ class ShardedStream(IterableDataset[Any]):
         return [share + (rank < extra) for rank in range(self.world_size)]
 
     def _facts(self, samples: list[Any], num_real: int) -> LastStep | None:
-        """Return the batch sizes of a step in which every rank has a full slice, with ``num_real`` new samples in total."""
+        """Return the batch sizes for a step in which every rank has a full slice, with ``num_real`` new samples in total."""
         size = len(samples) // self.world_size
         if self.batch_size is None:  # the dataset yields batches of any size
             sizes = _item_sizes(samples, self.world_size)
@@ -135,7 +135,7 @@ def _item_sizes(batches: list[Any], world_size: int) -> list[int]:
 
 
 class CollatePart:
-    """Applies the user's ``collate_fn`` to the samples of a slice; a class, because it is pickled for loader workers."""
+    """Applies the user's ``collate_fn`` to a slice's samples. A class, because it is pickled for DataLoader workers."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, is_batched: bool) -> None:
         self.collate_fn = collate_fn
@@ -166,9 +166,9 @@ class ExposeUsersDataset:
 
 
 def iterate_like_rank_zero(loader: DataLoader[Any], stream: Any) -> Iterator[Any]:
-    """Start a pass with rank zero's generator states and worker seeds, so that every rank reads the same samples.
+    """Start a pass using rank zero's generator states and worker seeds, so that every rank reads the same samples.
 
-    Collective: every rank.
+    Collective: call on every rank.
     """
     generator = getattr(stream.dataset, "generator", None)
     if isinstance(generator, torch.Generator):
@@ -196,16 +196,16 @@ def _set_state(generator: torch.Generator | None, state: torch.Tensor) -> None:
 def read_own_shards(
     batches: Iterator[Any], *, even: bool, drop_last: bool
 ) -> Generator[tuple[Any, LastStep | None], None, bool]:
-    """Read a loader whose dataset shards itself, when the number of batches of the other ranks is unknown.
+    """Read a loader whose dataset shards itself, if the number of batches on other ranks is unknown.
 
-    The ranks exchange the size of their next batch (a few bytes per step). With ``drop_last`` all ranks end when the first one
-    has no more batches. With ``even`` a rank without more batches repeats its first batch until all have ended. Otherwise each
-    rank ends separately.
+    In each step, ranks exchange the sizes of their next batches, which takes a few bytes. With ``drop_last``, all ranks end
+    when the first rank runs out of batches. With ``even``, a rank that runs out of batches repeats its first batch until all
+    ranks have run out. Otherwise, each rank ends separately.
 
     Returns:
-        Whether this rank is one of the first to end while others continue (False for ranks that end later).
+        Whether this rank is among the first ranks to end while others continue. False for ranks that end later.
 
-    Collective: each step, until a rank has ended.
+    Collective: call on every rank in each step, until a rank has ended.
 
     Raises:
         UsageError: with ``even``, a rank has no batch to repeat.
@@ -233,8 +233,8 @@ def read_own_shards(
             continue
         if min(again) == 0:
             raise UsageError(
-                f"rank {again.index(0)} has no samples in its shards of the dataset, but other ranks have some",
-                do="set DataLoaderConfiguration(dispatch_batches=True), or use a dataset without empty shards",
+                f"rank {again.index(0)} has no samples in its shards of the dataset, but other ranks do",
+                do="pass DataLoaderConfiguration(dispatch_batches=True), or use a dataset without empty shards",
             )
         sizes = [have or repeat for have, repeat in zip(real, again)]
         yield first if batch is _NONE else batch, LastStep(sizes, real)

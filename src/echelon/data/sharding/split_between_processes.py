@@ -1,4 +1,4 @@
-"""Splits a list, tuple, dict, tensor or dataset between the ranks."""
+"""Splits a list, tuple, dict, tensor or dataset across ranks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ __all__ = ["split_between_processes"]
 def split_between_processes(
     inputs: Any, apply_padding: bool = False, *, rank: int, world_size: int, device: torch.device | None = None
 ) -> Iterator[Any]:
-    """Yield this rank's contiguous part of ``inputs``; if the length is not divisible, the first ranks have one more item.
+    """Yield this rank's contiguous part of ``inputs``. If the length is not divisible, the first ranks get one more item.
 
     Args:
-        inputs: a list, tuple, tensor, array, range or dataset, or a dict of these (each value is split). It is not modified.
-        apply_padding: repeat the last item so that every rank has the same number of items (drop the copies after a gather).
+        inputs: a list, tuple, tensor, array, range or dataset, or a dict whose values are any of these and are split
+            individually. It is not modified.
+        apply_padding: whether to repeat the last item so that every rank gets the same number of items. Drop the copies after
+            a gather.
         rank: the rank.
         world_size: the number of parts.
-        device: device to which padded tensors are moved for a gather; None: they are not moved.
+        device: device that padded tensors are moved to for a gather. If None, they are not moved.
 
     Raises:
-        UsageError: the values of a dict differ in length, or ``inputs`` cannot be split.
+        UsageError: a dict's values differ in length, or ``inputs`` cannot be split.
     """
     if world_size == 1:
         yield inputs
@@ -50,8 +52,8 @@ def _length(inputs: Any) -> int:
     lengths = {key: _length(value) for key, value in inputs.items()}
     if len(set(lengths.values())) > 1:
         raise UsageError(
-            f"the values of a dict must have equal lengths to be split, but have {lengths}",
-            do="make them equally long, or split them separately",
+            f"Expected all values in a dict to have the same length, but got lengths {lengths}",
+            do="make them the same length, or split them separately",
         )
     return next(iter(lengths.values()), 0)
 
