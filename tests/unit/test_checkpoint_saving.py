@@ -130,7 +130,7 @@ def test_missing_tensors_and_other_shapes_are_errors_before_copying(tmp_path: Pa
     a = torch.zeros(2)
     with pytest.raises(CheckpointError, match="does not contain c\n"):
         checkpoint.read_into({"a": a, "c": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"b has shape \[3\] in .*, and \[4\] here"):
+    with pytest.raises(CheckpointError, match=r"b has shape \[3\] in .*, but \[4\] in this run"):
         checkpoint.read_into({"a": a, "b": torch.zeros(4)})
     assert torch.equal(a, torch.zeros(2))
     assert checkpoint.read_into({"a": a, "c": torch.zeros(1)}, optional=["c"]) == ["c"]
