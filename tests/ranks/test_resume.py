@@ -371,7 +371,7 @@ def _read_stream(project: Path, dispatches: bool) -> tuple[list[Any], list[Any],
         read: list[Any] = []
         with warnings.catch_warnings():
             warnings.filterwarnings(
-                "ignore", message=".* batches of iterable data had to be read again", category=EchelonWarning
+                "ignore", message=".* batches of iterable data were read again", category=EchelonWarning
             )
             accelerator.resume()
             for epoch in accelerator.epochs(2):

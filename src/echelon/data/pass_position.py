@@ -351,9 +351,8 @@ class BatchPosition(PassPosition):
         is_iterable = isinstance(self.original.dataset, IterableDataset)
         if is_iterable and not self.is_stateful and self.world.is_rank_zero:
             warn(
-                f"{num_batches} batches of iterable data had to be read again, which took {seconds:.1f} s, to resume "
-                "after them. DataLoaderConfiguration(use_stateful_dataloader=True) avoids this if the dataset has "
-                "state_dict and load_state_dict"
+                f"{num_batches} batches of iterable data were read again to resume after them, which took {seconds:.1f} s. "
+                "DataLoaderConfiguration(use_stateful_dataloader=True) avoids this if the dataset has state_dict and load_state_dict"
             )
 
 
