@@ -13,6 +13,7 @@ from echelon import Accelerator
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
 from echelon.trainer import Trainer, TrainerCallback, TrainerState, TrainingArguments, get_scheduler
+from echelon.trainer.optim.adafactor import Adafactor
 from tests.trainer_models import DATA, Line, arguments
 
 
@@ -103,3 +104,28 @@ def test_a_resumed_run_starts_with_the_batch_size_that_fitted(tmp_path: Path) ->
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert sizes == [2, 2]
     assert again._train_batch_size == 2
+
+
+def test_adafactor_follows_its_formula() -> None:
+    """The formula of arXiv 1804.04235 with a rate of its own, as transformers uses it; torch's class scales the rate."""
+    generator = torch.Generator().manual_seed(3)
+    matrix, vector = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((2, 3), (4,)))
+    weights = [torch.nn.Parameter(matrix.clone()), torch.nn.Parameter(vector.clone())]
+    optimizer = Adafactor(weights, lr=0.1, scale_parameter=False, relative_step=False, weight_decay=0.2)
+    rows, columns, squares = torch.zeros(2), torch.zeros(3), torch.zeros(4)
+    for step in range(1, 4):
+        gradients = [torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in (matrix, vector)]
+        for weight, gradient in zip(weights, gradients):
+            weight.grad = gradient
+        optimizer.step()
+        share = step**-0.8
+        rows = (1 - share) * rows + share * (gradients[0] ** 2).mean(1)
+        columns = (1 - share) * columns + share * (gradients[0] ** 2).mean(0)
+        squares = (1 - share) * squares + share * gradients[1] ** 2
+        updates = [gradients[0] / torch.outer(rows, columns).div(rows.mean()).sqrt(), gradients[1] / squares.sqrt()]
+        updates = [update / max(1.0, update.square().mean().sqrt().item()) for update in updates]
+        matrix, vector = ((1 - 0.2 * 0.1) * old - 0.1 * update for old, update in zip((matrix, vector), updates))
+        for weight, expected in zip(weights, (matrix, vector)):
+            torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=0)
+    with pytest.raises(ConfigError, match="either a learning rate, or relative_step=True"):
+        Adafactor(weights, lr=0.1)

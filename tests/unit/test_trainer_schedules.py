@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from echelon.base.errors import ConfigError
 from echelon.trainer import SchedulerType, Trainer, TrainerCallback, TrainingArguments, get_scheduler
+from echelon.trainer.optim.adafactor import Adafactor
 from echelon.trainer.optim.optimizers import decay_parameter_names, optimizer_class_and_arguments, parameter_groups
 from tests.trainer_models import DATA, Line, arguments
 
@@ -339,7 +340,7 @@ def test_weights_decay_and_biases_and_norms_do_not() -> None:
         ("sgd", torch.optim.SGD, {"lr": 0.1}),
         ("adagrad", torch.optim.Adagrad, {"lr": 0.1}),
         ("rmsprop", torch.optim.RMSprop, {"lr": 0.1}),
-        ("adafactor", torch.optim.Adafactor, {"lr": 0.1}),
+        ("adafactor", Adafactor, {"lr": 0.1, "scale_parameter": False, "relative_step": False}),
     ],
 )
 def test_optimizers_by_name(name: str, kind: type, arguments: dict[str, Any]) -> None:

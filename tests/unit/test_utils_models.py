@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from echelon import utils
+from echelon import Accelerator, utils
 from echelon.base.warnings import EchelonWarning
 from echelon.config.schema import DynamoBackendName
 from echelon.utils.ao import filter_linear_layers, find_first_last_linear_layers
@@ -144,6 +144,9 @@ def test_the_model_is_unwrapped() -> None:
     assert utils.is_compiled_module(unwrapped)
     assert unwrapped._orig_mod is model
     assert compiled._orig_mod is wrapped  # what was looked into stays as it was
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
+    assert accelerator.unwrap_model(compiled)._orig_mod is model
     assert (
         utils.extract_model_from_parallel(
             torch.compile(nn.DataParallel(model), backend="eager"), keep_torch_compile=False

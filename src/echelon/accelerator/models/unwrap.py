@@ -29,13 +29,15 @@ def unwrap_model(
     """
     objects = session.objects
     inner: nn.Module = without_wrappers(session.engine.unwrap(objects.engine_model(model)))
-    bare = uncompiled(inner)
+    bare = uncompiled(without_wrappers(uncompiled(inner)))
     if not keep_fp32_wrapper:
         unwrap_forward(inner)
         unwrap_forward(bare)
     if not keep_torch_compile:
         return bare
     if not objects.is_compiled_whole(model):
+        if (wrapped := uncompiled(inner)) is not inner and without_wrappers(wrapped) is not wrapped:
+            return moved_to(without_wrappers(wrapped), inner)  # compiled around a wrapper, but not by prepare
         return inner
     return model if uncompiled(model) is inner else moved_to(inner, model)
 

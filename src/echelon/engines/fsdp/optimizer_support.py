@@ -31,7 +31,10 @@ def cannot_step_shards(optimizer: Optimizer, why: str) -> UsageError:
 
 def require_elementwise(optimizer: Optimizer) -> None:
     """Raise UsageError if ``optimizer`` is a torch optimizer that cannot step shards."""
-    if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _NEEDS_FULL_PARAMETERS:
+    kind = type(optimizer)
+    if kind.__name__ == "Adafactor" or (
+        kind.__module__.startswith("torch.optim") and kind.__name__ in _NEEDS_FULL_PARAMETERS
+    ):
         raise cannot_step_shards(optimizer, "its update needs unsharded parameters")
 
 

@@ -17,6 +17,7 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.optional import require
 from echelon.trainer.arguments.enums import OptimizerNames
 from echelon.trainer.arguments.training_arguments import TrainingArguments
+from echelon.trainer.optim.adafactor import Adafactor
 
 __all__ = [
     "decay_parameter_names",
@@ -51,7 +52,7 @@ def optimizer_class_and_arguments(
     of_torch: Mapping[OptimizerNames, tuple[type[Optimizer], dict[str, Any]]] = {
         OptimizerNames.ADAMW_TORCH: (torch.optim.AdamW, adam),
         OptimizerNames.ADAMW_TORCH_FUSED: (torch.optim.AdamW, {**adam, "fused": True}),
-        OptimizerNames.ADAFACTOR: (torch.optim.Adafactor, {}),
+        OptimizerNames.ADAFACTOR: (Adafactor, {"scale_parameter": False, "relative_step": False}),
         OptimizerNames.SGD: (torch.optim.SGD, {}),
         OptimizerNames.ADAGRAD: (torch.optim.Adagrad, {}),
         OptimizerNames.RMSPROP: (torch.optim.RMSprop, {}),
