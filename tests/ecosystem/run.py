@@ -1,11 +1,12 @@
 """Runs a program of `programs/` natively and with echelon in the place of accelerate and transformers' Trainer.
 
-``python tests/ecosystem/run.py [PROGRAM ...]`` prints the largest difference of each value. The results of the native runs are kept
-for the length of one run of the tests.
+``python tests/ecosystem/run.py [PROGRAM ...]`` prints the largest difference of each value. With ``ECOSYSTEM_NATIVE_RUNS=FOLDER`` the
+results of native runs are kept in that folder and used again, until the program or the pinned versions change.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -21,8 +22,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PYTHON = ROOT / ".venv-ecosystem" / "bin" / "python"
 
-Way = Literal["native", "launch --as", "install"]
-WAYS: tuple[Way, ...] = ("launch --as", "install")
+Way = Literal["native", "launch --as", "torchrun, install()", "echelon launch, install()", "python, install()"]
+WAYS: tuple[Way, ...] = ("launch --as", "torchrun, install()")
 TOLERANCE = 1e-6
 
 # Name -> file and arguments.
@@ -38,6 +39,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "lora": ("lora.py",),
     "glue": ("glue.py",),
     "evaluation": ("evaluation.py",),
+    "rules": ("rules.py",),
 }
 
 _FIRST_LINE = 'import echelon.compat; echelon.compat.install("accelerate", "transformers")\n'
@@ -64,11 +66,12 @@ def run(
     flags: tuple[str, ...] = (),
     timeout_s: float = 600.0,
 ) -> Run:
-    """Run a program in a new folder.
+    """Run a program in a new folder, or return the kept result of a native run.
 
     Args:
         name: key of ``PROGRAMS``.
-        way: ``native``; ``launch --as``: by echelon's launcher; ``install``: with one more line, by python or torchrun.
+        way: ``native``: by python or torchrun; ``launch --as``: by echelon's launcher; ``..., install()``: with one more line in the
+            program, by that launcher.
         num_processes: number of processes.
         args: further arguments of the program.
         flags: further flags of echelon's launcher.
@@ -78,27 +81,15 @@ def run(
         ProgramFailedError: the program failed.
     """
     file, *own = PROGRAMS[name]
+    kept = _kept_file(name, num_processes, args) if way == "native" else None
+    if kept is not None and kept.exists():
+        return Run(**json.loads(kept.read_text()))
     with tempfile.TemporaryDirectory(prefix="ecosystem-") as folder:
         script = HERE / "programs" / file
-        if way == "install":
+        if way.endswith("install()"):
             script = Path(folder) / file
             script.write_text(_FIRST_LINE + (HERE / "programs" / file).read_text())
-        if way == "launch --as":
-            starter = [
-                "-m",
-                "echelon",
-                "launch",
-                "--as",
-                "accelerate,transformers",
-                "--cpu",
-                "--num_processes",
-                str(num_processes),
-                *flags,
-            ]
-        elif num_processes > 1:
-            starter = ["-m", "torch.distributed.run", "--nproc_per_node", str(num_processes)]
-        else:
-            starter = []
+        starter = _starter(way, num_processes, flags)
         source = [] if way == "native" else [str(ROOT / "src")]
         inherited = {
             name: value
@@ -131,7 +122,31 @@ def run(
         raise ProgramFailedError(
             f"{name} ({way}, {num_processes} processes): exit code {done.returncode}\n{done.stdout[-6000:]}"
         )
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps({"values": json.loads(results[0]), "output": done.stdout}))
     return Run(values=json.loads(results[0]), output=done.stdout)
+
+
+def _starter(way: Way, num_processes: int, flags: tuple[str, ...]) -> list[str]:
+    """Return the arguments of python that start a program in this way."""
+    if way in ("launch --as", "echelon launch, install()"):
+        swap = ["--as", "accelerate,transformers"] if way == "launch --as" else []
+        return ["-m", "echelon", "launch", *swap, "--cpu", "--num_processes", str(num_processes), *flags]
+    if way == "torchrun, install()" or (way == "native" and num_processes > 1):
+        return ["-m", "torch.distributed.run", "--nproc_per_node", str(num_processes)]
+    assert num_processes == 1, way
+    return []
+
+
+def _kept_file(name: str, num_processes: int, args: tuple[str, ...]) -> Path | None:
+    """Return the file of a native run's result; its name depends on everything that decides the result."""
+    folder = os.environ.get("ECOSYSTEM_NATIVE_RUNS")
+    if not folder:
+        return None
+    parts = [HERE / "programs" / PROGRAMS[name][0], HERE / "programs" / "tiny.py", HERE / "constraints.txt"]
+    content = b"".join(part.read_bytes() for part in parts) + repr((PROGRAMS[name], num_processes, args)).encode()
+    return Path(folder) / f"{name.replace(' ', '-')}-{num_processes}-{hashlib.sha256(content).hexdigest()[:16]}.json"
 
 
 def compare(native: dict[str, Any], swapped: dict[str, Any]) -> dict[str, float]:

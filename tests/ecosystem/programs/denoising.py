@@ -1,8 +1,13 @@
-"""denoising-diffusion-pytorch: its Trainer on a sequence of one dimension, which saves and loads a milestone."""
+"""denoising-diffusion-pytorch: its Trainer on a sequence of one dimension, which saves and loads a milestone.
+
+Its Trainer passes ``split_batches=True`` to Accelerator, which accelerate ignores. ``--whole-batches``: passes False.
+``--dataloader-config``: passes it in a ``DataLoaderConfiguration``, which accelerate follows.
+"""
 
 import sys
 import types
 
+import accelerate
 import tiny
 import torch
 
@@ -24,6 +29,13 @@ for stub in STUBS:
 if "--in-order" in sys.argv:
     loader = denoising_diffusion_pytorch_1d.DataLoader
     denoising_diffusion_pytorch_1d.DataLoader = lambda data, **options: loader(data, **{**options, "shuffle": False})
+if "--dataloader-config" in sys.argv:
+
+    def with_configuration(*, split_batches: bool, **options):
+        config = accelerate.DataLoaderConfiguration(split_batches=split_batches)
+        return accelerate.Accelerator(dataloader_config=config, **options)
+
+    denoising_diffusion_pytorch_1d.Accelerator = with_configuration
 
 
 def main() -> None:
@@ -43,6 +55,7 @@ def main() -> None:
     trainer = Trainer1D(
         diffusion, dataset=data, train_batch_size=4, gradient_accumulate_every=2, train_lr=1e-3, train_num_steps=8,
         ema_decay=0.9, save_and_sample_every=4, num_samples=4, results_folder="out", amp=False,
+        split_batches="--whole-batches" not in sys.argv,
     )  # fmt: skip
     torch.manual_seed(11)
     trainer.train()

@@ -2,6 +2,7 @@
 
 ``--noise-in-data``: the dataset draws the noise of a sample, instead of the loop that of a batch. ``--whole N``: N samples in a batch
 of all processes (with ``parity="exact"``); the losses are the means over all samples of the updates.
+``--save-on-main``: the state is saved under ``if accelerator.is_main_process``, as in these examples.
 """
 
 import os
@@ -109,8 +110,11 @@ def train(*, last_step: int, resume: bool) -> tuple[list[float], list[float]]:
             if accelerator.sync_gradients:
                 ema.step(model.parameters())
                 step += 1
-                if step == 6 and not resume:
+                if step == 6 and not resume and "--save-on-main" not in sys.argv:
                     accelerator.save_state("out/checkpoint-6")
+                if accelerator.is_main_process:  # noqa: SIM102 - as in the examples
+                    if step == 6 and not resume and "--save-on-main" in sys.argv:
+                        accelerator.save_state("out/checkpoint-6")
                 if step >= last_step:
                     break
         epoch += 1
