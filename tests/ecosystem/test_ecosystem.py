@@ -131,13 +131,6 @@ def test_an_incomplete_window_of_accumulation_is_the_mean_of_its_batches() -> No
         assert _values("rules", "native", num_processes)["weights"] == [-1.0, -2.0, -2.5]
 
 
-def test_an_evaluation_on_two_processes_counts_each_sample_once() -> None:
-    # 12 samples in batches of 4: two processes read the same three batches as one, and natively a fourth one of repeated samples.
-    once = _values("lora", "native", 1, "--uneven")["before"]
-    assert _close([_values("lora", "launch --as", 2, "--uneven")["before"]], [once])
-    assert abs(_values("lora", "native", 2, "--uneven")["before"] - once) > 1e-3
-
-
 def test_split_batches_takes_effect() -> None:
     # Accelerate ignores Accelerator(split_batches=True), which denoising-diffusion-pytorch passes, and follows the same setting in a
     # DataLoaderConfiguration.

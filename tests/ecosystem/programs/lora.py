@@ -1,9 +1,4 @@
-"""LoRA by transformers' Trainer: save, reload, merge.
-
-``--uneven``: evaluates on 12 samples, which two processes cannot share evenly in batches of 4, and before the training, too.
-"""
-
-import sys
+"""LoRA by transformers' Trainer: save, reload, merge."""
 
 import tiny
 import torch
@@ -12,7 +7,6 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 
 
 def main() -> None:
-    uneven = "--uneven" in sys.argv
     tokenizer = tiny.tokenizer()
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     torch.manual_seed(3)
@@ -30,11 +24,10 @@ def main() -> None:
         model=model,
         args=args,
         train_dataset=rows(32, 1),
-        eval_dataset=rows(12 if uneven else 16, 2),
+        eval_dataset=rows(16, 2),
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         processing_class=tokenizer,
     )
-    before = trainer.evaluate()["eval_loss"] if uneven else None
     trainer.train()
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model("adapter")
@@ -47,7 +40,7 @@ def main() -> None:
     assert torch.allclose(trained, loaded, atol=1e-5), (trained - loaded).abs().max()
     tiny.show(
         **tiny.logged(trainer, "loss", "grad_norm", "eval_loss"), evaluated=evaluated, logits=trained[0, -1, :4].tolist(),
-        before=before, best=(trainer.state.best_model_checkpoint or "").rpartition("/")[2],
+        best=(trainer.state.best_model_checkpoint or "").rpartition("/")[2],
     )  # fmt: skip
 
 
