@@ -112,9 +112,11 @@ def test_a_resumed_run_of_diffusers_continues_as_the_uninterrupted_run(num_proce
     assert swapped["resumed_average"] == swapped["average"]
 
 
-def test_natively_a_run_of_diffusers_that_resumes_in_an_epoch_draws_other_numbers() -> None:
-    native = _values("diffusers", "native", 1)
-    assert not _close(native["resumed"], native["losses"][12:])
+def test_natively_a_loader_that_resumes_in_an_epoch_draws_the_seed_of_its_workers_again() -> None:
+    for num_processes in (1, 2):
+        swapped, native = (_values("rules", way, num_processes) for way in ("launch --as", "native"))
+        assert swapped["resumed"] == swapped["drawn"][2:]
+        assert native["resumed"] == native["shifted"] != native["drawn"][2:]
 
 
 def test_a_shuffled_loader_has_the_order_of_the_loop_without_an_accelerator() -> None:

@@ -1,4 +1,7 @@
-"""A loop without an Accelerator, and the same loop with it: the order of a shuffled loader, and an incomplete window of accumulation."""
+"""The order of a shuffled loader, an incomplete window of accumulation, and random draws after resuming within an epoch.
+
+Each with what a loop without an Accelerator gives.
+"""
 
 import tiny
 import torch
@@ -32,7 +35,21 @@ def main() -> None:
             optimizer.zero_grad()
             if accelerator.sync_gradients:
                 weights.append(next(model.parameters()).item())
-    tiny.show(plain=plain, prepared=prepared, weights=weights)
+
+    accelerator.free_memory()
+    ordered = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4 * size)), batch_size=2))
+    drawn = []
+    for number, _ in enumerate(ordered):
+        drawn.append(torch.rand(1).item())
+        if number == 1:
+            state = torch.get_rng_state()
+            accelerator.save_state("state")
+    accelerator.load_state("state")
+    resumed = [torch.rand(1).item() for _ in accelerator.skip_first_batches(ordered, 2)]
+    torch.set_rng_state(state)
+    torch.empty((), dtype=torch.int64).random_()  # what the iterator of a DataLoader draws as the seed of its workers
+    shifted = [torch.rand(1).item() for _ in resumed]
+    tiny.show(plain=plain, prepared=prepared, weights=weights, drawn=drawn, resumed=resumed, shifted=shifted)
 
 
 if __name__ == "__main__":
