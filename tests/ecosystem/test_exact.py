@@ -21,6 +21,9 @@ EXACT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "diffusers": (("--whole", "12", "--noise-in-data"), ("--parity", "exact")),
 }
 
+# trl logs the mean over the micro-steps of an accuracy over tokens, and the micro-steps are other groups of samples.
+BY_MICRO_STEP = {"mean_token_accuracy"}
+
 # The unchanged program, which draws noise in the loop. It computes where to resume from gradient_accumulation_steps, which has no
 # effect here, so that the resumed part is another run.
 BITWISE = ("diffusers", ("--whole", "12"), ("--parity", "bitwise", "--canonical_shards", "12"))
@@ -49,7 +52,7 @@ def test_exact_parity_gives_the_same_numbers_on_any_number_of_processes(name: st
         found = compare(one, other)
         assert found
         limits = {key: NORM_TOLERANCE if key == "grad_norm" else TOLERANCE for key in found}
-        assert {key: value for key, value in found.items() if value > limits[key]} == {}
+        assert {key: value for key, value in found.items() if value > limits[key] and key not in BY_MICRO_STEP} == {}
 
 
 def test_bitwise_parity_gives_the_same_numbers_also_for_draws_in_the_loop() -> None:
