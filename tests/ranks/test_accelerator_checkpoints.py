@@ -435,7 +435,7 @@ def test_argument_and_environment_select_the_format(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("ECHELON_CHECKPOINT_FORMAT", "accelerate")
     assert files() == theirs
     assert files(checkpoint_format="echelon") == own
-    with pytest.raises(UsageError, match="checkpoint_format='pickle' is not one of 'echelon', 'accelerate'"):
+    with pytest.raises(UsageError, match="checkpoint_format must be 'echelon' or 'accelerate', but got 'pickle'"):
         files(checkpoint_format="pickle")
     accelerator = Accelerator(cpu=True)
     with pytest.raises(UsageError, match="requires echelon's own checkpoint format"):

@@ -115,7 +115,7 @@ def test_losses_that_were_not_weighed_are_an_error(
 def test_a_loss_that_was_not_divided_is_told_once(world_size: int) -> None:
     results = run_on_ranks(_train, "loss.backward()", {"gradient_accumulation_steps": 2}, 4, world_size=world_size)
     ((text, line),) = results[0][1]
-    assert "were not divided by gradient_accumulation_steps=2" in text
+    assert "did not divide their losses by gradient_accumulation_steps=2" in text
     assert line == _line()
     assert all(said == [] for _, said, _ in results[1:])
 

@@ -92,7 +92,7 @@ def find_executable_batch_size(
         starting_batch_size: batch size of the first attempt.
         reduce_batch_size_fn: returns the next batch size. None: 0.9 times the last one, rounded down.
 
-    Collective: with several ranks, all of them must call the decorated function.
+    Collective: call the decorated function on every rank.
 
     Raises:
         UsageError: the caller passed a batch size.
@@ -129,11 +129,11 @@ def find_executable_batch_size(
 
 
 class _NoBatchFitsError(UsageError, RuntimeError):
-    """Also a RuntimeError, because scripts written for Accelerate catch that type."""
+    """Raised if no batch size fits. Derives from RuntimeError, because scripts written for Accelerate catch that type."""
 
 
 class _ArgumentError(UsageError, TypeError):
-    """Also a TypeError, because scripts written for Accelerate catch that type."""
+    """Raised if the caller passes a batch size. Derives from TypeError, because scripts for Accelerate catch that type."""
 
 
 def _refuse_own_batch_size(function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -36,7 +36,7 @@ def given_handler(kind: type[KwargsHandler]) -> Any:
 
 
 def axis_rank(name: str, axis: str | None) -> Any:
-    """Return a property for the rank on ``axis`` of ``parallelism_config``; None if that axis is not supported."""
+    """Return a property for the rank on ``axis`` of ``parallelism_config``; pass None for an unsupported axis."""
 
     def rank(instance: Any) -> int:
         layout = instance.session.layout

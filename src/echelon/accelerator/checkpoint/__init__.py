@@ -1,1 +1,1 @@
-"""Training state: saving, loading, and conversion to and from the layouts of other libraries."""
+"""Saves and loads training state, in echelon's own and in other libraries' layouts."""

@@ -156,7 +156,9 @@ def load_accelerator_state(
     """
     folder = Path(input_dir)
     if map_location not in (None, "cpu", "on_device"):
-        raise UsageError(f"map_location={map_location!r} is not one of None, 'cpu', 'on_device'", do="pass one of them")
+        raise UsageError(
+            f"map_location must be None, 'cpu' or 'on_device', but got {map_location!r}", do="pass one of them"
+        )
     place = World.current().device if map_location == "on_device" else torch.device("cpu")
     options = {"map_location": place, **(load_kwargs or {})}
     missing = missing_files(
@@ -221,8 +223,8 @@ def require_custom_states(folder: Path, num_objects: int) -> None:
     found = [path.name for path in custom_paths(folder)]
     if len(found) != num_objects:
         raise CheckpointError(
-            f"{folder} holds the states of {len(found)} registered objects ({', '.join(found) or 'none'}), but {num_objects} are "
-            "registered",
+            f"{folder} contains the states of {len(found)} registered objects ({', '.join(found) or 'none'}), but "
+            f"{num_objects} are registered",
             do="call register_for_checkpointing with the same objects in the same order as in the saved run",
         )
 
@@ -239,8 +241,8 @@ def require_plain(obj: Any) -> None:
     refused = refused_in(buffer)
     if refused:
         raise UsageError(
-            f"the state of {type(obj).__name__} holds {', '.join(refused)}, which is not plain data: loading it again would "
-            "require running code",
+            f"the state of {type(obj).__name__} contains {', '.join(refused)}, which is not plain data, so loading it "
+            "would require running code",
             do=f"in its state_dict(), {PLAIN_DATA}",
         )
 
@@ -284,7 +286,7 @@ def _read_orders(
     load_kwargs: dict[str, Any],
     policy: DataPolicy,
 ) -> tuple[Sequence[Mapping[str, Any]], frozenset[int]]:
-    """Return the saved orders for the current data, and the loaders whose data changed; Accelerate saves no orders."""
+    """Return the saved orders (Accelerate saves none) for the current data, and the loaders whose data changed."""
     loaders = [loader for loader in dataloaders if isinstance(loader, PreparedLoader)]
     files = [state_path(folder, SAMPLER_NAME, i) for i in range(min(len(loaders), (ours or {}).get("orders", 0)))]
     _require_files(folder, files)
@@ -340,7 +342,7 @@ def _read_random_states(folder: Path, rank: int) -> dict[str, Any]:
     """Return the contents of rank ``rank``'s file; if the saved run had no such rank, only the shared entries.
 
     Raises:
-        CheckpointError: the file is missing although the saved run had this rank.
+        CheckpointError: the file is missing even though the saved run had this rank.
     """
     path, first = random_path(folder, rank), random_path(folder, 0)
     _require_files(folder, [first])

@@ -1,4 +1,4 @@
-"""Saving and loading the state of an Accelerator."""
+"""Saves and loads an Accelerator's state."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ _logger = get_logger(__name__)
 
 
 class Checkpoints:
-    """The state of one run on disk."""
+    """A run's state on disk."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._project = session.project
         self.store = CheckpointStore(session)
-        """The checkpoint folders of the run."""
+        """The run's checkpoint folders."""
         self.registry = CheckpointRegistry(session.project)
         """The script's custom objects and hooks."""
         self.data_policy = DataPolicy()
@@ -114,8 +114,8 @@ class Checkpoints:
                 ``automatic_checkpoint_naming``, the folder is always
                 ``project_dir/checkpoints/checkpoint_<iteration>``.
             safe_serialization: store weights as safetensors; False: use ``torch.save``, in Accelerate's layout.
-            blocking: False: return once the state is copied, and write it in a background thread; the next save waits
-                for it.
+            blocking: wait until the checkpoint is written. False: return once the state is copied, and write it in a
+                background thread, which the next save waits for.
             metric: metric of this checkpoint for ``ProjectConfiguration(keep_best=...)``; rank zero's value is used.
             save_model_func_kwargs: options for engines that write checkpoints themselves; currently no engine does.
 
@@ -495,7 +495,7 @@ class Checkpoints:
             )
         if found is None:
             raise CheckpointError(
-                f"{self.store.folder()} holds no complete checkpoint\n{skipped}",
+                f"{self.store.folder()} contains no complete checkpoint\n{skipped}",
                 do="pass the input_dir of another checkpoint; to start from scratch, set another project_dir",
             )
         if skipped:

@@ -1,4 +1,4 @@
-"""Checkpoint folders: finding, verifying, reading and deleting them."""
+"""Finds, verifies, reads and deletes checkpoint folders."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def problems_in(folder: Path) -> list[str]:
                 f"{folder} was written by torch.distributed.checkpoint, whose parts can only be found by unpickling"
             ]
         if layout is None:
-            what = f"neither a manifest, nor a {TRAINER_STATE}, nor files with Accelerate's names"
+            what = f"found neither a manifest, nor a {TRAINER_STATE}, nor files with Accelerate's names"
             return [f"{folder} has {what}" if folder.is_dir() else f"{folder} is not a directory"]
         if (folder / _CUT_OFF).exists():
             return [f"{folder / _CUT_OFF} marks an interrupted save"]
@@ -255,7 +255,7 @@ def read_model_files(folder: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: the checkpoint has no model weights.
-        CheckpointError: a file is damaged or holds code.
+        CheckpointError: a file is damaged or contains code.
     """
     if is_own_format(folder) and holds_model(folder):
         checkpoint, prefix = Checkpoint(folder), model_prefix(0)

@@ -35,7 +35,7 @@ class CheckpointRegistry:
             chosen = "accelerate"  # the variable is for both levels of a program
         if chosen not in ("echelon", "accelerate"):
             raise UsageError(
-                f"checkpoint_format={chosen!r} is not one of 'echelon', 'accelerate'", do="set one of them"
+                f"checkpoint_format must be 'echelon' or 'accelerate', but got {chosen!r}", do="set one of them"
             )
         return chosen
 

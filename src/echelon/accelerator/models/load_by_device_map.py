@@ -66,7 +66,7 @@ def load_by_device_map(
     to_disk: dict[str, UnreadTensor] = {}
     aliases: dict[str, str] = {}
     placed: dict[tuple[int, str], tuple[str, FileTensor]] = {}
-    """For each model tensor and its target: its name, and where its values are stored."""
+    """The first name under which each model tensor was placed on each target, and its stored values."""
     for name, weight in [*found, *_tied_to(found, own)]:
         place = device_of(name, device_map)
         if place == "disk" and name in buffers and not offload_buffers:

@@ -42,7 +42,7 @@ def listed(kinds: Mapping[str, Sequence[str]]) -> str:
 
 
 def shortened(names: Sequence[str], separator: str = ", ") -> str:
-    """Return a text with the first few ``names`` and the number of further ones."""
+    """Format the first few ``names`` and the number of remaining ones."""
     more = len(names) - _NUM_SHOWN
     return separator.join(names[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
 

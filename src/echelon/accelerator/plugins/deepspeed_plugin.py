@@ -81,7 +81,7 @@ class DeepSpeedPlugin:
     """
 
     hf_ds_config: Any = None
-    """A path, a dict, JSON text, or an ``HfDeepSpeedConfig``."""
+    """DeepSpeed config: a path, a dict, a JSON string, or an ``HfDeepSpeedConfig``."""
     gradient_accumulation_steps: int = None  # type: ignore[assignment]
     """Number of micro-steps per update. ``"auto"`` (the default): the Accelerator's value."""
     gradient_clipping: float = None  # type: ignore[assignment]

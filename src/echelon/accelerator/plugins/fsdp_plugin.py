@@ -213,7 +213,7 @@ class FullyShardedDataParallelPlugin:
             kind = belongs["min_num_params"]
         used = [name for name in belongs if name in given and getattr(self, name)]
         if policy is None and len(used) > 1:
-            raise ConfigError(f"{' and '.join(used)} both define the units", do="set one of them")
+            raise ConfigError(f"{' and '.join(used)} both define the FSDP units", do="set one of them")
         for name in used:
             if policy is not None and kind != belongs[name]:
                 raise ConfigError(
@@ -491,7 +491,7 @@ def _check_group(reshard: bool | int, shards: int) -> None:
     if not isinstance(reshard, bool) and (reshard < 1 or shards % reshard):
         raise ConfigError(
             f"reshard_after_forward={reshard} does not divide the {shards} ranks across which the model is sharded",
-            do="set a divisor of that number, True or False",
+            do="set it to a divisor of that number, True or False",
         )
 
 

@@ -24,11 +24,11 @@ class ProjectConfiguration:
     project_dir: str | os.PathLike[str] | None = None
     """Folder for the project's files."""
     logging_dir: str | os.PathLike[str] | None = None
-    """Folder for trackers; None: ``project_dir``."""
+    """Folder for trackers. None: use ``project_dir``."""
     automatic_checkpoint_naming: bool = False
     """Whether ``save_state`` numbers its folders: ``project_dir/checkpoints/checkpoint_0``, ..."""
     total_limit: int | None = None
-    """Number of numbered checkpoints to keep; None: all."""
+    """Number of numbered checkpoints to keep. None: keep all."""
     iteration: int = 0
     """Number of the next checkpoint."""
     save_on_each_node: bool = False
@@ -52,7 +52,9 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         self.set_directories(self.project_dir)
         if self.keep_every is not None and self.keep_every < 1:
-            raise UsageError(f"keep_every={self.keep_every} is below 1", do="pass None to keep none permanently")
+            raise UsageError(
+                f"keep_every={self.keep_every} is below 1", do=("pass None to keep no checkpoint permanently")
+            )
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Set ``project_dir``, and also ``logging_dir`` if it is not set."""

@@ -1,6 +1,6 @@
 """Accelerate's loader classes, for scripts that construct or subclass them; ``prepare`` does not need them.
 
-``isinstance`` also holds for these classes and the loaders that ``prepare`` returns.
+The loaders that ``prepare`` returns are also instances of these classes.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class DataLoaderStateMixin(metaclass=_OfPreparedLoaders):
         reading.loaders = [loader for loader in reading.loaders if loader is not self]
 
     def step_to_trim(self) -> LastStep | None:
-        """Return the number of samples on each rank in the last step that are not repeated; None if no sample is."""
+        """Return each rank's number of non-repeated samples in the last step; None if no sample is repeated."""
         world_size = World.current().world_size
         foreign: Any = self
         total = getattr(foreign, "total_batch_size", None)

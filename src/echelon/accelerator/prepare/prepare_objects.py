@@ -222,7 +222,7 @@ def _log_num_times(session: Session, kind: type, num_times: int) -> None:
     session.logged_schedulers.add(kind)
     _logger.info(
         "%s steps %d times per update, once for each process, because %d processes use that many batches per update. "
-        "Pass Accelerator(step_scheduler_with_optimizer=False) to step it once per call of its step().",
+        "Pass Accelerator(step_scheduler_with_optimizer=False) to step it once per step() call.",
         kind.__name__,
         num_times,
         num_times,

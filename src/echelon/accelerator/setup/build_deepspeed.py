@@ -196,7 +196,7 @@ def apply_plugin_settings(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) 
     """Replace the run's default settings with the plugin's.
 
     Raises:
-        ConfigError: both are set to different values.
+        ConfigError: the run and the plugin set different values.
     """
     values: dict[str, Any] = {}
     origins = dict(config.origins)

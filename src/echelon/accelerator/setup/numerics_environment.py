@@ -136,7 +136,7 @@ def refuse_kernels(device: torch.device, *, threads: int) -> None:
     """Raise if torch may choose kernels whose results vary between runs.
 
     Raises:
-        ConfigError: it may; the message names the feature and the call that disables it.
+        ConfigError: torch may choose such kernels; the message names the feature and the call that disables it.
     """
     is_deterministic = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -163,7 +163,7 @@ def refuse_compilation(config: RunConfig) -> None:
     """Raise if torch.compile may choose kernels depending on the shapes that a process has seen before.
 
     Raises:
-        ConfigError: it may; the message names the setting that prevents it.
+        ConfigError: it may do so; the message names the setting that prevents this.
     """
     if config.dynamo_backend != "no" and config.dynamo_use_dynamic is None:
         raise ConfigError(
@@ -267,7 +267,7 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], *, is_sharded: bool) -> N
     """Raise if stepping a parameter's shards does not produce the same bits as stepping the whole parameter.
 
     Raises:
-        UsageError: it does not; the message names the optimizer and an alternative.
+        UsageError: the bits may differ; the message names the optimizer and an alternative.
     """
     for optimizer in optimizers if is_sharded else ():
         kind = type(optimizer)

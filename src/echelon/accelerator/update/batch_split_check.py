@@ -16,7 +16,7 @@ _SUM = 2  # torch.nn._reduction.get_enum("sum")
 
 
 class BatchSplitCheck:
-    """Checks losses and parameters in an exact run's backward passes, less and less often."""
+    """Checks losses and parameters in an exact run's backward passes, with decreasing frequency."""
 
     def __init__(self) -> None:
         self._num_passes = 0

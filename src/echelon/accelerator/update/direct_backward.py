@@ -65,8 +65,9 @@ class DirectBackwardCheck:
         if self._contribution is None and self._state.num_steps > 1 and not self._is_warned:
             self._is_warned = True
             warn(
-                f"{type(optimizer).__name__} steps with gradients that accelerator.backward() did not compute: their "
-                f"losses were not divided by gradient_accumulation_steps={self._state.num_steps}. {_DO.capitalize()}."
+                f"{type(optimizer).__name__} steps with gradients that accelerator.backward() did not compute, so "
+                f"echelon did not divide their losses by gradient_accumulation_steps={self._state.num_steps}. "
+                f"{_DO.capitalize()}."
             )
 
     def _missing_weight(self) -> str | None:

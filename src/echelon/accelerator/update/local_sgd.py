@@ -74,7 +74,7 @@ class LocalSGD:
             local.__exit__(kind, error, traceback)
 
     def step(self) -> None:
-        """Count one optimizer step, and average every ``local_sgd_steps`` steps, which is collective."""
+        """Count one optimizer step; every ``local_sgd_steps`` steps, average the parameters (collective)."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()
