@@ -181,7 +181,7 @@ def is_expected_warning(category: str, text: str) -> bool:
 
 def excuse_of(case: Case, texts: Sequence[str]) -> str | None:
     """Return what a warning named as the reason of a difference."""
-    is_named = any("that were not averaged over the ranks" in text for text in texts)
+    is_named = any("that were not averaged across ranks" in text for text in texts)
     if case.layout.level == 1 and case.program.unfreezes is not None and is_named:
         return "torch's DistributedDataParallel does not average a layer that is unfrozen later"
     if not case.program.is_prepared and any("was not prepared by this Accelerator" in text for text in texts):

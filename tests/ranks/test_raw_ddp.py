@@ -333,7 +333,7 @@ def _heard(name: str, options: dict[str, Any]) -> list[str]:
         others = [torch.empty_like(parameters) for _ in range(dist.get_world_size())]
         dist.all_gather(others, parameters)
         assert all(torch.equal(one, parameters) for one in others) or name == "uneven_inputs"
-    return [str(one.message) for one in caught if "not averaged over the ranks" in str(one.message)]
+    return [str(one.message) for one in caught if "not averaged across ranks" in str(one.message)]
 
 
 @pytest.mark.parametrize("name", [one.__name__ for one in CORRECT])
@@ -356,7 +356,7 @@ def _static_and_hooked() -> list[str]:
         for loop in (static, hooked):
             for _ in range(STEPS):
                 plain(loop)
-    return [str(one.message) for one in caught if "not averaged over the ranks" in str(one.message)]
+    return [str(one.message) for one in caught if "not averaged across ranks" in str(one.message)]
 
 
 def test_a_static_graph_or_a_communication_hook_does_not_warn() -> None:
