@@ -411,7 +411,8 @@ def test_without_parity_another_number_of_processes_is_rejected_in_mid_epoch(tmp
     run_on_ranks(_refused, tmp_path, True, world_size=1)
     for text in run_on_ranks(_refused, tmp_path, False):
         assert (
-            "saved during an epoch with 1 processes, but this run has 2, so samples would be repeated or lost" in text
+            "saved during an epoch with 1 processes, but this run has 2, so samples would be repeated or skipped"
+            in text
         )
         assert "train with parity='exact', which can resume with any number" in text
 
