@@ -71,7 +71,7 @@ def test_a_training_is_exported_with_its_weights(tmp_path: Path, capsys: pytest.
         state = torch.load(out / optimizer, weights_only=True)["state"]
         assert sorted(values["step"].item() for values in state.values()) == [4, 4]
         assert _run(["checkpoint", "export", str(out), str(tmp_path / "again"), "--format", layout]) == 2
-        assert f"is in the format of {layout}, not of echelon" in capsys.readouterr().err
+        assert f"is in {layout}'s format, not in echelon's" in capsys.readouterr().err
     _trained(tmp_path / "weights", save_only_model=True)
     assert _run(["checkpoint", "export", str(tmp_path / "weights"), str(tmp_path / "3"), "--format", "accelerate"]) == 1
     assert "export its weights with" in capsys.readouterr().err

@@ -60,7 +60,7 @@ class PendingFolder:
     target: Path
     """Path of the checkpoint, with symbolic links resolved (``Storage.real_path``)."""
     token: str
-    """Unique name of this save."""
+    """Unique token that identifies this save."""
     fence: Callable[[], None] | None = None
     """Raises an error if this run may no longer write here. Called before the folder is created and just before it is
     renamed."""

@@ -336,7 +336,7 @@ def begin_save(
     Args:
         target: path of the checkpoint. An existing checkpoint is replaced once the new one is complete.
         content: what this rank contributes to the checkpoint.
-        world: the ranks and machines of the run.
+        world: the ranks and machines in the run.
         storage: file system to use; None means this machine's.
         is_part: whether a file of this name in an existing ``target`` belongs to the checkpoint. Other files are kept.
         fence: raises an error if this run may no longer write here (``RunLock.require``). Called on the first rank.
@@ -421,7 +421,7 @@ def save_folder(
         target: path of the checkpoint, which at any moment is either complete or absent. An existing checkpoint is replaced.
         write: called as ``write(folder, is_owner)`` on every rank, where ``is_owner`` is the value that this function returns
             on that rank. It must not communicate, and does not need to sync its files.
-        world: the ranks and machines of the run.
+        world: the ranks and machines in the run.
         storage: file system to use; None means this machine's.
         is_part: whether a file of this name in an existing ``target`` belongs to the checkpoint. Other files are kept.
         fence: raises if this run may no longer write here (``RunLock.require``).

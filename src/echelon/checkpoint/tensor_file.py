@@ -250,7 +250,9 @@ def read_header(storage: Storage, handle: int, *, source: str) -> dict[str, Stor
         storage.read(handle, 0, memoryview(start))
     (length,) = struct.unpack("<Q", start)
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-        raise _malformed(source, f"its header should be {length} bytes long, but the file has only {size} bytes")
+        raise _malformed(
+            source, f"its header gives a header length of {length} bytes, which is invalid for a file of {size} bytes"
+        )
     text = bytearray(length)
     storage.read(handle, 8, memoryview(text))
     header = from_bytes(bytes(text), source=source)

@@ -234,7 +234,7 @@ def _raw(content: Any) -> bytes:
 
 def _special_float(content: Any) -> float:
     if content not in ("nan", "inf", "-inf"):
-        raise ValueError(f"expected nan, inf or -inf, got {content!r}")
+        raise ValueError(f"expected nan, inf or -inf, but got {content!r}")
     return float(content)
 
 

@@ -135,7 +135,7 @@ def export(path: str, out: str, layout: str) -> None:
     path = str(_newest_in(_folder(path)))
     if (present := require_layout(Path(path))) != "echelon":
         raise UsageError(
-            f"{path} is in the format of {present}, not of echelon",
+            f"{path} is in {present}'s format, not in echelon's",
             where="echelon checkpoint export",
             do="use it as it is, or run echelon checkpoint import on it and export the result",
         )
@@ -285,7 +285,7 @@ def _verified(folder: Path) -> dict[str, Any]:
         layout = require_layout(folder)
         if layout != "echelon":
             raise UsageError(
-                f"{folder} is in the format of {layout}, which has no checksums to verify",
+                f"{folder} is in {layout}'s format, which has no checksums to verify",
                 where="echelon checkpoint verify",
                 do="convert it to echelon's format with echelon checkpoint import",
             )

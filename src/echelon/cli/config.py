@@ -57,7 +57,7 @@ def default(config_file: str | None, mixed_precision: str) -> None:
 
 
 @command.command("update")
-@_file_option("File to update (default: the one that the launcher would find).")
+@_file_option("File to update (default: the file that the launcher would use).")
 def update(config_file: str | None) -> None:
     """Rewrite a config file with this version's key names, keeping its settings."""
     path = Path(config_file) if config_file else find_config_file()
@@ -72,8 +72,10 @@ def update(config_file: str | None) -> None:
 
 
 @command.command("explain")
-@_file_option("Config file (default: the one that the launcher would find).")
-@click.option("--run", metavar="DIR", help="Show the settings of a run started with --log_dir, given its folder.")
+@_file_option("Config file (default: the file that the launcher would use).")
+@click.option(
+    "--run", metavar="DIR", help="Show the settings of the run in folder DIR, which was started with --log_dir."
+)
 @click.option("--strict", is_flag=True, help="Fail if two sources give different values for a setting.")
 def explain(config_file: str | None, run: str | None, strict: bool) -> None:
     """Print each setting's value, its origin, and the values that it overrides."""

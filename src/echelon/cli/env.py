@@ -30,7 +30,7 @@ __all__ = ["command"]
 
 
 @click.command("env")
-@click.option("--config-file", metavar="PATH", help="Config file (default: the one that the launcher would find).")
+@click.option("--config-file", metavar="PATH", help="Config file (default: the file that the launcher would use).")
 @click.option("--addresses", is_flag=True, help="Also show the network addresses, and the hosts and paths in settings.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(config_file: str | None, addresses: bool, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""``launch_command_parser`` and ``launch_command``: ``echelon launch`` for programs that start it from Python, as trl's command line does."""
+"""Lets Python programs, such as trl's command line, run ``echelon launch``: ``launch_command_parser`` and ``launch_command``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["launch_command", "launch_command_parser"]
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return a parser of the arguments of ``echelon launch``, for ``launch_command``.
+    """Return an argument parser for ``echelon launch``, for use with ``launch_command``.
 
     Args:
-        subparsers: result of ``add_subparsers`` to which the parser is added as ``launch``.
+        subparsers: result of ``add_subparsers``. If given, the parser is added to it as ``launch``.
     """
     create = argparse.ArgumentParser if subparsers is None else subparsers.add_parser
     parser: argparse.ArgumentParser = create(
-        "launch", description="The flags are those of echelon launch, whose --help describes them.", allow_abbrev=False
+        "launch", description="Accepts the flags of echelon launch; see echelon launch --help.", allow_abbrev=False
     )
     for option in _options():
         names = [*option.opts, *(f"--{name[2:].replace('-', '_')}" for name in option.opts if name.startswith("--"))]
@@ -34,10 +34,10 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Run ``echelon launch`` with the result of the parser, which may have been changed since.
+    """Run ``echelon launch`` with the parsed arguments, which may have been modified after parsing.
 
     Raises:
-        SystemExit: the run failed; its code is that of the script.
+        SystemExit: the run failed. The exit code is the script's.
     """
     argv = ["launch"]
     for option in _options():

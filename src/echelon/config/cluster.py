@@ -72,12 +72,12 @@ class ClusterConfig:
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | Path | None = None) -> ClusterConfig:
-        """Read a config file; None selects the one that the launcher would find."""
+        """Read a config file; None selects the file that the launcher would use."""
         return load_config_from_file(yaml_file)
 
     @classmethod
     def from_json_file(cls, json_file: str | Path | None = None) -> ClusterConfig:
-        """Read a config file; None selects the one that the launcher would find."""
+        """Read a config file; None selects the file that the launcher would use."""
         return load_config_from_file(json_file)
 
 

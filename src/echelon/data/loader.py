@@ -152,9 +152,10 @@ class PreparedLoader(DataLoader[Any]):
         self.source.set_even(even)
 
     def divide_last_step(self) -> bool:
-        """Let no batch have both new and padding samples, starting with the next pass; return whether that changes it.
+        """Keep new and padding samples in separate batches, starting with the next pass. Return whether that changes the pass.
 
-        The samples of an incomplete last step are divided equally. Those that remain make another step, of one sample per rank.
+        The samples in an incomplete last step are divided evenly. Any remaining samples form another step with one sample per
+        rank.
         """
         return self.source.divide_last_step()
 

@@ -96,7 +96,7 @@ def _position(boundary: int, state: RankState) -> int:
 
 
 def state_of(position: int) -> RankState:
-    """Return the state of the rank with this position."""
+    """Return the rank state that a position encodes."""
     return RankState(position & ((1 << _STATE_BITS) - 1))
 
 

@@ -106,7 +106,7 @@ class BatchSource(ABC):
         self.even = even
 
     def divide_last_step(self) -> bool:
-        """Divide the samples of an incomplete last step equally, starting with the next pass; return whether that changes it."""
+        """Divide the samples in an incomplete last step evenly, starting with the next pass. Return whether that changes it."""
         return False
 
     def dataset_length(self, dataset: Any) -> int:

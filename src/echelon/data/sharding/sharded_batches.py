@@ -57,7 +57,7 @@ class RankBatchSampler(BatchSampler):
         self.last_step: LastStep | None = None
         """Batch sizes in the last step of a completed pass, or None if every rank had a full batch of new samples."""
         self.divides_last_round = False
-        """Whether to divide the samples of an incomplete last round evenly, so that no batch mixes new and repeated samples."""
+        """Whether to divide the samples in an incomplete last round evenly, so that no batch mixes new and repeated samples."""
 
     @property
     def batch_sampler(self) -> Any:
@@ -66,7 +66,7 @@ class RankBatchSampler(BatchSampler):
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """The user's batch sampler's own sampler, or None if it has none."""
+        """The sampler that the user's batch sampler wraps, or None if it has no sampler."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @property
@@ -144,14 +144,14 @@ class RankBatchSampler(BatchSampler):
             yield [[*samples[-rest:], *([first[0][0]] * ranks)][self.process_index]]
 
     def divide_last_round(self) -> bool:
-        """Set ``divides_last_round``; return whether it changes the next pass."""
+        """Set ``divides_last_round``. Return whether this changes the next pass."""
         if self.divides_last_round or self.drop_last or not self.even_batches or self._last_round() in (None, 0):
             return False
         self.divides_last_round = True
         return True
 
     def _last_round(self) -> int | None:
-        """Return the number of samples in an incomplete last round; None if it is unknown."""
+        """Return the number of samples in an incomplete last round, or None if it is unknown."""
         try:
             return None if self.batch_size is None else len(self.sampler) % self._samples_per_round()
         except TypeError:
