@@ -338,7 +338,8 @@ def begin_save(
         content: what this rank contributes to the checkpoint.
         world: the ranks and machines in the run.
         storage: file system to use; None means this machine's.
-        is_part: whether a file of this name in an existing ``target`` belongs to the checkpoint. Other files are kept.
+        is_part: returns whether a file with this name in an existing ``target`` belongs to the checkpoint. Other files are
+            kept.
         fence: raises an error if this run may no longer write here (``RunLock.require``). Called on the first rank.
         on_each_node: whether each machine writes a separate checkpoint, for machines without a shared file system.
         gather: how the ranks communicate.
@@ -423,7 +424,8 @@ def save_folder(
             on that rank. It must not communicate, and does not need to sync its files.
         world: the ranks and machines in the run.
         storage: file system to use; None means this machine's.
-        is_part: whether a file of this name in an existing ``target`` belongs to the checkpoint. Other files are kept.
+        is_part: returns whether a file with this name in an existing ``target`` belongs to the checkpoint. Other files are
+            kept.
         fence: raises if this run may no longer write here (``RunLock.require``).
         gather: how the ranks communicate.
 

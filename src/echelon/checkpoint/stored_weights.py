@@ -58,7 +58,7 @@ class Weights:
 
     tensors: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
-    """Aliases of tensors (tied weights)."""
+    """Aliases of tensors, for tied weights."""
 
     def num_bytes(self, kind: str | None = None) -> int:
         """Return the total size if floating-point tensors are converted to ``kind``."""

@@ -84,7 +84,7 @@ def require_whole(folder: Path) -> Layout:
         raise CheckpointError(
             f"{folder} was written by torch.distributed.checkpoint; its index (.metadata) is a pickle, and unpickling can run "
             "code",
-            do="if you trust the checkpoint, convert it with `accelerate merge-weights` and use the result; "
-            "otherwise, save it again with FSDP_STATE_DICT_TYPE=FULL_STATE_DICT",
+            do="if you trust the checkpoint, convert it with `accelerate merge-weights` and use the result, or save "
+            "it again with FSDP_STATE_DICT_TYPE=FULL_STATE_DICT",
         )
     return layout
