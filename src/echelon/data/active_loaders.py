@@ -113,7 +113,7 @@ class PassTracker(ABC, Generic[Loader]):
 
     @abstractmethod
     def begin_batch(self, loader: Loader) -> None:
-        """Handle a batch before it is yielded and before the next one is read."""
+        """Called for each batch before it is yielded and before the next batch is read."""
 
     @abstractmethod
     def end_batch(self, loader: Loader) -> None:

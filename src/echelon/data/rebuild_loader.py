@@ -32,7 +32,7 @@ def copy_loader(loader: DataLoader[Any], dataset: Any, *, kind: Any, **choices: 
     Args:
         loader: the user's loader.
         dataset: the dataset to read.
-        kind: ``DataLoader`` or a class with its arguments.
+        kind: ``DataLoader`` or a class that takes the same arguments.
         choices: options that override the user's, and options that define batches (``batch_sampler``, or ``batch_size``, ...).
     """
     kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}

@@ -146,7 +146,7 @@ class IndexedExactSource(ExactSource):
         return self.batches.num_steps(plan)
 
     def lengths(self) -> tuple[int, int]:
-        """Return the numbers of samples and of global batches of a pass; -1 if unknown."""
+        """Return the number of samples and the number of global batches in a pass; -1 means unknown."""
         return self.batches.order.num_samples(), self.batches.order.num_batches()
 
 
@@ -359,7 +359,7 @@ class ExactStreamSource(ExactSource):
         return plan.num_steps(num_samples, self.batch_size, world_size=split.world_size, options=split.options)
 
     def lengths(self) -> tuple[int, int]:
-        """Return the numbers of samples and of global batches of a pass; -1 if unknown."""
+        """Return the number of samples and the number of global batches in a pass; -1 means unknown."""
         num_samples, size = length_of(self._stream.dataset), self._stream.batch_size
         if num_samples < 0:
             return -1, -1

@@ -68,7 +68,7 @@ class BatchSource(ABC):
     batches_per_step: int = 1
     """Number of batches that ``inner`` reads per step."""
     resumes: bool = False
-    """Whether the next pass resumes a pass that was saved before its end."""
+    """Whether the next pass resumes a pass that was saved before it was complete."""
     num_behind: int = 0
     """Number of steps in the next pass that ``inner`` has already consumed, because a state was loaded into it."""
     ended_early: bool = False

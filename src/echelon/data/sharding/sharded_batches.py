@@ -132,7 +132,7 @@ class RankBatchSampler(BatchSampler):
     def _divided(self, samples: list[int], first: list[list[int]]) -> Iterator[list[int]]:
         """Yield equal parts of ``samples``, then a step of one sample for each of the first ranks.
 
-        In the second step the other ranks get a repeated sample, because each rank must have a batch.
+        In the second step, the other ranks get a repeated sample, because each rank must have a batch.
         """
         ranks = self.num_processes
         size, rest = divmod(len(samples), ranks)
