@@ -1,4 +1,4 @@
-"""``python -m echelon``: the same as the command ``echelon``."""
+"""Runs the ``echelon`` command as ``python -m echelon``."""
 
 from echelon.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.big_modeling``."""
+"""Provides the names in ``accelerate.big_modeling``, implemented by echelon."""
 
 from echelon.accelerator.models.load_pretrained import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from echelon.big_models.cpu_offload import cpu_offload_with_hook as cpu_offload_with_hook

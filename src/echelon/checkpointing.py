@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.checkpointing``."""
+"""Provides the names in ``accelerate.checkpointing``, implemented by echelon."""
 
 from echelon.accelerator.checkpoint.accelerate_layout import (
     load_accelerator_state as load_accelerator_state,

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.data_loader``."""
+"""Provides the names in ``accelerate.data_loader``, implemented by echelon."""
 
 from echelon.accelerator.prepare.data_loaders import (
     get_sampler as get_sampler,

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.hooks``."""
+"""Provides the names in ``accelerate.hooks``, implemented by echelon."""
 
 from echelon.big_models.align_devices import (
     AlignDevicesHook as AlignDevicesHook,

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.inference``."""
+"""Provides the names in ``accelerate.inference``, implemented by echelon."""
 
 from echelon.compat import unsupported as _unsupported
 

@@ -1,3 +1,3 @@
-"""Re-exports the names of ``accelerate.local_sgd``."""
+"""Provides the names in ``accelerate.local_sgd``, implemented by echelon."""
 
 from echelon.accelerator.update.local_sgd import LocalSGD as LocalSGD

@@ -1,3 +1,3 @@
-"""Re-exports the names of ``accelerate.logging``."""
+"""Provides the names in ``accelerate.logging``, implemented by echelon."""
 
 from echelon.accelerator.logging import MultiProcessAdapter as MultiProcessAdapter, get_logger as get_logger

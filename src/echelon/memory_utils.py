@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.memory_utils``."""
+"""Provides the names in ``accelerate.memory_utils``, implemented by echelon."""
 
 from echelon.accelerator.memory import (
     clear_device_cache as clear_device_cache,

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.optimizer``."""
+"""Provides the names in ``accelerate.optimizer``, implemented by echelon."""
 
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from echelon.distributed.structure import send_to_device as _send_to_device

@@ -1,3 +1,3 @@
-"""Re-exports the names of ``accelerate.parallelism_config``."""
+"""Provides the names in ``accelerate.parallelism_config``, implemented by echelon."""
 
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig as ParallelismConfig

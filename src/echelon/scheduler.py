@@ -1,3 +1,3 @@
-"""Re-exports the names of ``accelerate.scheduler``."""
+"""Provides the names in ``accelerate.scheduler``, implemented by echelon."""
 
 from echelon.accelerator.update.scheduler import AcceleratedScheduler as AcceleratedScheduler

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.state``."""
+"""Provides the names in ``accelerate.state``, implemented by echelon."""
 
 from echelon.accelerator.gradient_state import GradientState as GradientState
 from echelon.accelerator.state import (

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.tracking``."""
+"""Provides the names in ``accelerate.tracking``, implemented by echelon."""
 
 from echelon.trackers import (
     LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,

@@ -187,7 +187,7 @@ def test_budgets_are_ordered_and_in_bytes(caplog: pytest.LogCaptureFixture) -> N
     found = get_max_memory(given)
     assert list(found.items()) == [(0, 1000), (1, 5), ("cpu", 2048), ("disk", 10**9)]
     assert given[0] == 1000  # transformers relies on the conversion in place
-    assert "budgets for the devices [0, 1]" in caplog.text or torch.accelerator.device_count() > 1
+    assert "budgets for accelerators [0, 1]" in caplog.text or torch.accelerator.device_count() > 1
     with pytest.raises(UsageError, match="budgets for 'gpu', but these are not devices"):
         get_max_memory({"gpu": 1})
 

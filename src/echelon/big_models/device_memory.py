@@ -1,4 +1,4 @@
-"""Memory budgets of this machine's devices for device maps."""
+"""Computes memory budgets for device maps from this machine's devices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def get_max_memory(max_memory: MutableMapping[Any, Any] | None = None) -> dict[i
         )
     present = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if absent := [number for number in numbers if not 0 <= number < present]:
-        _logger.warning("max_memory has budgets for the devices %s, but this machine has %d", absent, present)
+        _logger.warning("max_memory has budgets for accelerators %s, but this machine has only %d", absent, present)
     order: list[int | str] = [*numbers, *_OTHERS]
     return {at: sizes[at] for at in order if at in sizes}
 

@@ -297,7 +297,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         device: device for weights from safetensors files. None: the CPU.
 
     Raises:
-        UsageError: there is neither a state dict nor a folder nor an index.
+        UsageError: no state dict, folder or index was given.
     """
 
     def __init__(

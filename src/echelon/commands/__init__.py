@@ -1,1 +1,1 @@
-"""Re-exports the names of ``accelerate.commands``."""
+"""Provides the names in ``accelerate.commands``, implemented by echelon."""

@@ -1,4 +1,4 @@
-"""``install()``, which runs unchanged programs and libraries for accelerate and transformers on echelon.
+"""``install()``, which runs programs and libraries written for accelerate and transformers on echelon, unchanged.
 
 ``import accelerate`` (and its submodules) then imports echelon, whether or not accelerate is installed, and
 transformers' modules contain echelon's Trainer.

@@ -112,7 +112,7 @@ def add_modules(namespace: dict[str, Any], *modules: str) -> None:
         full_name = f"{namespace['__name__']}.{module}"
         submodule = module_from_spec(ModuleSpec(full_name, loader=None))
         submodule.__doc__ = (
-            f"The names of ``{full_name.replace('echelon', 'accelerate', 1)}``, none of which is supported."
+            f"The names in ``{full_name.replace('echelon', 'accelerate', 1)}``, none of which is supported."
         )
         add_names(vars(submodule))
         namespace[module] = sys.modules[full_name] = submodule

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils``."""
+"""Provides the names in ``accelerate.utils``, implemented by echelon."""
 
 from typing import TYPE_CHECKING
 

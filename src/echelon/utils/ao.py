@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils.ao``."""
+"""Provides the names in ``accelerate.utils.ao``, implemented by echelon."""
 
 from echelon.precision.float8 import (
     convert_model_to_fp8_ao as convert_model_to_fp8_ao,

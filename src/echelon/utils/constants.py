@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils.constants``."""
+"""Provides the names in ``accelerate.utils.constants``, implemented by echelon."""
 
 from echelon.accelerator.profiling import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
 from echelon.base.versions import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils.dataclasses``."""
+"""Provides the names in ``accelerate.utils.dataclasses``, implemented by echelon."""
 
 from echelon.accelerator.plugins.configuration import (
     DataLoaderConfiguration as DataLoaderConfiguration,

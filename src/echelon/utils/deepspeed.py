@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils.deepspeed``."""
+"""Provides the names in ``accelerate.utils.deepspeed``, implemented by echelon."""
 
 from echelon.accelerator.plugins.deepspeed_plugin import (
     DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,

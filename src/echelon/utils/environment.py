@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils.environment``."""
+"""Provides the names in ``accelerate.utils.environment``, implemented by echelon."""
 
 from echelon.compat import unsupported as _unsupported
 from echelon.compat.machine import (

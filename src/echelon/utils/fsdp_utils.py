@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils.fsdp_utils``."""
+"""Provides the names in ``accelerate.utils.fsdp_utils``, implemented by echelon."""
 
 from echelon.accelerator.setup.transformers_environment import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,

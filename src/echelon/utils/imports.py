@@ -1,3 +1,3 @@
-"""Re-exports the names of ``accelerate.utils.imports``."""
+"""Provides the names in ``accelerate.utils.imports``, implemented by echelon."""
 
 from echelon.compat.probes import *

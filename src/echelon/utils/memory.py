@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils.memory``."""
+"""Provides the names in ``accelerate.utils.memory``, implemented by echelon."""
 
 from echelon.accelerator.memory import (
     clear_device_cache as clear_device_cache,

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils.modeling``."""
+"""Provides the names in ``accelerate.utils.modeling``, implemented by echelon."""
 
 from echelon.accelerator.models.load_pretrained import load_checkpoint_in_model as load_checkpoint_in_model
 from echelon.accelerator.models.model_facts import (

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils.offload``."""
+"""Provides the names in ``accelerate.utils.offload``, implemented by echelon."""
 
 from echelon.big_models.offload_store import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils.operations``."""
+"""Provides the names in ``accelerate.utils.operations``, implemented by echelon."""
 
 from echelon.distributed.operations import (
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,

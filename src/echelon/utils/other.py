@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils.other``."""
+"""Provides the names in ``accelerate.utils.other``, implemented by echelon."""
 
 from echelon.accelerator.models.model_facts import (
     get_model_tp_size as get_model_tp_size,

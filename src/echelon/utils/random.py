@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils.random``."""
+"""Provides the names in ``accelerate.utils.random``, implemented by echelon."""
 
 from echelon.data.rng.host_rng import (
     synchronize_rng_state as synchronize_rng_state,

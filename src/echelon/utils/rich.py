@@ -1,3 +1,3 @@
-"""Re-exports the names of ``accelerate.utils.rich``."""
+"""Provides the names in ``accelerate.utils.rich``, implemented by echelon."""
 
 from echelon.compat.rich_tracebacks import install as install

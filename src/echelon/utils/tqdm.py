@@ -1,3 +1,3 @@
-"""Re-exports the names of ``accelerate.utils.tqdm``."""
+"""Provides the names in ``accelerate.utils.tqdm``, implemented by echelon."""
 
 from echelon.accelerator.progress_bar import tqdm as tqdm

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.utils.versions``."""
+"""Provides the names in ``accelerate.utils.versions``, implemented by echelon."""
 
 from echelon.base.versions import (
     compare_versions as compare_versions,

@@ -1,4 +1,4 @@
-"""Re-exports the names of ``accelerate.commands.config.config_args``."""
+"""Provides the names in ``accelerate.commands.config.config_args``, implemented by echelon."""
 
 from echelon.compat import unsupported as _unsupported
 from echelon.config.cluster import ClusterConfig as ClusterConfig, load_config_from_file as load_config_from_file

@@ -1,3 +1,3 @@
-"""Re-exports the names of ``accelerate.commands.config.default``."""
+"""Provides the names in ``accelerate.commands.config.default``, implemented by echelon."""
 
 from echelon.config.first_config import write_basic_config as write_basic_config
