@@ -29,7 +29,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0] == "3"
     assert done.stdout.splitlines()[1].startswith("checkpoint_1 ['")
-    assert done.stdout.endswith("checkpoint_2 is not a folder: it has no manifest.json']\n")
+    assert done.stdout.endswith("checkpoint_2 is not a folder: manifest.json is missing']\n")
 
 
 def _read(folder: Path) -> dict[str, np.ndarray]:
