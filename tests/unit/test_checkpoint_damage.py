@@ -85,8 +85,8 @@ def test_no_intact_checkpoint_is_not_an_error_and_lists_the_reasons(tmp_path: Pa
     found = newest([tmp_path / "checkpoint_1", tmp_path / "checkpoint_0"], world=WORLD)
     assert found.checkpoint is None
     assert [why for _, why in found.skipped] == [
-        f"{tmp_path / 'checkpoint_1'} is not a checkpoint: it has no manifest.json",
-        f"{tmp_path / 'checkpoint_0'} is not a folder: it has no manifest.json",
+        f"{tmp_path / 'checkpoint_1'} is not a checkpoint: manifest.json is missing",
+        f"{tmp_path / 'checkpoint_0'} is not a folder: manifest.json is missing",
     ]
 
 
