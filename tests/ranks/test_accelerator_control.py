@@ -208,7 +208,7 @@ def _two_together(own_first: bool, joins: bool) -> tuple[int, float]:
 @pytest.mark.parametrize("own_first", [False, True])
 def test_a_rank_without_a_batch_from_one_of_two_loaders_gets_an_error(own_first: bool) -> None:
     (text, *_) = errors_on_ranks(DesyncError, _two_together, own_first, False, timeout=15)
-    assert "in step 1 of this pass would hang, because rank 1 had at most 0 batches" in text
+    assert "in step 1 of this pass would hang, because rank 1 ended after at most 0 batches" in text
 
 
 def test_joining_ranks_may_read_two_loaders_together() -> None:

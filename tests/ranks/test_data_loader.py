@@ -212,7 +212,7 @@ def _uneven(joined: bool) -> list[int]:
 
 def test_error_names_the_rank_that_ended_early() -> None:
     (text,) = errors_on_ranks(DesyncError, _uneven, False)
-    assert "backward() in step 3 of this pass would hang, because rank 1 had at most 2 batches" in text
+    assert "backward() in step 3 of this pass would hang, because rank 1 ended after at most 2 batches" in text
     assert "join_uneven_inputs" in text
     assert run_on_ranks(_uneven, True) == [[0, 2, 4], [1, 3]]
 

@@ -247,7 +247,7 @@ class PreparedLoader(DataLoader[Any]):
         ended = [rank for rank, size in enumerate(last.sizes) if size == 0]
         names = f"rank {ended[0]}" if len(ended) == 1 else f"ranks {', '.join(map(str, ended))}"
         raise DesyncError(
-            f"{operation} in step {self.num_given} of this pass would hang, because {names} had at most "
+            f"{operation} in step {self.num_given} of this pass would hang, because {names} ended after at most "
             f"{self.num_given - 1} batches; the ranks have different numbers of batches "
             f"(even_batches={self.even_batches})",
             where="the prepared DataLoader",
