@@ -50,7 +50,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "a stream without state cannot be entered in its middle",
         lambda p, at: p.data == "iterable" and p.saves is not None and at.parity != "off" and not p.replays,
-        "an iterable dataset without state_dict() cannot seek",
+        "an iterable dataset without state_dict.. cannot seek",
     ),
     _Refusal(
         "bitwise sums are dense",

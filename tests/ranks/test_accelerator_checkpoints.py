@@ -233,7 +233,7 @@ def test_errors_name_different_groups_and_missing_objects(tmp_path: Path) -> Non
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 1))
     with pytest.raises(
-        CheckpointError, match=r"holds 1 optimizers, but this run has 0(.|\n)*allow_missing=\('optimizer\[0\]',\)"
+        CheckpointError, match=r"contains 1 optimizers, but this run has 0(.|\n)*allow_missing=\('optimizer\[0\]',\)"
     ):
         accelerator.load_state(tmp_path / "s")
     accelerator.load_state(tmp_path / "s", allow_missing=["optimizer"])
@@ -418,7 +418,7 @@ def test_registered_objects_are_restored_and_unsupported_ones_are_rejected(tmp_p
     assert torch.equal(holders[0].value[1][1], torch.arange(3))
     assert holders[1].value == Path("a")
     accelerator.register_for_checkpointing(_Holds(1))
-    with pytest.raises(CheckpointError, match="holds 2 objects registered for checkpointing, but this run has 3"):
+    with pytest.raises(CheckpointError, match="contains 2 objects registered for checkpointing, but this run has 3"):
         accelerator.load_state(tmp_path / "s")
 
 
@@ -547,12 +547,12 @@ def test_the_newest_complete_checkpoint_is_loaded_and_skipped_ones_are_reported(
     data[-1] ^= 1
     (folders[2] / "rank_00000.safetensors").write_bytes(data)
     with pytest.warns(
-        EchelonWarning, match=r"checkpoint_1 is loaded.*\n.*checkpoint_2: .*rank_00000.safetensors is damaged"
+        EchelonWarning, match=r"loading .*checkpoint_1;.*\n.*checkpoint_2: .*rank_00000.safetensors is damaged"
     ):
         accelerator.load_state()
     assert model.weight.item() == 1
     (folders[1] / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint\n.*checkpoint_2.*\n.*checkpoint_1"):
+    with pytest.raises(CheckpointError, match=r"contains no complete checkpoint\n.*checkpoint_2.*\n.*checkpoint_1"):
         accelerator.load_state()
 
 

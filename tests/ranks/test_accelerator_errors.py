@@ -147,10 +147,10 @@ def test_contradictory_weights_are_an_error() -> None:
     [
         ({"mixed_precision": "fp61"}, ["mixed_precision='fp61'", "one of no, fp16, bf16, fp8", "Accelerator("]),
         ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps=0 is below 1"]),
-        ({"engine": "fdsp2"}, ["no engine 'fdsp2'"]),
+        ({"engine": "fdsp2"}, ["unknown engine 'fdsp2'"]),
         ({"torch_tp_plugin": object()}, ["Accelerator(torch_tp_plugin=) is not supported"]),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ["two AutocastKwargs"]),
-        ({"kwargs_handlers": [object()]}, ["holds a object"]),
+        ({"kwargs_handlers": [object()]}, ["contains a object"]),
         (
             {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=3)},
             ["are both set"],

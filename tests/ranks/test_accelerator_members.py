@@ -246,7 +246,7 @@ def test_the_state_reports_unsupported_features(monkeypatch: pytest.MonkeyPatch)
             call()
     with pytest.raises(UsageError, match=r"AcceleratorState\(fsdp_plugin=\) was called after"):
         AcceleratorState(fsdp_plugin=SimpleNamespace())
-    with pytest.raises(UsageError, match=r"PartialState\(\) does not accept nonsense"):
+    with pytest.raises(UsageError, match=r"PartialState\(\) got unexpected arguments: nonsense"):
         PartialState(nonsense=1)
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
     assert PartialState().debug is True

@@ -124,7 +124,7 @@ def _saved(folder: str) -> tuple[list[str], float, list[str]]:
 def test_all_ranks_use_the_folder_of_the_first_rank(tmp_path: Path) -> None:
     (folders, difference, told), (_, other, silent) = run_on_ranks(_saved, str(tmp_path))
     assert (folders, difference, other) == (["0"], 0.0, 0.0)
-    assert [text.split(" was given")[0] for text in told] == ["save_state()", "load_state()"]
+    assert [text.split(" got")[0] for text in told] == ["save_state()", "load_state()"]
     assert (
         f"on ranks 1 than on the first rank of their machine. All ranks must share one checkpoint folder; these ranks use {tmp_path}/0"
         in told[0]

@@ -253,7 +253,7 @@ def test_code_or_environment_selects_the_backend() -> None:
 def test_a_backend_and_a_plugin_are_mutually_exclusive() -> None:
     with pytest.raises(ConfigError, match="dynamo_backend='eager' and dynamo_plugin are both set") as raised:
         Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
-    assert "pass one of the two" in str(raised.value.do)
+    assert "pass only one of them" in str(raised.value.do)
     with environ.patch({"ACCELERATE_DYNAMO_BACKEND": "torhchxla_trace_once"}), pytest.raises(ConfigError) as raised:
         Accelerator(cpu=True)
     assert "env ACCELERATE_DYNAMO_BACKEND" in str(raised.value)

@@ -227,14 +227,14 @@ def test_a_run_without_checkpoints_logs_one_line_or_raises(
     named = _Run(tmp_path / "run", layout)
     assert named.accelerator.resume() is False
     assert told() == [f"no checkpoint in {tmp_path}/run/checkpoints: starting from scratch"]
-    with pytest.raises(UsageError, match=r"(?s)no checkpoint in .*run/checkpoints.*must_exist=True"):
+    with pytest.raises(UsageError, match=r"(?s)no checkpoint found in .*run/checkpoints.*must_exist=True"):
         named.accelerator.resume(must_exist=True)
     by_path = _Run(None, layout, named=False)
     for make in (lambda: None, (tmp_path / "a").mkdir):  # a folder that the script has made for it
         make()
         assert by_path.accelerator.resume(tmp_path / "a") is False
         assert told() == [f"no checkpoint in {tmp_path}/a: starting from scratch"]
-        with pytest.raises(UsageError, match=r"(?s)no checkpoint in .*a.*must_exist=True"):
+        with pytest.raises(UsageError, match=r"(?s)no checkpoint found in .*a.*must_exist=True"):
             by_path.accelerator.resume(tmp_path / "a", must_exist=True)
     by_path.accelerator.save_state(tmp_path / "a")
     assert by_path.accelerator.resume(tmp_path / "a", must_exist=True)

@@ -79,5 +79,8 @@ def test_a_misspelled_option_of_backward_suggests_the_right_one() -> None:
 def test_a_module_in_place_of_parameters_is_an_error_that_names_them(name: str) -> None:
     accelerator = Accelerator(cpu=True)
     for model in (torch.nn.Linear(2, 1), torch.nn.Sequential(torch.nn.Linear(2, 1))):
-        with pytest.raises(TypeError, match=rf"{name}\(\) was given {type(model).__name__}, .* model\.parameters\(\)"):
+        with pytest.raises(
+            TypeError,
+            match=rf"{name}\(\) expects .* got a module \({type(model).__name__}\)\. Pass model\.parameters\(\)",
+        ):
             getattr(accelerator, name)(model, 1.0)

@@ -326,7 +326,7 @@ def test_skipped_checkpoints_are_reported_and_numbering_continues(tmp_path: Path
     make(2)
     (tmp_path / "checkpoints" / "checkpoint_1" / "rank_00000.safetensors").unlink()
     with pytest.warns(
-        EchelonWarning, match=r"checkpoint_0 is loaded(.|\n)*checkpoint_1: .*rank_00000.safetensors is missing"
+        EchelonWarning, match=r"loading .*checkpoint_0;(.|\n)*checkpoint_1: .*rank_00000.safetensors is missing"
     ):
         run = make(1)
     assert run.read == [[2, 3]]
@@ -334,7 +334,7 @@ def test_skipped_checkpoints_are_reported_and_numbering_continues(tmp_path: Path
     assert names == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
     for name in names:
         (tmp_path / "checkpoints" / name / "manifest.json").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):  # not a new run
+    with pytest.raises(CheckpointError, match="contains no complete checkpoint"):  # not a new run
         make(1)
 
 

@@ -172,7 +172,7 @@ def test_every_built_in_tracker_that_is_missing_names_its_extra(
     monkeypatch.setattr("echelon.base.optional.import_module", missing)
     make = LOGGER_TYPE_TO_CLASS[name]
     tracker = make("run", tmp_path) if make.requires_logging_directory else make("run")
-    with pytest.raises(MissingExtraError, match=rf"log_with='{name}' needs[\s\S]*pip install 'echelon\[{name}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"log_with='{name}' requires[\s\S]*pip install 'echelon\[{name}\]'"):
         tracker.start()
 
 

@@ -189,7 +189,7 @@ def problems_in(folder: Path) -> list[str]:
                 f"{folder} was written by torch.distributed.checkpoint, whose parts can only be found by unpickling"
             ]
         if layout is None:
-            what = f"found neither a manifest, nor a {TRAINER_STATE}, nor files with Accelerate's names"
+            what = f"neither a manifest, nor a {TRAINER_STATE}, nor files with Accelerate's names"
             return [f"{folder} has {what}" if folder.is_dir() else f"{folder} is not a directory"]
         if (folder / _CUT_OFF).exists():
             return [f"{folder / _CUT_OFF} marks an interrupted save"]
