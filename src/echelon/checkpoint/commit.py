@@ -234,7 +234,7 @@ def discard(storage: Storage, folder: Path) -> None:
 
 
 def place_of(storage: Storage, target: Path) -> Path:
-    """Return the path of the checkpoint ``target``, which is ``<name>.old-<token>`` after a crash between two renames.
+    """Return the path of the checkpoint ``target``: ``<name>.old-<token>`` after a crash between the two renames of a commit.
 
     Symbolic links are followed. If ``target`` exists, it is returned.
     """
@@ -330,7 +330,7 @@ def require_folder_or_nothing(storage: Storage, path: Path) -> None:
     if kind is not None:
         what = "a file" if kind == "file" else "a special file"
         raise UsageError(
-            f"{path} exists and is {what}, not a directory", do="use a different name, or move it elsewhere"
+            f"{path} exists and is {what}, not a directory", do="use a different name, or move the file elsewhere"
         )
 
 

@@ -269,7 +269,7 @@ def newest(
     usable: Callable[[Checkpoint], str | None] = lambda _: None,
     gather: Gather = gather_bytes,
 ) -> CheckpointSearch:
-    """Return the first of ``candidates`` that is intact on every machine, and the skipped candidates with reasons.
+    """Return the first of ``candidates`` that is intact on every machine, along with those that were skipped and why.
 
     Args:
         candidates: paths, newest first. Some of them may be missing on some machines.

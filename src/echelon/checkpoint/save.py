@@ -237,7 +237,7 @@ class Save:
 def as_save_failure(
     action: Callable[[], Any], target: Path, *, details: Callable[[], str] | None = None
 ) -> Callable[[], Any]:
-    """Wrap ``action`` so that file system errors are raised as ``SaveFailedError``, which runs tolerate.
+    """Wrap ``action`` so that file system errors are raised as ``SaveFailedError``, which by itself does not end the run.
 
     Args:
         action: function that writes.

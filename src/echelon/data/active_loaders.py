@@ -1,4 +1,4 @@
-"""Tracks which prepared loaders are being read, and notifies observers about their passes."""
+"""Tracks which prepared loaders are being iterated over, and notifies observers about their passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Loader = TypeVar("Loader", bound=DataLoader[Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
-    """Options for reading and sharding loaders."""
+    """Options for iterating over loaders and sharding them."""
 
     split_batches: bool = False
     """Whether the loader's batch size is the global batch size, so that each batch is split across ranks."""
@@ -30,7 +30,7 @@ class LoaderOptions:
     """Whether only rank zero reads data and sends batches to the other ranks. If None, this applies to iterable datasets with
     device placement."""
     even_batches: bool = True
-    """Whether to fill the last step with the first samples, so that every rank runs the same number of steps."""
+    """Whether to pad the last step with samples from the start of the pass, so that all ranks run the same number of steps."""
     use_seedable_sampler: bool = False
     """Whether to derive the shuffled order from (seed, epoch) instead of from the loader's generator."""
     data_seed: int | None = None
@@ -56,7 +56,7 @@ class PassDriver(ABC, Generic[Loader]):
 
     @abstractmethod
     def end_pass(self, loader: Loader, *, is_over: bool) -> None:
-        """Handle the end of a pass over ``loader``. ``is_over`` means that it was read completely."""
+        """Handle the end of a pass over ``loader``. ``is_over`` means that the pass reached the end of the data."""
 
     @abstractmethod
     def begin_pass(self, loader: Loader, plan: PassPlan) -> None:
@@ -142,7 +142,7 @@ class PassFacts:
 
 
 class ActiveLoaders(Generic[Loader]):
-    """The prepared loaders that are currently being read, with the innermost last."""
+    """The prepared loaders that are currently being iterated over, with the innermost last."""
 
     __slots__ = ("driver", "joined", "loaders", "metrics", "owner", "tracker")
 

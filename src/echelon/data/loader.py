@@ -37,7 +37,7 @@ class PreparedLoader(DataLoader[Any]):
         original: the user's loader.
         world: the ranks and machines, as seen by this process.
         options: the data options.
-        active: registry of loaders that are currently being read.
+        active: registry of loaders that are currently being iterated over.
         device: device that batches are moved to. If None, batches are not moved here.
         skip_batches: number of steps to skip at the start of each pass.
     """
@@ -143,7 +143,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last step is filled, so that all ranks run the same number of steps. Can be set between passes."""
+        """Whether the last step is padded, so that all ranks run the same number of steps. Can be set between passes."""
         return self._even
 
     @even_batches.setter
@@ -430,7 +430,7 @@ class PreparedLoader(DataLoader[Any]):
     def enter_epoch(self, epoch: int) -> None:
         """Enter epoch ``epoch``. The next pass uses this epoch's order, or a later epoch's if the loader is already ahead.
 
-        A pass that is being read, or that will be resumed, continues into this epoch.
+        A pass that is in progress, or that will be resumed, continues into this epoch.
         """
         reader = next((r for r in self.active.loaders if r.source is self.source), None)
         position = None if reader is None else reader._position

@@ -145,7 +145,7 @@ class PassPosition(ABC):
         """Return the progress of the latest pass, or None if no pass has started since a checkpoint was loaded.
 
         Args:
-            is_read: whether the pass is being read.
+            is_read: whether the pass is in progress.
             is_within: whether the pass has more batches.
             num_unused: number of batches, counted from the end, that count as not yielded.
         """
@@ -185,7 +185,9 @@ class PassPosition(ABC):
         self._draws_before = state
 
     def resume_pass(self, current: dict[str, Any] | None) -> None:
-        """Make the next pass continue the loaded pass or, if there is none, ``current``. It is empty if that pass was complete.
+        """Make the next pass continue the loaded pass or, if there is none, ``current``.
+
+        If that pass was complete, the next pass is empty.
 
         Raises:
             CheckpointError: the number of processes or the ``parity`` has changed since the pass was saved.

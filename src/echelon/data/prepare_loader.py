@@ -49,9 +49,9 @@ def prepare_loader(
 
     Args:
         loader: the user's loader. If rank zero dispatches batches, the dataset may be empty on other ranks.
-        world: the rank that reads.
+        world: the ranks and machines, as seen by this process.
         options: the data options.
-        active: registry of the loaders that are being read.
+        active: registry of loaders that are currently being iterated over.
         place: whether to move batches to the device.
         slice_fn: function that slices a dispatched batch, called as ``slice_fn(batch, slice, process_index=, num_processes=)``.
 

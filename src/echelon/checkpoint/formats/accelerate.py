@@ -296,7 +296,7 @@ def export_accelerate(
 
 
 def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ()) -> ImportedCheckpoint:
-    """Read a checkpoint written by Accelerate's ``save_state``, or by echelon's in Accelerate's layout.
+    """Read a checkpoint in Accelerate's layout, written by Accelerate's or echelon's ``save_state``.
 
     Args:
         folder: folder that contains the checkpoint.

@@ -92,8 +92,8 @@ def merge_fsdp_weights(
     Args:
         checkpoint_dir: checkpoint that contains one model.
         output_path: folder for the file, which is created if it does not exist. An existing file is replaced.
-        safe_serialization: whether to write ``model.safetensors`` instead of ``pytorch_model.bin``, which requires enough
-            memory for all weights.
+        safe_serialization: whether to write ``model.safetensors``. Otherwise, ``pytorch_model.bin`` is written, which
+            requires enough memory for all weights.
         remove_checkpoint_dir: whether to delete the checkpoint, including its optimizers, once the file is on disk.
 
     Raises:
@@ -156,7 +156,8 @@ def _chosen(model: int | None, count: int, source: Path) -> int:
         )
     if model is not None and not 0 <= model < count:
         raise UsageError(
-            f"{source} has no model {model}: it contains {count}", do=f"pass a number between 0 and {count - 1}"
+            f"{source} has no model {model} (number of models: {count})",
+            do=f"pass a number between 0 and {count - 1}",
         )
     return model or 0
 

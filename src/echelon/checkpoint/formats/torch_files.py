@@ -56,7 +56,7 @@ def load(f: str | os.PathLike[str] | Any, map_location: Any = None, **kwargs: An
         # torch's message recommends weights_only=False, which would run the code.
         found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"(Unsupported .*)", str(error))
         raise CheckpointError(
-            f"{name} was not loaded, because it could run code: it contains {found[1] if found else 'something'}, "
+            f"{name} was not loaded, because it could run code: it contains {found[1] if found else 'an object'}, "
             "which is not "
             "plain data",
             do=f"{PLAIN_DATA}; if you trust the file, call torch.load yourself",

@@ -134,7 +134,7 @@ def read_random_states(folder: Path, *, rank: int) -> Mapping[str, Any] | None:
 
 
 def num_ranks_in(folder: Path) -> int:
-    """Return the number of ranks that saved ``folder``, which is the number of files with RNG states in it."""
+    """Return the number of ranks that saved ``folder``, which equals its number of RNG state files."""
     return sum(_RANDOM.fullmatch(path.name) is not None for path in folder.iterdir())
 
 

@@ -81,7 +81,7 @@ class IndexedExactSource(ExactSource):
 
     Args:
         loader: the user's loader.
-        world: the world of the reading rank.
+        world: the ranks and machines, as seen by the rank that reads the data.
         options: the data options.
         num_ranks: number of ranks that each batch is eventually split across; None means the size of ``world``.
         check: check to run on the first indices drawn by a custom sampler.
@@ -256,7 +256,7 @@ class ExactStreamSource(ExactSource):
 
     Args:
         loader: the user's loader.
-        world: the world of the reading rank.
+        world: the ranks and machines, as seen by the rank that reads the data.
         options: the data options.
         num_ranks: number of ranks that each batch is eventually split across; None means the size of ``world``.
     """

@@ -42,7 +42,7 @@ def set_other_states(states: Mapping[str, Any]) -> None:
 class OtherDraws:
     """Detects whether reading samples uses ``random`` or NumPy's generator, whose states are slow to copy.
 
-    It compares the states at the 1st, 2nd, 4th, 8th, ... batch until it detects that one was used.
+    It compares the states at the 1st, 2nd, 4th, 8th, ... batch until it detects that either generator was used.
     """
 
     def __init__(self, *, are_used: bool = False) -> None:
@@ -68,8 +68,8 @@ class HostDraws:
 
     Args:
         generators: the loader's generators.
-        is_of_a_batch: whether to record states before each batch, including ``random`` and NumPy only if ``others`` requires
-            it, which keeps the cost negligible. Otherwise, all states are recorded once before a pass.
+        is_of_a_batch: whether to record states before each batch. To keep the cost negligible, those of ``random`` and NumPy
+            are recorded only if ``others`` requires it. If False, all states are recorded once before a pass.
         others: this loader's detector, which all its passes share.
     """
 

@@ -20,8 +20,8 @@ class WorkerDraws:
     """Tracks the RNG states in a loader's workers.
 
     Worker ``i % num_workers`` reads batch ``i`` of a pass, and its random numbers depend on everything that it has drawn
-    before. A pass can therefore resume only after a round, in which each worker reads one batch. Batches in the next round
-    that were already yielded are read again and discarded.
+    before. A pass can therefore resume only at a point where all workers have read the same number of batches. Batches
+    after that point that were already yielded are read again and discarded.
 
     Args:
         loader: a loader with workers whose batches arrive in order.

@@ -145,7 +145,7 @@ class BatchSource(ABC):
         return batches, getattr(batches, "sampler", None), inner.sampler, inner.dataset
 
     def _start_reading(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Return an iterator over ``loader``. If the pass resumes, the seed that it draws does not advance torch's RNG."""
+        """Return an iterator over ``loader``. If the pass resumes, drawing the iterator's seed does not advance torch's RNG."""
         before = torch.get_rng_state() if self.resumes else None
         iterator = iter(loader)
         if before is not None:

@@ -37,7 +37,7 @@ def global_batches(
     Args:
         batches: the batches from rank zero's loader; None on other ranks.
         world_size: size of the default group.
-        split: whether each batch is a global batch. Otherwise, one batch per rank is joined to form a global batch.
+        split: whether each batch is a global batch. Otherwise, ``world_size`` batches are joined to form one.
         drop_last: whether to drop a last step that does not have a batch for every rank.
         finds_end: whether to read ahead if a batch has fewer samples than there are ranks, to find out whether it is the last.
         device: device on which batches are sent and returned; None means the CPU.
@@ -73,7 +73,7 @@ def global_batches(
                 "Expected a batch with a tensor of samples or a list with one item per sample, to split it across "
                 f"ranks, but got {describe(batch)}",
                 where="dispatch_batches=True (the default for an iterable dataset)",
-                do="return a tensor or list with one item per sample from collate_fn, or pass dispatch_batches=False",
+                do="make collate_fn return a tensor or list with one item per sample, or pass dispatch_batches=False",
             )
         yield batch, count, is_last
 
@@ -87,8 +87,8 @@ def dispatch(
         batches: the global batches, from ``global_batches``.
         rank: the rank.
         world_size: size of the default group.
-        even: whether to fill a batch that cannot be split evenly with the first samples. Otherwise, it is split as evenly as
-            possible.
+        even: whether to repeat samples from the start of the pass to pad a batch whose size is not divisible by
+            ``world_size``. Otherwise, the batch is split as evenly as possible.
         slice_fn: replaces ``slice_batch``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A loader that is used as it is, because each rank was given its own part of the data."""
+"""A loader that is used unchanged, because each rank was given its own part of the data."""
 
 from __future__ import annotations
 

@@ -141,8 +141,8 @@ class PreshardedSource(BatchSource):
             first = batch if first is _NONE else first
             if batch is _NONE and step < me.num_batches:
                 raise UsageError(
-                    f"the sampler of rank {self._world.rank} yielded {step} batches in this pass, but expected "
-                    f"{me.num_batches} according to the sampler's length",
+                    f"the sampler of rank {self._world.rank} yielded {step} batches in this pass, but its length implies "
+                    f"{me.num_batches}",
                     where="the prepared DataLoader",
                     do="make the sampler's __len__ return the number of samples that it yields",
                 )

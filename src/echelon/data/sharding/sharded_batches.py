@@ -20,7 +20,7 @@ class RankBatchSampler(BatchSampler):
     """Yields one rank's batches. The arguments are those of Accelerate's ``BatchSamplerShard``.
 
     Whole batches (``split_batches=False``): rank ``r`` gets batches ``r``, ``r + W``, ``r + 2 * W``, ... With
-    ``even_batches``, the last round is filled with the first samples of the pass; otherwise, some ranks get no batch in it.
+    ``even_batches``, the last step is filled with the first samples of the pass; otherwise, some ranks get no batch in it.
     Split batches: each rank gets a slice of each batch. With ``even_batches``, a short last batch is filled in the same way;
     otherwise, it is split as evenly as possible.
 
@@ -31,7 +31,7 @@ class RankBatchSampler(BatchSampler):
         num_processes: the number of ranks.
         process_index: the rank.
         split_batches: split each batch.
-        even_batches: whether to fill the last round.
+        even_batches: whether to fill the last step.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RankBatchSampler(BatchSampler):
         self.last_step: LastStep | None = None
         """Batch sizes in the last step of a completed pass, or None if every rank had a full batch of new samples."""
         self.divides_last_round = False
-        """Whether to divide the samples in an incomplete last round evenly, so that no batch mixes new and repeated samples."""
+        """Whether to divide the samples in an incomplete last step evenly, so that no batch mixes new and repeated samples."""
 
     @property
     def batch_sampler(self) -> Any:
@@ -122,7 +122,7 @@ class RankBatchSampler(BatchSampler):
         return self.batch_size is None or len(batch) == self.batch_size
 
     def _fill(self, round_: list[list[int]], first: list[list[int]]) -> list[list[int]]:
-        """Fill the last round with the first samples or, if there is no batch size, with the first batches."""
+        """Fill the last step with the first samples or, if there is no batch size, with the first batches."""
         if self.batch_size is None:
             return [*round_, *islice(cycle(first), self.num_processes - len(round_))]
         again = cycle([index for batch in first for index in batch])
@@ -151,7 +151,7 @@ class RankBatchSampler(BatchSampler):
         return True
 
     def _last_round(self) -> int | None:
-        """Return the number of samples in an incomplete last round, or None if it is unknown."""
+        """Return the number of samples in an incomplete last step, or None if it is unknown."""
         try:
             return None if self.batch_size is None else len(self.sampler) % self._samples_per_round()
         except TypeError:

@@ -21,7 +21,9 @@ __all__ = ["split_between_processes"]
 def split_between_processes(
     inputs: Any, apply_padding: bool = False, *, rank: int, world_size: int, device: torch.device | None = None
 ) -> Iterator[Any]:
-    """Yield this rank's contiguous part of ``inputs``. If the length is not divisible, the first ranks get one more item.
+    """Yield this rank's contiguous part of ``inputs``.
+
+    If the length is not divisible by ``world_size``, the first ranks get one more item.
 
     Args:
         inputs: a list, tuple, tensor, array, range or dataset, or a dict whose values are any of these and are split
