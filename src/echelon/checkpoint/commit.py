@@ -40,7 +40,7 @@ _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{16}")
 _NUM_ASIDE_BYTES = len(".tmp-") + 16
 _MAX_NAME_BYTES = 255  # limit of all common file systems
 _ABANDONED_AFTER = timedelta(minutes=10)
-"""How long a temporary folder must be unmodified before it is considered the leftover of a killed save."""
+"""How long a temporary folder must have been unmodified to be considered a leftover from a killed save."""
 _VISIBLE_WITHIN_S = 5.0
 
 

@@ -547,7 +547,7 @@ class _LocalContent:
 
 
 def _common_aliases(announced: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return the tensor aliases that all ranks holding the respective tensors agree on."""
+    """Return the tensor aliases on which all ranks that hold the tensor agree."""
     has = [{shard[0] for shard in each["shards"]} for each in announced]
     return {
         name: target

@@ -1,4 +1,4 @@
-"""Writes safetensors files as a stream, computes checksums while writing, and reads slices of them.
+"""Streams safetensors files to disk, computing checksums while writing, and reads slices of such files.
 
 The safetensors library opens files itself, so files cannot be synced or checksummed while they are being written. The format
 is simple: eight bytes for the header's length, a JSON header, and the tensors' bytes. Any safetensors reader can read the

@@ -222,7 +222,7 @@ class PassPosition(ABC):
 
 
 class BatchPosition(PassPosition):
-    """Counts batches (``parity="off"``). A pass resumes with the same order and RNG states, on the same number of processes."""
+    """Counts batches (``parity="off"``). A pass resumes with the same order and RNG states if the number of processes is the same."""
 
     is_exact = False
 

@@ -193,7 +193,7 @@ def write_state(
 
 
 def _position_file(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return rank zero's position in torchdata's format, as Accelerate expects, and the other ranks' under echelon's key."""
+    """Return positions: rank zero's in torchdata's format, as Accelerate expects; the other ranks' under echelon's key."""
     first = states[0]
     rest = {key: value for key, value in first.items() if key not in ("inner", "_iterator_finished")}
     others = [state["inner"] for state in states[1:]]

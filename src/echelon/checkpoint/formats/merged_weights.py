@@ -45,7 +45,7 @@ def merge(
     Safetensors files are copied a few megabytes at a time, and ``torch.save`` files are memory-mapped.
 
     Args:
-        source: checkpoint in echelon's format, whose files are all verified first, or in Accelerate's or transformers' layout.
+        source: checkpoint in Accelerate's or transformers' layout, or in echelon's format (all its files are verified first).
         folder: existing folder to write to; files with the same names are replaced.
         model: index of the model in the ``prepare`` call; may be None if there is only one model.
         max_shard_bytes: maximum size per file; None writes a single file.

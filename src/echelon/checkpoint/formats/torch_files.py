@@ -41,7 +41,7 @@ def load(f: str | os.PathLike[str] | Any, map_location: Any = None, **kwargs: An
 
     Raises:
         UsageError: ``weights_only=False`` is passed.
-        CheckpointError: the file is damaged or contains anything but plain data.
+        CheckpointError: the file is damaged or contains anything other than plain data.
     """
     if not kwargs.pop("weights_only", True):
         raise UsageError(
@@ -98,7 +98,7 @@ def write_plain(obj: Any, path: Path) -> None:
     """Write ``obj`` with ``torch.save``, and check that ``load`` accepts the file.
 
     Raises:
-        CheckpointError: ``obj`` contains anything but plain data; the error names it.
+        CheckpointError: ``obj`` contains anything other than plain data; the error names it.
     """
     write_pickled(obj, path)
     refused = refused_in(path)

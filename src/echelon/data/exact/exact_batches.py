@@ -337,7 +337,7 @@ class ExactBatches(Sampler[KeyedSamples]):
         self.batch_size = batch_size
         """The user's batch size, which is the total across all ranks; None if it varies."""
         self.smallest = options.canonical_shards or smallest or world_size
-        """Size that batches in an evaluation pass are joined to, so that every rank has samples."""
+        """Minimum size to which batches in an evaluation pass are joined, so that every rank has samples."""
         self.epoch = 0
         self.start = 0
         """Position where the next pass starts."""

@@ -143,7 +143,7 @@ class SampleBatch(list[Any]):
 class KeyedCollate:
     """The user's ``collate_fn``, whose random numbers (for masking or mixing) depend on (seed, epoch, first sample's position).
 
-    The random numbers are the same after resuming, but not on a different number of ranks, where batches start at other
+    The random numbers are the same after resuming, but not with a different number of ranks, where batches start at other
     positions.
     """
 

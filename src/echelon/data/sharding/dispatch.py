@@ -92,7 +92,7 @@ def dispatch(
         slice_fn: replaces ``slice_batch``.
 
     Returns:
-        Whether other ranks have samples from a last batch, but this rank does not.
+        Whether other ranks have samples in the last batch, but this rank does not.
     """
     slice_samples = slice_fn or slice_batch
     few: Any = None  # the first samples

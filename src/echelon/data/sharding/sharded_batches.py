@@ -24,7 +24,7 @@ class RankBatchSampler(BatchSampler):
     Split batches: each rank gets a slice of each batch. With ``even_batches``, a short last batch is filled in the same way;
     otherwise, it is split as evenly as possible.
 
-    Source: accelerate's BatchSamplerShard, which differs only in how it splits a short last batch: it fills the first ranks.
+    Source: accelerate's BatchSamplerShard, which splits a short last batch differently: it fills the first ranks' slices.
 
     Args:
         batch_sampler: the batches for all ranks. Its ``batch_size`` is None or missing if batch sizes vary.
