@@ -473,7 +473,7 @@ class _Holds(_Counter):
 
 def test_objects_that_cannot_be_loaded_are_rejected_at_registration_and_saving(tmp_path: Path) -> None:
     accelerator = Accelerator()
-    with pytest.raises(ValueError, match=r"argument 1 \(int\) lacks state_dict or load_state_dict"):
+    with pytest.raises(ValueError, match=r"these arguments lack state_dict or load_state_dict: 1 \(int\)"):
         accelerator.register_for_checkpointing(_Counter(), 3)
     with pytest.raises(UsageError, match=r"the state of _Holds contains pathlib\.PosixPath, which is not plain data"):
         accelerator.register_for_checkpointing(_Holds(Path("x")))

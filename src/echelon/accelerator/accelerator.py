@@ -90,7 +90,7 @@ class Accelerator:
         gradient_accumulation_steps: micro-batches per update.
         cpu: use the CPU even if an accelerator is available.
         dataloader_config: how loaders are sharded.
-        deepspeed_plugin: train with DeepSpeed (with torch if ``engine="fsdp2"``). None: from the environment.
+        deepspeed_plugin: DeepSpeed settings (implemented by torch if ``engine="fsdp2"``). None: from the environment.
         fsdp_plugin: how to shard the model across ranks. None: from the environment (``ACCELERATE_USE_FSDP``).
         gradient_accumulation_plugin: replaces ``gradient_accumulation_steps``.
         step_scheduler_with_optimizer: step schedulers num_processes times per update. False: once per call.
@@ -101,11 +101,11 @@ class Accelerator:
         parallelism_config: number and size of the shard groups. None: from the environment.
         engine: engine name or ``Engine``. None: chosen from the number of processes and the sharding settings.
         parity: ``off``: the batch grows with the number of processes. ``exact``: the batch size is global, and each
-            update equals the one-process update (docs/parity.md). ``bitwise``: also bit for bit. None: from the
-            environment, else ``off``.
+            update equals the one-process update (docs/parity.md). ``bitwise``: as ``exact``, and bit-identical.
+            None: from the environment, else ``off``.
         seed: seed for random numbers and, in the exact modes, the data order. None: the script's seed on rank zero.
         canonical_shards: shards per update with ``parity="bitwise"``; at least the number of processes. None: 8.
-        max_micro_batch_size: largest micro-batch per process in the exact modes. None: its share of the batch.
+        max_micro_batch_size: largest micro-batch per process (exact modes). None: the process's share of the batch.
 
     Collective: construct on every rank, because the first Accelerator creates the process group.
 
@@ -254,7 +254,7 @@ class Accelerator:
     step_scheduler_with_optimizer: bool = view(
         "session.step_scheduler_with_optimizer", "Whether schedulers step with the optimizer.", is_settable=True
     )
-    rng_types: list[Any] = view("session.rng_types", "RNG states synchronized in each pass.", is_settable=True)
+    rng_types: list[Any] = view("session.rng_types", "RNGs synchronized at the start of each pass.", is_settable=True)
     dataloader_config: DataLoaderConfiguration = view(
         "session.dataloader_config", "How loaders are sharded.", is_settable=True
     )
@@ -361,8 +361,8 @@ class Accelerator:
         Collective: call on every rank in the last micro-step of an update.
 
         Raises:
-            UsageError: the loss is not a scalar that requires grad, weights contradict each other, or (raised once, on
-                several processes) a loader was not prepared.
+            UsageError: the loss is not a scalar that requires grad, weights contradict each other, or a loader was
+                not prepared (checked only in the first call, with multiple processes).
         """
         self.session.update.backward(loss, num_items, kwargs)
 
@@ -398,7 +398,7 @@ class Accelerator:
     _custom_objects: list[Any] = view("checkpoints.registry.custom_objects", "Objects registered for checkpointing.")
 
     def allow_unsharded(self, loader: DataLoader[T]) -> DataLoader[T]:
-        """Return ``loader`` after allowing every process to read all of it."""
+        """Allow every process to read all of ``loader``; return ``loader``."""
         self.session.unprepared.allow(loader)
         return loader
 

@@ -1,4 +1,4 @@
-"""A run's epochs: the current epoch, the progress of its passes, and the loop that resumes at that position."""
+"""A run's epochs: the current epoch, the progress of the passes in it, and the loop that resumes there."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Epochs(PassTracker[PreparedLoader]):
         }
 
     def load_own_state(self, state: dict[str, Any] | None) -> None:
-        """Restore what ``own_state`` returned, or None if this process has no saved state."""
+        """Restore the result of ``own_state``; ``state`` is None if this process has no saved state."""
         draws = [] if state is None else state["draws"]
         for i, loader in enumerate(self._objects.loaders):
             loader.load_rng_state(draws[i] if i < len(draws) else None)
@@ -180,7 +180,7 @@ class Epochs(PassTracker[PreparedLoader]):
     def loop(self, first: int, num_epochs: int) -> Iterator[int]:
         """Yield the epochs starting with ``first``. See ``Accelerator.epochs``."""
         if first >= num_epochs:
-            _logger.info("epochs(%d): the run has already completed %d", num_epochs, first)
+            _logger.info("epochs(%d): the run has already completed %d epochs", num_epochs, first)
         try:
             for epoch in range(first, num_epochs):
                 self._epoch = self._next = self._progress.epoch = epoch

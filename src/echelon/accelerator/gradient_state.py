@@ -1,4 +1,4 @@
-"""The gradient accumulation state, shared by the accelerator, its optimizers, schedulers and loaders."""
+"""The gradient accumulation state, shared by the Accelerator, its optimizers, schedulers and loaders."""
 
 from __future__ import annotations
 
@@ -95,17 +95,17 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """Loader that the innermost loop reads."""
+        """Loader that the innermost loop iterates over."""
         return self.reading.innermost
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """Loaders being read, preceded by None as in Accelerate."""
+        """Loaders being iterated over, preceded by None, as in Accelerate."""
         return [None, *self.reading.loaders]
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being read."""
+        """Whether a prepared loader is being iterated over."""
         return bool(self.reading.loaders)
 
     @property

@@ -82,9 +82,9 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Decorate ``function(batch_size, ...)`` so that it is called again with a smaller batch if memory runs out.
 
-    The ranks decide together: if one runs out, all of them try the smaller size, even if their attempt succeeded. They
-    agree through the process group's store after each attempt. If a rank is inside a collective when another rank runs
-    out of memory, the group's timeout releases it.
+    The ranks decide together: if one runs out of memory, all of them try the smaller size, even if their attempt
+    succeeded. They agree through the process group's store after each attempt. If a rank is inside a collective when
+    another rank runs out of memory, the group's timeout releases it.
 
     Args:
         function: takes the batch size as its first argument, which the caller omits. Build the model and loaders inside

@@ -44,7 +44,7 @@ def gather_samples(data: Any, last: LastStep | None, *, objects: bool = False) -
 def trim_for_metrics(state: GradientState, input_data: Any) -> Any:
     """Return the results for one batch of a prepared loader, without samples that another process also counts.
 
-    Use it for metrics that each process accumulates itself and that are reduced once after the loop
+    Use this for metrics that each process accumulates itself and that are reduced once after the loop
     (``accelerator.reduce``, torchmetrics). If a process has only a padding sample in a step, its results become empty.
 
     Args:

@@ -1,6 +1,7 @@
 """Preempts a run with an Accelerator: where it may stop, what it saves, and how it ends.
 
-``distributed/preemption.py`` handles requests and makes the ranks agree. In a user's own loop, the boundaries are:
+``distributed/preemption.py`` handles requests and makes the ranks agree. In a user's own loop, the
+run can stop at these boundaries:
 
 * complete boundaries: the end of an iteration over training batches in which the optimizer stepped (except the last
   iteration of a pass, because ``resume`` does not repeat the rest of the epoch's code), and the end of an epoch of
@@ -33,7 +34,7 @@ class PreemptionHandler:
     def __init__(self) -> None:
         self._member: BarrierMember | None = None
         self.is_driven = False
-        """Whether the caller (the Trainer) checks its own boundaries."""
+        """Whether the caller (the Trainer) checks for preemption itself, at its own step boundaries."""
         self.folder: str | os.PathLike[str] | None = None
         """Folder passed to ``resume``."""
         self.save_and_end: WeakMethod[Callable[[], NoReturn]] | None = None
@@ -51,7 +52,7 @@ class PreemptionHandler:
 
     @contextmanager
     def during(self, watcher: Watcher | None) -> Iterator[bool]:
-        """Take part at least inside the block; yield False with custom signal handlers or outside the main thread."""
+        """Take part at least in the block; yield False with custom signal handlers or outside the main thread."""
         if self._member is not None or self.join():
             yield True
             return

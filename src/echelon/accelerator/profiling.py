@@ -22,7 +22,7 @@ def profile(handler: ProfileKwargs, *, rank: int) -> Iterator[torch.profiler.pro
     """Profile the block; with ``output_trace_dir``, write its trace as ``profile_<rank>.json`` and wait for all ranks.
 
     With a schedule, the trace covers the last active period. torch writes each trace only once: if ``on_trace_ready``
-    has already exported that period, this function does not write a file and warns.
+    has already exported that period, this function warns instead of writing a file.
 
     Collective: with ``output_trace_dir``.
     """

@@ -1,4 +1,4 @@
-"""The parts of a training run that the Accelerator's modules work on."""
+"""The state of a training run that the Accelerator's modules share."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Session:
         return self.counters
 
     def restore_progress(self, counters: dict[str, Any] | None) -> None:
-        """Continue from a checkpoint's counters, or None if it has none."""
+        """Continue from a checkpoint's ``counters``; None if the checkpoint has none."""
         self.update.restore()
         self.epochs.end_update()
         if counters is not None:
@@ -152,7 +152,7 @@ class Session:
         return epoch
 
     def run_final_checks(self) -> None:
-        """Check for ungathered metrics and for weights that differ between ranks at the end of a run."""
+        """At the end of a run, check for ungathered metrics and for weights that differ between ranks."""
         self.gradient_state.reading.metrics.check()
         self.guard.compare_models("at end_training()", is_last=True)
         self.guard.drift.stop()

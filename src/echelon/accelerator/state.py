@@ -159,10 +159,10 @@ class PartialState:
 class AcceleratorState(PartialState):
     """The rank, device and settings of the Accelerator built last, under Accelerate's names.
 
-    Arguments have the same meaning as in ``Accelerator`` and must match its values.
+    Arguments have the same meaning as in ``Accelerator`` and must match the Accelerator's values.
 
     Raises:
-        UsageError: there is no Accelerator, or an argument differs from its value.
+        UsageError: there is no Accelerator, or an argument differs from the Accelerator's value.
     """
 
     def __init__(

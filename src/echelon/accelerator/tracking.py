@@ -18,7 +18,7 @@ __all__ = ["Tracking"]
 class Tracking:
     """The trackers selected by ``log_with``, and a JSONL record if the project has a folder.
 
-    Call every method on every rank; each tracker decides on which ranks it acts. No method communicates.
+    Call every method on every rank; each tracker decides on which ranks it acts. No method calls collectives.
 
     Args:
         log_with: see ``filter_trackers``.

@@ -57,10 +57,10 @@ _R = TypeVar("_R")
 
 
 def delegate(function: Callable[Concatenate[Any, _P], _R], owner: str) -> Callable[Concatenate[Any, _P], _R]:
-    """Return a method that calls ``function`` with its instance's part ``owner``, with the same signature and
+    """Return a method that calls ``function`` on the attribute ``owner`` of its instance, with the same signature and
     docstring.
 
-    If ``function`` is a method, it is looked up on the part, so that subclasses can override it.
+    If ``function`` is a method, it is looked up on that attribute, so that subclasses can override it.
     """
     find, name = attrgetter(owner), function.__name__
     is_method = "." in function.__qualname__

@@ -197,7 +197,7 @@ def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, sa
     """Write the state of ``obj`` to ``custom_checkpoint_{index}.pkl`` in the folder ``path``, on rank zero.
 
     Raises:
-        CheckpointError: its state contains objects that loading would refuse.
+        CheckpointError: the state contains objects that loading would refuse.
     """
     if _is_writer(save_on_each_node):
         write_plain(obj.state_dict(), custom_path(Path(path), index))
@@ -218,7 +218,7 @@ def require_custom_states(folder: Path, num_objects: int) -> None:
     """Raise unless ``folder`` contains the states of exactly ``num_objects`` registered objects.
 
     Raises:
-        CheckpointError: it contains more or fewer.
+        CheckpointError: ``folder`` contains more or fewer states.
     """
     found = [path.name for path in custom_paths(folder)]
     if len(found) != num_objects:

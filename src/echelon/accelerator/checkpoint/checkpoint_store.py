@@ -79,7 +79,7 @@ class CheckpointStore:
     def alone_in(self, folder: Path, *, prefix: str) -> Iterator[None]:
         """Lock ``folder``: inside the block, no other run can write checkpoints named ``prefix`` + number to it.
 
-        Leftovers of interrupted saves are removed from it. A nested block for the same folder does not lock again.
+        Leftovers of interrupted saves are removed first. A nested block for the same folder does not lock again.
 
         Collective: enter on every rank.
 
@@ -203,7 +203,7 @@ class CheckpointStore:
         The files are synced, listed with their checksums, and committed atomically. Returns False if the disk failed;
         the failure is reported (see ``max_failed_saves``).
 
-        Collective: call on every rank; ``write`` must not communicate.
+        Collective: call on every rank; ``write`` must not call collectives.
 
         Raises:
             TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
@@ -231,8 +231,8 @@ class CheckpointStore:
         Args:
             target: folder, written atomically; an existing checkpoint in it is replaced, and other programs' files are
                 kept.
-            write: called on every rank; ``is_owner`` is true on the one rank per folder that writes shared files. It must not
-                communicate.
+            write: called on every rank; ``is_owner`` is true on the one rank per folder that writes shared
+                files. ``write`` must not call collectives.
             is_part: returns whether a file name in the old folder belongs to the replaced checkpoint.
 
         Collective: call on every rank.

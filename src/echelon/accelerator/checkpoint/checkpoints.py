@@ -78,7 +78,7 @@ class Checkpoints:
         self.registry = CheckpointRegistry(session.project)
         """The script's custom objects and hooks."""
         self.data_policy = DataPolicy()
-        """How to handle changed data unless a call allows it; the Trainer counts positions differently."""
+        """Default handling of changed data. The Trainer replaces this, because it counts positions differently."""
         self._lines_of_main_process: dict[
             UserLine, bool
         ] = {}  # whether a call of save_state is on the main process only
@@ -91,7 +91,7 @@ class Checkpoints:
     def use_methods(
         self, *, unwrap_model: Callable[..., nn.Module], get_state_dict: Callable[[nn.Module], dict[str, Any] | None]
     ) -> None:
-        """Unwrap and read models with these Accelerator methods, which a subclass may override. They are held weakly."""
+        """Unwrap and read models with these Accelerator methods (held weakly), which a subclass may override."""
         self._unwrap_model, self._get_state_dict = WeakMethod(unwrap_model), WeakMethod(get_state_dict)
 
     def save_state(
@@ -122,8 +122,8 @@ class Checkpoints:
         Collective: call on every rank.
 
         Raises:
-            UsageError: no folder was given, the folder already exists (automatic naming) or cannot be replaced, or an
-                argument is unknown.
+            UsageError: no folder was given, the folder already exists (with automatic naming) or cannot be replaced, or
+                an argument is unknown.
             CheckpointError: a state contains something that cannot be loaded without running code.
             DesyncError: some ranks failed; the message names them.
         """
@@ -157,7 +157,8 @@ class Checkpoints:
                 raise UsageError(
                     f"save_state({'metric=' if blocking else 'blocking=False'}) requires echelon's own checkpoint "
                     "format",
-                    do="remove checkpoint_format='accelerate' and safe_serialization=False, or remove that argument",
+                    do="remove checkpoint_format='accelerate' and safe_serialization=False, or omit metric= and "
+                    "blocking=False",
                 )
             return self._save_as_accelerate(target, safe_serialization=safe_serialization)
 
@@ -315,15 +316,15 @@ class Checkpoints:
     ) -> bool:
         """Resume from the newest checkpoint of an earlier start; call it after ``prepare``. Returns False if there is none.
 
-        It loads what ``load_state`` loads. The next pass of a training loader then continues in the middle of its epoch if the
-        checkpoint was saved there, evaluations start over, and ``save_state`` continues the numbering. A training loader is
-        one whose last pass started with gradients enabled and a prepared model in training mode. An incomplete update is
-        repeated (docs/checkpoints.md).
+        This loads what ``load_state`` loads. The next pass of a training loader then continues in the middle of its
+        epoch if the checkpoint was saved there, evaluations start over, and ``save_state`` continues the numbering. A
+        training loader is one whose last pass started with gradients enabled and a prepared model in training mode. An
+        incomplete update is repeated (docs/checkpoints.md).
 
         Args:
             path: a folder that was passed to ``save_state``. None: the newest complete automatically named checkpoint;
                 skipped ones are logged.
-            strict: require the model and the checkpoint to have the same weights.
+            strict: require the checkpoint to contain exactly the model's weights.
             allow_missing: see ``load_state``.
             allow_changed_data: see ``load_state``.
             must_exist: raise an error if there is no checkpoint; otherwise the run logs this and starts from scratch.
@@ -547,7 +548,7 @@ class Checkpoints:
             model: prepared or not.
             save_directory: created if missing; other files in it are kept.
             max_shard_size: maximum file size, such as ``"5GB"``; if there are several files, an index is written.
-            safe_serialization: store safetensors; False: use ``torch.save``.
+            safe_serialization: use the safetensors format; False: use ``torch.save``.
 
         Collective: call on every rank.
         """
@@ -628,12 +629,12 @@ class Checkpoints:
 
     @property
     def _world(self) -> World:
-        """The world of the ranks that save together."""
+        """The ranks that save together."""
         world = self._session.world
         return replace(world, world_size=1, local_world_size=1) if is_alone() else world
 
     def _bare_models(self) -> list[nn.Module]:
-        """Return the user's own models, which hooks receive as in Accelerate."""
+        """Return the user's own models, which hooks receive, as in Accelerate."""
         return [self._unwrap_model()(model, keep_torch_compile=False) for model in self._session.objects.models]
 
 
@@ -643,7 +644,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _one_folder(given: Any, world: World, operation: str) -> Any:
-    """Return the folder passed on this machine's first rank, because the names may contain the time and differ.
+    """Return the folder that this machine's first rank passed; names that contain the time may differ between ranks.
 
     Collective: call on every rank.
     """

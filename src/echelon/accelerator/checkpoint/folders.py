@@ -64,7 +64,7 @@ def is_own_format(folder: Path) -> bool:
 
 
 def holds_training(folder: Path) -> bool:
-    """Return whether a complete checkpoint can resume training, because it holds an optimizer or a scheduler."""
+    """Return whether training can resume from a complete checkpoint, because it has an optimizer or a scheduler."""
     if is_own_format(folder):
         return "accelerator" in Checkpoint(folder).objects()
     return (place_of(LocalStorage(), folder) / SCHEDULER).is_file()
@@ -115,7 +115,7 @@ def newest_whole(
         world: this process.
         folder: folder that contains the checkpoints.
         prefix: name prefix before the number.
-        usable: returns why a complete checkpoint cannot be used, or None; the same on all ranks.
+        usable: returns why a complete checkpoint cannot be used, or None; must return the same on all ranks.
 
     Collective: call on every rank.
 
@@ -236,7 +236,7 @@ def same_on_all_ranks(text: str, *, within: timedelta) -> bool:
 
     This uses only the process group's store, so it does not disturb a collective in which another rank waits.
 
-    Collective: call on every rank that can.
+    Collective: call on every rank that is still able to.
     """
     payload = text.encode()
     try:
@@ -251,7 +251,7 @@ def same_on_all_ranks(text: str, *, within: timedelta) -> bool:
 def read_model_files(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's model tensors; tied weights appear under each of their names.
 
-    They are read from transformers' files or from echelon's own format.
+    The tensors are read from transformers' files or from echelon's own format.
 
     Raises:
         UsageError: the checkpoint has no model weights.

@@ -53,7 +53,7 @@ def load_gathered_model(
     Collective: call on every rank if parameters are sharded.
 
     Raises:
-        CheckpointError: an entry is missing, unexpected, or has a different shape; raised before anything is loaded.
+        CheckpointError: an entry is missing or unexpected, or has a different shape; raised before anything is loaded.
     """
     prefix = model_prefix(index)
     parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}

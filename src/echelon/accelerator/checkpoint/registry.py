@@ -48,7 +48,7 @@ class CheckpointRegistry:
         invalid = [f"{i} ({type(o).__name__})" for i, o in enumerate(objects) if not isinstance(o, SupportsStateDict)]
         if invalid:
             raise UsageError(
-                f"register_for_checkpointing: argument {', '.join(invalid)} lacks state_dict or load_state_dict",
+                f"register_for_checkpointing: these arguments lack state_dict or load_state_dict: {', '.join(invalid)}",
                 do="define both methods, or store the state in an object that has them",
             )
         require = _require_savable if self.chosen_format() == "echelon" else require_plain
@@ -59,17 +59,17 @@ class CheckpointRegistry:
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank when ``save_state`` writes.
 
-        Entries that it removes from ``weights`` are not written; files that it writes into ``output_dir`` become part
-        of the checkpoint. The folder has a temporary name while it is written. Call ``remove()`` on the returned handle
-        to remove the hook.
+        Entries that the hook removes from ``weights`` are not written; files that the hook writes into ``output_dir``
+        become part of the checkpoint. The folder has a temporary name while it is written. Call ``remove()`` on the
+        returned handle to remove the hook.
         """
         return _add_hook(self.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` reads.
 
-        Entries that it removes from ``models`` are not loaded. Call ``remove()`` on the returned handle to remove the
-        hook.
+        Entries that the hook removes from ``models`` are not loaded. Call ``remove()`` on the returned handle to remove
+        the hook.
         """
         return _add_hook(self.load_hooks, hook)
 

@@ -1,4 +1,4 @@
-"""Saves and restores all random number generators that training code uses."""
+"""Saves and restores the states of all random number generators that training code uses."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class RandomStates:
 
     numpy copies the 624 numbers of its generator one by one (50 us, longer than everything else). This class compares
     them in place and copies them only if they have changed. The second value of a Gaussian pair is stored elsewhere, so
-    while there is one, the numbers are always copied. (One case is missed: across the start of an update, a program
-    restores a state with such a value after using that value, and draws nothing else in between.)
+    while such a value is stored, the numbers are always copied. (One case is missed: the program uses that value
+    and, after an update has started, restores the earlier state and draws nothing else before the next update.)
     """
 
     def __init__(self) -> None:

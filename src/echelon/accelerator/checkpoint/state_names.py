@@ -135,7 +135,7 @@ def optional_names(
     strict: bool,
     allowed: Allowed,
 ) -> list[str]:
-    """Return which of a model's weights ``names`` may be missing, under the names used in the checkpoint."""
+    """Return the weights in ``names`` that may be missing, under the names used in the checkpoint."""
     prefix, piece = model_prefix(index), f"model[{index}]."
     saved = {name.removeprefix(prefix) for name in checkpoint.names() if name.startswith(prefix)}
     # Other programs store tied weights under only one of their names.

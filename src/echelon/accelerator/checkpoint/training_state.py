@@ -149,14 +149,14 @@ def load_content(
         models: the user's own models.
         loaded: models whose weights a hook has loaded.
         custom_objects: objects registered for checkpointing.
-        strict: require the model and the checkpoint to have the same weights.
+        strict: require the checkpoint to contain exactly the model's weights.
         allowed: entries that may be missing.
         data: how to handle changed data. None: a change in the middle of an epoch raises an error.
 
     Collective: call on every rank if the engine shards parameters.
 
     Raises:
-        CheckpointError: an entry is missing, unexpected, or has a different shape.
+        CheckpointError: an entry is missing or unexpected, or has a different shape.
     """
     allowed = allowed or Allowed()
     objects = checkpoint.objects()

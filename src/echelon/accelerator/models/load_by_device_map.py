@@ -48,7 +48,7 @@ def load_by_device_map(
 
     Raises:
         UsageError: the map has no device for a tensor, or maps parts to the disk without a folder.
-        CheckpointError: the weights are missing, damaged, or belong to another model.
+        CheckpointError: the weights are missing or damaged, or belong to another model.
     """
     tied = find_tied_parameters(model)
     check_tied_parameters_on_same_device(tied, device_map)
@@ -122,5 +122,5 @@ def _check_equal(checkpoint: Path, name: str, weight: FileTensor, first: str, so
     if weight is not source and not torch.equal(weight.read(()), source.read(())):
         raise CheckpointError(
             f"{checkpoint} contains different values for {name} and {first}, but the model ties them",
-            do="load it into a model that does not tie them (tie_word_embeddings=False)",
+            do="load the checkpoint into a model without tied weights (tie_word_embeddings=False)",
         )

@@ -53,7 +53,7 @@ def load_checkpoint_and_dispatch(
         model: the model, usually on the meta device (``init_empty_weights``).
         checkpoint: see ``load_checkpoint_in_model``.
         device_map: device by module name (with an accelerator, ``"cpu"`` and ``"disk"`` modules are offloaded), or
-            ``"auto"`` and ``"balanced"`` (spread evenly across accelerators), ``"balanced_low_0"`` (little on the
+            ``"auto"`` or ``"balanced"`` (both: spread evenly across accelerators), ``"balanced_low_0"`` (little on the
             first) or ``"sequential"`` (fill one after another). None: same as in ``load_checkpoint_in_model``.
         max_memory: memory limit per device, used to compute the map.
         no_split_module_classes: class names of modules that must not be split across devices, used to compute the map.
@@ -64,7 +64,7 @@ def load_checkpoint_and_dispatch(
         skip_keys: keyword arguments of ``forward`` that are not moved between devices.
         preload_module_classes: class names of modules whose weights, including submodules, are loaded together.
         force_hooks: attach hooks even if the map has a single device.
-        strict: see ``load_checkpoint_in_model``, also for all other arguments.
+        strict: see ``load_checkpoint_in_model``, which also describes the other arguments.
 
     Collective: call on every rank if parameters are sharded.
     """
@@ -149,8 +149,8 @@ def load_checkpoint_in_model(
         model: prepared or not. If it is on the meta device, load it after ``prepare`` when sharding, otherwise before.
         checkpoint: a folder written by ``save_pretrained`` or ``save_model``, its index, or a single weight file
             (safetensors or ``torch.save``). Every rank must be able to read it.
-        device_map: device by module name, including ``"cpu"`` and ``"disk"``; ``dispatch_model`` makes the model run.
-            None: load onto the CPU, or each shard onto its own device.
+        device_map: device by module name, including ``"cpu"`` and ``"disk"``; call ``dispatch_model`` before running
+            the model. None: load onto the CPU or, if sharded, each shard onto its rank's device.
         offload_folder: folder for weights that are offloaded to disk.
         offload_state_dict: has no effect; weights are read one at a time, so there is no state dict to offload.
         offload_buffers: also offload the buffers of modules that are offloaded to disk.
@@ -166,8 +166,8 @@ def load_checkpoint_in_model(
 
     Raises:
         UsageError: an argument is not supported, or ``dtype`` is set for sharded parameters.
-        CheckpointError: the weights are missing, damaged, or belong to another model: shapes or kinds of dtypes differ, tied
-            parameters have different values, or a tensor on the meta device has no value.
+        CheckpointError: the weights are missing or damaged, or belong to another model: shapes or kinds of dtypes
+            differ, tied parameters have different values, or a tensor on the meta device has no value.
         DesyncError: some ranks failed; the message names them.
     """
     by_map = {
@@ -247,7 +247,7 @@ def _read(model: nn.Module, checkpoint: Path, *, device: torch.device, strict: b
             elif not torch.equal(local, part.to(local)):
                 raise CheckpointError(
                     f"{checkpoint} contains different values for {name} and {first}, but the model ties them",
-                    do="load it into a model that does not tie them (tie_word_embeddings=False)",
+                    do="load the checkpoint into a model without tied weights (tie_word_embeddings=False)",
                 )
             del part  # release its mapping
     compute_buffers(model, [name for name in on_meta if name not in own])

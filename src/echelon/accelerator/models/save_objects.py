@@ -35,7 +35,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         obj: a dict of tensors with ``safe_serialization``, else anything that ``torch.save`` accepts.
         f: path or, without ``safe_serialization``, an open file.
         save_on_each_node: write on each machine, for use without a shared file system.
-        safe_serialization: write safetensors; if tensors share memory, only the first is written.
+        safe_serialization: use the safetensors format; if tensors share memory, only the first is written.
 
     Raises:
         UsageError: ``safe_serialization`` is set, but ``obj`` is not a dict of tensors.

@@ -56,7 +56,7 @@ def load_weights(
     if found:
         raise CheckpointError(
             f"{source} belongs to a different model than this {type(bare).__name__}: {found}",
-            do="load it into the model it was saved from" + (", or pass strict=False" if strict else ""),
+            do="load the weights into the model they were saved from" + (", or pass strict=False" if strict else ""),
         )
     # A sharded parameter takes this rank's shard.
     parts = {
@@ -66,7 +66,7 @@ def load_weights(
         missing, unexpected = bare.load_state_dict(parts, strict=False, **kwargs)
     except RuntimeError as error:  # sizes differ; torch's message names them
         raise CheckpointError(
-            f"{source} does not match the model: {error}", do="load it into the model it was saved from"
+            f"{source} does not match the model: {error}", do="load the weights into the model they were saved from"
         ) from error
     if strict and missing:
         aliases = aliases_in(bare.state_dict())
@@ -77,7 +77,7 @@ def load_weights(
         lists = listed({"missing": missing, "unexpected": unexpected})
         raise CheckpointError(
             f"{source} does not match the {type(bare).__name__}: {lists}",
-            do="load it into the model it was saved from, or pass strict=False",
+            do="load the weights into the model they were saved from, or pass strict=False",
         )
 
 

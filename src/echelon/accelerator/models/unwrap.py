@@ -24,7 +24,7 @@ def unwrap_model(
 
     Args:
         model: prepared or not.
-        keep_fp32_wrapper: keep its forward under autocast. False: restore the original forward.
+        keep_fp32_wrapper: keep the mixed-precision forward. False: restore the model's own forward.
         keep_torch_compile: keep a compiled module compiled.
     """
     objects = session.objects
@@ -45,7 +45,7 @@ def unwrap_model(
 def get_state_dict(session: Session, model: nn.Module, unwrap: bool = True) -> dict[str, Any] | None:
     """Return a prepared model's full state dict under plain parameter names (``unwrap=False``: the wrapper's names).
 
-    If parameters are sharded, rank zero receives it in host memory, and the other ranks receive None.
+    If parameters are sharded, rank zero receives the state dict in host memory, and the other ranks receive None.
 
     Collective: call on every rank if parameters are sharded.
     """

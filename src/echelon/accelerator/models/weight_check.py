@@ -83,6 +83,6 @@ def require_model_of_checkpoint(
         )
         raise CheckpointError(
             f"{checkpoint.folder} belongs to a different model than this {type(model).__name__}: {found}",
-            do=f"load it into the model it was saved from (`echelon checkpoint show {checkpoint.folder}` lists its "
-            f"contents){hint}",
+            do=f"load the checkpoint into the model it was saved from (`echelon checkpoint show "
+            f"{checkpoint.folder}` lists its contents){hint}",
         )

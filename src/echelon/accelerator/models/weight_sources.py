@@ -208,7 +208,7 @@ def check_fit(
     if differences and strict:
         raise CheckpointError(
             f"{checkpoint} does not match the {kind}: {differences}",
-            do="load it into the model it was saved from, or pass strict=False",
+            do="load the weights into the model they were saved from, or pass strict=False",
         )
     if differences:
         warn(f"{checkpoint} does not fully match the {kind}; matching weights were loaded: {differences}")

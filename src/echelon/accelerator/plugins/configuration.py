@@ -31,10 +31,10 @@ class DataLoaderConfiguration:
     """How the exact modes shuffle: with a stored permutation (``randperm``), or one that needs no memory or seek time
     (``feistel``)."""
     already_sharded: bool | None = None
-    """Whether loaders already yield a different shard on each process, which is then kept. None: detect this
+    """Whether loaders already yield a different shard on each process and are not sharded again. None: detect this
     (``DistributedSampler`` and similar samplers, webdataset, MosaicML streaming, ``split_dataset_by_node``, ...)."""
     replay_iterable: bool = False
-    """Whether the exact modes resume stateless iterable data by rereading everything before the position."""
+    """Whether the exact modes resume stateless iterable data by rereading everything before the saved position."""
 
 
 @suggest_keywords
@@ -64,7 +64,7 @@ class TorchDynamoPlugin(KwargsHandler):
     mode: str | None = None
     fullgraph: bool | None = None
     dynamic: bool | None = None
-    """Whether to compile for dynamic shapes. None, if not configured anywhere: torch decides."""
+    """Whether to compile for dynamic shapes. None (if not configured anywhere): torch decides."""
     options: Any = None
     disable: bool = False
     use_regional_compilation: bool | None = None

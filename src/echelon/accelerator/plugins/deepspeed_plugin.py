@@ -74,7 +74,7 @@ _DEVICES = ("none", "cpu", "nvme")
 class DeepSpeedPlugin:
     """DeepSpeed settings. None: use the environment (``ACCELERATE_DEEPSPEED_*``), else the default.
 
-    If ``hf_ds_config`` is given, it applies, and the other arguments resolve its ``"auto"`` values.
+    If ``hf_ds_config`` is given, the other arguments only resolve its ``"auto"`` values.
 
     Raises:
         ConfigError: a value is invalid, or an argument conflicts with the config.
@@ -101,10 +101,11 @@ class DeepSpeedPlugin:
     offload_param_nvme_path: str = None  # type: ignore[assignment]
     """Folder for ``nvme``."""
     zero3_init_flag: bool = None  # type: ignore[assignment]
-    """Whether transformers' ``from_pretrained`` and ``from_config`` create sharded models in stage 3; False on other
+    """Whether transformers' ``from_pretrained`` and ``from_config`` create sharded models in stage 3; False with other
     engines."""
     zero3_save_16bit_model: bool = None  # type: ignore[assignment]
-    """Has no effect: full weights can always be gathered in float32 (in Accelerate only if True, and in 16 bits)."""
+    """Has no effect: full weights can always be gathered, in float32. (Accelerate gathers them in 16 bits, and only if
+    this is True.)"""
     transformer_moe_cls_names: str = None  # type: ignore[assignment]
     """Comma-separated class names of expert layers that stage 3 gathers as a whole."""
     enable_msamp: bool = None  # type: ignore[assignment]
@@ -472,7 +473,7 @@ class DeepSpeedEngineWrapper:
         self.engine = engine
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Run the backward pass of ``loss``; step if ``sync_gradients``, which makes this call collective."""
+        """Run the backward pass of ``loss``; with ``sync_gradients``, also step the optimizer (collective)."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
         if sync_gradients:

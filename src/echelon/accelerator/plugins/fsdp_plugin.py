@@ -491,7 +491,7 @@ def _check_group(reshard: bool | int, shards: int) -> None:
     if not isinstance(reshard, bool) and (reshard < 1 or shards % reshard):
         raise ConfigError(
             f"reshard_after_forward={reshard} does not divide the {shards} ranks across which the model is sharded",
-            do="set it to a divisor of that number, True or False",
+            do="set reshard_after_forward to True, False, or a divisor of that number",
         )
 
 
@@ -505,7 +505,7 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
 
 
 def _reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype for reducing gradients; over hundreds of ranks, bf16 would lose most of its eight bits."""
+    """Return the dtype for reducing gradients; over hundreds of ranks, bf16 would lose most of its 8 significant bits."""
     return None if dtype is None else torch.float32
 
 

@@ -89,7 +89,7 @@ class ParallelismConfig:
         return json.dumps(asdict(self), default=vars)
 
     def check_covers(self, world_size: int) -> None:
-        """Check that this layout matches ``world_size`` ranks; a layout with all sizes at 1 always does.
+        """Check that this layout matches ``world_size`` ranks; a layout in which all sizes are 1 always does.
 
         Raises:
             ConfigError: an axis is not supported, or the product of the sizes differs.
@@ -112,8 +112,8 @@ class ParallelismConfig:
             )
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Build the mesh of all axes above 1 and the joint axes ``dp``, ``dp_shard_cp`` and ``dp_cp``; None if there
-        are none.
+        """Build the mesh of all axes larger than 1 and the joint axes ``dp``, ``dp_shard_cp`` and ``dp_cp``; None if
+        there are none.
 
         Collective: call on every rank.
         """
@@ -181,22 +181,22 @@ class ParallelismConfig:
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """The axes above 1 on which ranks have different samples."""
+        """The axes larger than 1 on which ranks have different samples."""
         return self._above_one("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """The axes above 1 on which ranks have the same samples."""
+        """The axes larger than 1 on which ranks have the same samples."""
         return self._above_one("tp", "cp", "sp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """The axes above 1 across which parameters are sharded."""
+        """The axes larger than 1 across which parameters are sharded."""
         return self._above_one("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """The axes above 1 across which the loss is averaged."""
+        """The axes larger than 1 across which the loss is averaged."""
         return self._above_one("dp_replicate", "dp_shard", "cp")
 
     @property

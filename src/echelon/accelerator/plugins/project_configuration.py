@@ -53,7 +53,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
         if self.keep_every is not None and self.keep_every < 1:
             raise UsageError(
-                f"keep_every={self.keep_every} is below 1", do=("pass None to keep no checkpoint permanently")
+                f"keep_every={self.keep_every} is below 1", do="pass None if no checkpoint should be kept permanently"
             )
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:

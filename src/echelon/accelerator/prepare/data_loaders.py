@@ -54,7 +54,7 @@ def prepare_data_loader(
     already_sharded: bool | None = None,
     reading: ActiveLoaders[PreparedLoader] | None = None,
 ) -> PreparedLoader:
-    """Shard ``dataloader`` explicitly. The Accelerator built last, if any, tracks when the loader is read.
+    """Shard ``dataloader`` explicitly. The Accelerator built last, if any, tracks when the loader is iterated over.
 
     Args:
         dataloader: the user's loader.
@@ -64,7 +64,7 @@ def prepare_data_loader(
         split_batches: see ``DataLoaderConfiguration``, also for options without a description.
         put_on_device: move batches to the device.
         rng_types: RNG states that every rank copies from rank zero at the start of each pass.
-        dispatch_batches: read only on rank zero. None: only for iterable datasets with ``put_on_device``.
+        dispatch_batches: read the data only on rank zero. None: only for iterable datasets with ``put_on_device``.
         even_batches: fill the last step with repeated samples, so that every process runs the same number of steps.
         slice_fn_for_dispatch: function that splits a dispatched batch.
         use_seedable_sampler: shuffle with an order that depends only on (seed, epoch).
@@ -73,7 +73,7 @@ def prepare_data_loader(
         use_stateful_dataloader: use torchdata's StatefulDataLoader.
         torch_device_mesh: device mesh; its axes ``tp``, ``cp`` and ``sp`` do not split batches.
         already_sharded: whether the loader already yields a different shard on each process. None: detect this.
-        reading: tracks the loaders being read. None: use the tracker of ``GradientState()``.
+        reading: tracks the loaders being iterated over. None: use the tracker of ``GradientState()``.
 
     Collective: call on every process in the group.
     """

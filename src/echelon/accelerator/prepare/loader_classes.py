@@ -29,7 +29,7 @@ __all__ = ["DataLoaderAdapter", "DataLoaderDispatcher", "DataLoaderShard", "Data
 
 
 class _OfPreparedLoaders(type):
-    """Metaclass that makes prepared loaders instances of a class that lists them, but not of its subclasses."""
+    """Metaclass that makes prepared loaders instances of a class that lists their type, but not of its subclasses."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         if super().__instancecheck__(instance):
@@ -114,14 +114,14 @@ class DataLoaderShard(PreparedLoader, metaclass=_OfPreparedLoaders):
 
 
 class DataLoaderDispatcher(DispatchedLoader, metaclass=_OfPreparedLoaders):
-    """A DataLoader that only rank zero reads, and that sends each rank its part of every batch.
+    """A DataLoader that reads data only on rank zero, and sends each rank its part of every batch.
 
     Args:
         dataset: as in ``DataLoader``; the other ranks do not read it.
         split_batches: split each batch across ranks. False: concatenate one batch per rank.
         skip_batches: number of steps to skip at the start of each pass.
         use_stateful_dataloader: use torchdata's StatefulDataLoader.
-        _drop_last: drop an incomplete last step. False: fill it with the first samples.
+        _drop_last: drop an incomplete last step. False: pad it with the first samples of the pass.
         _non_blocking: copy to the device asynchronously.
         slice_fn: returns a rank's part of a batch; called as ``slice_fn(batch, slice, process_index=,
             num_processes=)``.
@@ -176,8 +176,8 @@ class DataLoaderDispatcher(DispatchedLoader, metaclass=_OfPreparedLoaders):
 
 
 class DataLoaderStateMixin(metaclass=_OfPreparedLoaders):
-    """For custom loaders: reports to the Accelerator which loader is being read, and whether its current batch is the
-    last.
+    """For custom loaders: reports to the Accelerator which loader is being iterated over, and whether its current batch
+    is the last.
 
     A subclass must set ``gradient_state = GradientState()``, call ``begin()`` and ``end()`` around a pass, and set
     ``end_of_dataloader`` before it yields the last batch. ``remainder`` is the number of samples in that batch, across

@@ -23,11 +23,11 @@ __all__ = ["UnpreparedModelCheck"]
 
 
 class UnpreparedModelCheck:
-    """Checks at the first backward pass on several processes that the loader and the model were prepared.
+    """Checks at the first backward pass with multiple processes that the loader and the model were prepared.
 
     Args:
         num_processes: number of processes in the run.
-        state: tells whether a prepared loader is being read.
+        state: tells whether a prepared loader is being iterated over.
     """
 
     def __init__(self, *, num_processes: int, state: GradientState) -> None:
@@ -57,7 +57,7 @@ class UnpreparedModelCheck:
             _warn_of_unprepared_model("backward()", num_processes=self._num_processes)
 
     def run_before_step(self) -> None:
-        """Check before an optimizer step in a prepared loader's loop if no model and no optimizer was prepared."""
+        """Run the check before an optimizer step in a prepared loader's loop; no model or optimizer was prepared."""
         self.is_pending = False
         _warn_of_unprepared_model("step()", num_processes=self._num_processes)
 

@@ -176,7 +176,7 @@ def build_sharding(
 
     Args:
         plugin: sharding plugin. None: build it from the environment if ``ACCELERATE_USE_FSDP`` is set, or with defaults
-            if ``config`` or ``engine`` shard the model.
+            if ``config`` or ``engine`` shards the model.
         config: mesh sizes. None: use the environment if ``ACCELERATE_USE_PARALLELISM_CONFIG`` is set.
         world: the ranks that the layout must cover.
         mixed_precision: the run's precision.

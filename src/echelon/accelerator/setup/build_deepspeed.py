@@ -90,7 +90,7 @@ def choose_plugin(plugin: Any, plugins: Any, *, engine: Engine | str | None) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedSettings:
-    """The run settings that follow from its DeepSpeed plugin."""
+    """The settings of a run that follow from its DeepSpeed plugin."""
 
     plugin: DeepSpeedPlugin | None = None
     engine: Engine | str | None = None
@@ -171,7 +171,7 @@ def _build_use(
 
 
 def _require_library(where: str) -> None:
-    """Raise MissingExtraError if DeepSpeed is missing; transformers' own error would explain neither cause nor remedy."""
+    """Raise MissingExtraError if DeepSpeed is missing; transformers' own error explains neither cause nor remedy."""
     if not is_available("deepspeed"):
         raise MissingExtraError(
             "sharding with DeepSpeed requires the package 'deepspeed', which is not installed",
@@ -181,7 +181,7 @@ def _require_library(where: str) -> None:
 
 
 def reject_placeholders(objects: Sequence[Any]) -> None:
-    """Raise ConfigError if ``objects`` contain a ``DummyOptim`` or ``DummyScheduler``, which only DeepSpeed's config replaces."""
+    """Raise ConfigError if ``objects`` contains a ``DummyOptim`` or ``DummyScheduler``, placeholders for DeepSpeed."""
     for one in objects:
         if isinstance(one, (DummyOptim, DummyScheduler)):
             raise ConfigError(

@@ -14,7 +14,7 @@ __all__ = ["num_devices_of_process"]
 
 
 def num_devices_of_process(device: torch.device, *, engine: str | None, parity: str | None) -> int:
-    """Return the number of accelerators that this process, with its own ``device``, trains on; 0 on the CPU.
+    """Return the number of accelerators that this process, whose own device is ``device``, trains on; 0 on the CPU.
 
     A process trains on several accelerators with the ``dp`` engine. This is the default if it sees several
     accelerators, is not a rank, and neither the script nor the environment chooses an engine, sharding or a parity

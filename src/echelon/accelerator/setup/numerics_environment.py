@@ -72,7 +72,7 @@ class NumericsEnvironment:
         """Compare with the properties saved in a checkpoint.
 
         Raises:
-            CheckpointError: the properties differ, so the run would continue with different bits.
+            CheckpointError: the properties differ, so the resumed run would not be bit-identical.
         """
         remedies = {
             "canonical_shards": f"set canonical_shards={saved['canonical_shards']}",
@@ -110,7 +110,7 @@ def build_numerics_environment(config: Resolved[RunConfig], device: torch.device
             other = next((rank for rank, one in enumerate(by_rank) if one[name] != value), None)
             if other is not None:
                 raise ConfigError(
-                    f"{name} is {value} on rank 0 but {by_rank[other][name]} on rank {other}, so their bits would differ",
+                    f"{name} is {value} on rank 0 but {by_rank[other][name]} on rank {other}, so results would differ",
                     where="parity='bitwise'",
                     do=f"use the same value on all ranks (threads: set OMP_NUM_THREADS), {_EXACT}",
                 )
@@ -163,7 +163,7 @@ def refuse_compilation(config: RunConfig) -> None:
     """Raise if torch.compile may choose kernels depending on the shapes that a process has seen before.
 
     Raises:
-        ConfigError: it may do so; the message names the setting that prevents this.
+        ConfigError: torch.compile may do so; the message names the setting that prevents this.
     """
     if config.dynamo_backend != "no" and config.dynamo_use_dynamic is None:
         raise ConfigError(
@@ -225,7 +225,7 @@ def _named_reasons(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def refuse_changed_buffers(models: Sequence[nn.Module], before: Mapping[int, int]) -> None:
-    """Raise if a forward pass has changed a buffer, because its value then depends on its process's shards.
+    """Raise if a forward pass has changed a buffer, because its value then depends on the shards of its process.
 
     Args:
         models: the run's models.
@@ -242,8 +242,8 @@ def refuse_changed_buffers(models: Sequence[nn.Module], before: Mapping[int, int
             f"the buffer{'s' if len(changed) > 1 else ''} {', '.join(changed[:5])} changed in a training forward "
             "pass, so the values depend on which shards a process computes",
             where="parity='bitwise'",
-            do="compute the value without state, freeze it, store it outside buffers if nothing depends on it, "
-            f"{_EXACT}",
+            do="make the computation stateless, freeze the buffer, keep the value in a plain attribute if nothing depends "
+            f"on it, {_EXACT}",
         )
 
 

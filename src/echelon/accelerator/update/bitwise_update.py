@@ -151,7 +151,7 @@ class BitwiseUpdate(ExactUpdate):
         self.shards.before_backward()
 
     def after_backward(self) -> None:
-        """See ``ExactUpdate``; the last micro-step sums the shards and reseeds for draws outside any shard."""
+        """See ``ExactUpdate``; the last micro-step sums the shards and reseeds the RNGs for use outside a shard."""
         if self._versions is not None:
             refuse_sparse_gradients(self.objects.models)
         self._keep_gradients()
@@ -167,7 +167,7 @@ class BitwiseUpdate(ExactUpdate):
         """See ``ExactUpdate``.
 
         Raises:
-            UsageError: with a module or optimizer, the bits would depend on the number of processes.
+            UsageError: a module or optimizer would make the bits depend on the number of processes.
         """
         refuse_modules(models)
         refuse_optimizers(optimizers, is_sharded=self.engine.capabilities.shards_parameters)

@@ -1,4 +1,4 @@
-"""Warns or raises if ``loss.backward()`` was called although only ``accelerator.backward(loss)`` weights the loss."""
+"""Warns or raises if ``loss.backward()`` was called, which does not weight the loss as ``accelerator.backward`` does."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
     def seed(self) -> int:
         """The run's seed, equal on every rank. Default: torch's seed on rank zero when the first loader is prepared.
 
-        It is not read earlier because many scripts call ``set_seed`` after they create the Accelerator.
+        The seed is not read earlier, because many scripts call ``set_seed`` after they create the Accelerator.
 
         Collective: the first call must be made on every rank.
         """
@@ -450,7 +450,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             self._losses.append((loss.detach(), num_items))
 
     def _check_parameters_unchanged(self) -> None:
-        """Compare parameter versions with the first micro-step, for each model's first and last parameter."""
+        """Compare parameter versions with those in the first micro-step, for each model's first and last parameter."""
         trained = [[p for p in model.parameters() if p.requires_grad] for model in self.objects.models]
         now = [getattr(p, "_local_tensor", p)._version for own in trained for p in own[:1] + own[-1:]]
         if self.micro_step > 1 and self._parameter_versions not in ([], now):

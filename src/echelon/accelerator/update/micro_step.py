@@ -77,9 +77,9 @@ class LocalBackward:
 def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
     """Return a context in which backward synchronizes gradients even if the forward passes ran in ``no_sync``.
 
-    Use it if several forward passes run in ``no_sync`` before the first backward pass: run the last backward pass in
-    this context, which reduces the gradients of all of them. As in Accelerate, the method is static; it finds the
-    Accelerator that prepared ``model``. For an unprepared model, the context does nothing.
+    Use this context if several forward passes run in ``no_sync`` before the first backward pass: run the last backward
+    pass in this context, which reduces the gradients of all of them. As in Accelerate, the method is static; it finds
+    the Accelerator that prepared ``model``. For an unprepared model, the context does nothing.
 
     Collective: run the backward pass inside it on every rank.
     """

@@ -106,8 +106,8 @@ class AcceleratedOptimizer(Optimizer):
         """Take a step if the update is complete.
 
         Args:
-            closure: computes the current micro-step's loss and calls backward. It is evaluated in each micro-step for
-                that batch; in the last one, the optimizer evaluates it.
+            closure: computes the current micro-step's loss and calls backward. It is evaluated in each micro-step, on
+                the micro-step's own batch (in the last micro-step, by the optimizer).
 
         Returns:
             The closure's value, if any; at the end of an update, the mean over its micro-steps and ranks.

@@ -38,9 +38,9 @@ def steps_with_metric(scheduler: Any) -> bool:
 class AcceleratedScheduler:
     """Wraps a learning-rate scheduler.
 
-    With ``step_with_optimizer``, it does not step while gradients are being accumulated or if an optimizer step was
-    skipped. Unless ``split_batches`` is set, it steps ``num_processes`` times per update, because that many batches
-    have been used.
+    With ``step_with_optimizer``, the scheduler does not step while gradients are being accumulated or if an optimizer
+    step was skipped. Unless ``split_batches`` is set, it steps ``num_processes`` times per update, because that many
+    batches have been used.
 
     A scheduler that follows a metric steps once per call, because it counts evaluations, not batches. If the ranks pass
     different metrics, it uses their mean.
