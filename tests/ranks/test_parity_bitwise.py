@@ -278,7 +278,7 @@ def test_partly_used_and_unused_parameters_are_bit_identical(clears: bool, capsy
     for world_size, layout in [(2, "ddp"), (3, "fsdp2")]:
         for found in run_on_ranks(_partly_used, layout, clears, world_size=world_size):
             assert all(map(torch.equal, found, expected)), (world_size, layout)
-    assert "8 shards of 3 samples, 3 on each of 3 processes (89 % of them busy)" in capsys.readouterr().out
+    assert "8 shards of 3 samples, 3 on each of 3 processes (89 % utilization)" in capsys.readouterr().out
 
 
 def test_processes_with_one_shard_each_use_the_same_weights() -> None:

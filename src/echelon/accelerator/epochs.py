@@ -1,4 +1,4 @@
-"""A run's epochs: the current epoch, the progress of the passes in it, and the loop that resumes there."""
+"""A run's epochs: the current epoch, the progress within it, and the loop that resumes from that position."""
 
 from __future__ import annotations
 

@@ -505,7 +505,7 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
 
 
 def _reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype for reducing gradients; over hundreds of ranks, bf16 would lose most of its 8 significant bits."""
+    """Return the dtype for reducing gradients; over hundreds of ranks, bf16 would lose most of its precision."""
     return None if dtype is None else torch.float32
 
 

@@ -57,7 +57,7 @@ class UnpreparedModelCheck:
             _warn_of_unprepared_model("backward()", num_processes=self._num_processes)
 
     def run_before_step(self) -> None:
-        """Run the check before an optimizer step in a prepared loader's loop; no model or optimizer was prepared."""
+        """Run the check before an optimizer step in a prepared loader's loop, if no model or optimizer was prepared."""
         self.is_pending = False
         _warn_of_unprepared_model("step()", num_processes=self._num_processes)
 

@@ -242,8 +242,8 @@ def refuse_changed_buffers(models: Sequence[nn.Module], before: Mapping[int, int
             f"the buffer{'s' if len(changed) > 1 else ''} {', '.join(changed[:5])} changed in a training forward "
             "pass, so the values depend on which shards a process computes",
             where="parity='bitwise'",
-            do="make the computation stateless, freeze the buffer, keep the value in a plain attribute if nothing depends "
-            f"on it, {_EXACT}",
+            do="make the computation stateless, freeze the buffer, keep the value in a plain attribute if nothing "
+            f"depends on it, {_EXACT}",
         )
 
 

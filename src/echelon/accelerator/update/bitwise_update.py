@@ -84,7 +84,7 @@ class BitwiseUpdate(ExactUpdate):
             f"process{'es' if n > 1 else ''}"
         )
         if used < 1:
-            line += f" ({100 * used:.0f} % of them busy)"
+            line += f" ({100 * used:.0f} % utilization)"
         if line not in self._logged:
             self._logged.add(line)
             _logger.warning("parity='bitwise': %s", line)

@@ -1,4 +1,4 @@
-"""Warns or raises if ``loss.backward()`` was called, which does not weight the loss as ``accelerator.backward`` does."""
+"""Warns or raises if ``loss.backward()`` was called, which, unlike ``accelerator.backward``, does not weight losses."""
 
 from __future__ import annotations
 
