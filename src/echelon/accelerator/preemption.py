@@ -52,7 +52,7 @@ class PreemptionHandler:
 
     @contextmanager
     def during(self, watcher: Watcher | None) -> Iterator[bool]:
-        """Take part in preemptions inside the block; yield False with custom signal handlers or outside the main thread."""
+        """Take part in preemptions in the block; yield False with custom signal handlers or outside the main thread."""
         if self._member is not None or self.join():
             yield True
             return
