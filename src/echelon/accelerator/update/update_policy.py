@@ -41,7 +41,7 @@ _BACKWARD_OPTIONS = ("num_items", "gradient", "retain_graph", "create_graph", "i
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateParts:
-    """The parts of a run that an update works on."""
+    """The parts of a run that an update uses."""
 
     config: Resolved[RunConfig]
     world: World
