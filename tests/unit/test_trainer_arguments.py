@@ -310,7 +310,7 @@ def test_what_is_not_offered_is_refused_not_ignored(name: str) -> None:
             {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 200, "save_steps": 300},
             "save_steps=300 is not a multiple of eval_steps=200",
         ),
-        ({"accelerator_config": "missing.json"}, "neither JSON text nor a JSON file"),
+        ({"accelerator_config": "missing.json"}, "neither a JSON string nor a readable JSON file"),
         ({"optim_args": "lr"}, "has no value"),
     ],
 )

@@ -544,7 +544,7 @@ def test_the_batch_that_fits_is_found_and_the_total_stays(tmp_path: Path) -> Non
                 raise torch.OutOfMemoryError("out of memory")
             return super().forward(x, labels)
 
-    with pytest.raises(UsageError, match="the evaluation ran out of memory with batches of 8"):
+    with pytest.raises(UsageError, match="evaluation ran out of memory with batch size 8"):
         Trainer(Tiny(), args, train_dataset=DATA, eval_dataset=DATA).train()
 
 

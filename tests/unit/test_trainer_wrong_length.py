@@ -170,7 +170,7 @@ def test_an_endless_stream_is_limited_with_a_warning(kind: type[Trainer], tmp_pa
     (text,) = _caught(trainer.train)
     assert model.seen == [float(i) for i in (*range(12), *range(6))]  # twice as much as it says, and from then on that
     assert "epoch 1 had 6 batches" in text
-    assert "and has more" in text
+    assert "with more to come" in text
     assert "max_steps" in text
 
 

@@ -43,7 +43,7 @@ def check_arguments(hooks: TrainerHooks) -> None:
     """
     if hooks.model_init is not None and not (hooks.optimizer is None and hooks.lr_scheduler is None):
         raise UsageError(
-            "optimizers= belongs to one model, but model_init creates a new model for each call of train()",
+            "optimizers= belongs to one model, but model_init creates a new model for each call to train()",
             where="Trainer(optimizers=, model_init=)",
             do="pass model= instead of model_init=, or override create_optimizer_and_scheduler",
         )
@@ -71,7 +71,8 @@ def check_arguments(hooks: TrainerHooks) -> None:
     batch_metrics = hooks.args.batch_eval_metrics and hooks.compute_metrics is not None
     if batch_metrics and not takes(hooks.compute_metrics, "compute_result"):  # type: ignore[arg-type]
         raise UsageError(
-            "batch_eval_metrics=True calls compute_metrics for each batch, but it has no parameter compute_result",
+            "batch_eval_metrics=True calls compute_metrics for each batch, but compute_metrics "
+            "has no parameter compute_result",
             where="Trainer(compute_metrics=)",
             do=(
                 "add the parameter compute_result; when it is True (on the last batch), return the metrics over all "

@@ -144,7 +144,7 @@ def count_update_items(hooks: TrainerHooks, session: TrainerSession, samples: li
 
 
 def _rank_weight(hooks: TrainerHooks, session: TrainerSession) -> float:
-    """Return the factor that cancels the averaging over ranks, because the loss is already a global mean."""
+    """Return the factor that cancels averaging over ranks, for a loss that is already a global mean."""
     real = session.evaluation.real_samples
     if real is None:
         return hooks.accelerator.num_processes

@@ -286,7 +286,7 @@ class TrainerInternals:
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        """Set ``state``; return how many epochs are complete and how many batches of the next one are used."""
+        """Set ``state``; return how many epochs are complete and how many batches of the next epoch have been used."""
         default = self._session.points.default("_init_training_state")
         epochs, used = default(max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
         return epochs, used

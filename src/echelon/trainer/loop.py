@@ -239,12 +239,12 @@ class TrainingLoop:
 
     @property
     def _has_all_steps(self) -> bool:
-        """Whether all steps are done: those of ``max_steps``, or of a partial last epoch."""
+        """Whether all steps are done: ``max_steps`` of them, or those of a partial last epoch."""
         return not self.plan.ends_with_data and self.hooks.state.global_step >= self._num_steps
 
     @property
     def _num_steps(self) -> int:
-        """Number of steps in the run, unless it ends when its last epoch's data is exhausted."""
+        """Number of steps after which the run ends, unless its last epoch's data ends it."""
         num_beyond = 0 if self.hooks.args.max_steps > 0 else self.cursor.num_steps_beyond
         return self.plan.max_steps + num_beyond
 
@@ -348,7 +348,7 @@ class TrainingLoop:
         self.is_update_abandoned = True
 
     def _exact_update(self, batches: Any, checkpoint: str | None) -> bool:
-        """Take one optimizer step from the loader's micro-batches; return False if there are none.
+        """Take one optimizer step with the loader's micro-batches; return False if there are none.
 
         The arguments are the same as for ``_update``.
         """
@@ -527,8 +527,8 @@ class TrainingLoop:
         self._save()
 
     def _stop_if_preempted(self, *, is_new_step: bool) -> None:
-        """If the ranks have agreed to stop here, save and end the process (with ``enable_jit_checkpoint``, only the
-        run).
+        """If the ranks have agreed to stop here, save and end the process (or, with
+        ``enable_jit_checkpoint``, only the run).
 
         Collective: call on every rank, once the ranks have agreed to stop.
 

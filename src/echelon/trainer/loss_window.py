@@ -15,7 +15,7 @@ _PENDING = 512
 
 
 def _no_losses() -> torch.Tensor:
-    """Return four zeros for the sum and number of finite losses, the number of all losses and their sum."""
+    """Return four zeros: the sum and number of finite losses, then the number and sum of all losses."""
     return torch.zeros(4, dtype=torch.float64)
 
 

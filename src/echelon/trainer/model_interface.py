@@ -35,10 +35,10 @@ class ModelInterface:
     counts_items: bool
     """Whether the loss is divided by the number of labels in the whole update."""
     watches_items: bool
-    """Whether to check that computing the next loss uses that number of labels."""
+    """Whether to check that computing the next loss uses the update's number of labels."""
     counts_flops: bool
     num_parameters: int | None
-    """Number of parameters without embeddings, or None for models that do not count them."""
+    """Number of parameters excluding embeddings, or None for models that do not count them."""
     overrides_save_model: bool
 
 

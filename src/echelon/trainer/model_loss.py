@@ -130,7 +130,7 @@ class LabelSmoother:
         """Compute the loss.
 
         Args:
-            model_output: outputs with ``logits`` [..., classes], by name or first in a tuple.
+            model_output: outputs with ``logits`` [..., classes], as a named field or as the first element of a tuple.
             labels: [...].
             shift_labels: whether position i predicts label i + 1.
             num_items_in_batch: number to divide the summed loss by (default: number of labels that are not ignored).

@@ -40,7 +40,7 @@ class EvaluationState:
     real_samples: tuple[int, int] | None = None
     """Number of non-padding samples in the current batch, on this rank and across all ranks; None if unknown."""
     rows_per_sample: int = 1
-    """Number of rows that the collator makes from each sample (with several processes); it weights a batch's loss."""
+    """Number of rows that the collator makes from each sample, for weighting a batch's loss; 1 for a single process."""
     preparation_time: float | None = None
     """Seconds spent preparing the model for an evaluation before any training."""
 
@@ -73,7 +73,7 @@ class TrainerSession:
     keeps_weights_with_state: bool = False
     """Whether the checkpoint being loaded stores the weights along with the training state, not in separate files."""
     loads_weights_with_state: bool = False
-    """Whether to load these weights."""
+    """Whether to load the weights that are stored along with the training state."""
 
     def update_size(self, args: TrainingArguments) -> UpdateSize:
         """Return the size of an update, which ``auto_find_batch_size`` may have changed."""
@@ -93,7 +93,7 @@ class TrainerSession:
 
 
 class TrainCall(NamedTuple):
-    """The objects that one call of ``Trainer.train`` works with."""
+    """The objects that one call to ``Trainer.train`` works with."""
 
     hooks: TrainerHooks
     session: TrainerSession

@@ -76,7 +76,7 @@ class Trainer(TrainerInternals):
         train_dataset: training data.
         eval_dataset: evaluation data, or a dict of several datasets.
         processing_class: a tokenizer or similar object, saved with the model.
-        model_init: returns a new model for each call of ``train``; replaces ``model``.
+        model_init: returns a new model for each call to ``train``; replaces ``model``.
         compute_loss_func: ``compute_loss_func(outputs, labels, num_items_in_batch=)`` returns the loss.
         compute_metrics: computes a dict of metrics from an ``EvalPrediction``.
         callbacks: callback classes or objects.
@@ -93,9 +93,9 @@ class Trainer(TrainerInternals):
     """
 
     loss_is_scaled_for_ga: bool | None = None
-    """Whether an overridden ``compute_loss`` normalizes by the whole update. If False, the loss is a mean over its
-    batch, and the Trainer divides it by the update's number of batches. None means True if ``compute_loss`` receives
-    the number of labels."""
+    """Whether an overridden ``compute_loss`` divides by the whole update's number of labels. If False, the
+    loss is a mean over its batch, and the Trainer divides it by the update's number of batches. None means True if
+    ``compute_loss`` receives the number of labels."""
 
     label_names: list[str]
     can_return_loss: bool
@@ -205,7 +205,7 @@ class Trainer(TrainerInternals):
         """Train the model.
 
         Args:
-            resume_from_checkpoint: path of a checkpoint; True for the newest valid one in ``output_dir``; ``auto`` for
+            resume_from_checkpoint: path to a checkpoint; True for the newest valid one in ``output_dir``; ``auto`` for
                 the same if one exists; False to start from scratch; None for ``args.resume_from_checkpoint``.
             trial: settings as a dict, or a ``hyperparameter_search`` trial.
             ignore_keys_for_eval: model outputs that evaluations ignore.
@@ -269,7 +269,7 @@ class Trainer(TrainerInternals):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return one update's batches and, if the loss is divided by it, their number of labels.
+        """Return one update's batches and their number of labels (None if the loss is not divided by this number).
 
         Collective: call on every rank if labels are counted across ranks.
         """
@@ -371,7 +371,7 @@ class Trainer(TrainerInternals):
     def predict(
         self, test_dataset: Dataset[Any] | Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Return predictions for ``test_dataset``, any labels, and metrics. Collective: call on every rank."""
+        """Return predictions, labels (if any) and metrics for ``test_dataset``. Collective: call on every rank."""
         return predict(self, self._session, test_dataset, ignore_keys=ignore_keys, prefix=metric_key_prefix)
 
     def evaluation_loop(

@@ -29,9 +29,9 @@ class TrainingPlan:
     steps_per_epoch: int
     """Optimizer steps per epoch."""
     batches_per_epoch: int
-    """Batches per epoch on this rank; if the data has no length, batches in all steps."""
+    """Number of batches per epoch on this rank or, if the data has no length, in the whole run."""
     num_examples: int
-    """Samples per epoch; if the data has no length, samples in all steps."""
+    """Number of samples per epoch or, if the data has no length, in the whole run."""
     num_train_samples: int
     """Samples in all epochs across all ranks, for throughput metrics."""
     total_train_batch_size: int
@@ -91,7 +91,7 @@ def make_plan(
     Args:
         args: training arguments; ``max_steps`` takes precedence over ``num_train_epochs``.
         loader: this rank's data loader.
-        num_examples: number of samples in its dataset; None if it has no length.
+        num_examples: number of samples in the loader's dataset; None if the dataset has no length.
         batch_size: samples per batch on this rank.
         accumulation: batches per optimizer step.
         world_size: number of ranks; 1 if ``loader`` yields all ranks' batches.

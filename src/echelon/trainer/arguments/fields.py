@@ -39,7 +39,7 @@ class TrainingFields:
     learning_rate: float = setting(5e-5, "Peak learning rate.")
     lr_scheduler_type: SchedulerType | str = setting("linear", "Learning rate scheduler.")
     lr_scheduler_kwargs: dict[str, Any] | str | None = setting(None, "Extra arguments for the scheduler, as a dict.")
-    warmup_steps: float = setting(0, "Steps of linear warm-up from 0; below 1, a fraction of all steps.")
+    warmup_steps: float = setting(0, "Linear warm-up steps; a value below 1 is a fraction of all steps.")
     optim: OptimizerNames | str = setting("adamw_torch_fused", "Name of the optimizer.")
     optim_args: str | None = setting(None, "Extra arguments for the optimizer, as 'name=value,name=value'.")
     weight_decay: float = setting(0.0, "Weight decay, not applied to biases and normalization layers.")
@@ -79,14 +79,16 @@ class TrainingFields:
     torch_empty_cache_steps: int | None = setting(None, "Empty the device memory cache every N steps.")
     auto_find_batch_size: bool = setting(False, "Retry with a smaller batch size when memory runs out.")
     # Logging.
-    logging_strategy: IntervalStrategy | str = setting("steps", "When to log: no, steps or epoch.")
-    logging_steps: float = setting(500, "Log every N optimizer steps; below 1, a fraction of all steps.")
+    logging_strategy: IntervalStrategy | str = setting("steps", "When to log: 'no', 'steps' or 'epoch'.")
+    logging_steps: float = setting(500, "Log every N optimizer steps; N below 1 is a fraction of all steps.")
     logging_first_step: bool = setting(False, "Also log the first step.")
     log_on_each_node: bool = setting(True, "Log on one process per machine instead of one process overall.")
     logging_nan_inf_filter: bool = setting(True, "Exclude nan and infinite losses from the logged mean.")
-    include_num_input_tokens_seen: str | bool = setting("no", "Count input tokens: no, all or non_padding.")
+    include_num_input_tokens_seen: str | bool = setting(
+        "no", "Which input tokens to count: 'no' (none), 'all' or 'non_padding'."
+    )
     log_level: str = setting(
-        "passive", ("Log level of the main process, from debug to critical; passive leaves it unchanged.")
+        "passive", ("Log level of the main process, from debug to critical; 'passive' leaves the level unchanged.")
     )
     log_level_replica: str = setting("warning", "Log level of the other processes.")
     disable_tqdm: bool | None = setting(None, "Disable progress bars (default: depends on the log level).")
@@ -97,7 +99,7 @@ class TrainingFields:
     trackio_bucket_id: str | None = setting(None, "Hugging Face bucket in which Trackio stores the run.")
     trackio_static_space_id: str | None = setting(None, "Hugging Face Space for a static Trackio view of the run.")
     # Evaluation.
-    eval_strategy: IntervalStrategy | str = setting("no", "When to evaluate: no, steps or epoch.")
+    eval_strategy: IntervalStrategy | str = setting("no", "When to evaluate: 'no', 'steps' or 'epoch'.")
     eval_steps: float | None = setting(None, "Evaluate every N optimizer steps (default: logging_steps).")
     eval_delay: float = setting(0, "Epochs or steps (depending on eval_strategy) before the first evaluation.")
     per_device_eval_batch_size: int = setting(8, "Evaluation samples per device in one forward pass.")
@@ -112,8 +114,8 @@ class TrainingFields:
     batch_eval_metrics: bool = setting(False, "Call compute_metrics for each batch.")
     # Checkpoints.
     save_only_model: bool = setting(False, "Save only the weights, from which training cannot resume.")
-    save_strategy: SaveStrategy | str = setting("steps", "When to save: no, steps, epoch or best.")
-    save_steps: float = setting(500, "Save every N optimizer steps; below 1, a fraction of all steps.")
+    save_strategy: SaveStrategy | str = setting("steps", "When to save: 'no', 'steps', 'epoch' or 'best'.")
+    save_steps: float = setting(500, "Save every N optimizer steps; N below 1 is a fraction of all steps.")
     save_on_each_node: bool = setting(False, "Save on every machine.")
     save_total_limit: int | None = setting(None, "Maximum number of checkpoints to keep; the best one is always kept.")
     enable_jit_checkpoint: bool = setting(False, "Save on SIGTERM.")
@@ -145,7 +147,9 @@ class TrainingFields:
     )
     # Data.
     dataloader_drop_last: bool = setting(False, "Drop an incomplete last batch.")
-    dataloader_num_workers: int = setting(0, "Number of data loader worker processes; 0 loads in the training process.")
+    dataloader_num_workers: int = setting(
+        0, "Number of data loader worker processes; 0 loads data in the main process."
+    )
     dataloader_pin_memory: bool = setting(True, "Use pinned memory in data loaders.")
     dataloader_persistent_workers: bool = setting(False, "Keep data loader workers alive between epochs.")
     dataloader_prefetch_factor: int | None = setting(None, "Number of batches that each data loader worker prefetches.")
@@ -180,7 +184,7 @@ class TrainingFields:
     do_train: bool = setting(False, "For scripts: whether to train.")
     do_eval: bool = setting(False, "For scripts: whether to evaluate.")
     do_predict: bool = setting(False, "For scripts: whether to predict.")
-    resume_from_checkpoint: str | None = setting(None, "Checkpoint to resume from; True or auto selects the newest.")
+    resume_from_checkpoint: str | None = setting(None, "Checkpoint to resume from; True or 'auto' selects the newest.")
     local_rank: int = setting(-1, "Set by old launchers; read local_process_index instead.")
     # Specific to echelon.
     engine: str | None = extra(
@@ -193,10 +197,10 @@ class TrainingFields:
         0, ("Smoke test: run only N steps and N evaluation batches (True: 1), without checkpoints or trackers.")
     )
     limit_train_batches: float | None = extra(
-        None, ("Maximum number of batches per epoch; below 1, a fraction of all batches.")
+        None, ("Maximum number of batches per epoch; a value below 1 is a fraction of all batches.")
     )
     limit_eval_batches: float | None = extra(
-        None, ("Maximum number of batches per evaluation; below 1, a fraction of all batches.")
+        None, ("Maximum number of batches per evaluation; a value below 1 is a fraction of all batches.")
     )
     stop_on_nan: bool = extra(False, "Raise at the first nonfinite loss or gradient, and name the tensor.")
     checkpoint_format: str | None = extra(None, "Checkpoint format: echelon or transformers (default: echelon).")
@@ -204,7 +208,7 @@ class TrainingFields:
     save_on_exception: bool = extra(False, "Save a checkpoint when an error ends training.")
     save_on_signal: bool = extra(False, "On SIGTERM or SIGUSR1, save after the current step and exit with code 143.")
     parity: str | None = extra(
-        None, ("exact: the same updates on any number of processes; bitwise: bit-identical results.")
+        None, ("'exact': the same updates on any number of processes; 'bitwise': bit-identical results.")
     )
     global_batch_size: int | None = extra(None, "With parity: samples per optimizer step across all processes.")
     max_micro_batch_size: int | None = extra(
@@ -214,7 +218,7 @@ class TrainingFields:
         None, ("With parity='bitwise': number of shards per update, summed in a fixed order.")
     )
     already_sharded: str | None = extra(  # no bool: transformers' argument parser accepts one type and None
-        None, "Datasets that are already sharded by process: True (all), train, eval or False (default: detected)."
+        None, "Datasets that are already sharded by process: True (all), 'train', 'eval' or False (default: detected)."
     )
     allow_changed_data: bool = extra(False, "Allow resuming mid-epoch after the dataset has changed.")
     log_throughput: bool = extra(False, "Log samples and steps per second since the last log.")

@@ -64,7 +64,7 @@ def parse_report_to(given: Any) -> list[str]:
     """Return the tracker names in ``report_to``; ``all`` selects every tracker whose package is installed.
 
     Raises:
-        ConfigError: a name is unknown, or only transformers supports it.
+        ConfigError: a tracker is unknown, or only transformers supports it.
     """
     names = [given] if isinstance(given, str) else list(given or ())
     if names in ([], ["none"]):
@@ -90,7 +90,7 @@ def parse_report_to(given: Any) -> list[str]:
 
 
 def as_dict(name: str, value: Any) -> Any:
-    """Return the dict given as a dict, as JSON text that starts with a brace, or as the path of a JSON file."""
+    """Return the dict given as a dict, as a JSON string that starts with a brace, or as the path to a JSON file."""
     if not isinstance(value, (str, Path)) or not str(value):
         return value
     text = str(value)
@@ -100,9 +100,9 @@ def as_dict(name: str, value: Any) -> Any:
         return json.loads(Path(text).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(
-            f"{name}={text!r} is neither JSON text nor a JSON file: {error}",
+            f"{name}={text!r} is neither a JSON string nor a readable JSON file: {error}",
             where=f"TrainingArguments.{name}",
-            do="pass a dict, text such as '{\"key\": 1}', or the path of a JSON file",
+            do="pass a dict, a string such as '{\"key\": 1}', or the path to a JSON file",
         ) from error
 
 

@@ -37,7 +37,7 @@ _MOVED: Mapping[str, tuple[str, str]] = {
 # old name -> why it has no effect
 _WITHOUT_EFFECT: Mapping[str, str] = {
     "overwrite_output_dir": "existing files in output_dir are never deleted",
-    "save_safetensors": "weights are always written as safetensors",
+    "save_safetensors": "weights are always written in safetensors format",
     "past_index": "it was removed without replacement",
     "jit_mode_eval": "it was removed without replacement",
     "mp_parameters": "it was removed without replacement",

@@ -105,7 +105,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
     _n_gpu: ClassVar[int | None] = None  # existing scripts set this attribute
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = list(_DICTS)
-    """Fields that accept a dict as JSON text; a subclass adds its own."""
+    """Fields that accept a dict as a JSON string; a subclass adds its own."""
 
     def __post_init__(self) -> None:
         self.output_dir = str(Path(self.output_dir or "trainer_output").expanduser())
@@ -166,7 +166,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 
     @property
     def distributed_state(self) -> PartialState:
-        """The process group's state. Collective: call on every rank on first use with several processes."""
+        """The process group's state. With multiple processes, the first use is collective: call on every rank."""
         options = {"backend": self.ddp_backend, "timeout": self.ddp_timeout_delta}
         return PartialState(cpu=self.use_cpu, **options)
 

@@ -23,7 +23,7 @@ def loss_rows(log_history: Sequence[Mapping[str, Any]], *, by: str) -> list[list
     """Return the table's rows, headings first, or None if there are no evaluations.
 
     Args:
-        log_history: log entries; each row shows the last training loss that was logged before that evaluation.
+        log_history: log entries; each row shows the last training loss logged before its evaluation.
         by: the first column, ``epoch`` or ``step``.
     """
     rows: dict[Any, dict[str, Any]] = {}

@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 
 class TimeLimitCallback(TrainerCallback):
-    """Stops training after the step in which the limit expires, with the usual final evaluation and checkpoint."""
+    """Ends training after the step in which the limit expires, with the usual final evaluation and checkpoint."""
 
     def __init__(
         self, limit: timedelta, accelerator: Accelerator, *, clock: Callable[[], float] = time.monotonic

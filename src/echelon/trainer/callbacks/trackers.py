@@ -57,7 +57,7 @@ def add_split_prefixes(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TrackerCallback(TrainerCallback):
-    """Sends logs to the Accelerator's trackers, which start with the first training run or log entry."""
+    """Sends logs to the Accelerator's trackers, which are started for the first training run or log entry."""
 
     def __init__(self, accelerator: Callable[[], Accelerator], folder: Path) -> None:
         self._accelerator = accelerator

@@ -93,7 +93,7 @@ def find_checkpoint(
 
     Args:
         output_dir: directory to search if ``wanted`` is True or ``auto``.
-        wanted: path of a checkpoint, True for the newest one, or ``auto`` for the newest one if any exists.
+        wanted: path to a checkpoint, True for the newest one, or ``auto`` for the newest one if any exists.
 
     Collective: call on every rank if a checkpoint is requested.
 
@@ -120,7 +120,7 @@ def find_checkpoint(
         raise UsageError(
             f"No valid checkpoint found in output directory ({output_dir})" + (f"\n{reasons}" if reasons else ""),
             where="Trainer.train(resume_from_checkpoint=True)",
-            do="pass the path of a checkpoint, or pass 'auto' to start from scratch if none exists",
+            do="pass the path to a checkpoint, or pass 'auto' to start from scratch if none exists",
         )
     if found is None and reasons:
         warn(f"no usable checkpoint in {output_dir}: starting from scratch\n{reasons}")
@@ -168,8 +168,8 @@ class ResumedTraining:
         self._saved_batch_size: int | None = None
 
     def extend_plan(self, plan: TrainingPlan) -> TrainingPlan:
-        """Return ``plan`` with ``max_steps`` raised if the saved run took more steps than ``plan`` needs to reach its
-        position.
+        """Return ``plan`` with ``max_steps`` raised if the saved run took more steps than ``plan`` needs to reach the
+        saved position.
 
         Otherwise, a run with fewer steps per epoch (fewer samples or larger batches) would end too early.
         """
@@ -383,8 +383,8 @@ class ResumedTraining:
     def _infer_position(self, loader: Any, plan: TrainingPlan) -> tuple[int, int]:
         """Return the epoch and the number of its consumed batches, for a checkpoint in transformers' format.
 
-        The global step determines both if an epoch has the same number of steps as in the saved run; otherwise, the
-        saved fractional epoch does.
+        The position is computed from the global step if an epoch has the same number of steps as in the saved run;
+        otherwise, from the saved fractional epoch.
 
         Raises:
             CheckpointError: the checkpoint was saved mid-epoch, the data has changed since, and ``allow_changed_data``
@@ -499,7 +499,7 @@ def _saved_cursor_fields(folder: Path) -> Mapping[str, Any]:
 
 
 def _restart_pass(loader: Any, epoch: int) -> None:
-    """Make the next pass start at its first batch, regardless of the state that was loaded."""
+    """Make the next iteration over ``loader`` start at the first batch, regardless of the state that was loaded."""
     if isinstance(loader, SupportsSetEpoch):
         loader.set_epoch(epoch + 1)
         loader.set_epoch(epoch)

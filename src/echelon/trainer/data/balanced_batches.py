@@ -25,8 +25,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         num_ranks: number of ranks; consecutive batches go to consecutive ranks.
         num_rounds: number of batches per rank in one update.
         seed: epoch e uses a generator seeded with ``seed + e``.
-        drop_last: drop an incomplete last update. Otherwise it has fewer rounds, and if it has fewer samples than
-            ranks, samples from the start of the epoch are repeated.
+        drop_last: drop an incomplete last update. Otherwise, that update has fewer batches per rank, and if it has
+            fewer samples than ranks, samples from the start of the epoch are repeated.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def train_sampler(
         batch_size: samples per rank in one forward pass.
         accumulation: forward passes per optimizer step.
         num_ranks: number of ranks.
-        tokenizer: the name of its first input is the column that defines a sample's length (default: ``input_ids``).
+        tokenizer: its first ``model_input_names`` entry (default: ``input_ids``) names the column to measure.
         whole: the dataset with all its columns, one of which may hold the lengths.
     """
     if dataset is None or length_of(dataset) < 0:
@@ -106,7 +106,7 @@ def require_train_dataset(dataset: Any) -> None:
 
 
 def choose_eval_dataset(given: Any, own: Any) -> Any:
-    """Return the dataset to evaluate: ``given``, the dataset in ``own`` that it names, or ``own`` itself.
+    """Return the dataset to evaluate: ``given``, the dataset in ``own`` that ``given`` names, or ``own`` itself.
 
     Raises:
         UsageError: there is no evaluation dataset, or none with this name.

@@ -65,7 +65,7 @@ class EpochBatches(Iterator[Any]):
         return self._is_over or (self._has_started and self._prepared is not None and self._prepared.end_of_dataloader)
 
     def has_more(self) -> bool:
-        """Return whether a batch follows the current one; if the loader is not prepared, this may read it.
+        """Return whether a batch follows the current one; if the loader is not prepared, this may read that batch.
 
         Collective: call on every rank if there is an ``accelerator`` and the loader is not prepared.
         """
@@ -83,17 +83,16 @@ class EpochBatches(Iterator[Any]):
         num_with = round(float(accelerator.reduce(flag, "sum")))
         if 0 < num_with < num_ranks:
             warn(
-                f"the epoch ends early: only {num_with} of {num_ranks} ranks have more batches, and these are skipped. "
-                "Return "
-                "accelerator.prepare(loader) from get_train_dataloader, which yields the same number of batches on "
-                "every rank"
+                f"the epoch ends early: only {num_with} of {num_ranks} ranks have more batches, which are skipped. "
+                "Return accelerator.prepare(loader) from get_train_dataloader: a prepared loader yields the same "
+                "number of batches on every rank"
             )
         if num_with < num_ranks:
             self._ahead, self._is_over = [], True
         return num_with == num_ranks
 
     def close(self) -> None:
-        """End a prepared loader's pass; the loader counts as active until then."""
+        """End the iteration over a prepared loader, which counts as active until then."""
         if isinstance(self._batches, Generator):
             self._batches.close()
 
@@ -109,11 +108,11 @@ def warn_of_wrong_length(
         epoch: zero-based index of the epoch.
         num_batches: number of batches trained on.
         has_more: whether more batches follow.
-        ends: whether the epoch ends even so, because the data seems infinite.
-        max_steps: the value that the user set.
+        ends: whether the epoch ends anyway, because the data seems infinite.
+        max_steps: the value of the user's setting.
     """
     is_short = num_batches < plan.batches_per_epoch
-    more = " and has more" if has_more else ""
+    more = ", with more to come" if has_more else ""
     text = f"epoch {epoch + 1} had {num_batches} batches on this process{more}, but the data's length "
     text += f"({_where(loader)}) is {plan.batches_per_epoch}."
     if ends:

@@ -291,7 +291,7 @@ class _Collected:
         self._weights: list[torch.Tensor] = []  # of the losses, per sample; empty for equal weights
 
     def gather(self, loss: Any, logits: Any, labels: Any, inputs: Any, *, size: int | None) -> dict[str, Any]:
-        """Gather one batch's outputs from all ranks, padded to the longest with -100.
+        """Gather one batch's outputs from all ranks, padded with -100 to the longest.
 
         Collective: call on every rank, once per batch.
         """
@@ -346,8 +346,8 @@ class _Collected:
 def _batches_and_rows(hooks: TrainerHooks, dataloader: Any) -> tuple[EpochBatches, int]:
     """Return an evaluation's batches, and the number of rows that its collator makes from each sample.
 
-    If a sample has several rows, padding samples cannot be removed from a batch, because its layout is unknown, and would
-    count in the batch's mean loss. (trl also gathers one value per row, so that all ranks need the same number of rows.)
+    If a sample has several rows, the layout of a batch is unknown, so padding samples cannot be removed and would count
+    in the batch's mean loss. (trl also gathers one value per row, so all ranks need the same number of rows.)
     Therefore, no batch contains both padding and real samples.
     """
     numbered = EpochBatches(dataloader)

@@ -39,7 +39,7 @@ class Seq2SeqTrainingArguments(TrainingArguments):
     generation_max_length: int | None = setting(None, "Value of max_length for generate (default: the model's).")
     generation_num_beams: int | None = setting(None, "Value of num_beams for generate (default: the model's).")
     generation_config: str | Path | Any = setting(
-        None, "Generation config: an object, or the path of a directory or file."
+        None, "Generation config: an object, or the path to a directory or file."
     )
 
     def __post_init__(self) -> None:
@@ -80,8 +80,8 @@ class Seq2SeqTrainer(Trainer):
         own = getattr(self.model, "generation_config", None)
         if own is None:
             raise UsageError(
-                f"cannot load generation_config={str(gen_config_arg)!r}: {type(self.model).__name__} has no generation_config, "
-                "whose class is needed",
+                f"cannot load generation_config={str(gen_config_arg)!r}: {type(self.model).__name__} has no "
+                "generation_config to determine the class to load",
                 where="Seq2SeqTrainingArguments.generation_config",
                 do="pass a config object instead of a path",
             )

@@ -80,7 +80,7 @@ def evaluation_memory_error(error: BaseException, *, batch_size: int) -> UsageEr
     if not should_reduce_batch_size(error):
         return None
     return UsageError(
-        f"the evaluation ran out of memory with batches of {batch_size}; auto_find_batch_size changes only the "
+        f"evaluation ran out of memory with batch size {batch_size}; auto_find_batch_size changes only the "
         "training batch size",
         where="TrainingArguments.per_device_eval_batch_size",
         do="reduce per_device_eval_batch_size, or set eval_accumulation_steps to move predictions to the host earlier",

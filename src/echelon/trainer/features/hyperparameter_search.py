@@ -78,8 +78,8 @@ def search(
     name_of: Callable[[Any], str] | None,
     options: Mapping[str, Any],
 ) -> BestRun | list[BestRun] | None:
-    """Run the trials with optuna; return the best run, or a list of the best runs for several directions, on every
-    rank.
+    """Run the trials with optuna; return the best run, or a list of the best runs if there are several
+    directions, on every rank.
 
     The training arguments are restored afterwards.
 
@@ -128,7 +128,7 @@ def search(
 
 
 class Trial:
-    """One trial in a search: its settings, and its pruning after evaluations."""
+    """One trial in a search; reports evaluations to optuna, which may prune the trial."""
 
     def __init__(self, ranks: _Ranks, trial: Any, values: Mapping[str, Any]) -> None:
         self.trial = trial
@@ -196,7 +196,7 @@ class _Ranks:
         return _run
 
     def follow(self) -> BestRun | list[BestRun] | None:
-        """Run the trials that rank zero sends; return its result when the search ends, or None if the search failed."""
+        """Run the trials that rank zero sends; return the search's result, or None if the search failed."""
         while (message := self.broadcast(None))[0] == "trial":
             number, values, params = message[1]
             trial = self.optuna.trial.FixedTrial(params, number)

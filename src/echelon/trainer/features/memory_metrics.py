@@ -20,8 +20,8 @@ class MemoryMeter:
     """Measures one stage at a time; a nested stage, such as an evaluation during training, counts as part of the outer
     one.
 
-    Metrics are in bytes: ``<stage>_mem_cpu_alloc_delta`` (growth from start to end), ``..._peaked_delta`` (peak above
-    the end), and both for the accelerator (``..._mem_gpu_...``).
+    Metrics are in bytes: ``<stage>_mem_cpu_alloc_delta`` (growth from start to end), ``..._peaked_delta`` (by how
+    much the peak exceeded the final value); ``..._mem_gpu_...`` are the same two metrics for the accelerator.
     """
 
     def __init__(self, device: torch.device, *, is_on: bool) -> None:
@@ -47,7 +47,7 @@ class MemoryMeter:
         self._sampler.start()
 
     def end(self, stage: str) -> dict[str, int]:
-        """Return the metrics for ``stage`` and all pending ones; empty if another stage is being measured."""
+        """Return the metrics for ``stage`` and all pending metrics; empty if another stage is being measured."""
         if self._stage != stage:
             return {}
         self.cancel()

@@ -42,7 +42,7 @@ def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
         raise UsageError(
             f"neftune_noise_alpha={alpha}, but {type(model).__name__} has no method get_input_embeddings()",
             where="TrainingArguments.neftune_noise_alpha",
-            do="add a get_input_embeddings() method that returns the embedding module to the model",
+            do="give the model a get_input_embeddings() method that returns its embedding module",
         )
 
     def _add_noise(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Adafactor with the arguments of transformers' class; torch's Adafactor scales each rate by the parameter and caps it, and so trains differently."""
+"""Adafactor with the arguments of transformers' class; torch's Adafactor always scales and caps the learning rate, and so trains differently."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["Adafactor"]
 
 
 class Adafactor(Optimizer):
-    """Divides the gradient by the root of its mean square, of which only the means of rows and columns are kept.
+    """Divides the gradient by the root of its running mean square; for matrices, stores only row and column means.
 
     Source: Adafactor, arXiv 1804.04235, algorithms 4 and 5; names and defaults are those of transformers' class.
 
     Args:
         params: parameters or parameter groups.
         lr: learning rate; None with ``relative_step``.
-        eps: added to squared gradients, and the smallest scale of a parameter.
-        clip_threshold: largest root mean square of an update, relative to the rate.
-        decay_rate: the mean square of step t keeps the share ``1 - t ** decay_rate`` of the previous one.
+        eps: the term added to squared gradients, and the minimum parameter scale.
+        clip_threshold: largest root mean square of an update, relative to the learning rate.
+        decay_rate: at step t, the running mean square keeps the fraction ``1 - t ** decay_rate`` of its value.
         beta1: decay of the first moment; None for no first moment.
-        weight_decay: share of a parameter, times the rate, that each step subtracts.
-        scale_parameter: multiply the rate by the root mean square of the parameter.
-        relative_step: rate ``min(0.01, 1 / sqrt(t))`` instead of ``lr``.
-        warmup_init: with ``relative_step``, start at ``1e-6 * t``.
+        weight_decay: each step multiplies a parameter by ``1 - weight_decay * lr``.
+        scale_parameter: multiply the learning rate by the root mean square of the parameter.
+        relative_step: use the learning rate ``min(0.01, 1 / sqrt(t))`` instead of ``lr``.
+        warmup_init: with ``relative_step``, use ``1e-6 * t`` instead of 0.01.
 
     Raises:
         ConfigError: ``lr`` or ``warmup_init`` conflicts with ``relative_step``.
@@ -51,7 +51,7 @@ class Adafactor(Optimizer):
     ) -> None:
         if relative_step == (lr is not None) or (warmup_init and not relative_step):
             raise ConfigError(
-                "Adafactor takes either a learning rate, or relative_step=True, which warmup_init needs",
+                "Adafactor needs either lr or relative_step=True, and warmup_init=True requires relative_step=True",
                 where="Adafactor",
                 do="pass lr and relative_step=False (and no warmup_init), or relative_step=True without lr",
             )
@@ -110,7 +110,7 @@ def _update(parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[
 
 
 def _average(state: dict[str, Any], name: str, new: Tensor, kept: float) -> Tensor:
-    """Update and return the moving average ``name``, which keeps the share ``kept`` of its value."""
+    """Update and return the moving average ``name``, which keeps the fraction ``kept`` of its value."""
     before = state[name].to(new) if name in state else torch.zeros_like(new)
     state[name] = before.mul_(kept).add_(new, alpha=1.0 - kept)
     average: Tensor = state[name]

@@ -16,8 +16,8 @@ _IS_BETTER = (
 
 
 class GreedyLR(ReduceLROnPlateau):
-    """Divides the rate by ``factor`` after more than ``patience`` improvements in a row, and multiplies it by
-    ``factor`` after the same number of failures.
+    """Divides the learning rate by ``factor`` after more than ``patience`` improvements in a row, and multiplies it by
+    ``factor`` after as many evaluations in a row without improvement.
 
     Derives from ``ReduceLROnPlateau``, so that code that passes a metric to its ``step`` also works with this class.
 
@@ -27,10 +27,10 @@ class GreedyLR(ReduceLROnPlateau):
         optimizer: the optimizer whose learning rates change. mode, factor, patience, threshold, threshold_mode,
         cooldown, min_lr, eps: the same as in ``ReduceLROnPlateau``.
         warmup: number of values to ignore after an increase, as ``cooldown`` does after a decrease.
-        max_lr: maximum rate, for all groups or per group.
+        max_lr: maximum learning rate, for all groups or per group.
         smooth: compare the mean of the last ``window_size`` values.
         window_size: see ``smooth``.
-        reset_start: reset the rates and counters after this many decreases at the minimum rate.
+        reset_start: reset the learning rates and counters after this many decreases at the minimum learning rate.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class GreedyLR(ReduceLROnPlateau):
         self._window: deque[float] = deque(maxlen=self.window_size)
 
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
-        """Update the rate with an evaluation's metric."""
+        """Update the learning rate with an evaluation's metric."""
         current = float(metrics)
         if self.smooth:
             self._window.append(current)

@@ -68,10 +68,10 @@ def optimizer_class_and_arguments(
 
 
 def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return ``kind``, or an equivalent class that does not import torch's compiler if nothing has imported it yet.
+    """Return ``kind`` or, if nothing has imported torch's compiler yet, an equivalent class that does not import it.
 
-    A process's first optimizer imports ``torch._dynamo`` only to mark its methods with ``torch._disable_dynamo``, which
-    takes longer than importing torch. The returned class has the unmarked methods. Pickling or copying an instance
+    A process's first optimizer imports ``torch._dynamo`` (which takes longer than importing torch) only to mark its
+    methods with ``torch._disable_dynamo``. The returned class has the unmarked methods. Pickling or copying an instance
     yields an instance of ``kind``.
 
     Args:
