@@ -66,7 +66,7 @@ def train_sampler(
         batch_size: samples per rank in one forward pass.
         accumulation: forward passes per optimizer step.
         num_ranks: number of ranks.
-        tokenizer: its first ``model_input_names`` entry (default: ``input_ids``) names the column that defines the length.
+        tokenizer: its first ``model_input_names`` entry (default: ``input_ids``) is the column that defines lengths.
         whole: the dataset with all its columns, one of which may hold the lengths.
     """
     if dataset is None or length_of(dataset) < 0:
