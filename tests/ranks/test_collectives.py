@@ -248,7 +248,7 @@ def _misuse(what: str) -> None:
     ("what", "text"),
     [
         ("object", "but got float ({'loss': float})"),
-        ("reduction", "reduction must be one of mean, sum, max and none, but got 'median'"),
+        ("reduction", "reduction must be 'mean', 'sum', 'max' or 'none', but got 'median'"),
         ("source", "from_process=2 is not one of the group's ranks [0, 1]"),
     ],
 )

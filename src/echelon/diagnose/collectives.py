@@ -84,7 +84,7 @@ def read_history(data: Any) -> dict[str, History]:
 
 
 def first_divergence(histories: Mapping[int, Mapping[str, History]]) -> Divergence | None:
-    """Return the first difference between calls, else between numbers of calls, or None if there is none.
+    """Return the first call that differs between ranks, else the first group with ranks that are behind, or None.
 
     Args:
         histories: histories by rank and group; ranks without a history are ignored.

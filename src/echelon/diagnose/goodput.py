@@ -45,7 +45,7 @@ class Attempt:
 
     started_ns: int
     failed_ns: int
-    """Time of the first sign of failure: an exit, an exception, or the last progress before a stall. Without a failure, the end."""
+    """Time of the first sign of failure (exit, exception, or last progress before a stall), or else the attempt's end."""
     noticed_ns: int
     """Time when the launcher detected the failure."""
     ranks: Sequence[RankTimes]
@@ -142,7 +142,7 @@ def _row(
 
 
 def spent_in(attempt: Attempt, one: RankTimes) -> list[int] | None:
-    """Return the nanoseconds a rank spent in each part of its training loop until it failed or ended, or None without a loop.
+    """Return the nanoseconds a rank spent in each part of its training loop until it failed or ended, or None if no loop ran.
 
     The values add up to the time since the loop started.
     """

@@ -1,4 +1,4 @@
-"""Diagnoses stalls: whether a run hangs, why, and because of which rank, based on all ranks' status boards and stacks."""
+"""Diagnoses stalls: whether a run hangs, why, and which rank is the cause, based on all ranks' status boards and stacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SILENT_S = 10.0
 _BUSY = 0.1
 """Minimum fraction of one CPU that a computing rank uses."""
 _WORK_S = 0.5
-"""CPU seconds since the last check that show that a process is working, even without a heartbeat."""
+"""A process without a heartbeat counts as working if it has used this many CPU seconds since the last check."""
 _MAX_LINES = 8
 _LONG_PHASES = frozenset({Phase.SAVE, Phase.LOAD})
 _SEEN_PHASES = ("compiling", "importing")
@@ -83,7 +83,7 @@ class RankView:
 
     @property
     def slow_phase(self) -> str:
-        """The slow phase that the rank declares; empty if there is none or if the rank waits for others nevertheless.
+        """The slow phase that the rank declares; empty if there is none or if the rank is waiting for others anyway.
 
         A stopped rank's declaration persists; ``StallClock.declared`` checks whether the rank is alive.
         """
@@ -246,7 +246,7 @@ class StallClock:
         return ["away"] if any(now - self._last_progress[o.rank].time >= self._timeout_s for o in others) else []
 
     def stalled_s(self, view: RankView, now: float) -> float:
-        """Return for how many seconds the rank has made no progress, excluding time that it waited for a declared phase."""
+        """Return for how many seconds the rank has made no progress, excluding waits for a rank in a declared phase."""
         last = self._last_progress[view.rank].time
         return now - (last if self._is_away(view, now) else max(last, self._excused))
 
@@ -265,7 +265,7 @@ class StallClock:
         return now - started >= self.long_timeout_s
 
     def mark_reported(self, views: Sequence[RankView], now: float) -> None:
-        """Record that the phases that exceed the limit now have been reported."""
+        """Mark the phases that currently exceed the limit as reported."""
         self._reported |= {(view.rank, _phase_of(view)) for view in views if self.overdue(view, now)}
 
     def _is_alive(self, view: RankView, now: float) -> bool:
@@ -337,7 +337,7 @@ def diagnose(
             Class.SILENT,
             silent,
             what,
-            "look for a library call at the line above that holds the GIL while it waits",
+            "at the line above, look for a library call that holds the GIL while it waits",
         )
     if overdue := [view for view in running if clock.overdue(view, now)]:
         names = [view.rank for view in overdue]
@@ -391,17 +391,20 @@ def _of_computing_ranks(ranks: list[int], long_s: float | None, waiters: str) ->
     """Return kind, culprits, text and advice for ranks that compute while others wait; ``long_s`` is the exceeded limit, if any."""
     if long_s is not None:
         what = f"{name_ranks(ranks)} {_has(ranks)} been computing for {format_duration(long_s)}{waiters}"
-        do = "check that its loop ends; if the work is expected to take this long, declare it: with accelerator.slow(...)"
+        do = "check that the loop ends; if the work is expected to take this long, run it in `with accelerator.slow(...)`"
         return Class.LONG, ranks, what, do
     what = f"{name_ranks(ranks)} {_is(ranks)} slow, but alive{waiters}"
-    return Class.SLOW, ranks, what, 'wait, or declare the work: with accelerator.slow("what it does")'
+    return Class.SLOW, ranks, what, 'wait, or run the work in `with accelerator.slow("what it does")`'
 
 
 _UNEVEN = (
     "make every rank run the same number of steps: use equal numbers of batches (drop_last, a padded sampler, "
     "join_uneven_inputs), and avoid an early break or return on one rank"
 )
-_SAME = "call the same collectives with the same shapes in the same order on every rank; look for a collective in `if rank == 0`"
+_SAME = (
+    "call the same collectives with the same shapes in the same order on every rank; look for a collective inside "
+    "`if rank == 0`"
+)
 
 
 def disagreement(answers: Mapping[int, Answer]) -> Stall | None:
@@ -431,7 +434,7 @@ def _of_divergence(
         return (
             Class.MISSING,
             f"{name_ranks(ranks)} {_has(ranks)} not reached {others}, which the other ranks have started",
-            "find out what this rank waits for; every rank must call the same collectives in the same order",
+            "find out what this rank is waiting for; every rank must call the same collectives in the same order",
         )
     training = [rank for rank in sorted(found.at) if rank in answers and answers[rank].trains]
     elsewhere = [rank for rank in sorted(found.at) if rank not in training]
@@ -448,7 +451,7 @@ def _of_divergence(
 def _beside_training(
     calls: str, answers: Mapping[int, Answer], elsewhere: Sequence[int], training: Sequence[int]
 ) -> tuple[Class, str, str]:
-    """Return kind, text and advice if some ranks call a different collective from the ranks that are still training."""
+    """Return kind, text and advice for ranks that call a different collective while the other ranks are still training."""
     loop = next(iter(answers[training[0]].loops), "")
     is_inside = loop != "" and any(rank in answers and loop in answers[rank].loops for rank in elsewhere)
     # Of a loop in a library, such as the Trainer's, it is not known which lines of the program belong to it.

@@ -1,4 +1,4 @@
-"""Level 1: native ``torch.distributed`` made safe."""
+"""Level 1: native ``torch.distributed`` with safety checks."""
 
 from echelon.distributed.collectives import (
     broadcast,

@@ -112,7 +112,7 @@ def reduce(
     group = _group(mesh)
     if reduction not in ("mean", "sum", "max", "none"):
         raise UsageError(
-            f"reduction must be one of mean, sum, max and none, but got {reduction!r}", do="pass one of these values"
+            f"reduction must be 'mean', 'sum', 'max' or 'none', but got {reduction!r}", do="pass one of these values"
         )
     if reduction == "none":
         return data

@@ -58,7 +58,7 @@ def raise_on_all_ranks(what: str) -> Iterator[None]:
     Args:
         what: name of the operation in error messages.
 
-    Collective: call on every rank; the block itself must not communicate.
+    Collective: call on every rank; the block itself must not call collectives.
 
     Raises:
         DesyncError: some ranks failed; the message lists their errors. If all ranks failed, each raises its own error.
@@ -143,7 +143,7 @@ def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | N
 
 
 def _wait_for_key(store: dist.Store, key: str, *, within: timedelta) -> bool:
-    """Wait for ``key``; return False after ``within``. Raise if the store's server dies, so that no rank waits forever."""
+    """Wait for ``key``; return False on timeout. Raise if the store's server dies, so that no rank waits forever."""
     try:
         store.wait([key], within)
     except dist.DistNetworkError:
@@ -156,7 +156,7 @@ def _wait_for_key(store: dist.Store, key: str, *, within: timedelta) -> bool:
 
 
 def _store(group: dist.ProcessGroup | None) -> dist.Store:
-    """Return the store of ``group`` with echelon's prefix below the group's own, which separates groups."""
+    """Return the store of ``group`` with the group's own prefix (which keeps groups apart) and echelon's."""
     pg = group if group is not None else dist.group.WORLD
     assert pg is not None
     return dist.PrefixStore("echelon/control", store_of(pg))

@@ -210,7 +210,7 @@ class _BarrierCall:
         names = f"{'ranks' if len(missing) > 1 else 'rank'} {', '.join(map(str, missing))}"
         return RankTimeoutError(
             f"{self._operation}: {names} did not arrive within {timeout.total_seconds():g} s",
-            do="check these ranks' logs: they may hang elsewhere, need longer than the timeout, or have exited",
+            do="check these ranks' logs: the ranks may hang elsewhere, need more time, or have exited",
         )
 
     def _log_reminder(self, late: Mapping[int, str], waited_s: float) -> None:

@@ -204,7 +204,7 @@ def _key(group: dist.ProcessGroup, device: torch.device) -> str:
 def _server_of(store: dist.Store) -> socket.socket | None:
     """Return an idle connection to the server behind ``store``, or None if it has no server or cannot be reached.
 
-    If the server process exits first, TCPStore prints a page of warnings at the next request from each other process. This
+    If the server process exits first, TCPStore prints a page of warnings in every other process at its next request. This
     connection detects the exit before such a request is made.
     """
     store = base_store(store)

@@ -245,7 +245,7 @@ class _LocalSlots:
 
 @final
 class _StoreSlots:
-    """Words in the store: ``command`` is (number, command); ``position/R`` is (last number rank R has seen, position)."""
+    """Keys in the store: ``command`` holds (number, command), ``position/R`` (last number rank R has seen, position)."""
 
     def __init__(self, slot: _LocalSlot, words: dist.Store, deadline: float) -> None:
         self._slot, self._words, self._deadline = slot, words, deadline

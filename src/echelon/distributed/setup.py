@@ -34,7 +34,7 @@ def setup(
         rank: this process's rank (default: taken from the environment, as set by torchrun, Slurm or MPI, else 0).
         world_size: number of processes (default: taken from the environment, else 1).
         backend: as in ``init_process_group`` (default: gloo for CPU tensors, and nccl or the accelerator's own backend for
-            its tensors).
+            accelerator tensors).
         timeout: timeout for collectives, as a timedelta or in seconds (default: 30 minutes).
         init_method: as in ``init_process_group`` (default: use MASTER_ADDR and MASTER_PORT).
 

@@ -53,8 +53,8 @@ def shard(
     steps, because the last global batches are split evenly. ``even`` matters only if that is impossible (fewer samples than
     ranks remain, and the batch size is one). The dataset, workers, collate function and memory pinning stay unchanged.
 
-    A loader that is already sharded is not sharded again (for example, by a ``DistributedSampler`` or another sampler with
-    ``num_replicas`` and ``rank``, by webdataset's ``split_by_node``, or by an iterable dataset that shards itself). Each rank
+    A loader that is already sharded (for example, by a ``DistributedSampler`` or another sampler with ``num_replicas`` and
+    ``rank``, by webdataset's ``split_by_node``, or by an iterable dataset that shards itself) is not sharded again. Each rank
     reads its own shard, and ``set_epoch`` is forwarded to the sampler and the dataset.
 
     Args:
@@ -89,7 +89,7 @@ def shard(
         return ShardedLoader(loader, PreshardedBatches(loader), first_pass=facts.first_pass(line, reads_own=True))
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError(
-            "shard() cannot shard an iterable dataset, because it has no index",
+            "shard() cannot shard an iterable dataset, because it does not support indexing",
             do="make the dataset yield only every world_size-th item, starting at its rank. If it already does, set "
             "already_sharded=True",
         )

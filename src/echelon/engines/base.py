@@ -39,7 +39,7 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def from_options(cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]) -> Engine:
-        """Create the engine for ``world``. It passes ``options`` to torch's wrapper if it uses one."""
+        """Create the engine for ``world``. The engine passes ``options`` to torch's wrapper if it uses one."""
 
     @property
     @abstractmethod
@@ -133,7 +133,7 @@ class Engine(ABC):
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         """Divide the optimizer's gradients by the loss scale, once per step.
 
-        Collective if the step guard reduces gradients, which it does not if ``unsynced`` is True.
+        Collective if the step guard reduces gradients; with ``unsynced``, it never does.
         """
 
     @abstractmethod

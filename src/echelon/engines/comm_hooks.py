@@ -56,11 +56,11 @@ def register_comm_hook(
 
 def _check(hook: str, wrapper: str, options: Mapping[str, Any]) -> None:
     if hook not in ("no", *_HOOKS):
-        raise ConfigError(f"comm_hook={hook!r} is unknown", do=f"choose one of no, {', '.join(_HOOKS)}")
+        raise ConfigError(f"comm_hook={hook!r} is unknown", do=f"choose one of 'no', {', '.join(map(repr, _HOOKS))}")
     if wrapper not in ("no", *_DTYPES):
         raise ConfigError(
             f"comm_wrapper={wrapper!r} is unknown",
-            do=f"choose one of no, {', '.join(_DTYPES)}, and set other hooks with comm_hook",
+            do=f"choose one of 'no', {', '.join(map(repr, _DTYPES))}, and set other hooks with comm_hook",
         )
     if hook == "no" and wrapper != "no":
         raise ConfigError(
@@ -105,7 +105,10 @@ def _half_hook(dtype: torch.dtype) -> Hook:
 
 
 def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
-    """Wrap ``hook`` to receive the bucket in ``dtype``. Without NCCL, DDP rejects torch's own bf16 wrapper by its name."""
+    """Wrap ``hook`` so that it receives the bucket in ``dtype``.
+
+    Without NCCL, DDP rejects torch's own bf16 wrapper by its name.
+    """
 
     def in_half(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -122,7 +125,7 @@ def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
 
 
 def _one_at_a_time(hook: Hook) -> Hook:
-    """Wrap ``hook`` to finish the collectives for one bucket before the next bucket starts.
+    """Wrap ``hook`` so that it finishes the collectives for one bucket before the next bucket starts.
 
     PowerSGD starts its second collective in a gloo thread when the first one finishes. With several buckets, the order of
     collectives then differs between ranks, and gloo adds tensors of different sizes or aborts (torch 2.7 to 2.13;

@@ -1,4 +1,4 @@
-"""The ``ddp`` engine, the default for several ranks, which adds the step guard to torch's DistributedDataParallel."""
+"""The ``ddp`` engine, the default for multiple ranks, which adds the step guard to torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ class DDPEngine(Engine):
 
 
 class _Frozen:
-    """A model that was not wrapped, because all its parameters were frozen. Those unfrozen later are broadcast before use."""
+    """A model that was not wrapped, because it was fully frozen. Parameters unfrozen later are broadcast before use."""
 
     def __init__(self, model: nn.Module, share: Callable[[list[torch.Tensor]], None]) -> None:
         self.parameters = list(model.parameters())

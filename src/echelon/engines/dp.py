@@ -38,7 +38,7 @@ class DPEngine(DelegatingEngine):
     weights, even if a device received fewer samples.
 
     Raises:
-        UsageError: the run has several processes.
+        UsageError: the run has more than one process.
 
     Source: torch.nn.DataParallel; docs/data_parallel.md.
     """
@@ -48,7 +48,7 @@ class DPEngine(DelegatingEngine):
             raise UsageError(
                 f"the dp engine uses all devices from a single process, but there are {world.world_size} processes",
                 where="engine='dp'",
-                do="remove engine='dp' (the default for several processes, ddp, is faster), or start one process",
+                do="remove engine='dp' (ddp, the default for multiple processes, is faster), or start one process",
             )
         super().__init__(SingleEngine(world, scaler=scaler))
         self._devices = devices_from(world.device)

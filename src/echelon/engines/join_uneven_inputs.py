@@ -88,7 +88,7 @@ class _Events(Joinable, JoinHook):
         self._notify(self._wrappers.index(wrapper))
 
     def notify_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """Notify joined ranks that ``optimizer`` steps. One running rank sends them the data for the step."""
+        """Notify joined ranks that ``optimizer`` is about to step. One running rank sends them the data for the step."""
         event = len(self._wrappers) + self._optimizers.index(optimizer)
         events = self._notify(event)
         if _JOINED in events:

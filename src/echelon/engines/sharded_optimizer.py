@@ -65,7 +65,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         """Raise UsageError, because no rank has the full state."""
         raise UsageError(
             "state_dict() cannot return the full optimizer state, because this rank holds the state of only some parameters",
-            do="use accelerator.save_state(), or call optimizer.full_state_dict() on every rank, which returns it on rank zero",
+            do="use accelerator.save_state(), or call optimizer.full_state_dict() on every rank (only rank zero "
+            "gets the state)",
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -102,7 +103,7 @@ def _require_shardable(optimizer: Optimizer) -> None:
     """Raise an error if a parameter's update visibly depends on more than its group and state."""
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-        raise _unshardable(optimizer, "its step method was replaced on the object")
+        raise _unshardable(optimizer, "its step method was replaced on the instance")
     for name in ("train", "eval"):
         if hasattr(optimizer, name):
             raise _unshardable(optimizer, f"its {name}() modifies parameters")

@@ -105,8 +105,8 @@ def multiply_gradients(parameters: Iterable[torch.Tensor], factor: float) -> Non
 def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
     """Clip the gradients to a norm of at most ``max_norm``; return the norm before clipping (0-d).
 
-    Source: torch.nn.utils.clip_grad_norm_, with bit-identical results. On small models, half of its time is spent on
-    grouping tensors by device and dtype, which is unnecessary for a single device and dtype.
+    Source: torch.nn.utils.clip_grad_norm_, with bit-identical results. On small models, half of that function's time is spent
+    on grouping tensors by device and dtype, which is unnecessary for a single device and dtype.
     """
     owners = [p for p in parameters if p.grad is not None]
     gradients = [p.grad for p in owners if p.grad is not None]

@@ -154,8 +154,8 @@ def check_shards(shardings: list[ExistingSharding], *, world_size: int, line: Us
     """Return True if each rank holds one shard of the dataset, or False if each rank holds all of it.
 
     Args:
-        shardings: each rank's sharding, in rank order, so that all ranks raise together. Without a process group, it has
-            one item.
+        shardings: each rank's sharding, in rank order, so that all ranks raise together. Without a process group, the
+            list has one item.
         world_size: the expected number of shards.
         line: the user's line that passed the loader to echelon.
 
@@ -169,7 +169,7 @@ def check_shards(shardings: list[ExistingSharding], *, world_size: int, line: Us
     if numbers == {1} and world_size > 1 and shardings[0].place == "sampler":
         warn(
             f"{what} was created for one process, but {world_size} are running, and each would read all samples. echelon "
-            "shards the loader instead, so that each sample is used once. To keep the sampler's sharding, create it after "
+            "shards the loader instead, so that each sample is used once. To keep the sampler, create it after "
             "Accelerator() (or the process group). Otherwise remove it",
             at=line,
         )
@@ -180,15 +180,15 @@ def check_shards(shardings: list[ExistingSharding], *, world_size: int, line: Us
             f"expected the loader to have one shard per process (world_size: {world_size}), but {what} shards it for a "
             f"different number of processes ({named if len(numbers) > 1 else numbers.pop()})",
             where=str(line),
-            do="remove it, so that echelon shards the loader, or create it after Accelerator() or the process group with "
-            f"{world_size} shards",
+            do="remove it, so that echelon shards the loader, or create it with "
+            f"{world_size} shards after Accelerator() or the process group",
         )
     if len(shards) == world_size and sorted(shards) != list(range(world_size)):
         named = ", ".join(f"rank {rank} has shard {shard}" for rank, shard in enumerate(shards))
         raise UsageError(
             f"the loader is sharded by {what}, but the ranks do not have {world_size} different shards: {named}",
             where=str(line),
-            do="remove it, so that echelon shards the loader, or pass torch.distributed.get_rank() to it on each process",
+            do="remove it, so that echelon shards the loader, or pass torch.distributed.get_rank() to it in each process",
         )
     return True
 

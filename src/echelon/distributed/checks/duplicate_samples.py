@@ -1,4 +1,4 @@
-"""Detects ranks that read the same samples in the first pass of a loader.
+"""Detects ranks that read the same samples in the first pass over a loader.
 
 The check uses no collectives, because ranks may read different numbers of batches or leave the loop early. Each rank writes
 fingerprints to the process group's store, and the last rank to do so compares them. Later passes are not checked.
@@ -94,7 +94,7 @@ class DuplicateSamplesCheck:
             self._compare("pass", np.concatenate((numbers, self._sketch)), _same_in_pass)
 
     def compare_stream(self, columns: dict[str, ColumnFingerprint]) -> None:
-        """Compare samples from a stream that each rank reads in full to keep only its slice.
+        """Compare samples from a stream that each rank reads in full, keeping only its slice.
 
         Raises:
             DesyncError: ``is_error`` is True and the ranks read different streams.

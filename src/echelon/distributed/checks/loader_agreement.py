@@ -95,7 +95,7 @@ def agree_on_loader(
         loader: the user's loader. If rank zero dispatches, only rank zero's loader matters.
         world: this process's world.
         batches: the loader's batch sampler; None for iterable data.
-        already_sharded: the user's setting; if None, it is detected.
+        already_sharded: the user's setting, or None to detect existing sharding.
         dispatches: whether only rank zero reads data.
         is_exact: whether to raise an error instead of warning.
         line: the user's line that passed the loader to echelon.
@@ -270,6 +270,6 @@ def sharding_conflict(sharding: ExistingSharding, *, mode: str, line: UserLine) 
     return UsageError(
         f"the loader is already sharded by {sharding.what}, and {mode}",
         where=str(line),
-        do="remove that sharding, so that echelon shards the loader (DataLoader(dataset, shuffle=True), or the whole stream), "
-        "or keep the sharding and remove this setting",
+        do="remove that sharding, so that echelon shards the loader (pass DataLoader(dataset, shuffle=True) or the whole "
+        "stream), or keep the sharding and remove this setting",
     )

@@ -67,7 +67,7 @@ class RawDDPGuard:
 
     @classmethod
     def leave_to_accelerator(cls) -> None:
-        """Stop comparing weights, because an Accelerator does so from now on."""
+        """Stop comparing weights, because an Accelerator compares them from now on."""
         if cls.current is not None:
             cls.current._drift.stop()
 
@@ -109,7 +109,7 @@ class RawDDPGuard:
                 self._drift.ignore(optimizer)
 
     def _is_open(self) -> bool:
-        """Return whether the group that ``begin()`` saw is still open; the user may have destroyed it through torch."""
+        """Return whether the group that ``begin()`` saw is still open; the user may have destroyed it."""
         return dist.is_initialized() and self._group() is dist.group.WORLD
 
     def _models_of(self, optimizer: Optimizer) -> list[weakref.ref[_WatchedModel]]:
@@ -325,10 +325,10 @@ class _LastPass:
             self._of, self._before = weakref.ref(parameter), parameter.grad.detach().clone()
 
     def may_be_reduced_by_hand(self) -> bool:
-        """Return whether the user's own collectives may have averaged the gradients of the last pass.
+        """Return whether the user's own collectives may have averaged the last backward pass's gradients.
 
-        A collective that reduces a logged loss counts, too. After the first such collective, the first gradient of each pass
-        is kept until the step. A gradient that is unchanged, clipped by value, or scaled (clipped by norm, or divided) has not
+        A collective that reduces a logged loss counts, too. After the first such collective, the first gradient of each
+        backward pass is kept until the step. A gradient that is unchanged, clipped by value, or scaled (clipped by norm, or divided) has not
         been averaged.
         """
         if self._collectives is not None and self._collectives == num_collectives():

@@ -69,7 +69,7 @@ class UngatheredMetricsCheck:
             self.check()
 
     def check(self) -> None:
-        """Warn if an evaluation has ended, its length was read, and nothing was gathered; then forget both."""
+        """Warn if an evaluation has ended, its dataset's length was read, and nothing was gathered; then reset the records."""
         if not self._ended:
             return
         ended = self._ended

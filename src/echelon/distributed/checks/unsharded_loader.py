@@ -92,7 +92,7 @@ class UnshardedLoaderCheck:
 
 
 def _may_read_all(loader: DataLoader[Any]) -> bool:
-    """Return whether ``loader`` may read its whole dataset, because its samplers are torch's and its dataset has no rank."""
+    """Return whether ``loader`` has torch's own samplers and a dataset without a rank, so it may read the whole dataset."""
     sampler = loader.sampler
     return (
         not isinstance(loader.dataset, IterableDataset)
@@ -103,7 +103,7 @@ def _may_read_all(loader: DataLoader[Any]) -> bool:
 
 
 def _describe_dataset(value: Any, depth: int = 0) -> Any:
-    """Return a description that distinguishes two ranks' datasets without reading any samples."""
+    """Describe a dataset without loading any samples, so that two ranks' datasets can be distinguished."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):

@@ -194,7 +194,7 @@ class Replica:
         self._is_compared = False
 
     def sync_parameters(self) -> None:
-        """Rebuild DDP's reducer if parameters were added, replaced, removed, frozen or unfrozen, and broadcast new ones.
+        """Rebuild DDP's reducer if parameters were added, replaced, removed, frozen or unfrozen; broadcast new parameters.
 
         Collective if any parameters have changed.
 
@@ -297,7 +297,7 @@ class Replica:
             self._will_reduce = self._must_prepare = False
 
     def prepare_for_backward(self, losses: list[torch.Tensor]) -> None:
-        """Inside ``sync_next_backward``, prepare DDP's reducer, because a forward pass in ``no_sync`` does not."""
+        """Inside ``sync_next_backward``, prepare DDP's reducer; a forward pass in ``no_sync`` does not prepare it."""
         if self._must_prepare:
             self.update_reduced()
             self.wrapper.reducer.prepare_for_backward(losses)

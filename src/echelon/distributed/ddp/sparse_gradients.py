@@ -29,7 +29,8 @@ def sparse_zeros_like(parameter: torch.Tensor) -> torch.Tensor:
 def refuse_to_join_sparse(model: nn.Module) -> None:
     """Raise an error if ``model`` has sparse gradients, to which a joined rank cannot contribute zeros.
 
-    DDP takes the zeros from its buckets, but sparse gradients have none (torch 2.13: "Expected a proper Tensor but got None").
+    DDP takes the zeros from its buckets, but sparse gradients have no bucket (torch 2.13: "Expected a proper Tensor but
+    got None").
 
     Raises:
         UsageError: a layer has sparse gradients; the message names the first one.
@@ -39,7 +40,8 @@ def refuse_to_join_sparse(model: nn.Module) -> None:
             f"{name} is an embedding with sparse=True, but DistributedDataParallel does not support sparse gradients when ranks "
             "have uneven numbers of batches",
             where="join_uneven_inputs()",
-            do="set even_batches=True or parity='exact' and remove join_uneven_inputs(), or create the embedding with sparse=False",
+            do="remove join_uneven_inputs() and set even_batches=True or parity='exact', or create the embedding with "
+            "sparse=False",
         )
 
 

@@ -58,7 +58,7 @@ class ShardedTreeSum(ShardedUpdate):
         """Replace the gradient reduction for ``root`` and its submodules.
 
         Raises:
-            UsageError: the user did not shard the module by rows across all ranks.
+            UsageError: the user sharded the module, but not by rows across all ranks.
         """
         module: Any = root
         for name, parameter in module.named_parameters():

@@ -62,7 +62,7 @@ def read_deepspeed_config(source: str | Path | Mapping[str, Any]) -> tuple[dict[
             raise ConfigError(
                 f"DeepSpeed config not found: {source}",
                 where="deepspeed_config_file",
-                do="pass the path of a JSON file, a dict, or JSON text",
+                do="pass the path to a JSON file, a dict, or a JSON string",
             ) from None
     try:
         config = json.loads(text)

@@ -89,7 +89,7 @@ class FlatShards:
         return _FlatShard(flat=flat, flat_offset=start, offset=offset, numel=numel)
 
     def require_in_memory(self) -> None:
-        """Raise UsageError if the optimizer state is on NVMe, where only DeepSpeed's own checkpoints can read it."""
+        """Raise UsageError if the optimizer state is on NVMe, where only DeepSpeed's own checkpointing can read it."""
         if getattr(self._optimizer, "swap_optimizer", False):
             raise UsageError(
                 "the optimizer state is on NVMe (zero_optimization.offload_optimizer.device) and cannot be gathered",

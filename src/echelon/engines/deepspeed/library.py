@@ -87,7 +87,7 @@ def _without_kernel(deepspeed: Any, name: str) -> Iterator[None]:
     """Mark the kernel ``name`` as unavailable inside the block.
 
     On the CPU, initialization compiles a kernel for all-reduce through shared memory, which takes a minute. Only
-    tensor-parallel inference (``inference_all_reduce``) uses this kernel, and without it falls back to the process group.
+    tensor-parallel inference (``inference_all_reduce``) uses this kernel; without it, all-reduce uses the process group.
     """
     compatible: dict[str, bool] = deepspeed.ops.__compatible_ops__
     before = compatible.get(name, False)

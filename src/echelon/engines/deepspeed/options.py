@@ -45,7 +45,7 @@ class DummyScheduler:
 
     Args:
         optimizer: a ``DummyOptim`` or an optimizer.
-        total_num_steps: number of steps that replaces ``"auto"`` in the config, in batches of the unprepared loader.
+        total_num_steps: number of steps, in batches of the unprepared loader, that replaces ``"auto"`` in the config.
         warmup_num_steps: number of warmup steps that replaces ``"auto"`` in the config.
         lr_scheduler_callable: function that creates a scheduler for a given optimizer.
         kwargs: other arguments, which are stored unchanged.

@@ -51,7 +51,7 @@ def parameters_by_group(optimizer: Any) -> list[list[nn.Parameter]]:
 
 
 def replaces_optimizer_on_host(config: Mapping[str, Any]) -> bool:
-    """Return whether DeepSpeed's CPU optimizer replaces the user's optimizer, because its state is offloaded."""
+    """Return whether the optimizer state is offloaded and DeepSpeed's CPU optimizer replaces the user's optimizer."""
     offload = config["zero_optimization"].get("offload_optimizer") or {}
     return offload.get("device", "none") != "none" and bool(config.get("zero_force_ds_cpu_optimizer", True))
 
@@ -210,7 +210,7 @@ def _optimizer_settings(optimizers: Sequence[Any]) -> dict[str, Setting]:
 
 
 def _scheduler_settings(schedulers: Sequence[Any], *, world_size: int) -> dict[str, Setting]:
-    """Return a ``DummyScheduler``'s arguments, converted from batches across processes to DeepSpeed's updates."""
+    """Return a ``DummyScheduler``'s arguments, with the total number of steps divided by the number of processes."""
     for scheduler in schedulers:
         if not isinstance(scheduler, DummyScheduler) or scheduler.lr_scheduler_callable is not None:
             continue

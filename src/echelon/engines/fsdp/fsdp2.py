@@ -394,7 +394,7 @@ class FSDP2Engine(Engine):
         """See ``Engine.build_sharded_update``.
 
         Raises:
-            UsageError: hybrid sharding is enabled, or this version of torch does not support it.
+            UsageError: hybrid sharding is enabled, or this version of torch cannot reduce unused parameters.
         """
         if self._options.replicas > 1:
             raise UsageError(

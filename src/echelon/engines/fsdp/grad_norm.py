@@ -33,7 +33,7 @@ def total_norm(
 
 
 def _power_sum(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of the p-th powers (or the maximum if p is infinite) as a 0-d tensor in at least float32."""
+    """Return the sum of the p-th powers (or the maximum if p is infinite) as a 0-d tensor with at least float32 precision."""
     # The dtype must be the same on every rank, including ranks without elements, so empty tensors count.
     wide = max((t.dtype.to_real() for t in tensors), key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
     wide = torch.float32 if torch.finfo(wide).bits < 32 else wide

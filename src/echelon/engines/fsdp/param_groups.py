@@ -74,7 +74,7 @@ def sharded_parameters(roots: Iterable[FSDPModule], parameters: Sequence[torch.T
 
 
 def _is_unreduced(part: Any) -> bool:
-    """Return whether a parameter has an unsharded gradient, which has not been reduced."""
+    """Return whether a parameter has an unsharded gradient, that is, one that has not been reduced."""
     own = getattr(part, "_unsharded_param", None)
     return own is not None and (part.unsharded_accumulated_grad is not None or own.grad is not None)
 
@@ -123,7 +123,7 @@ def reshard_after_evaluation(root: nn.Module, _args: Any, _out: Any) -> None:
 
 
 def require_one_dtype(root: FSDPModule) -> None:
-    """Raise UsageError if a unit has parameters of several dtypes. torch raises its error later and does not name them."""
+    """Raise UsageError if a unit has parameters of several dtypes. torch's own error comes later and names no parameter."""
     names = {id(p): name for name, p in root.named_parameters()}  # type: ignore[attr-defined]
     for group in fsdp_groups(root):
         by_dtype: dict[torch.dtype, torch.Tensor] = {}
