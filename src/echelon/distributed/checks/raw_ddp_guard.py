@@ -328,8 +328,8 @@ class _LastPass:
         """Return whether the user's own collectives may have averaged the last backward pass's gradients.
 
         A collective that reduces a logged loss counts, too. After the first such collective, the first gradient of each
-        backward pass is kept until the step. A gradient that is unchanged, clipped by value, or scaled (clipped by norm, or divided) has not
-        been averaged.
+        backward pass is kept until the step. A gradient that is unchanged, clipped by value, or scaled
+        (clipped by norm, or divided) has not been averaged.
         """
         if self._collectives is not None and self._collectives == num_collectives():
             return False
