@@ -133,7 +133,9 @@ def test_process_limits_are_considered(tmp_path: Path, monkeypatch: pytest.Monke
     write(root, {"proc/self/cgroup": "8:pids:/job\n"})
     write(root, {"sys/fs/cgroup/pids/job/pids.max": "64\n", "sys/fs/cgroup/pids/job/pids.current": "60\n"})
     found = room_for_tasks(root)
-    assert found == Room(left=4, source="pids.max of the control group is 64, and 60 are in use")
+    assert found == Room(
+        left=4, source="pids.max of the control group is 64, and the group has 60 processes and threads"
+    )
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 0))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert limits.room_for_files() is None

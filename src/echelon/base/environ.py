@@ -22,7 +22,7 @@ def own(name: str) -> str | None:
 
 
 def is_strict() -> bool:
-    """Return whether overrides without effect raise errors instead of warnings: ``launch --strict`` or ECHELON_STRICT=1."""
+    """Return whether method overrides without effect are errors, not warnings (``launch --strict`` or ECHELON_STRICT=1)."""
     return get("ECHELON_STRICT") not in (None, "0", "false")
 
 

@@ -1,4 +1,4 @@
-"""Errors that state what happened, where, and what to do. All three are preserved when an error is pickled between ranks.
+"""Errors that state what happened, where, and what to do. All three are preserved when an error is pickled.
 
 docs/errors.md contains their docstrings.
 """
@@ -94,7 +94,7 @@ class SetupError(EchelonError, RuntimeError):
 class CheckpointError(EchelonError, RuntimeError):
     """A checkpoint cannot be written or loaded.
 
-    Causes: a file is damaged, missing, or contains data that could run code; the checkpoint was saved with a different model,
+    Causes: a file is missing or damaged, or contains data that could run code; the checkpoint was saved with a different model,
         optimizer or number of loaders; another run is saving to the same folder.
     Do: find the damaged file with ``echelon checkpoint verify FOLDER``, and list the contents with ``echelon checkpoint show
         FOLDER``. Resume from an older checkpoint (``echelon checkpoint ls FOLDER``), or prepare the same objects that were

@@ -81,7 +81,8 @@ def _tasks_of_groups(root: Path) -> Iterator[Room]:
         with suppress(OSError, ValueError):
             limit, now = (int((folder / name).read_text(encoding="ascii")) for name in ("pids.max", "pids.current"))
             yield Room(
-                left=max(0, limit - now), source=f"pids.max of the control group is {limit}, and {now} are in use"
+                left=max(0, limit - now),
+                source=f"pids.max of the control group is {limit}, and the group has {now} processes and threads",
             )
 
 

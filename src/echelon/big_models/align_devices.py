@@ -292,7 +292,7 @@ def attach_align_device_hook(
         module_name: the module's full name in the model.
         skip_keys: keyword arguments that are not moved.
         preload_module_classes: class names of modules whose weights, including submodules, are loaded together, because
-            the modules use submodules' weights without calling them.
+            the modules use submodules' weights without calling the submodules.
         tied_params_map: copies of tied parameters.
         prefetchers: load weights ahead.
     """

@@ -47,7 +47,7 @@ def infer_auto_device_map(
 ) -> dict[str, Any]:
     """Assign the parts of ``model`` to the devices in ``max_memory`` in order, then to the CPU, then to the disk.
 
-    The first device and the CPU reserve memory for the largest layer, because offloaded layers are moved there to run.
+    Memory for the largest layer is reserved on the first device and on the CPU, because offloaded layers run there.
     Tied parameters are placed together. Only sizes are used, so the model may be on the meta device.
 
     Args:

@@ -172,7 +172,7 @@ def dispatch_model(
 
 
 def _disjoint(model: nn.Module, device_map: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of ``device_map``; an entry that contains others becomes entries for its remaining parts."""
+    """Yield the entries of ``device_map``; an entry that contains others is split into entries for its remaining parts."""
     for name, at in device_map.items():
         yield from _split(model, name, at, device_map)
 
@@ -189,7 +189,7 @@ def _split(model: nn.Module, name: str, at: Any, device_map: Mapping[str, Any]) 
 def _place_single_tensors(
     model: nn.Module, running: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None
 ) -> None:
-    """Move tensors that have separate map entries to the device, because hooks offload whole modules."""
+    """Move each tensor that has its own map entry to the device where it is used, because hooks offload whole modules."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in [name for name in running if name not in modules]:
         tensor = tensor_at(model, name)

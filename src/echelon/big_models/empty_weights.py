@@ -16,7 +16,7 @@ __all__ = ["init_empty_weights", "init_on_device"]
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Create the parameters of models built inside the block on the meta device, with shapes but without values.
+    """Inside the block, create model parameters on the meta device, with shapes but without values.
 
     Args:
         include_buffers: also create buffers there. False keeps the values of buffers that are in no weight file, such
@@ -28,7 +28,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Create the parameters of models built inside the block on ``device``.
+    """Inside the block, create model parameters on ``device``.
 
     Args:
         device: target device.

@@ -46,7 +46,7 @@ Index = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadTensor:
-    """A tensor that is only read when it is written to the folder."""
+    """A tensor that is not read until it is written to the folder."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -159,7 +159,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write ``state_dict`` to the folder ``save_dir``, tied weights only once, and add it to the index there.
+    """Write ``state_dict`` to the folder ``save_dir``, storing tied weights once, and add it to the index there.
 
     Raises:
         UsageError: tensors are on the meta device.
@@ -167,7 +167,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
     if on_meta := [name for name, tensor in state_dict.items() if tensor.is_meta]:
         raise UsageError(
             f"{', '.join(on_meta[:5])} cannot be offloaded, because they are on the meta device and have no values",
-            do="load the weights first, or pass the folder of an earlier offload",
+            do="load the weights first, or pass a folder that already contains the offloaded weights",
         )
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
@@ -191,7 +191,7 @@ def offload_weight(
     offload_folder: str | os.PathLike[str],
     index: Index | None = None,
 ) -> Index | None:
-    """Write one weight to a separate file, and return ``index`` with its entry (None without ``index``).
+    """Write one weight to a separate file, add its entry to ``index`` if given, and return ``index``.
 
     Args:
         weight: the values.
@@ -208,7 +208,7 @@ def offload_weight(
 def save_offload_index(
     index: Index | None, offload_folder: str | os.PathLike[str], *, even_empty: bool = False
 ) -> None:
-    """Add ``index`` to the index file of ``offload_folder``; do nothing if it is empty, unless ``even_empty``."""
+    """Add ``index`` to the index file of ``offload_folder``; do nothing if ``index`` is empty, unless ``even_empty``."""
     if not index and not even_empty:
         return
     folder = Path(offload_folder)
@@ -388,7 +388,7 @@ def _read_index(folder: Path) -> Index:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not an index of offloaded weights: {error}",
-            do="pass a folder of offloaded weights, or delete it",
+            do="pass a folder of offloaded weights, or delete this file and offload the weights again",
         ) from error
     if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
         raise CheckpointError(f"{path} is not an index of offloaded weights", do="pass a folder of offloaded weights")

@@ -1,7 +1,7 @@
 """Loads the next modules' weights while the current module computes.
 
 For an accelerator, a thread copies weights into pinned memory and from there to the device, on a separate stream. For
-modules that run on the CPU, it asks the operating system to read the next weights from disk.
+modules that run on the CPU, the operating system is asked to read the next weights from disk.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Prefetcher:
         self.device = as_device(device)
         self._copies = self.device.type not in ("cpu", "meta") if copies is None else copies
         self._after: dict[int, LoadsWeights] = {}
-        """The hook that ran after each hook, by id; before the first pass, the one that was attached after it."""
+        """For each hook's id, the hook that ran after it or, before the first forward pass, that was attached after it."""
         self._known: dict[int, LoadsWeights] = {}
         self._previous: LoadsWeights | None = None
         self._first: LoadsWeights | None = None
@@ -119,7 +119,7 @@ class Prefetcher:
         }
 
     def load_ahead(self, hook: LoadsWeights) -> None:
-        """Start loading the weights of the modules that ran after this hook's module in the last pass."""
+        """Start loading the weights of the modules that ran after this hook's module in the last forward pass."""
         ahead = list(self._next(hook))
         if not self._copies:
             for following in ahead:
@@ -156,7 +156,7 @@ class Prefetcher:
             following = self._after.get(id(following))
 
     def _load(self, weights: Mapping[str, Any], names: Sequence[str]) -> _Loaded:
-        """Copy weights to the device; runs in the thread."""
+        """Copy weights to the device; runs in the prefetch thread."""
         sources: dict[str, _Source] = {}
         copies: dict[str, torch.Tensor] = {}
         is_accelerator = self.device.type != "cpu"

@@ -38,8 +38,8 @@ def set_module_tensor_to_device(
         module: the module that has the tensor, or a parent of it.
         tensor_name: the tensor's full name, relative to ``module``.
         device: target device; ``"meta"`` frees the values.
-        value: new values. None: the current ones. A tensor on the meta device has none and cannot be moved without
-            ``value``.
+        value: new values. None: the current values. A tensor on the meta device has no values and cannot be moved
+            without ``value``.
         dtype: dtype for floating-point values. None: the current tensor's dtype.
         fp16_statistics: an 8-bit weight's scales, stored in its ``SCB`` attribute.
         tied_params_map: copies of tied parameters; if there is already one on ``device``, it is used instead of a new

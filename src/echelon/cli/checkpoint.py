@@ -149,7 +149,7 @@ def export(path: str, out: str, layout: str) -> None:
     click.echo(f"wrote {out}")
     if layout == "transformers" and not has_state:
         click.echo(
-            f"note: its {TRAINER_STATE} sets logging, evaluation and saving to every 500 steps. A resumed Trainer "
+            f"note: its {TRAINER_STATE} sets the logging, evaluation and saving intervals to 500 steps. A resumed Trainer "
             "reads these intervals from this file, not from its arguments; edit the file to change them."
         )
 
@@ -187,7 +187,7 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
 
 
 def _folder(path: str) -> Path:
-    """Return ``path`` if it exists, possibly under the temporary name that a crash during a commit leaves."""
+    """Return ``path`` if it exists, even if a crash during a commit has left it under a temporary name."""
     from echelon.checkpoint.commit import place_of  # noqa: PLC0415 - torch
     from echelon.checkpoint.storage import LocalStorage  # noqa: PLC0415 - torch
 

@@ -204,9 +204,9 @@ _OWN_VALUES: tuple[tuple[tuple[str, ...], str, Any, Any, str], ...] = (
         "LIBRARIES",
         None,
         None,
-        "Let echelon replace accelerate, or accelerate,transformers: SCRIPT and the libraries that it "
-        "imports then use echelon's Accelerator and Trainer without any changes (default: the value of "
-        "ECHELON_AS).",
+        "Libraries that echelon replaces: 'accelerate' or 'accelerate,transformers'. SCRIPT and the libraries "
+        "that it imports then use echelon's Accelerator and Trainer without any changes (default: the value "
+        "of ECHELON_AS).",
     ),
     (("--log-dir",), "DIR", None, None, "Write each rank's output to a new folder below DIR."),
     (

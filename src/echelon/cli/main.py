@@ -32,7 +32,7 @@ _COMMANDS = {
     "submit": ("echelon.cli.submit", "Submit a script as a Slurm or Kubernetes job."),
     "test": (
         "echelon.cli.test",
-        "Train a small model in several processes and compare the result with a single process.",
+        "Train a small model with multiple processes and compare the result with that of a single process.",
     ),
     "token": ("echelon.cli.job_token", "Create the secret shared by the machines in a run."),
 }

@@ -79,7 +79,7 @@ def _common(function: Any) -> Any:
 @click.option("--account", "-A", metavar="NAME", help="Account to charge.")
 @click.option("--qos", "-q", metavar="NAME", help="Quality of service.")
 @click.option("--constraint", "-C", metavar="TEXT", help="Required features of the machines.")
-@click.option("--time", "-t", metavar="TIME", help="Time limit for each start of the job, such as 12:00:00.")
+@click.option("--time", "-t", metavar="TIME", help="Time limit each time the job runs, such as 12:00:00.")
 @click.option("--job-name", "-J", metavar="NAME", help="Name of the job (default: the name of SCRIPT).")
 @click.option(
     "--log-dir",
@@ -96,13 +96,13 @@ def _common(function: Any) -> Any:
     "--signal",
     metavar="USR1@SECONDS",
     default="USR1@120",
-    help="Signal to send SECONDS before the time limit, to make the job save and exit; or none (default: USR1@120).",
+    help="Signal that makes the job save and exit, sent SECONDS before the time limit, or 'none' (default: USR1@120).",
 )
 @click.option(
     "--setup",
     multiple=True,
     metavar="TEXT",
-    help="Shell line to run before the job, such as 'source venv/bin/activate'; repeatable.",
+    help="Shell command to run before the job, such as 'source venv/bin/activate'; repeatable.",
 )
 @click.option(
     "--python", metavar="PATH", help="Python interpreter (default: the current one, or python if --setup is given)."
@@ -120,7 +120,7 @@ def _common(function: Any) -> Any:
 def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> None:
     """Run SCRIPT as a Slurm batch job.
 
-    Before its time limit, the job saves a checkpoint and requeues itself. Each start resumes from the last checkpoint.
+    Before its time limit, the job saves a checkpoint and requeues itself, and then resumes from the last checkpoint.
     """
     wanted = _script(script, args, flags)
     check(wanted)  # the machines of the cluster share these files

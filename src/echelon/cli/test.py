@@ -65,7 +65,7 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF ECHELON LAUNCH]...")
 @click.pass_context
 def command(ctx: click.Context, gpus: str | None, quick: bool, output: Path | None, flags: tuple[str, ...]) -> None:
-    """Train a small model in several processes and compare the result with a single process.
+    """Train a small model with multiple processes and compare the result with that of a single process.
 
     Choose the processes with the flags of echelon launch: --num_processes, --cpu, --config_file, --num_machines, ... For a
     run on several machines, run this command on each of them, as with echelon launch. Exit codes: 0 if every check passed, 1
@@ -139,7 +139,7 @@ def _check_flags(ctx: click.Context, layout: Sequence[str]) -> None:
 
 
 class _Results:
-    """Check results, printed as they arrive. On a terminal, the current check is shown as well."""
+    """The results of the checks, printed as they arrive. On a terminal, the current check is shown as well."""
 
     def __init__(self, folder: Path) -> None:
         self.records: list[dict[str, Any]] = []

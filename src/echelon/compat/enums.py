@@ -80,7 +80,7 @@ class DistributedType(str, Enum):
 
     @classmethod
     def of(cls, device: torch.device, *, distributed: bool) -> DistributedType:
-        """Return the member for one process, or for several processes on this type of device."""
+        """Return the member for a single process, or for multiple processes on this type of device."""
         name = {"cuda": "GPU"}.get(device.type, device.type.upper())
         return cls(f"MULTI_{name}") if distributed else cls.NO
 
@@ -135,7 +135,7 @@ class RNGType(BaseEnum):
 
 
 class DDPCommunicationHookType(BaseEnum):
-    """DDP communication hooks, which compress gradients for communication."""
+    """DDP communication hooks, which compress gradients before they are sent to other ranks."""
 
     NO = "no"
     FP16 = "fp16"

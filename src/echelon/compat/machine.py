@@ -65,7 +65,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the accelerator type and its ``DistributedType`` name; ``("cuda", "MULTI_GPU")`` without an accelerator."""
+    """Return the accelerator type and its ``DistributedType`` name; ``("cuda", "MULTI_GPU")`` if there is no accelerator."""
     probes = (
         ("mlu", is_mlu_available),
         ("sdaa", is_sdaa_available),

@@ -49,7 +49,7 @@ def _probe(module: str, *distributions: str, least: str | None = None, below: st
 
 
 def _device(kind: str, brought_by: str | None = None) -> bool:
-    """Return whether torch detects a device of this type; ``brought_by`` is the package that adds it to torch."""
+    """Return whether torch detects a device of this type; ``brought_by`` is the package that adds the type to torch."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if brought_by is not None:

@@ -1,4 +1,4 @@
-"""``install()``, which runs programs and libraries written for accelerate and transformers on echelon, unchanged.
+"""``install()``, which lets programs and libraries written for accelerate and transformers run on echelon unchanged.
 
 ``import accelerate`` (and its submodules) then imports echelon, whether or not accelerate is installed, and
 transformers' modules contain echelon's Trainer.
@@ -114,7 +114,7 @@ def parse_libraries(names: Iterable[str], *, where: str) -> tuple[str, ...]:
         )
     if requested == {"transformers"}:
         raise UsageError(
-            "echelon can only stand in for transformers' Trainer together with accelerate, because programs use the "
+            "echelon can stand in for transformers only together with accelerate, because programs use the "
             "Trainer's Accelerator",
             where=where,
             do="name both: accelerate,transformers",
@@ -158,7 +158,7 @@ def _refuse_imported(library: str) -> None:
 
 
 def _packages_that_use(library: str) -> list[str]:
-    """Return the imported packages other than ``library`` that have one of its classes or functions in a module."""
+    """Return the imported packages other than ``library`` whose modules contain a class or function from ``library``."""
     found = set()
     for name, module in list(sys.modules.items()):
         package = name.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Names defined by the Trainer in transformers 5.23 and related classes; ``tests/side_by_side`` compares them.
+"""Names that the Trainer and related classes define in transformers 5.23; checked by ``tests/side_by_side``.
 
 A subclass that defines one of these names expects the Trainer to use it (``trainer/override_points.py``).
 """

@@ -153,7 +153,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return the ``NAME=value`` lines of an environment file; skip variables that it cannot express, with a warning."""
+    """Return the ``NAME=value`` lines of an environment file; warn about and skip variables that the format cannot express."""
     lines = []
     for name, value in current_env.items():
         if not name or not value or set(name + value) & set(";\n<> "):

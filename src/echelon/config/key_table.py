@@ -25,7 +25,7 @@ class Key:
     names: tuple[str, ...] = ()
     """Other names that config files may use. If accelerate's name differs from the field's name, it comes first."""
     flags: tuple[str, ...] = ()
-    """Command-line flags; empty if no flag sets it."""
+    """Command-line flags; empty if the setting has none."""
     shared: bool = False
     """Whether the setting also applies if the feature that its section configures is not used."""
 

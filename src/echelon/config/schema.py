@@ -114,8 +114,8 @@ class RunConfig:
     """Whether updates are independent of the number of processes. With ``off``, they are not, as in Accelerate; with
     ``exact`` and ``bitwise``, they are."""
     canonical_shards: int = 8
-    """Number of shards that each update is divided into if parity is bitwise. Their gradients are summed in a fixed order.
-    Must be at least the number of processes."""
+    """Number of shards into which the samples of each update are split if parity is bitwise. The shards' gradients are
+    summed in a fixed order. Must be at least the number of processes."""
     max_micro_batch_size: int | None = None
     """Maximum micro-batch size per process if parity is exact or bitwise. Default: the process's share of the batch."""
     seed: int | None = None
@@ -279,7 +279,7 @@ def coerce(kinds: tuple[object, ...], name: str, value: object, *, where: str) -
                 return typed
     do = f"set {name} to {_describe(kinds)}"
     if isinstance(value, str) and "$" in value:
-        do += "; the variable in it was not expanded, because single quotes and config files prevent that"
+        do += "; its shell variable was not expanded, because the value was in single quotes or in a config file"
     raise ConfigError(f"{name}={value!r} is not {_describe(kinds)}", where=where, do=do)
 
 

@@ -107,7 +107,7 @@ class Doing(IntFlag):
     COMMUNICATES = 1
     """The thread is in a call that may wait for other ranks."""
     TRAINS = 2
-    """That call is part of a backward pass, or of a wrapped model's forward pass."""
+    """The call that may wait is part of a backward pass, or of a wrapped model's forward pass."""
     COMPILES = 4
     """The thread is running a compiler."""
     ENDED = 8
@@ -151,7 +151,7 @@ class StatusNote(NamedTuple):
     time_ns: int
     step: int
     num_operations: int
-    """Number of echelon operations involving other ranks that the program has started."""
+    """Number of echelon operations that the program has started and that involve other ranks."""
     line: int
     phase: Phase
     waits: bool
@@ -169,7 +169,7 @@ class StatusNote(NamedTuple):
 
 
 class Times(NamedTuple):
-    """The time that a rank has spent on each part since its training loop started."""
+    """The time that a rank has spent on each ``StepPart`` since its training loop started."""
 
     begun_ns: int
     """``time.monotonic_ns()`` when the loop started; 0 if it has not started."""
@@ -189,7 +189,7 @@ class Times(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The time that a rank had spent on each part when it started saving a checkpoint."""
+    """The time that a rank had spent on each ``StepPart`` when it started saving a checkpoint."""
 
     step: int
     """Step of the run."""
@@ -316,7 +316,7 @@ class Board:
         _WORD.pack_into(self._memory, _COMMAND_AT, command)
 
     def read_positions(self) -> list[int]:
-        """Return each rank's position in the stop barrier; 0 if the rank does not participate yet."""
+        """Return each rank's position in the stop barrier; 0 if the rank has not joined yet."""
         return self._words(_POSITION_AT)
 
     def preemption_signals(self) -> list[int]:

@@ -72,7 +72,7 @@ class StackSummary:
     debugs: bool
     """Whether a debugger has stopped the thread."""
     is_elsewhere: bool
-    """Whether the innermost code is not part of Python, torch or echelon, for example a hook that interrupts a wait in the stack."""
+    """Whether the innermost code is not part of Python, torch or echelon, for example a hook that runs during a wait."""
 
 
 def current_call_site() -> CallSite:
@@ -156,5 +156,5 @@ def _is_standard(name: str) -> bool:
 
 @lru_cache(maxsize=4096)  # few different files appear in stacks
 def is_user_file(name: str) -> bool:
-    """Return whether a file is user code, which means that it is not part of echelon, an installed package or Python."""
+    """Return whether a file is user code, that is, not part of echelon, an installed package or Python."""
     return not name.startswith(_OWN_PATHS) and not any(part in name for part in _INSTALLED)

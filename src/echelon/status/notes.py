@@ -64,7 +64,7 @@ class Notes:
         self._operation = self._detail = self._slow = self._file = ""
 
     def step(self, step: int, phase: Phase) -> None:
-        """Record the number of optimizer steps, and the phase after the last step."""
+        """Record the number of optimizer steps, and the phase that starts after the last of them."""
         self._step, self._phase = step, phase
         self._num_steps = max(self._num_steps, step)  # with several optimizers, the largest number of steps
         self._write()
@@ -85,7 +85,7 @@ class Notes:
         self.part(_PART_OF[phase])
 
     def part(self, part: StepPart) -> StepPart:
-        """Record which part of the step time is attributed to from now on, and return the previous part."""
+        """Attribute time to ``part`` of the step from now on, and return the previous part."""
         before = self._part
         if self._begun_ns:
             now = monotonic_ns()
@@ -95,7 +95,7 @@ class Notes:
         return before
 
     def begin_forward(self) -> None:
-        """Record that a forward pass starts. If it is nested or part of an evaluation, its time counts as the outer part."""
+        """Record that a forward pass starts. If it is nested or part of an evaluation, its time counts toward the outer part."""
         self._num_forward += 1
         if self._part is StepPart.OTHER:
             self._num_forward = 1
@@ -108,7 +108,7 @@ class Notes:
             self.part(StepPart.OTHER)
 
     def mark(self, step: int) -> None:
-        """Record that saving the checkpoint for ``step`` starts. A restart repeats only what comes after it."""
+        """Record that saving the checkpoint for ``step`` starts. A restart repeats only what happens after this point."""
         self.part(self._part)
         self._slot.mark(Mark(step, tuple(self._spent_ns)))
 
@@ -202,8 +202,8 @@ def _open(slot: str, _pid: int) -> Notes | None:
 def slow(what: str) -> AbstractContextManager[None]:
     """Return a context for work that takes a long time on this rank while other ranks wait.
 
-    ``echelon launch`` reports a stall in it only after ``--slow_timeout`` (default: 600 s). ``what`` is the name of the work
-    in reports.
+    Inside the context, ``echelon launch`` reports a stall only after ``--slow_timeout`` (default: 600 s). ``what`` is the
+    name of the work in reports.
     """
     notes = notes_of_process()
     return nullcontext() if notes is None else notes.slow(what)

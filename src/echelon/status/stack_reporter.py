@@ -68,7 +68,7 @@ class Reporter:
         """Stop sampling. ``finished`` means that the program succeeded, so a crash at interpreter exit does not count as a
         failure.
 
-        Waits for a sample in progress, because it could abort the process at interpreter exit.
+        Waits for any sample in progress to finish, because sampling during interpreter exit could abort the process.
         """
         if os.getpid() != self._pid:
             return  # a forked child of the program

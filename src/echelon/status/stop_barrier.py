@@ -185,7 +185,7 @@ class SharedCommands(Protocol):
         """Write ``command`` for all ranks to read."""
 
     def read_positions(self) -> Sequence[int]:
-        """Return each rank's position, read after the last command was written; 0 if the rank does not participate yet."""
+        """Return each rank's position, read after the last command was written; 0 if the rank has not joined yet."""
 
 
 class BarrierOutcome(Enum):

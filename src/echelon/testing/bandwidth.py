@@ -1,4 +1,4 @@
-"""Measures the time and the algorithm and bus bandwidth of five collectives between ranks, as defined by nccl-tests."""
+"""Measures the time, algorithm bandwidth and bus bandwidth (as defined by nccl-tests) of five collectives."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _MAX_NORM = 0.05
 
 
 def trains_like_one_process(open: Open) -> None:
-    """Accumulation, clipping, the gradient norm and momentum match SGD in one process, with and without the number of items."""
+    """Accumulation, clipping, the gradient norm and momentum match SGD in one process, with and without ``num_items=``."""
     for weighted in (False, True):
         accelerator = open(gradient_accumulation_steps=2)
         dtype, tolerance = _precision(accelerator)
@@ -86,7 +86,7 @@ def gradients_are_those_of_one_process(open: Open) -> None:
 
 
 def trains_in_float32(open: Open) -> None:
-    """20 AdamW steps match one process to within 3e-4, because AdamW divides by small numbers, which amplifies rounding."""
+    """20 AdamW steps match one process only to within 3e-4, because AdamW divides by small numbers, which amplifies rounding."""
     accelerator = open()
     model, optimizer = _prepared(accelerator, _adamw, torch.float32)
     weights = _model(torch.float32)
@@ -102,7 +102,7 @@ def trains_in_float32(open: Open) -> None:
 
 
 def items_count_alike(open: Open) -> None:
-    """If ranks and micro-steps have different numbers of items, including none, the loss is the mean over the whole update."""
+    """If ranks and micro-steps have different numbers of items, including zero, the loss is the mean over the whole update."""
     accelerator = open(gradient_accumulation_steps=2)
     dtype, tolerance = _precision(accelerator)
     model, optimizer = _prepared(accelerator, _sgd, dtype)
@@ -166,7 +166,7 @@ def two_models_train(open: Open) -> None:
 
 
 def its_state_continues_where_it_was(open: Open) -> None:
-    """A new model and optimizer continue identically from a rank's state that was saved and loaded with ``weights_only``."""
+    """A new model and optimizer continue identically from a rank's saved state, loaded with ``weights_only=True``."""
     accelerator = open()
     dtype, tolerance = _precision(accelerator)
     engine = accelerator.session.engine

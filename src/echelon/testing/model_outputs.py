@@ -181,7 +181,7 @@ def items_of(output: Any) -> dict[str, Any]:
 
 
 class Returning(nn.Module):
-    """Returns the output of ``inner`` as the logits of another kind of output. ``head`` computes an output that no loss uses."""
+    """Returns the output of ``inner`` as the logits of a given kind of output. ``head`` computes an output that no loss uses."""
 
     def __init__(self, inner: nn.Module, make: Callable[..., Any], head: nn.Module | None = None) -> None:
         super().__init__()

@@ -276,7 +276,7 @@ def train_until_killed(accelerator: Accelerator, writer: EvidenceWriter) -> None
 
 
 def check_restart(accelerator: Accelerator, writer: EvidenceWriter, *, undisturbed: str) -> None:
-    """Check that the run resumes from its checkpoint and that its weights end with the digest ``undisturbed``. Collective."""
+    """Check that the run resumes from its checkpoint and that its final weights have the digest ``undisturbed``. Collective."""
     trained = train(accelerator, _problem(accelerator), resumes=True)
     digest = broadcast_object_list([_digest(trained.weights)])[0]
     killed, saved = accelerator.num_processes - 1, KILL_AFTER - KILL_AFTER % SAVE_EVERY
@@ -435,7 +435,7 @@ def _why_not_bitwise(accelerator: Accelerator) -> str | None:
 
 
 def _relative_error(weights: Mapping[str, torch.Tensor] | None, reference: Mapping[str, torch.Tensor]) -> float:
-    """Return the largest difference of any weight relative to the largest weight of its tensor, on rank zero."""
+    """Return, on rank zero, the largest difference of any weight relative to the largest weight in its tensor."""
     if weights is None:
         return math.inf
     assert weights.keys() == reference.keys(), (weights.keys(), reference.keys())

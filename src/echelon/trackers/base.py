@@ -35,7 +35,7 @@ class GeneralTracker:
     so on every rank. A tracker's exceptions propagate to the caller of ``Accelerator.log``.
 
     Raises:
-        NotImplementedError: a subclass does not define all three.
+        NotImplementedError: a subclass lacks one of these attributes or the property.
     """
 
     main_process_only = True

@@ -129,8 +129,8 @@ def filter_trackers(
     """Return the trackers in ``log_with`` that are available, without duplicates.
 
     Args:
-        log_with: a name, a ``LoggerType``, a tracker object, or a list of these; ``all`` selects every installed
-            tracker and places them after the list's tracker objects. Trackers that are not installed are skipped with a
+        log_with: a name, a ``LoggerType``, a tracker object, or a list of these; ``all`` selects all installed
+            trackers and places them after the list's tracker objects. Trackers that are not installed are skipped with a
             warning.
         logging_dir: directory for trackers that write files.
 
@@ -159,7 +159,7 @@ def filter_trackers(
         kind = LoggerType(name) if name in LoggerType and name not in GeneralTracker.registered else name
         if isinstance(kind, LoggerType) and kind not in available:
             package = _PACKAGES[kind][0]
-            warn(f"log_with={name!r}: the package {package!r} is not installed, so nothing is logged there. "
+            warn(f"log_with={name!r}: the package {package!r} is not installed, so nothing is logged to this tracker. "
                  f"pip install 'echelon[{name}]'")  # fmt: skip
             continue
         if _needs_folder(name) and logging_dir is None:

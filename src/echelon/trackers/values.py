@@ -41,7 +41,7 @@ class DroppedValues:
 
 
 def plain(value: Any) -> Any:
-    """Convert the tensors and numpy values in ``value`` to Python numbers, or to lists if they have several elements.
+    """Convert the tensors and numpy values in ``value`` to Python numbers, or to lists if they have multiple elements.
 
     Synchronizes with the device.
     """

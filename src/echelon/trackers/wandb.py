@@ -73,7 +73,7 @@ class _RunTracker(GeneralTracker):
 
 
 class WandBTracker(_RunTracker):
-    """Logs to a ``wandb`` run. Tensors with several elements become histograms.
+    """Logs to a ``wandb`` run. Tensors with multiple elements become histograms.
 
     Args:
         run_name: the project's name.
