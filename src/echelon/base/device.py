@@ -132,7 +132,7 @@ def numa_node_of(device: torch.device) -> int | None:
 
 
 def backend_of(device: torch.device) -> str:
-    """Return the ``torch.distributed`` backend for ``device`` and, if it is an accelerator, gloo for CPU tensors."""
+    """Return the ``torch.distributed`` backend for ``device``, plus gloo for CPU tensors if ``device`` is an accelerator."""
     import torch.distributed as dist  # noqa: PLC0415 - torch-free layer
 
     if device.type == "cpu":

@@ -47,8 +47,8 @@ def is_logging_rank() -> bool:
 def _frames_to(stacklevel: int) -> int:
     """Convert the caller's ``stacklevel`` to the one that ``RankLogger.log`` must pass on.
 
-    Since Python 3.11, ``Logger.findCaller`` does not count the logging module's frames. Python 3.10 counts them, but skips
-    any such frames at which the count ends.
+    Since Python 3.11, ``Logger.findCaller`` does not count the logging module's frames. Python 3.10 counts them, and if
+    the count ends at one of them, skips to the next frame outside the module.
     """
     if sys.version_info >= (3, 11) or stacklevel == 1:
         return stacklevel + 1

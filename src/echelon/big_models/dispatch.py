@@ -189,7 +189,7 @@ def _split(model: nn.Module, name: str, at: Any, device_map: Mapping[str, Any]) 
 def _place_single_tensors(
     model: nn.Module, running: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None
 ) -> None:
-    """Move each tensor that has its own map entry to the device where it is used, because hooks offload whole modules."""
+    """Move each tensor with its own map entry to the device where it is used, because hooks offload whole modules."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in [name for name in running if name not in modules]:
         tensor = tensor_at(model, name)

@@ -65,7 +65,7 @@ class Prefetcher:
         self.device = as_device(device)
         self._copies = self.device.type not in ("cpu", "meta") if copies is None else copies
         self._after: dict[int, LoadsWeights] = {}
-        """For each hook's id, the hook that ran after it or, before the first forward pass, that was attached after it."""
+        """Maps each hook's id to the hook that ran after it or, before the first forward pass, was attached after it."""
         self._known: dict[int, LoadsWeights] = {}
         self._previous: LoadsWeights | None = None
         self._first: LoadsWeights | None = None

@@ -35,7 +35,7 @@ class GeneralTracker:
     so on every rank. A tracker's exceptions propagate to the caller of ``Accelerator.log``.
 
     Raises:
-        NotImplementedError: a subclass lacks one of these attributes or the property.
+        NotImplementedError: a subclass does not define ``name``, ``requires_logging_directory`` or ``tracker``.
     """
 
     main_process_only = True
