@@ -68,11 +68,14 @@ def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_
     ]
     said = [says(process, r"do: +[^\n]*\n") for process in wrong]
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in said[0]
-    assert "different settings: mixed_precision is bf16 (from flag --mixed_precision) there and not set on" in said[1]
+    assert (
+        "different settings: mixed_precision is bf16 (from flag --mixed_precision) on the joining machine and not set on"
+        in said[1]
+    )
     assert re.search(r"this machine expects 3 machines, but \S+ expects 2", said[2])
     assert "it has a different token" in said[3]
     assert [command.finish(process).code for process in wrong] == [1, 1, 1, 1]
-    assert "missing machine rank 1" in says(first, "waiting for[^\n]*\n")
+    assert "missing machine ranks: 1" in says(first, "waiting for[^\n]*\n")
     right = launch(command, *flags, "--node_rank=1")
     ends = [command.finish(process) for process in (first, right)]
     assert [end.code for end in ends] == [0, 0], ends
@@ -148,5 +151,5 @@ def test_a_version_that_differs_is_named(command: Command) -> None:
     first = launch(command, *flags[1:], "--node_rank=0")
     wait_for_listener(command, port)
     second = command.start([sys.executable, older, "launch", *flags, "--node_rank=1", "train.py"], ECHELON_TOKEN=TOKEN)
-    assert "different versions: echelon is 0.0.9 there and" in says(second, r"do: +[^\n]*\n")
+    assert "different versions: echelon is 0.0.9 on the joining machine and" in says(second, r"do: +[^\n]*\n")
     end(command, first, second)

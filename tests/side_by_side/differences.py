@@ -26,7 +26,7 @@ def _each(names: str, theirs: Sequence[Any], ours: Sequence[Any], reason: str) -
 
 
 _DEVICE = "a tensor's device is `cpu`, never `cpu:0`, and `tensor.device == accelerator.device` must be true"
-_WINDOW = "the last accumulation window of a pass is divided by its actual number of micro-batches (1), not by 3"
+_WINDOW = "in the last accumulation window of an epoch, the loss is divided by the actual number of micro-batches (1), not by 3"
 _SCALER = (
     "accelerate's loss scaler is disabled on devices other than CUDA, so a step with infinite gradients is not skipped"
 )
@@ -34,7 +34,7 @@ _SAMPLER = "the order of every loader is saved; accelerate saves it only with us
 _RESUMED = "after load_state, a shuffled loader continues in the same order; accelerate's loader changes its order on two processes"
 _COMPILED = "with keep_torch_compile=False, accelerate only unwraps DDP and returns the compiled module"
 _SHUFFLE = "on any number of processes, the loader has the same order as without the Accelerator"
-_NONE = "with reduction='none', each rank keeps its own value, as accelerate's documentation says; its code computes the sum"
+_NONE = "with reduction='none', each rank keeps its own value, as accelerate's documentation says; accelerate's code computes the sum"
 _SCALE = "`scale=` is applied; accelerate ignores it except on XLA"
 _TRACKER = (
     "a tracker with main_process_only=False logs on every process; accelerate starts trackers only on the main process"

@@ -353,14 +353,14 @@ def test_mismatches_are_refused_and_missing_machines_named(
     waits.start()
     with pytest.raises(LaunchError, match="already has machine rank 0"):
         stage.node("other", machine_rank=0)
-    with pytest.raises(LaunchError, match="different settings: a is 1 there and not set on head"):
+    with pytest.raises(LaunchError, match="different settings: a is 1 on the joining machine and not set on head"):
         stage.node("other", settings={"a": "1"})
     output = ""
 
     def is_reported() -> bool:
         nonlocal output
         output += capsys.readouterr().err
-        return "1 of 2 machines have joined: head (127.0.0.1, machine rank 0); missing machine rank 1" in output
+        return "1 of 2 machines have joined: head (127.0.0.1, machine rank 0); missing machine ranks: 1" in output
 
     wait_for(is_reported)
     right = stage.node("other", machine_rank=1)

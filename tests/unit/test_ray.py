@@ -99,7 +99,9 @@ def test_a_machine_without_the_folder_is_reported(site: Site, tmp_path: Path) ->
     echelon.ray.run(os.getcwd, num_workers=1)
     (tmp_path / "program").rmdir()
     os.chdir(tmp_path)
-    with pytest.warns(EchelonWarning, match=".*/program does not exist on this machine, so relative paths start at"):
+    with pytest.warns(
+        EchelonWarning, match=".*/program does not exist on this machine, so relative paths are resolved"
+    ):
         site.fit()
 
 

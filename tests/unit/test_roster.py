@@ -42,12 +42,18 @@ def test_two_machines_that_agree_are_admitted() -> None:
         ({"machine_rank": 2}, "machine rank 2 is out of range for 2 machines"),
         ({"run_id": "s"}, "this machine expects run 's', but the rendezvous host is running 'r'"),
         ({"min_nodes": 3, "max_nodes": 3}, "this machine expects 3 machines, but one expects 2"),
-        ({"versions": {"torch": "2.12.0"}}, "different versions: torch is 2.12.0 there and 2.13.0 on one"),
+        (
+            {"versions": {"torch": "2.12.0"}},
+            "different versions: torch is 2.12.0 on the joining machine and 2.13.0 on one",
+        ),
         (
             {"settings": {"mixed_precision": "bf16 (from flag --mp)"}},
-            "different settings: mixed_precision is bf16 (from flag --mp) there and no (from file a.yaml:3) on one",
+            "different settings: mixed_precision is bf16 (from flag --mp) on the joining machine and no (from file a.yaml:3) on one",
         ),
-        ({"settings": {}}, "different settings: mixed_precision is not set there and no (from file a.yaml:3) on one"),
+        (
+            {"settings": {}},
+            "different settings: mixed_precision is not set on the joining machine and no (from file a.yaml:3) on one",
+        ),
     ],
 )
 def test_each_mistake_is_named(change: dict[str, object], what: str) -> None:
@@ -69,7 +75,7 @@ def test_ranks_are_numbered_by_the_machine_ranks_then_as_before_then_the_first_f
 
 def test_missing_machines_are_named_by_rank() -> None:
     assert describe_missing([A], min_nodes=2, max_nodes=2) == (
-        "1 of 2 machines have joined: one (10.0.0.1, machine rank 0); missing machine rank 1"
+        "1 of 2 machines have joined: one (10.0.0.1, machine rank 0); missing machine ranks: 1"
     )
     free = replace(A, machine_rank=None)
     assert describe_missing([free], min_nodes=1, max_nodes=4) == "1 of at least 1 machines have joined: one (10.0.0.1)"

@@ -65,7 +65,7 @@ def test_one_machine_needs_no_list_of_them() -> None:
         (
             {},
             "SLURM_STEP_NODELIST",
-            "SLURM_STEP_NODELIST, which lists the 3 machines, is not set",
+            "SLURM_STEP_NODELIST, which should list the 3 machines, is not set",
             "--main_process_ip",
         ),
     ],

@@ -103,7 +103,7 @@ class CheckpointError(EchelonError, RuntimeError):
 
 
 class DesyncError(EchelonError, RuntimeError):
-    """The ranks have different shapes, structures or decisions where they must agree.
+    """The ranks use different shapes or structures, or make different decisions, where they must agree.
 
     Causes: tensors of different sizes in ``gather`` or ``reduce``; a model or a dataset length that differs between ranks,
         often because each rank drew its own random numbers; a loop that ends earlier on one rank; a collective call under ``if

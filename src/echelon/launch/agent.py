@@ -157,7 +157,7 @@ class _Agent(SimpleElasticAgent):
         ]
 
     def _exit_barrier(self) -> None:
-        """Do nothing, because the node knows that all machines have ended."""
+        """Do nothing, because a generation ends on all machines at the same time."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         job, generation = self._job, self._handler.generation
@@ -240,7 +240,7 @@ class _Agent(SimpleElasticAgent):
         return _failed(worker_group, ends)
 
     def _prepare_warm(self) -> None:
-        """Let the warm server import torch once the ranks communicate, because they need the CPU until then."""
+        """Let the warm server import torch after all ranks have called a collective; until then, they need the CPU."""
         if not self._job.is_warm or not self._node.may_restart or not self._have_communicated():
             return
         assert self._board is not None

@@ -1,4 +1,4 @@
-"""``notebook_launcher`` and ``debug_launcher``: run a notebook function in several processes forked from the kernel.
+"""``notebook_launcher`` and ``debug_launcher``: run a notebook function in multiple processes forked from the kernel.
 
 A function defined in a cell cannot be imported, and a notebook's data may be large; a forked process has both. However,
 a forked process has only one thread and cannot use a device that the kernel has used. Therefore:
@@ -63,9 +63,9 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Call ``function(*args)`` in several processes on this machine, and show their output in the cell.
+    """Call ``function(*args)`` in multiple processes on this machine, and show their output in the cell.
 
-    The processes are forked, so that they have everything that the cells have defined and loaded. Pass models and data
+    The processes are forked, so they have everything that the cells have defined and loaded. Pass models and data
     as arguments or globals. To return a result, write it to a file on one rank. If a cell has used the device, new
     processes are started, which receive copies of the function, its arguments and the globals that these use.
 
@@ -86,7 +86,7 @@ def notebook_launcher(
         UsageError: an argument is not supported, the kernel has a process group, or ``args`` do not match ``function``.
         LaunchError: a rank failed, and the other ranks were stopped; includes the failed rank's traceback.
 
-    Source: accelerate.notebook_launcher. Unlike there, ``mixed_precision`` takes effect.
+    Source: accelerate.notebook_launcher. Unlike in Accelerate, ``mixed_precision`` takes effect.
     """
     _check_supported(num_nodes=(num_nodes, 1), node_rank=(node_rank, 0), max_restarts=(max_restarts, 0))
     _warn_ignored(

@@ -48,8 +48,8 @@ class PreemptionRequest:
         """Call ``on_request`` if there is a new request.
 
         Raises:
-            Interrupted: the run must stop, because another or a second signal was received, or because no rank reads
-                the board.
+            Interrupted: the run must stop, because a second or a different signal was received, or because no rank
+                reads the board.
         """
         if not self.is_pending and (requester := self._find_requester()):
             self.is_pending, self.requester = True, requester
@@ -89,7 +89,7 @@ def stop_barrier_timeout(
     return LaunchError(
         f"{requester}: the ranks did not reach a common step within {grace.total_seconds():g} s and were stopped",
         where="; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in where.items()),
-        do="the next start resumes from the last checkpoint; set --preemption_grace to give the ranks more seconds",
+        do="the next start resumes from the last checkpoint; set --preemption_grace to give the ranks more time",
     )
 
 

@@ -1,4 +1,4 @@
-"""The program to run, and checks for it that need neither a process nor torch."""
+"""The program to run, and checks on it that need neither a process nor torch."""
 
 from __future__ import annotations
 

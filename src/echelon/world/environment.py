@@ -38,7 +38,7 @@ class LaunchEnvironment:
 
 
 def detect() -> LaunchEnvironment:
-    """Read the variables set by torchrun, Slurm or MPI, in this order; if none are set, return a single process.
+    """Read the variables set by torchrun, Slurm or MPI, in this order; if none is set, describe a single process.
 
     Raises:
         ConfigError: a variable is not an integer, only one of RANK and WORLD_SIZE is set, or the rank is outside the world.

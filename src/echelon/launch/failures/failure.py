@@ -74,18 +74,19 @@ class RankEnd:
     stack: tuple[Frame, ...] = ()
     """Python stack when native code crashed, innermost frame first."""
     last_words: Answer | None = None
-    """The rank's call site and started collectives when it failed, or when they were requested after a failure."""
+    """The rank's call site and the collectives that it had started when it failed or, if it was still running after
+    another rank's failure, when the launcher requested them."""
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has failed. An exception counts even before the exit, which follows half a second later."""
+        """Whether the rank has failed. An exception counts even before the rank exits (half a second later)."""
         if self.exit_code is None:
             return self.record is not None and self.record.thread is None
         return self.exit_code != 0
 
 
 class Cause(IntEnum):
-    """Why a rank ended. The lowest cause among all ranks is the most likely origin of a failure."""
+    """Why a rank ended. The rank with the lowest value is the most likely origin of a failure."""
 
     OWN = 0  # signal, exception not caused by another rank, sys.exit, os._exit
     LEFT_EARLY = 1  # exit code 0 while other ranks still waited for it
@@ -144,7 +145,7 @@ def is_settled(ends: Sequence[RankEnd]) -> bool:
 
 
 def exit_status(ends: Sequence[RankEnd]) -> int:
-    """Return the launcher's exit code: the first failed rank's code, 128 + n for signal n, or 0 without failure."""
+    """Return the launcher's exit code: the first failed rank's code, 128 + n for signal n, or 0 if no rank failed."""
     first = first_failure(ends)
     if first is None:
         return 0
@@ -187,7 +188,7 @@ def explain(
 
 
 def lost_each_other(ends: Sequence[RankEnd]) -> bool:
-    """Return whether no rank is known to have failed by itself, because ranks only lost contact or gloo aborted one."""
+    """Return whether ranks only lost contact or gloo aborted one, so no rank is known to have failed by itself."""
     first = first_failure(ends)
     return first is not None and (cause_of(first, ends) is Cause.COMMUNICATION or first.exit_code == -signal.SIGABRT)
 
@@ -203,7 +204,7 @@ def _disagreement(first: RankEnd, ends: Sequence[RankEnd]) -> Stall | None:
 def _explain_disagreement(
     found: Stall, first: RankEnd, ends: Sequence[RankEnd], *, logs: str, machines: Mapping[int, str]
 ) -> tuple[str, str, str]:
-    aborted = f"; gloo aborted rank {first.rank} because of it" if first.exit_code == -signal.SIGABRT else ""
+    aborted = f"; gloo aborted rank {first.rank} as a result" if first.exit_code == -signal.SIGABRT else ""
     lines = "".join(f"\n    {line}" for line in found.lines())
     what = f"{found.kind.value}: {found.what}{lines}\n  others: the ranks lost contact with each other{aborted}"
     culprits = found.culprits or tuple(sorted(found.ranks))
@@ -273,7 +274,7 @@ def _signal(number: int) -> tuple[str, str]:
         name = signal.Signals(number).name
     except ValueError:
         name = "an unknown signal"
-    return f"{name} (signal {number})", _SIGNAL_HINTS.get(name, "find out who sends this signal")
+    return f"{name} (signal {number})", _SIGNAL_HINTS.get(name, "find out which process sent this signal")
 
 
 def _shown_frames(end: RankEnd) -> list[Frame]:

@@ -51,7 +51,7 @@ def _record(data: dict[str, Any]) -> ErrorRecord:
 
 
 def read_answer(path: Path) -> Answer | None:
-    """Return a rank's answer, or None if it cannot be read."""
+    """Return a rank's answer to a request for its stacks, or None if the answer cannot be read."""
     try:
         data = _load(path)
         call_site = None if data["call_site"] is None else CallSite(**data["call_site"])
@@ -68,7 +68,7 @@ def read_answer(path: Path) -> Answer | None:
 
 
 def read_last_words(directory: Path) -> Answer | None:
-    """Return a rank's call site and started collectives when it failed, or None if it did not record them."""
+    """Return the call site and the collectives that a rank recorded when it failed, or None if it recorded nothing."""
     aborted = read_answer(directory / ABORT_FILE)
     if aborted is not None:
         return aborted

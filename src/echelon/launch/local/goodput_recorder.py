@@ -1,4 +1,4 @@
-"""Measures a run's goodput: when an attempt ends, writes the times on the board and their sum to a file."""
+"""Measures a run's goodput: writes the board's times and their sum to a file when an attempt ends."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The guardian: a process that outlives a killed launcher and kills its ranks with all their children.
 
-The kernel kills a rank with its parent (``worker.die_with``), but not the rank's children (loader workers, programs
-started by a shell), and a launcher that receives SIGKILL cannot stop them. The guardian reads the pids of the ranks,
-which are session leaders, from a pipe. If the pipe closes without ``bye``, the launcher was killed, and the guardian
-kills the process groups in these sessions. It recognizes a rank that was just being started by the launcher's mark in
-the rank's environment.
+The kernel kills a rank when its parent dies (``worker.die_with``), but not the rank's children (loader workers,
+programs started by a shell), and a launcher that receives SIGKILL cannot stop them. The guardian reads the pids of the
+ranks, which are session leaders, from a pipe. If the pipe closes without ``bye``, the launcher was killed, and the
+guardian kills the process groups in these sessions. If a rank was just being started, its pid is not known yet; the
+guardian finds it by the launcher's mark in its environment.
 
 Like the worker, it is run by its path and imports only the standard library: ``python -I -S guardian.py PIPE MARK``.
 """

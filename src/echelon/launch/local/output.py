@@ -27,7 +27,7 @@ _BITS: Mapping[str, Streams] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Each local rank's streams that are copied to a file (``tee``) or only written to a file (``redirect``)."""
+    """For each local rank, which streams are copied to a file (``tee``) or only written to a file (``redirect``)."""
 
     tee: Mapping[int, Streams]
     redirect: Mapping[int, Streams]

@@ -209,7 +209,7 @@ class Workers:
         return 0 if code is not None and code < 0 and one.is_finished else code
 
     def stop(self, number: int, *, grace: timedelta, is_impatient: Callable[[], bool] = lambda: False) -> None:
-        """Send signal ``number``, wait for ``grace``, and then kill the remaining processes and all their children.
+        """Send signal ``number``, wait up to ``grace``, and then kill the remaining processes and all their children.
 
         Args:
             number: signal to send.

@@ -28,7 +28,7 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int:
-        """Process id, which is also its session id."""
+        """Process id, which is also the session id."""
 
     def poll(self) -> int | None:
         """Return the exit code, or None if the process is still running."""

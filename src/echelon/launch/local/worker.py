@@ -229,8 +229,7 @@ def die_with(parent: str, *, by_thread: bool = False) -> None:
     inherit the setting, and executing a setuid program clears it.
 
     Args:
-        parent: ``PID:START`` from ``parents.own_identity``; if the parent is already dead, ``getppid`` returns another
-            process.
+        parent: ``PID:START`` from ``parents.own_identity``; if the parent is already dead, ``getppid`` returns another pid.
         by_thread: poll the parent in a thread instead.
     """
     number, _, start = parent.partition(":")

@@ -1,11 +1,11 @@
 """Connections between a run's launchers: TCP, mutual authentication by a shared token, then signed JSON frames.
 
-Authentication: The server sends a nonce. The client sends its own nonce, its purpose, and a code (HMAC-SHA256 under the
-token) over all of these. The server answers with a code over the same data with a different label. Neither side reveals
+Authentication: The server sends a nonce. The client sends its own nonce, its purpose, and a MAC (HMAC-SHA256 under the
+token) of all of these. The server answers with a MAC of the same data under a different label. Neither side reveals
 the token. Recorded traffic cannot open another connection, because the server's nonce is new each time, and the client
 accepts only a server that knows the token.
 
-Frames: Each frame consists of its length, a code and JSON. The code covers the direction, the frame number and the
+Frames: Each frame consists of its length, a MAC and JSON. The MAC covers the direction, the frame number and the
 text, under a key that is unique to this connection, so that frames cannot be changed, replayed, dropped or reflected.
 They are not encrypted. This module uses only the standard library.
 """
@@ -49,7 +49,7 @@ _MAX_ANSWERING = 32
 """Maximum number of requests that are answered concurrently, so that a flood of requests does not create a thread for each."""
 
 START_S = 180.0
-"""How long a side may be silent while it imports torch from a slow disk, because loading a library holds the GIL."""
+"""How long a side may be silent while it imports torch from a slow disk (the import holds the GIL)."""
 NODE, STORE = b"N", b"S"
 """A client's purpose: to join as a node, or to reach a generation's store."""
 
@@ -146,7 +146,7 @@ class Channel:
     """Signed JSON frames on an open connection. Any thread may send; one thread receives.
 
     Args:
-        sock: a socket whose timeout is the time after which a silent other side counts as lost.
+        sock: a socket whose timeout is how long the other side may be silent before it counts as lost.
         key: this connection's key.
         is_server: whether this is the server's side.
     """

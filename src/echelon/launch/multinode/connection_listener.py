@@ -33,7 +33,7 @@ class ConnectionListener:
         listener: a bound socket, which ``close`` closes.
         token: the secret that clients must know.
         on_node: called in a separate thread with a new node's channel and address.
-        port_of: returns the loopback port of the store of a generation, or None if that generation is not running.
+        port_of: returns the loopback port of a generation's store, or None if that generation is not running.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ class Coordinator:
         self._joiners_since: float | None = None
         self._end_of_run: tuple[Then, int] | None = None
         self._goodbye_deadline: float | None = None
-        """Deadline for the nodes that are still connected when the run is closed."""
+        """When to stop waiting for nodes to disconnect at the end of the run."""
         self._goodput = GoodputRecorder(rules.directory / ALL_MACHINES_FILE, began_ns=rules.began_ns)
         self._connections = ConnectionListener(listener, token, on_node=self._on_node, port_of=self._port_of)
         self._thread = threading.Thread(target=self._run, daemon=True, name="echelon-coordinator")

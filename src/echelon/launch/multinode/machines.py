@@ -260,9 +260,9 @@ def _endpoint(resolved: Resolved[RunConfig], overrides: CliOverrides, step: Step
         )
     if not host or _UNEXPANDED.search(host):
         raise ConfigError(
-            f"{host!r} is not a host name, because its variable was not expanded",
+            f"{host!r} is not a host name: the variable in it was not expanded",
             where=where,
-            do="use double quotes on the command line (single quotes and files do not expand variables), and set the variable",
+            do="set the variable, and use double quotes on the command line; variables in single quotes or in files are not expanded",
         )
     return host, port, where
 

@@ -95,7 +95,7 @@ class MultinodeNode(Node):
         self._service: LocalRanks | None = None
         self._peer: Peer | None = None
         self._inbox: queue.SimpleQueue[NodeGeneration | LaunchError | None] = queue.SimpleQueue()
-        """A generation, a refusal, or None after this node has been admitted."""
+        """Each item is a generation, a refusal, or None when this node has been admitted."""
         self._result: GenerationResult | None = None
         self._reported: tuple[int, Any] = (-1, None)
         self._number = -1
@@ -242,7 +242,7 @@ class MultinodeNode(Node):
         return self._preemption.is_pending
 
     def poll(self) -> GenerationResult | None:
-        """Report this machine's exit codes; return how the generation ended on all machines, or None if it has not."""
+        """Report this machine's exit codes; return how the generation ended, or None if it is still running."""
         attempt = self._attempt
         assert attempt is not None
         self._preemption.check()
@@ -282,7 +282,7 @@ class MultinodeNode(Node):
             self._peer.close()
 
     def report_end(self) -> int:
-        """Return the launcher's exit code; print only a preemption, because the coordinator reports other ends."""
+        """Return the launcher's exit code; print a line only for a preemption (the coordinator reports the rest)."""
         result = self.result()
         if result is not None and result.then == "preempted":
             return report_preempted(self._preemption.requester)

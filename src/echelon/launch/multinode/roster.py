@@ -98,7 +98,7 @@ def _difference(
     if not names:
         return None
     texts = [
-        f"{name} is {theirs.get(name, 'not set')} there and {ours.get(name, 'not set')} on {host}"
+        f"{name} is {theirs.get(name, 'not set')} on the joining machine and {ours.get(name, 'not set')} on {host}"
         for name in names[:_MAX_NAMED]
     ]
     more = f", and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
@@ -126,7 +126,7 @@ class MachineSlot:
 
 
 def assign_slots(infos: Sequence[NodeInfo], *, last_order: Sequence[str], first: str) -> list[MachineSlot]:
-    """Assign ranks to the machines: first by given machine rank, then to the rendezvous host, then in the last order.
+    """Assign ranks to the machines: first those with a given rank, then the host, then the others in their last order.
 
     Args:
         infos: machines in the order in which they joined.
@@ -165,5 +165,5 @@ def describe_missing(here: Sequence[NodeInfo], *, min_nodes: int, max_nodes: int
     names = ", ".join(name_of(info) for info in here)
     given = {info.machine_rank for info in here}
     absent = [str(rank) for rank in range(max_nodes) if rank not in given]
-    missing = f"; missing machine rank {', '.join(absent[:8])}" if None not in given and absent else ""
+    missing = f"; missing machine ranks: {', '.join(absent[:8])}" if None not in given and absent else ""
     return f"{len(here)} of {least} machines have joined: {names}{missing}"

@@ -96,7 +96,7 @@ class _Worker:
             os.chdir(self.folder)  # Ray runs workers in a folder that it deletes
         else:
             warn(
-                f"{self.folder} does not exist on this machine, so relative paths start at Ray's directory "
+                f"{self.folder} does not exist on this machine, so relative paths are resolved against Ray's directory "
                 f"{os.getcwd()}"
             )
         return self.fn() if self.config is None else self.fn(self.config)
@@ -120,5 +120,5 @@ def _explained(error: Any) -> LaunchError:
     return LaunchError(
         f"rank {first.rank} failed with {first.record.type}: {first.record.message}{others}",
         where="echelon.ray.run",
-        do="fix this error; to restart failed workers, use RunConfig(failure_config=FailureConfig(max_failures=N))",
+        do="fix the error above; to have Ray restart failed workers, pass RunConfig(failure_config=FailureConfig(max_failures=N))",
     )

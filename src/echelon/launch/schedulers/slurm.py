@@ -59,7 +59,7 @@ def current_step() -> Step | None:
     if head is None:
         if num_nodes > 1:
             raise ConfigError(
-                f"SLURM_STEP_NODELIST, which lists the {num_nodes} machines, is not set",
+                f"SLURM_STEP_NODELIST, which should list the {num_nodes} machines, is not set",
                 where="env SLURM_STEP_NODELIST",
                 do="keep the SLURM_ variables, or set --main_process_ip and --machine_rank",
             )

@@ -2,11 +2,11 @@
 
 The job starts one launcher per machine or, if ``is_direct``, one task per rank:
 
-* The signal of ``--signal`` reaches the tasks before the time limit. They save and exit with code 143 (docs/preemption.md), and
+* Slurm sends the ``--signal`` to the tasks before the time limit. They save and exit with code 143 (docs/preemption.md), and
   the script requeues the job. If Slurm itself ends the job (preemption, requeue, scancel, time limit), the script also receives
   SIGTERM and does not requeue.
 * A task that exits early must not stop the other tasks, which may be saving. The launchers report failures to each other.
-* Launchers of several machines share a secret. The script creates a new one at each start, in a file that only its user can
+* The launchers on different machines share a secret. The script creates a new one at each start, in a file that only its user can
   read. No argument list, environment variable or script contains it.
 """
 
@@ -185,7 +185,7 @@ def _check(job: BatchJob) -> None:
         )
     if seconds is not None and before >= seconds:
         raise ConfigError(
-            f"a job of {seconds} s with a signal {before} s before its time limit would be requeued when it starts",
+            f"with a time limit of {seconds} s and a signal {before} s before it, the job would be requeued as soon as it starts",
             where="flags --time, --signal",
             do="increase --time, or use --signal none",
         )

@@ -27,7 +27,7 @@ def read_hostfile(path: str | Path, *, where: str | None = None) -> tuple[Host, 
     """Return a hostfile's machines, in order. Lines have the form ``worker-0 slots=8``; ``#`` starts a comment.
 
     Args:
-        path: path of the hostfile.
+        path: path to the hostfile.
         where: where the path was set, for error messages.
 
     Raises:
@@ -147,5 +147,5 @@ def _check(hosts: tuple[Host, ...], chosen: Mapping[str, tuple[int, ...] | None]
             raise ConfigError(
                 f"{text}: {name} has no slot {missing[0]}",
                 where=where,
-                do=f"use slots 0 to {max(known[name])}, or increase slots in the hostfile",
+                do=f"use slots 0 to {max(known[name])}, or increase slots= in the hostfile",
             )

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """Return a function that, called in a new process, makes it receive SIGHUP when ``parent`` dies."""
+    """Return a function that, called in a new process, makes that process receive SIGHUP when ``parent`` dies."""
     import ctypes  # noqa: PLC0415 - Linux only; the child must not import between fork and exec
 
     prctl = ctypes.CDLL(None).prctl

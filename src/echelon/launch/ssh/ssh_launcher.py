@@ -175,7 +175,7 @@ def _environment() -> Mapping[str, str]:
 
 
 def _watch(connections: Sequence[_Connection], interrupts: Interrupts, *, min_hosts: int) -> int:
-    """Forward signals and, after a failure, stop the other launchers until all have ended; return the run's exit code."""
+    """Wait for all launchers to end, forwarding signals and stopping all after a failure; return the exit code."""
     codes: dict[str, int] = {}  # in the order of exit
     signals, next_step, is_signaled = 0, None, False
     while True:
@@ -208,7 +208,7 @@ def _has_ended(one: _Connection, codes: dict[str, int]) -> bool:
 
 
 def _check_connected(one: _Connection, code: int) -> None:
-    """Raise an error if ssh itself failed, because the other launchers would wait for this one until their timeout."""
+    """Raise an error if ssh itself failed, because the other launchers would wait for this one until they time out."""
     if code == _SSH_FAILED:
         raise LaunchError(
             f"cannot connect to {one.host}: ssh failed with exit code {code}",
