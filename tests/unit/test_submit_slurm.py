@@ -219,7 +219,7 @@ def test_errors_of_sbatch_are_reported(
             ["the signal is sent 25 s before", "the ranks may take 25 s", "more than 25 s"],
         ),
         (["--launch_args=--preemption_grace 200", "train.py"], ["the ranks may take 200 s"]),
-        (["--time", "2", "train.py"], ["a job of 120 s with a signal 120 s", "--signal none"]),
+        (["--time", "2", "train.py"], ["a time limit of 120 s and a signal 120 s before it", "--signal none"]),
         (["--env", "X", "train.py"], ["'X' has no '='", "flag --env"]),
         (["--env", "A B=1", "train.py"], ["'A B'", "flag --env"]),
         (["--job_name", "a\nb", "train.py"], ["'a\\nb' contains a line break", "flag --job_name"]),

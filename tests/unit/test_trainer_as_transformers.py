@@ -127,5 +127,5 @@ def test_adafactor_follows_its_formula() -> None:
         matrix, vector = ((1 - 0.2 * 0.1) * old - 0.1 * update for old, update in zip((matrix, vector), updates))
         for weight, expected in zip(weights, (matrix, vector)):
             torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=0)
-    with pytest.raises(ConfigError, match="either a learning rate, or relative_step=True"):
+    with pytest.raises(ConfigError, match="needs either lr or relative_step=True"):
         Adafactor(weights, lr=0.1)
