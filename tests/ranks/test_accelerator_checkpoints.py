@@ -137,7 +137,7 @@ def save_and_go_on(layout: str, folder: str, dtype: torch.dtype) -> tuple[Result
 def load_and_go_on(layout: str, folder: str, dtype: torch.dtype) -> tuple[Result, Result]:
     run = _Trained(layout, seed=9, dtype=dtype)
     with warnings.catch_warnings(), no_code_and_no_other_files(Path(folder).parent):
-        warnings.filterwarnings("ignore", ".*contains RNG states for . processes", EchelonWarning)
+        warnings.filterwarnings("ignore", ".*contains RNG states for . process", EchelonWarning)
         run.accelerator.load_state(folder)
     at_load = run.result()
     run.train(range(3, 6))

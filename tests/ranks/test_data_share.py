@@ -106,7 +106,9 @@ def _nothing() -> None:
 
 
 def test_misuse_raises_on_every_rank() -> None:
-    with pytest.raises(RanksFailed, match="ranks 0 and 1 are on the same machine but have different columns") as failed:
+    with pytest.raises(
+        RanksFailed, match="ranks 0 and 1 are on the same machine, but their datasets contain"
+    ) as failed:
         run_on_ranks(_different)
     assert len(failed.value.errors) == 2
     with pytest.raises(RanksFailed, match="the dataset is None on rank 0, which is the first rank on its machine"):

@@ -216,7 +216,7 @@ def _save(folder: Path, kind: str | None, load: bool) -> Any:
     model, optimizer = accelerator.prepare(model, _optimizer("adamw", model))
     if load:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".* contains RNG states for . processes", category=EchelonWarning)
+            warnings.filterwarnings("ignore", message=".* contains RNG states for . process", category=EchelonWarning)
             accelerator.load_state(folder)
     batches = map(share_of, _ids()[2 if load else 0 : None if load else 2, 0])
     train_prepared(accelerator, model, optimizer, batches, loss_of=partial(_loss, model))

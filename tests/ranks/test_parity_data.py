@@ -228,7 +228,7 @@ def _save_everywhere(folder: Path, kind: Any, num_workers: int, dispatches: bool
 def _go_on(folder: Path, kind: Any, num_workers: int, dispatches: bool) -> dict[str, Any]:
     found = {}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* contains RNG states for . processes", category=EchelonWarning)
+        warnings.filterwarnings("ignore", message=".* contains RNG states for . process", category=EchelonWarning)
         for path in sorted(folder.iterdir()):
             accelerator = _accelerator(accumulation=2, dispatch_batches=dispatches, replay_iterable=kind is EpochStream)
             data = kind(10)
@@ -308,7 +308,7 @@ def _dispatch_then_go_on(folder: Path, stop_after: int | None) -> Any:
     loader: Any = accelerator.prepare(DataLoader(data, batch_size=6, shuffle=dist.get_rank() == 0))
     if folder.exists():
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".* contains RNG states for . processes", category=EchelonWarning)
+            warnings.filterwarnings("ignore", message=".* contains RNG states for . process", category=EchelonWarning)
             accelerator.load_state(folder)
     updates = _read_pass(accelerator, loader, stop_after=stop_after)
     if stop_after is not None:
@@ -436,7 +436,7 @@ def _draw_and_go_on(folder: Path, saves: bool) -> Any:
         return updates
     found = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* contains RNG states for . processes", category=EchelonWarning)
+        warnings.filterwarnings("ignore", message=".* contains RNG states for . process", category=EchelonWarning)
         for step in range(2):
             accelerator = _accelerator(accumulation=2)
             loader = accelerator.prepare(DataLoader(Numbers(12), batch_size=4, sampler=sampler))

@@ -231,7 +231,7 @@ def _part(parity: str, num_samples: int, project: Path, stop_after: int) -> tupl
     loaders = DataLoader(_Drawn(num_samples), batch_size=6, shuffle=True), DataLoader(Numbers(8), batch_size=4)
     model, optimizer, schedule, loader, evaluation = accelerator.prepare(*_objects_of_a_part(), *loaders)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* contains RNG states for . processes", category=EchelonWarning)
+        warnings.filterwarnings("ignore", message=".* contains RNG states for . process", category=EchelonWarning)
         accelerator.resume()
     updates: _Updates = []
     seen: list[tuple[int, float]] = []
@@ -397,7 +397,7 @@ def _refused(project: Path, stop: bool) -> str:
     loader: Any = accelerator.prepare(DataLoader(range(12), batch_size=2))  # type: ignore[arg-type]
     if not stop:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".* contains RNG states for . processes", category=EchelonWarning)
+            warnings.filterwarnings("ignore", message=".* contains RNG states for . process", category=EchelonWarning)
             with pytest.raises((CheckpointError, DesyncError)) as caught:
                 accelerator.resume()
         return str(caught.value)
@@ -411,8 +411,7 @@ def test_without_parity_another_number_of_processes_is_rejected_in_mid_epoch(tmp
     run_on_ranks(_refused, tmp_path, True, world_size=1)
     for text in run_on_ranks(_refused, tmp_path, False):
         assert (
-            "saved during an epoch with 1 processes, but this run has 2, so samples would be repeated or skipped"
-            in text
+            "saved during an epoch with 1 process, but this run has 2, so samples would be repeated or skipped" in text
         )
         assert "train with parity='exact', which can resume with any number" in text
 

@@ -110,7 +110,7 @@ def test_accelerates_position_is_accepted_and_one_of_other_process_counts_reject
             folder = accelerator.save_state(tmp_path / "s")
             break
     assert [x.tolist() for (x,) in prepared()[1]][:1] == [[0, 1]]
-    with pytest.raises(CheckpointError, match="stores data positions for 1 processes, but this is rank 1 of 1"):
+    with pytest.raises(CheckpointError, match="stores data positions for 1 process, but this is rank 1 of 1"):
         load_accelerator_state(folder, [], [], [], [prepared()[1]], 1)
     position = load(folder / "dl_state_dict.bin")
     position["echelon"]["inner_of_others"] = [None]
@@ -238,7 +238,7 @@ def test_loading_on_more_processes_warns(tmp_path: Path) -> None:
     accelerator.step = 5
     accelerator.save_state(tmp_path / "s")
     with pytest.raises(
-        RanksFailed, match="contains RNG states for 1 processes"
+        RanksFailed, match="contains RNG states for 1 process"
     ) as caught:  # warnings are errors in tests
         run_on_ranks(_load_on_more, str(tmp_path / "s"))
     assert isinstance(caught.value.errors[0], DesyncError | EchelonWarning)

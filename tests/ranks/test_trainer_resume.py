@@ -57,7 +57,7 @@ def _train(
     args = _args(folder, **options)
     trainer = Trainer(model, args, train_dataset=data or _data(), callbacks=[EndsAfter(end)])
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*contains RNG states for .* processes")
+        warnings.filterwarnings("ignore", message=".*contains RNG states for .* process")
         trainer.train(resume_from_checkpoint=resume)
     logs = [
         {name: entry[name] for name in ("loss", "grad_norm", "learning_rate")}

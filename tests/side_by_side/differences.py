@@ -33,7 +33,7 @@ _SCALER = (
 _SAMPLER = "the order of every loader is saved; accelerate saves it only with use_seedable_sampler"
 _RESUMED = "after load_state, a shuffled loader continues in the same order; accelerate's loader changes its order on two processes"
 _COMPILED = "with keep_torch_compile=False, accelerate only unwraps DDP and returns the compiled module"
-_SHUFFLE = "on any number of processes, the loader has the same order as without the Accelerator"
+_SHUFFLE = "with any number of processes, the loader yields samples in the same order as an unprepared loader"
 _NONE = "with reduction='none', each rank keeps its own value, as accelerate's documentation says; accelerate's code computes the sum"
 _SCALE = "`scale=` is applied; accelerate ignores it except on XLA"
 _TRACKER = (

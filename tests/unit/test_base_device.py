@@ -91,7 +91,7 @@ def test_more_processes_than_visible_devices_is_an_error(machine: Machine, monke
 
 def test_one_unassigned_device_is_not_shared(machine: Machine) -> None:
     machine.has(1)
-    with pytest.raises(ConfigError, match="runs 4 processes but has 1 cuda devices"):
+    with pytest.raises(ConfigError, match="runs 4 processes but has 1 cuda device"):
         choose_device(local_rank=3, local_world_size=4)
 
 

@@ -344,7 +344,7 @@ def test_invalid_plugin_settings_raise(arguments: dict[str, Any], text: str) -> 
     [
         ("FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP", "Block", "FSDP_TRANSFORMER_CLS_TO_WRAP"),
         ("FSDP_OFLOAD_PARAMS", "true", "FSDP_OFFLOAD_PARAMS"),
-        ("FSDP_OFFLOAD_PARAMS", "maybe", "'maybe' is neither yes nor no"),
+        ("FSDP_OFFLOAD_PARAMS", "maybe", "'maybe' is not a valid boolean value"),
         ("FSDP_VERSION", "two", "fsdp_version='two' is not a count"),
         ("PARALLELISM_CONFIG_DP_SHARD", "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE"),
         ("PARALLELISM_CONFIG_TP_SIZE", "x", "tp_size='x' is not an integer"),

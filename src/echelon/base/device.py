@@ -81,8 +81,8 @@ def choose_device(*, local_rank: int, local_world_size: int, cpu: bool = False) 
         return torch.device(accelerator.type, 0)
     raise ConfigError(
         f"no device is left for local rank {local_rank}: this machine runs {local_world_size} processes but "
-        f"has {count} {accelerator.type} devices",
-        do=f"start at most {count} processes on this machine, or pass --cpu or set ECHELON_CPU=1 to run on the CPU",
+        f"has {count} {accelerator.type} device{'s' if count != 1 else ''}",
+        do=f"start at most {count} process{'es' if count != 1 else ''} on this machine, or pass --cpu or set ECHELON_CPU=1 to run on the CPU",
     )
 
 

@@ -127,9 +127,9 @@ class RankTimeoutError(EchelonError, TimeoutError):
 class LaunchError(EchelonError, RuntimeError):
     """The processes could not be started, or one of the processes failed.
 
-    Causes: on one rank (the message names it, and the line), the script raised an exception or was killed; a program is
-        missing, a port is in use, or a system limit keeps a process from starting; a notebook used the accelerator before it
-        called ``notebook_launcher``.
+    Causes: the script raised an exception or was killed on one rank (the message gives the rank and the line); an
+        executable is missing, a port is in use, or a system limit prevents a process from starting; a notebook used the
+        accelerator before calling ``notebook_launcher``.
     Do: fix the error on the first failing rank, which the message names; the errors on other ranks are consequences of it.
         ``--log_dir`` keeps the full output.
     """

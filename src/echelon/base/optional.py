@@ -29,7 +29,9 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
 
 
 def is_available(module: str) -> bool:
-    """Return whether ``module`` is installed, without importing it. For ``a.b``, ``a`` is imported."""
+    """Return whether ``module`` is installed, without importing it. For ``a.b``, the parent package ``a`` is
+    imported.
+    """
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # find_spec("a.b") imports a, and raises if a is not installed

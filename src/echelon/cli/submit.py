@@ -207,7 +207,7 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
     "--volume",
     multiple=True,
     metavar="CLAIM:PATH",
-    help="Mount a PersistentVolumeClaim at PATH, such as one for checkpoints; repeatable.",
+    help="Mount the PersistentVolumeClaim CLAIM at PATH, for example to store checkpoints; repeatable.",
 )
 @click.option(
     "--secret",

@@ -34,15 +34,15 @@ _PURGED = ("ACCELERATE_", "ECHELON_")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Convert a case-insensitive yes/no word to 1 or 0, or with ``to_bool`` to a bool.
+    """Convert a case-insensitive boolean value such as ``yes`` to 1 or 0, or with ``to_bool`` to a bool.
 
     Raises:
-        ConfigError: ``value`` is not a yes/no word.
+        ConfigError: ``value`` is not a valid boolean value.
     """
     word = value.lower()
     if word not in _TRUE | _FALSE:
         raise ConfigError(
-            f"{value!r} is neither yes nor no", do="use one of y, yes, t, true, on, 1, n, no, f, false, off, 0"
+            f"{value!r} is not a valid boolean value", do="use one of y, yes, t, true, on, 1, n, no, f, false, off, 0"
         )
     return word in _TRUE if to_bool else int(word in _TRUE)
 
@@ -51,7 +51,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
     """Return the environment variable ``key`` as a bool, or ``default`` if it is unset or empty.
 
     Raises:
-        ConfigError: its value is neither yes nor no.
+        ConfigError: its value is not a valid boolean value.
     """
     text = environ.get(key)
     if text is None:

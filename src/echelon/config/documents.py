@@ -43,7 +43,7 @@ def read(path: str | Path) -> list[DocumentEntry]:
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}", do="check the path") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid text: {error}", do="save it as UTF-8") from error
+        raise ConfigError(f"{path} is not valid UTF-8: {error}", do="save it as UTF-8") from error
     entries = _read_toml(path, text) if path.suffix == ".toml" else _read_yaml(path, text)
     seen: dict[tuple[str, ...], str] = {}
     for entry in entries:

@@ -213,11 +213,11 @@ class PassPosition(ABC):
             )
         if not self.is_exact and num_saved != self.world.world_size:
             raise CheckpointError(
-                f"the checkpoint was saved during an epoch with {num_saved} processes, but this run has "
-                f"{self.world.world_size}, so samples would be repeated or skipped",
+                f"the checkpoint was saved during an epoch with {num_saved} process{'es' if num_saved != 1 else ''}, but "
+                f"this run has {self.world.world_size}, so samples would be repeated or skipped",
                 where="parity='off'",
-                do=f"resume with {num_saved} processes, or train with parity='exact', which can resume with any "
-                "number of processes",
+                do=f"resume with {num_saved} process{'es' if num_saved != 1 else ''}, or train with parity='exact', which can resume "
+                "with any number of processes",
             )
 
 

@@ -178,7 +178,8 @@ def _require_same_columns(wanted: list[bytes], firsts: list[int]) -> None:
             )
         if wanted[rank] not in (b"", wanted[first]):
             raise DesyncError(
-                f"share_dataset: ranks {first} and {rank} are on the same machine but have different columns",
+                f"share_dataset: ranks {first} and {rank} are on the same machine, but their datasets contain different "
+                "tensors or arrays",
                 do="build the same data on every rank of a machine, or pass None on all ranks except the first",
             )
 

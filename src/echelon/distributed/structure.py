@@ -291,7 +291,7 @@ def GatheredParameters(
         fwd_module: as in DeepSpeed.
         enabled: if False, do nothing.
 
-    Collective in ZeRO stage 3.
+    Collective with ZeRO stage 3.
     """
     given = [params] if isinstance(params, torch.Tensor) else list(params)
     if not enabled or not any(hasattr(parameter, "ds_id") for parameter in given):

@@ -102,7 +102,7 @@ class Engine(ABC):
 
     @property
     def is_shadow_step(self) -> bool:
-        """Whether the engine itself performs the current optimizer step, because this rank has no batches left (see ``join``)."""
+        """Whether the engine itself performs the current optimizer step: True if this rank has no batches left (see ``join``)."""
         return False
 
     def replaced_parameters(self) -> Sequence[torch.Tensor]:

@@ -324,9 +324,9 @@ class DDPEngine(Engine):
         if not self._warned:
             self._warned = True
             warn(
-                "the last backward pass did not synchronize gradients across ranks, because the step is inside no_sync() or the "
-                "forward pass called the unprepared module. echelon averages the gradients now, which is correct but slower. "
-                "Call the prepared model, and step outside no_sync()."
+                "the last backward pass did not synchronize gradients across ranks, because it ran inside no_sync() or followed "
+                "a forward pass through the unprepared module. echelon will average the gradients now, which is correct but "
+                "slower. Call the prepared model, and run the last forward and backward pass before step() outside no_sync()."
             )
 
 

@@ -16,7 +16,7 @@ __all__ = ["OUTPUT_KINDS", "OutputNote", "PlainObject", "Returning", "items_of"]
 
 
 class OutputNote:
-    """A non-tensor value in an output, which must be returned as the same object."""
+    """A non-tensor value in a model output. The very same object must be returned."""
 
 
 class _NamedTuple(NamedTuple):

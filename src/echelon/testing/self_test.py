@@ -369,7 +369,7 @@ def part_alone(folder: Path) -> None:
     EvidenceWriter(folder, is_silent=False).found(
         "bitwise",
         digest == before["bitwise"],
-        f"{_count(world_size, 'rank')} and 1 rank end training with "
+        f"training on {_count(world_size, 'rank')} and on 1 rank produces "
         + ("bit-identical weights" if digest == before["bitwise"] else "different weights"),
         do="compare the torch versions and the CPUs on the machines; if they match, report this problem and "
         "attach the evidence file",

@@ -143,5 +143,5 @@ def _mlflow() -> Any:
 def _as_bool(text: str) -> bool:
     word = text.lower()
     if word not in _TRUE | _FALSE:
-        raise ConfigError(f"MLFLOW_NESTED_RUN={text!r} is neither true nor false", where="env MLFLOW_NESTED_RUN")
+        raise ConfigError(f"MLFLOW_NESTED_RUN={text!r} is not a valid boolean value", where="env MLFLOW_NESTED_RUN")
     return word in _TRUE

@@ -28,7 +28,7 @@ class ModelInterface:
     """Number of positional parameters that forward takes; None for any number."""
     is_causal: bool
     infers_labels: bool
-    """Whether the label column is assumed to be ``labels``, because forward takes no labels and ``label_names`` is not
+    """Whether the label column is assumed to be ``labels``: True if forward takes no labels and ``label_names`` is not
     set."""
     compute_loss_takes_items: bool
     loss_func_takes_items: bool

@@ -329,7 +329,8 @@ def _read_position(path: Path, rank: int, loader: PreparedLoader, load_kwargs: d
         num_saved is not None and not rank < num_saved <= num_processes
     ):  # with fewer processes samples would be repeated
         raise CheckpointError(
-            f"{path} stores data positions for {num_saved} processes, but this is rank {rank} of {num_processes}",
+            f"{path} stores data positions for {num_saved} process{'es' if num_saved != 1 else ''}, but this is rank {rank} of "
+            f"{num_processes}",
             do="resume with the same number of processes, or without use_stateful_dataloader",
         )
     return position_on_rank(file, rank, iteration=loader.iteration)
@@ -353,6 +354,7 @@ def _read_random_states(folder: Path, rank: int) -> dict[str, Any]:
         _require_files(folder, [path])
     if World.current().world_size > num_processes:
         warn(
-            f"{folder} contains RNG states for {num_processes} processes; the other ranks keep their current RNG states"
+            f"{folder} contains RNG states for {num_processes} process{'es' if num_processes != 1 else ''}; the other ranks "
+            "keep their current RNG states"
         )
     return states if path.exists() else {key: states[key] for key in ("step", OURS) if key in states}

@@ -514,8 +514,8 @@ class Checkpoints:
     ) -> None:
         if others:
             raise UsageError(
-                f"load_state() got {', '.join(others)}, which echelon's own checkpoint format does not support",
-                do="remove the argument",
+                f"load_state() got unsupported keyword arguments for echelon's checkpoint format: {', '.join(others)}",
+                do="remove them",
             )
         models = self._bare_models()
         left = list(models)
@@ -634,7 +634,7 @@ class Checkpoints:
         return replace(world, world_size=1, local_world_size=1) if is_alone() else world
 
     def _bare_models(self) -> list[nn.Module]:
-        """Return the user's own models, which hooks receive, as in Accelerate."""
+        """Return the unwrapped models, which hooks receive, as in Accelerate."""
         return [self._unwrap_model()(model, keep_torch_compile=False) for model in self._session.objects.models]
 
 

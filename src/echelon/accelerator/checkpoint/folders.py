@@ -64,7 +64,7 @@ def is_own_format(folder: Path) -> bool:
 
 
 def holds_training(folder: Path) -> bool:
-    """Return whether training can resume from a complete checkpoint, because it has an optimizer or a scheduler."""
+    """Return whether training can resume from a complete checkpoint: True if it has an optimizer or a scheduler."""
     if is_own_format(folder):
         return "accelerator" in Checkpoint(folder).objects()
     return (place_of(LocalStorage(), folder) / SCHEDULER).is_file()
@@ -186,7 +186,8 @@ def problems_in(folder: Path) -> list[str]:
             return Checkpoint(folder).problems()
         if layout == "sharded":
             return [
-                f"{folder} was written by torch.distributed.checkpoint, whose parts can only be found by unpickling"
+                f"{folder} is a torch.distributed.checkpoint checkpoint, which cannot be verified without unpickling its "
+                "metadata"
             ]
         if layout is None:
             what = f"neither a manifest, nor a {TRAINER_STATE}, nor files with Accelerate's names"

@@ -65,7 +65,7 @@ def content_of(
 
     Args:
         session: session whose objects are saved.
-        models: the user's own models, in the order of preparation.
+        models: the unwrapped models, in the order of preparation.
         custom_objects: objects registered for checkpointing.
         random_states: RNG states of this process. None: the current ones.
         metric: metric of this checkpoint, if any.
@@ -146,7 +146,7 @@ def load_content(
     Args:
         session: session whose objects are loaded.
         checkpoint: may come from any engine and number of ranks.
-        models: the user's own models.
+        models: the unwrapped models.
         loaded: models whose weights a hook has loaded.
         custom_objects: objects registered for checkpointing.
         strict: require the checkpoint to contain exactly the model's weights.
@@ -389,8 +389,8 @@ def _load_loaders(
             continue
         if num_saved != session.world.world_size:  # samples would be repeated or skipped
             raise CheckpointError(
-                f"{checkpoint.folder} stores data positions for {num_saved} processes, but this is rank "
-                f"{session.world.rank} of {session.world.world_size}",
+                f"{checkpoint.folder} stores data positions for {num_saved} process{'es' if num_saved != 1 else ''}, but this is "
+                f"rank {session.world.rank} of {session.world.world_size}",
                 do="resume with the same number of processes, or without use_stateful_dataloader",
             )
         if i < len(positions) and positions[i] is not None:

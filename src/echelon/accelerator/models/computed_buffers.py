@@ -36,8 +36,8 @@ def compute_buffers(model: nn.Module, names: list[str]) -> None:
                 left.append(joined(path, name))
     if left:
         raise CheckpointError(
-            f"the buffers {shortened(left)} of the {type(model).__name__} were on the meta device, but no file stores them, and "
-            "neither reset_parameters() nor _init_weights() of the model computes them",
+            f"buffers {shortened(left)} of {type(model).__name__} were on the meta device, but no checkpoint file contains them, "
+            "and neither reset_parameters() nor the model's _init_weights() initializes them",
             do="build the model with echelon.init_empty_weights(), which keeps the values of buffers",
         )
 

@@ -1,4 +1,4 @@
-"""Unwraps a prepared model to the user's own module, and reads its state dict."""
+"""Unwraps a prepared model to the original module, and reads its state dict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["get_state_dict", "is_on_several_devices", "unwrap_model"]
 def unwrap_model(
     session: Session, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
 ) -> nn.Module:
-    """Return the user's own module inside a prepared one.
+    """Return the original module inside a prepared one.
 
     Args:
         model: prepared or not.

@@ -25,7 +25,9 @@ def describe_mismatch(
     may_be_missing: Callable[[str], bool] = lambda _: False,
     may_be_unknown: Callable[[str], bool] = lambda _: False,
 ) -> str:
-    """Return how the shapes ``saved`` differ from the model's shapes ``own``, with a few examples of each kind; empty if equal."""
+    """Return a description of how the ``saved`` shapes differ from the model's (``own``), with a few examples of each kind
+    of mismatch, or an empty string if they match.
+    """
     missing = [name for name in own if name not in saved and not may_be_missing(name)]
     unknown = [name for name in saved if name not in own and not may_be_unknown(name)]
     unlike = [

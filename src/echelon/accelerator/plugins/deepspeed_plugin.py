@@ -101,7 +101,7 @@ class DeepSpeedPlugin:
     offload_param_nvme_path: str = None  # type: ignore[assignment]
     """Folder for ``nvme``."""
     zero3_init_flag: bool = None  # type: ignore[assignment]
-    """Whether transformers' ``from_pretrained`` and ``from_config`` create sharded models in stage 3; False with other
+    """Whether transformers' ``from_pretrained`` and ``from_config`` create sharded models with stage 3; False with other
     engines."""
     zero3_save_16bit_model: bool = None  # type: ignore[assignment]
     """Has no effect: full weights can always be gathered, in float32. (Accelerate gathers them in 16 bits, and only if
@@ -139,7 +139,7 @@ class DeepSpeedPlugin:
         if self.zero3_init_flag is None:
             self.zero3_init_flag = is_zero3
         if self.zero3_init_flag and not is_zero3:
-            _logger.warning("zero3_init_flag has no effect in ZeRO stage %s, only in stage 3", self.zero_stage)
+            _logger.warning("zero3_init_flag has no effect with ZeRO stage %s, only with stage 3", self.zero_stage)
             self.zero3_init_flag = False
 
     def _set(self) -> list[str]:

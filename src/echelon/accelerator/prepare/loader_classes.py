@@ -176,8 +176,8 @@ class DataLoaderDispatcher(DispatchedLoader, metaclass=_OfPreparedLoaders):
 
 
 class DataLoaderStateMixin(metaclass=_OfPreparedLoaders):
-    """For custom loaders: reports to the Accelerator which loader is being iterated over, and whether its current batch
-    is the last.
+    """Mixin for custom loaders. It tells the Accelerator which loader is being iterated over and whether the current
+    batch is the last.
 
     A subclass must set ``gradient_state = GradientState()``, call ``begin()`` and ``end()`` around a pass, and set
     ``end_of_dataloader`` before it yields the last batch. ``remainder`` is the number of samples in that batch, across

@@ -48,8 +48,8 @@ class Closures:
         self._world = world
         self._pending: list[_Evaluation] = []  # micro-steps of the update so far
         self.clears: bool | None = None
-        """Whether ``zero_grad`` clears gradients inside the running closure, because it is in the update's first
-        micro-step. None outside a closure."""
+        """Whether ``zero_grad`` clears gradients in the running closure: True in the update's first micro-step, False in
+        later ones, and None outside a closure."""
 
     def forget(self) -> None:
         """Drop the evaluations after an abandoned update."""
@@ -64,7 +64,7 @@ class Closures:
         number = self._micro_step()
         if number and len(self._pending) >= number:
             raise UsageError(
-                f"step(closure) of {type(optimizer).__name__} was called a second time in micro-step {number}, but "
+                f"{type(optimizer).__name__}.step(closure) was called a second time in micro-step {number}, but "
                 "optimizers only step in an update's last micro-step, so the second closure would not see the effect "
                 "of the first step",
                 where=self._where(),
@@ -77,8 +77,9 @@ class Closures:
         value = self._evaluate(closure, clears=not self._pending)
         if had_loss and self._state.has_loss_in_closure:
             raise UsageError(
-                "the closure called backward() a second time for this batch, after a backward() outside the closure, "
-                f"but a two-step optimizer ({type(optimizer).__name__}) needs the whole update's gradients in between",
+                "backward() was called for this batch both outside and inside the closure passed to "
+                f"{type(optimizer).__name__}. An optimizer that steps twice per update (such as SAM) needs the gradients "
+                "of the whole update for its first step, but this batch is only one of the update's micro-steps",
                 where=self._where(),
                 do="use one micro-step per update (remove gradient_accumulation_steps and max_micro_batch_size, and "
                 "start more processes), or call backward() only in the closure",
@@ -115,8 +116,8 @@ class Closures:
         number = self._micro_step()
         if number > 1 and len(self._pending) != number - 1:
             raise UsageError(
-                f"step(closure) of {type(optimizer).__name__} was called in micro-step {number} of an update, but in "
-                f"only {len(self._pending)} of the {number - 1} micro-steps before it. Each closure is evaluated on "
+                f"{type(optimizer).__name__}.step(closure) was called in micro-step {number} of an update, but in "
+                f"only {len(self._pending)} of the {number - 1} earlier ones. Each closure is evaluated on "
                 "its own micro-step's batch, so the other batches would be ignored",
                 where=self._where(),
                 do="call step(closure) in every micro-step, not only when accelerator.sync_gradients is true; all "
@@ -128,9 +129,9 @@ class Closures:
         if others is None or others is self:
             return
         raise UsageError(
-            f"step(closure) of {type(optimizer).__name__} was called in an update with several micro-steps in which "
-            "another optimizer also evaluated closures. Their gradients would add up, and each optimizer would step "
-            "with the sum",
+            f"{type(optimizer).__name__}.step(closure) was called in an update that has several micro-steps and in which "
+            "another optimizer also evaluated a closure. The gradients of both would accumulate, and each optimizer would "
+            "step with the sum",
             where=self._where(),
             do="use one micro-step per update (remove gradient_accumulation_steps and max_micro_batch_size, and start "
             "more processes), or give each optimizer its own loop",

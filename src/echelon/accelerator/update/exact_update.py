@@ -218,7 +218,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         return [(optimizer.num_postponed, optimizer.num_steps) for optimizer in self.objects.optimizers]
 
     def _misses_last_loss(self) -> bool:
-        """Return whether the loop ended in the last micro-step before backward, so that no step used the gradients."""
+        """Return whether the loop ended in the last micro-step before backward, in which case no step used the gradients."""
         if self._is_counted or not self._has_several_micro_steps or not self._losses:
             return False
         return all(now[1] == before[1] for now, before in zip(self._step_counts(), self._step_counts_before))
@@ -232,7 +232,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             if is_missing and not optimizer.step_was_skipped:
                 self._warned_of_missing_step = True
                 warn(
-                    f"step() of {type(optimizer.optimizer).__name__} was called in an earlier micro-step of an "
+                    f"{type(optimizer.optimizer).__name__}.step() was called in an earlier micro-step of an "
                     "update, where it does nothing, but not in the last one, so the parameters did not change. Call "
                     "step() in every loop iteration, or when accelerator.sync_gradients is true; here, an iteration "
                     "is not an update"

@@ -165,13 +165,13 @@ class AcceleratedOptimizer(Optimizer):
         kind = type(self.optimizer).__name__
         if not self.engine.capabilities.takes_closures:
             raise UsageError(
-                f"the {self.engine.capabilities.name} engine does not support step(closure) ({kind})",
+                f"the {self.engine.capabilities.name} engine does not support {kind}.step(closure)",
                 where="optimizer.step(closure)",
                 do="call backward() and step() without a closure, or use the ddp or fsdp2 engine",
             )
         if self.scaler is not None or self.engine.capabilities.owns_loss_scaling:
             raise UsageError(
-                f"step(closure) of {kind} cannot be used with fp16 loss scaling, because gradients must be checked "
+                f"{kind}.step(closure) cannot be used with fp16 loss scaling, because gradients must be checked "
                 "before the step, but the optimizer computes them inside it",
                 where="mixed_precision='fp16', optimizer.step(closure)",
                 do="use mixed_precision='bf16', or call backward() and step() without a closure",

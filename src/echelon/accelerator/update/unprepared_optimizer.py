@@ -212,7 +212,7 @@ class UnpreparedOptimizerGuard:
 
 
 def _holds_scaled_gradients(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> bool:
-    """Return whether the gradients of ``optimizer`` have not been unscaled since the last backward pass."""
+    """Return whether the gradients that the last backward pass computed for ``optimizer`` are still scaled."""
     if not scaler.is_enabled() or getattr(optimizer, "grad_scale", None) is not None:
         return False  # a fused optimizer unscales inside GradScaler.step
     states: Mapping[int, Mapping[str, Any]] = scaler._per_optimizer_states

@@ -313,8 +313,8 @@ def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ())
     ours = random[0].get(OURS, {})
     if ours and len(random) != ours["num_processes"]:
         raise CheckpointError(
-            f"{folder} contains RNG states for {len(random)} processes, but it was saved by "
-            f"{ours['num_processes']} processes",
+            f"{folder} contains RNG states for {len(random)} process{'es' if len(random) != 1 else ''}, but it was "
+            f"saved by {ours['num_processes']}",
             do="import a complete checkpoint",
         )
     num_orders = ours.get("orders", 0)

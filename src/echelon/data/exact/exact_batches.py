@@ -138,7 +138,7 @@ class GlobalOrder(ABC):
     is_seekable: bool
     """Whether a pass can start at any position without drawing the indices before that position."""
     may_join: bool
-    """Whether an evaluation pass may join batches, because they are determined only by the batch size."""
+    """Whether an evaluation pass may join batches: True if they are determined only by the batch size."""
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:

@@ -258,7 +258,9 @@ class _WatchedModel(_ModelHook):
         return True
 
     def _unaveraged_names(self) -> list[str]:
-        """Return the names of new parameters with gradients that were not averaged since the last step."""
+        """Return the names of late-added parameters whose gradients, computed since the last step, have not been averaged
+        across ranks. Resets their counts.
+        """
         names = [name for name, last in self._late.items() if last.count.is_any and not last.may_be_reduced_by_hand()]
         for last in self._late.values():
             last.count.reset()

@@ -107,7 +107,7 @@ class DeepSpeedEngine(Engine):
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Prepared:
         """Initialize DeepSpeed with the model that ``optimizers`` trains.
 
-        Models without an optimizer are for evaluation. They are sharded in stage 3; otherwise rank zero broadcasts them.
+        Models without an optimizer are for evaluation. They are sharded with stage 3; otherwise rank zero broadcasts them.
 
         Raises:
             UsageError: there are several optimizers or trained models, or the optimizer's model is missing.
@@ -339,7 +339,7 @@ class DeepSpeedEngine(Engine):
             self._run.discard_gradients()
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
-        """Unscale the gradients in stage 0. In stages 1 to 3 they are not accessible; clipping and stepping unscale them."""
+        """Unscale the gradients with stage 0. With stages 1 to 3 they are not accessible; clipping and stepping unscale them."""
         if self._run is not None and not unsynced:
             self._run.unscale()
 
@@ -357,11 +357,11 @@ class DeepSpeedEngine(Engine):
         return run.last_norm if unsynced else run.clip(list(parameters), max_norm, float(norm_type))
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
-        """See ``Engine.clip_grad_value``. It raises UsageError in stages 1 to 3, in which gradients are not accessible."""
+        """See ``Engine.clip_grad_value``. It raises UsageError with stages 1 to 3, because gradients are not accessible."""
         run = self._require_run("clip_grad_value_()")
         if self._stage > 0:
             raise UsageError(
-                "DeepSpeed does not support clipping by value in ZeRO stages 1 to 3",
+                "DeepSpeed does not support clipping by value with ZeRO stages 1 to 3",
                 where="clip_grad_value_(), deepspeed engine",
                 do="use clip_grad_norm_(), or the fsdp2 engine",
             )
@@ -414,7 +414,7 @@ class DeepSpeedEngine(Engine):
         return found if keep else None
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """See ``Engine.full_optimizer_state``. In stages 1 to 3, the tensors are on the CPU."""
+        """See ``Engine.full_optimizer_state``. With stages 1 to 3, the tensors are on the CPU."""
         run = self._require_run("the optimizer state")
         return optimizer.state_dict() if run.shards is None else run.full_optimizer_state()
 
@@ -426,7 +426,7 @@ class DeepSpeedEngine(Engine):
             run.load_optimizer_state(state, is_full=True)
 
     def parameter_groups(self, optimizer: Optimizer) -> list[list[torch.Tensor]]:
-        """See ``Engine.parameter_groups``. In stages 1 to 3, frozen parameters and empty groups are omitted."""
+        """See ``Engine.parameter_groups``. With stages 1 to 3, frozen parameters and empty groups are omitted."""
         run = self._run
         if run is None or run.shards is None:
             return super().parameter_groups(optimizer)

@@ -106,7 +106,7 @@ class FlatShards:
         return None if full is None else {name: full[i]["value"] for i, (name, _) in enumerate(named)}
 
     def frozen_weights(self) -> dict[str, torch.Tensor]:
-        """Return the frozen parameters by name on the CPU. Collective in stage 3."""
+        """Return the frozen parameters by name on the CPU. Collective with stage 3."""
         frozen = [(name, p) for name, p in plain_parameters(self._module) if not p.requires_grad]
         found = {}
         for name, parameter in frozen:
@@ -115,11 +115,11 @@ class FlatShards:
         return found
 
     def gathered(self, parameters: list[nn.Parameter]) -> Any:
-        """Return a context in which ``parameters`` are unsharded. Collective in stage 3."""
+        """Return a context in which ``parameters`` are unsharded. Collective with stage 3."""
         return self._zero_module.GatheredParameters([p for p in parameters if hasattr(p, "ds_id")])
 
     def load_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Set ``parameter`` to the unsharded ``value``, which must be the same on every rank. Collective in stage 3."""
+        """Set ``parameter`` to the unsharded ``value``, which must be the same on every rank. Collective with stage 3."""
         part = self.shard(parameter)
         if part is not None:
             own = value.detach().reshape(-1).narrow(0, part.offset, part.numel)

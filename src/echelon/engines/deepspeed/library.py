@@ -71,7 +71,7 @@ def _reset_ended_group() -> None:
 
 
 def _synchronize_counters() -> None:
-    """Synchronize the counters that number modules and parameters in ZeRO stage 3. Collective: call on every rank.
+    """Synchronize the counters that number modules and parameters with ZeRO stage 3. Collective: call on every rank.
 
     The library counts per process and compares the numbers between ranks (0.19.8), but ranks may start with different counts.
     """
@@ -118,7 +118,7 @@ def announce_kernels(config: Mapping[str, Any], *, optimizer: str | None) -> Non
     missing = [name for name in _kernels(config, optimizer) if not any(root.glob(f"**/{name}/{name}.so"))]
     if missing:
         _logger.warning(
-            "DeepSpeed is compiling %s, which takes minutes. The result is cached in %s, so this happens once per machine",
+            "DeepSpeed is compiling %s, which takes several minutes. The result is cached in %s, so this happens once per machine",
             ", ".join(missing),
             root,
         )

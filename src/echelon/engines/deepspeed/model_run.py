@@ -45,9 +45,9 @@ class DeepSpeedModel:
     ) -> None:
         self.engine = engine
         self.optimizer: Optimizer = engine.basic_optimizer
-        """The optimizer whose groups schedulers modify. In stages 1 to 3 it steps the flat tensors."""
+        """The optimizer whose groups schedulers modify. With stages 1 to 3 it steps the flat tensors."""
         self.stepper = stepper
-        """Steps the optimizer and scales the loss in stage 0."""
+        """Steps the optimizer and scales the loss with stage 0."""
         self.factor = 1.0
         """Factor that has not yet been applied to this update's gradients."""
         self.is_local = False
@@ -105,7 +105,7 @@ class DeepSpeedModel:
             )
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, is_local: bool) -> None:
-        """Add the gradients of ``loss`` to the accumulation window. Collective in stages 2 and 3.
+        """Add the gradients of ``loss`` to the accumulation window. Collective with stages 2 and 3.
 
         Raises:
             UsageError: parameters were added, replaced, frozen or unfrozen after ``prepare``.
@@ -133,8 +133,8 @@ class DeepSpeedModel:
         if self.is_local and not self._is_warned:
             self._is_warned = True
             warn(
-                "the last backward pass did not synchronize gradients across ranks, because the step is inside no_sync(). "
-                "DeepSpeed reduces the gradients now, so the result is correct. Step outside no_sync()."
+                "the last backward pass did not synchronize gradients across ranks, because it ran inside no_sync(). DeepSpeed will "
+                "reduce the gradients now, so the result is correct. Run the last backward pass before step() outside no_sync()."
             )
         self._is_finished, self.is_local = True, False
         self.engine.set_gradient_accumulation_boundary(True)
@@ -147,7 +147,7 @@ class DeepSpeedModel:
             self.factor = 1.0
 
     def unscale(self) -> None:
-        """Unscale the gradients in stage 0; other stages do not expose gradients."""
+        """Unscale the gradients with stage 0; other stages do not expose gradients."""
         if self._stage == 0:
             self.finish()
             self.stepper.unscale(self.optimizer)
@@ -178,7 +178,7 @@ class DeepSpeedModel:
         return self.last_norm
 
     def _norm(self) -> torch.Tensor:
-        """Return the reduced gradients' norm in stages 1 to 3. Collective: call on every rank."""
+        """Return the reduced gradients' norm with stages 1 to 3. Collective: call on every rank."""
         if not self._is_pending:
             return torch.zeros(())
         optimizer = self.engine.optimizer

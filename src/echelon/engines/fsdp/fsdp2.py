@@ -312,8 +312,8 @@ class FSDP2Engine(Engine):
         num_replaced = sum(id(p) in replaced for group in optimizer.param_groups for p in group["params"])
         if num_replaced:
             raise UsageError(
-                f"{type(optimizer).__name__} holds {num_replaced} parameters that prepare() replaced with sharded ones, so "
-                "its step would have no effect",
+                f"{type(optimizer).__name__} holds {num_replaced} parameter{'s' if num_replaced != 1 else ''} that prepare() replaced with "
+                "sharded ones, so its step would have no effect",
                 where=f"step() at {user_line()}, fsdp2 engine",
                 do="prepare both in one call (model, optimizer = accelerator.prepare(model, optimizer)), or create the optimizer "
                 "from model.parameters() after prepare()",
@@ -386,8 +386,8 @@ class FSDP2Engine(Engine):
         if not self._warned:
             self._warned = True
             warn(
-                "the last backward pass did not synchronize gradients across ranks, because the step is inside no_sync(). "
-                "echelon reduces the gradients now, which is correct but slower. Step outside no_sync()."
+                "the last backward pass did not synchronize gradients across ranks, because it ran inside no_sync(). echelon will "
+                "reduce the gradients now, which is correct but slower. Run the last backward pass before step() outside no_sync()."
             )
 
     def build_sharded_update(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:

@@ -113,7 +113,7 @@ def _is_communication(record: ErrorRecord) -> bool:
 
 
 def cause_of(end: RankEnd, ends: Sequence[RankEnd]) -> Cause:
-    """Return why a rank ended with ``end``, given the ``ends`` of all ranks."""
+    """Return the cause of ``end``, given how all ranks ended (``ends``)."""
     if end.failed:
         lost = end.record is not None and _is_communication(end.record) and (end.exit_code is None or end.exit_code > 0)
         return Cause.COMMUNICATION if lost else Cause.OWN

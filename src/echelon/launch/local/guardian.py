@@ -20,7 +20,8 @@ __all__ = ["BYE", "ENDED", "LAUNCHER_VARIABLE", "STARTED", "STARTING", "main"]
 
 STARTING, STARTED, ENDED, BYE = "?", "+", "-", "bye"
 """Messages: ``?TICKS`` before a rank starts, ``+PID START`` once it has started, ``-PID`` once it has ended, and
-``bye`` when the launcher exits normally. Ticks are in the same unit as in ``worker.start_of``."""
+``bye`` when the launcher exits normally. TICKS is the current time and START the rank's start time, both in clock ticks
+since boot, the unit of ``worker.start_of``."""
 LAUNCHER_VARIABLE = "ECHELON_LAUNCHER"
 """Environment variable that identifies the launcher to which a rank belongs."""
 _NUM_SCANS, _SCAN_EVERY_S = 10, 0.1

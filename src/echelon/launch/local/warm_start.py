@@ -91,7 +91,7 @@ class WarmStarter:
 
     @property
     def is_ready(self) -> bool:
-        """Whether ranks can be forked, because all imports are done and the server has only one thread."""
+        """Whether ranks can be forked: True if all imports are done and the server has only one thread."""
         self.receive()
         return self._can_fork and not self._num_importing and not self._is_over
 

@@ -324,7 +324,7 @@ class Coordinator:
         elif waited_s > _MISSING_AFTER_S * (2**self._num_missing_reports) and len(here) < self._min_nodes:
             self._num_missing_reports += 1
             refused = self._connections.num_refused
-            hint = f"; {refused} connections failed to authenticate with the token" if refused else ""
+            hint = f"; {refused} connection{'s' if refused > 1 else ''} failed token authentication" if refused else ""
             text = f"still waiting after {waited_s:.0f} s: {missing}{hint}"
             _print(text)
             for member in self._members:

@@ -169,7 +169,7 @@ def _check(job: BatchJob) -> None:
             )
     if job.name.startswith("-") or not job.name:
         raise ConfigError(f"{job.name!r} is not a valid job name", where="flag --job_name", do="start it with a letter")
-    _check_form("--mem", job.memory, r"\d+[KMGT]?", "use a number and K, M, G or T, such as 64G")
+    _check_form("--mem", job.memory, r"\d+[KMGT]?", "use a number with an optional K, M, G or T suffix, such as 64G")
     _check_form("--time", job.time, _TIME, "use minutes, hours:minutes:seconds or days-hours, such as 12:00:00")
     _check_form("--signal", job.signal, r"(USR1|TERM)@\d{1,5}", "use USR1@SECONDS, TERM@SECONDS or none")
     for name in job.variables:

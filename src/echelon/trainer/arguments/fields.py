@@ -173,7 +173,9 @@ class TrainingFields:
     ddp_backend: str | None = setting(None, "Backend of torch.distributed.")
     ddp_timeout: int = setting(1800, "Timeout for collectives, in seconds.")
     fsdp: None | str | list[str] = setting(
-        None, "Shard the model: True, or full_shard, shard_grad_op, offload, auto_wrap."
+        None,
+        "Shard the model with FSDP: True, or at most one strategy (full_shard, shard_grad_op, no_shard, hybrid_shard or "
+        "hybrid_shard_zero2), optionally combined with offload and auto_wrap.",
     )
     fsdp_config: dict[str, Any] | str | None = setting(None, "FSDP settings: a dict or a JSON file.")
     deepspeed: dict[str, Any] | str | None = setting(None, "DeepSpeed config: a dict or a JSON file.")

@@ -26,7 +26,7 @@ class TrainCursor:
     num_steps_beyond: int = 0
     """Number of steps, over all epochs, taken with batches beyond the data's length."""
     is_within_update: bool = False
-    """Whether training stopped in the middle of an update, which a resumed run repeats from its start."""
+    """Whether training stopped in the middle of an update. If so, a resumed run repeats the update from its start."""
     batch_size: int = 0
     """Samples per batch on one rank; in the exact modes, across all ranks."""
     world_size: int = 0
@@ -40,7 +40,7 @@ class TrainCursor:
     schedule: dict[str, Any] | None = None
     """State of a scheduler that is not a torch ``LRScheduler``."""
     is_within_evaluation: bool = False
-    """Whether training stopped during the evaluation after this step, which a resumed run repeats."""
+    """Whether training stopped during the evaluation that follows this step. If so, a resumed run repeats the evaluation."""
     saves_after_evaluation: bool = False
     """Whether a checkpoint was due after the interrupted evaluation."""
 

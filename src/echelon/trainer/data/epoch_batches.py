@@ -113,7 +113,7 @@ def warn_of_wrong_length(
     """
     is_short = num_batches < plan.batches_per_epoch
     more = ", with more to come" if has_more else ""
-    text = f"epoch {epoch + 1} had {num_batches} batches on this process{more}, but the data's length "
+    text = f"epoch {epoch + 1} had {num_batches} batch{'es' if num_batches != 1 else ''} on this process{more}, but the data's length "
     text += f"({_where(loader)}) is {plan.batches_per_epoch}."
     if ends:
         text += " The data seems infinite, so the rest of this epoch is skipped, and later epochs end as planned."
