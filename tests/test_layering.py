@@ -32,6 +32,7 @@ TORCH_FREE = (
     "status/",
     "diagnose/",
     "launch/",
+    "report/",
     "cli/",
     "world/__init__.py",
     "world/environment.py",

@@ -202,7 +202,7 @@ def test_explain_shows_all_before_it_refuses(inside: Path, capsys: pytest.Captur
         assert _echelon("config", "explain", "--config_file", "run.toml", "--strict") == 2
         assert "fsdp_version is set twice" in capsys.readouterr().err
     assert _echelon("config", "explain", "--run", "gone") == 2
-    assert "gone is not a run folder" in capsys.readouterr().err
+    assert "gone is not a folder" in capsys.readouterr().err
 
 
 def test_what_was_written_for_accelerate_names_what_accelerate_does_not_know(

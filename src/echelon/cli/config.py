@@ -18,6 +18,7 @@ from echelon.config.schema import RunConfig
 from echelon.config.search_paths import PROJECT_FILE, find_config_file
 from echelon.config.sources import from_environment
 from echelon.config.write import chosen, unknown_to_accelerate, write
+from echelon.report.run_folder import find_run
 
 __all__ = ["command"]
 
@@ -73,16 +74,14 @@ def update(config_file: str | None) -> None:
 
 @command.command("explain")
 @_file_option("Config file (default: the file that the launcher would use).")
-@click.option(
-    "--run", metavar="DIR", help="Show the settings of the run in folder DIR, which was started with --log_dir."
-)
+@click.option("--run", metavar="DIR", help="Show the settings of the run in folder DIR, or of the newest run in it.")
 @click.option("--strict", is_flag=True, help="Fail if two sources give different values for a setting.")
 def explain(config_file: str | None, run: str | None, strict: bool) -> None:
     """Print each setting's value, its origin, and the values that it overrides."""
     if run is not None:
         if config_file is not None:
             raise UsageError("--run and --config_file are mutually exclusive", do="remove one of them")
-        resolved = of_run(run)
+        resolved = of_run(find_run(run))
     else:
         path = config_file or find_config_file()
         layers = [from_environment(), *([from_file(path)] if path else [])]
@@ -112,7 +111,7 @@ def convert(source: str, target: str, overwrite: bool) -> None:
 @click.pass_context
 def diff(ctx: click.Context, first: str, second: str) -> None:
     """Print the settings that differ between two config files or run folders; exit with code 1 if there are any."""
-    found = differences(*(of_run(one) if Path(one).is_dir() else _of_file(one) for one in (first, second)))
+    found = differences(*(of_run(find_run(one)) if Path(one).is_dir() else _of_file(one) for one in (first, second)))
     click.echo(found or "no differences")
     ctx.exit(1 if found else 0)
 

@@ -15,20 +15,21 @@ from echelon.launch.failures.rank_errors import read_record
 from echelon.launch.local.goodput_recorder import read_goodput
 from echelon.launch.local.ranks import STALL_FILE
 from echelon.launch.local.worker import ERROR_FILE
+from echelon.report.run_folder import find_run
 from echelon.status.stack_reporter import ANSWER_FILE
 
 __all__ = ["command"]
 
 
 @click.command("doctor", context_settings={"ignore_unknown_options": True})
-@click.argument("args", metavar="RUN | --nnodes N ...", nargs=-1, type=click.UNPROCESSED)
+@click.argument("args", metavar="[RUN] | --nnodes N ...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--all-threads", is_flag=True, help="Show all threads of each rank, not just the main thread.")
 @click.pass_context
 def command(ctx: click.Context, args: tuple[str, ...], all_threads: bool) -> None:
     """Diagnose a run, or test the connections between machines.
 
-    RUN is the folder named in a stall report: a folder below --log_dir, or a temporary one. Shows where the time went, each
-    rank's stack at each stall, and each rank's errors.
+    RUN is the folder of a run, or a folder that contains runs, of which the newest is shown (default: ./echelon-runs). A stall
+    report names the folder of its run. Shows where the time went, each rank's stack at each stall, and each rank's errors.
 
     To test connections, run this command on each machine with --nnodes and the other rendezvous flags of `echelon launch`. It
     shows which machines join, which are refused and why, and which are missing. It then measures the bandwidth between each
@@ -36,12 +37,9 @@ def command(ctx: click.Context, args: tuple[str, ...], all_threads: bool) -> Non
     """
     if any(arg.replace("_", "-").partition("=")[0] in _MULTINODE_FLAGS for arg in args):
         ctx.exit(_test_machines(args))
-    if len(args) != 1 or args[0].startswith("-"):
-        raise UsageError(
-            "echelon doctor requires a run folder, or --nnodes N ...",
-            do="see echelon doctor --help",
-        )
-    _diagnose_run(Path(args[0]), all_threads=all_threads)
+    if len(args) > 1 or any(arg.startswith("-") for arg in args):
+        raise UsageError("echelon doctor takes one run folder, or --nnodes N ...", do="see echelon doctor --help")
+    _diagnose_run(find_run(*args), all_threads=all_threads)
 
 
 _MULTINODE_FLAGS = ("--nnodes", "--num-machines", "--num-nodes")
@@ -63,11 +61,6 @@ def _test_machines(args: tuple[str, ...]) -> int:
 
 def _diagnose_run(run: Path, *, all_threads: bool) -> None:
     attempts = sorted(run.glob("attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
-    if not attempts:
-        raise UsageError(
-            f"{run} is not a run folder",
-            do="pass the folder named in the stall report, or a run's folder below --log_dir",
-        )
     goodput = read_goodput(run)
     for line in [] if goodput is None else goodput.lines():
         click.echo(printable(f"{run}: {line}"))

@@ -28,15 +28,12 @@ def to_run_file(resolved: Resolved[RunConfig]) -> str:
 
 
 def of_run(folder: str | Path) -> Resolved[RunConfig]:
-    """Return the settings of the run in ``folder``, or of the last run below it if it is a ``--log_dir`` folder.
+    """Return the settings of the run in ``folder``.
 
     Raises:
         ConfigError: the folder does not contain a run, or the file is corrupt.
     """
     path = Path(folder) / RUN_FILE
-    if not path.is_file():
-        # The names of folders below --log_dir begin with the start time.
-        path = max(Path(folder).glob(f"*/{RUN_FILE}"), default=path)
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         layer = {name: Setting(value, _origin(*place)) for name, (value, *place) in data["settings"].items()}
@@ -47,12 +44,12 @@ def of_run(folder: str | Path) -> Resolved[RunConfig]:
     except OSError as error:
         raise ConfigError(
             f"{folder} is not a run folder, because {path.name} is missing",
-            do="pass a folder that echelon launch --log_dir DIR created",
+            do="pass the folder of a run (echelon launch writes to ./echelon-runs, or to --log_dir)",
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{path} is not a valid record of a run's settings: {error}",
-            do="pass a folder that echelon launch --log_dir DIR created",
+            do="pass the folder of a run (echelon launch writes to ./echelon-runs, or to --log_dir)",
         ) from error
     resolved = resolve(RunConfig, [layer])
     return Resolved(value=resolved.value, origins=resolved.origins, shadowed=shadowed)

@@ -1,0 +1,1 @@
+"""Shows recorded runs: finds their folders, reads them, and writes the report page."""

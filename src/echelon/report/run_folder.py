@@ -1,0 +1,184 @@
+"""Finds the folders of recorded runs and reads what the launcher and the ranks wrote into them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from echelon.base.errors import UsageError
+from echelon.config.run_record import RUN_FILE as CONFIG_FILE
+
+__all__ = ["DEFAULT_FOLDER", "RecordedRun", "find_run", "read_run", "runs_below"]
+
+DEFAULT_FOLDER = "echelon-runs"
+"""Parent folder of the runs that were started without ``--log_dir``."""
+
+_FACTS_FILE = "run.json"
+_GOODPUT_FILE = "goodput.jsonl"
+_STEPS = re.compile(r"rank_(\d+)\.steps")
+
+
+def find_run(folder: str | Path | None = None) -> Path:
+    """Return the folder of a run: ``folder`` itself, or the newest run directly below it.
+
+    Args:
+        folder: a run's folder, a parent of such folders, or the name of a run in ``./echelon-runs``; None: ``./echelon-runs``.
+
+    Raises:
+        UsageError: there is no run.
+    """
+    path = Path(DEFAULT_FOLDER if folder is None else folder)
+    if not path.exists() and (Path(DEFAULT_FOLDER) / path).is_dir():
+        path = Path(DEFAULT_FOLDER) / path
+    if _is_run(path):
+        return path
+    if newest := runs_below(path):
+        return newest[-1]
+    raise UsageError(
+        f"{path} contains no run" if path.is_dir() else f"{path} is not a folder",
+        do="pass the folder of a run, or a folder that contains runs (echelon launch writes to ./echelon-runs, or to --log_dir)",
+    )
+
+
+def runs_below(parent: str | Path) -> list[Path]:
+    """Return the folders of the runs directly below ``parent``, oldest first; of a run on several machines, the first one's."""
+    found = [path for path in sorted(Path(parent).glob("*/")) if _is_run(path)]
+    facts = {path: _read_json(path / _FACTS_FILE) or {} for path in found}
+    primary: dict[str, Path] = {}
+    for path in found:
+        name = str(facts[path].get("run_id") or path)
+        if name not in primary or _rank_zero(path):
+            primary[name] = path
+    # The names of folders without a run.json begin with the start time, too.
+    return sorted(primary.values(), key=lambda path: (_number(facts[path].get("began")), path.name))
+
+
+def read_run(folder: str | Path) -> RecordedRun:
+    """Return the run in ``folder``, with the folders of its other machines in the same parent folder. Missing files are no error."""
+    folder = Path(folder)
+    facts = _read_json(folder / _FACTS_FILE) or {}
+    folders = [folder]
+    if facts.get("run_id") and _number(facts.get("num_machines")) > 1:
+        for other in sorted(folder.resolve().parent.glob(f"*/{_FACTS_FILE}")):
+            is_same = other.parent != folder.resolve() and (_read_json(other) or {}).get("run_id") == facts["run_id"]
+            folders += [other.parent] if is_same else []
+    return RecordedRun(folders=tuple(sorted(folders, key=lambda path: not _rank_zero(path))), facts=facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """What a run has left in its folder. A file that is missing or damaged counts as empty."""
+
+    folders: tuple[Path, ...]
+    """The run's folder on each machine; the first contains the files of rank 0."""
+    facts: Mapping[str, Any]
+    """The contents of run.json; empty if there is none."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of rank 0."""
+        return self.folders[0]
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.resolve().name
+
+    @property
+    def outcome(self) -> str:
+        """How the run ended, or "running"; "ended without a record" if its launcher was killed; "unknown" without run.json."""
+        outcome = str(self.facts.get("outcome") or "unknown")
+        host = (self.facts.get("machine") or {}).get("host")
+        pid = self.facts.get("pid")
+        if outcome == "running" and host == socket.gethostname() and isinstance(pid, int) and not _is_alive(pid):
+            return "ended without a record"
+        return outcome
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        return [line for line in _read_lines(self.folder / "metrics.jsonl") if isinstance(line.get("values"), dict)]
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of events.jsonl of all machines, in the order of their times."""
+        lines = [line for folder in self.folders for line in _read_lines(folder / "events.jsonl")]
+        found = {json.dumps(line, sort_keys=True): line for line in lines if isinstance(line.get("time"), (int, float))}
+        return sorted(found.values(), key=lambda line: float(line["time"]))
+
+    @cached_property
+    def goodput(self) -> dict[str, Any] | None:
+        """Wall time in seconds (``wall_s``) and its parts (``parts``), which add up to it; None if none was written."""
+        found = self.facts.get("goodput")
+        if not found:
+            lines = [line for line in _read_lines(self.folder / _GOODPUT_FILE) if line.get("kind") == "run"]
+            found = {"wall_s": lines[-1].get("wall_s"), "parts": lines[-1].get("seconds")} if lines else None
+        if isinstance(found, dict) and isinstance(found.get("parts"), dict) and _number(found.get("wall_s")) > 0:
+            return {"wall_s": float(found["wall_s"]), "parts": {k: float(v) for k, v in found["parts"].items()}}
+        return None
+
+    def step_paths(self) -> list[tuple[int, int, Path]]:
+        """Return the attempt, the rank and the path of each file of step records."""
+        found = []
+        for folder in self.folders:
+            for path in folder.glob("records/*/rank_*.steps"):
+                match = _STEPS.fullmatch(path.name)
+                if match and path.parent.name.isdigit():
+                    found.append((int(path.parent.name), int(match[1]), path))
+        return sorted(found)
+
+
+def _is_run(path: Path) -> bool:
+    if (path / _FACTS_FILE).exists() or (path / "records").exists() or any(path.glob("attempt_*")):
+        return True
+    return "shadowed" in (_read_json(path / CONFIG_FILE) or {})  # the config.json of a model has other keys
+
+
+def _rank_zero(path: Path) -> bool:
+    return (path / "metrics.jsonl").exists() or any(path.glob("records/*/rank_0.steps"))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects in the lines of a file; a line that is not complete is left out."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    found = []
+    for line in text.splitlines():
+        try:
+            data = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(data, dict):
+            found.append(data)
+    return found
