@@ -1,4 +1,4 @@
-# Every target creates .venv if it is missing or older than pyproject.toml or constraints.txt.
+# Every target creates .venv if it is missing or older than pyproject.toml, requirements-dev.txt or constraints.txt.
 
 PYTHON ?= python3
 VENV := .venv
@@ -70,7 +70,7 @@ other-torch: ## run the tests with another torch: make other-torch OTHER_TORCH=2
 	@test -n "$(OTHER_TORCH)" || { echo "OTHER_TORCH is not set: make other-torch OTHER_TORCH=2.8.0" >&2; exit 2; }
 	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	@$(OTHER)/bin/python $(PIP_INSTALL) torch==$(OTHER_TORCH)
-	@$(OTHER)/bin/python $(PIP_INSTALL) torch==$(OTHER_TORCH) $(WITH) -e '.[dev]'
+	@$(OTHER)/bin/python $(PIP_INSTALL) torch==$(OTHER_TORCH) $(WITH) -e . -r requirements-dev.txt
 	@$(OTHER)/bin/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) tests/unit tests/ranks tests/launch
 
 # Uses the environment of `make peers` if it exists; otherwise the benchmarks list the libraries that they skip.
@@ -81,11 +81,11 @@ bench: $(VENV)/.stamp ## run the benchmarks (after make peers, compared with acc
 peers: $(PEERS)/.stamp ## create .venv-peers for the benchmarks and side-by-side tests
 
 # Starts from an empty environment, so that packages that are no longer needed are dropped.
-lock: ## refresh constraints.txt from pyproject.toml
+lock: ## refresh constraints.txt from pyproject.toml and requirements-dev.txt
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	$(PYTHON) -m venv "$$folder"; \
 	"$$folder/bin/python" $(PIP_INSTALL) torch==$(TORCH); \
-	"$$folder/bin/python" $(PIP_INSTALL) -e '.[dev]'; \
+	"$$folder/bin/python" $(PIP_INSTALL) -e . -r requirements-dev.txt; \
 	{ echo "# Every version that make's .venv installs. Refresh: make lock."; \
 	  "$$folder/bin/python" -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > "$$folder/new"; \
 	cat "$$folder/new" > constraints.txt
@@ -100,10 +100,10 @@ clean: ## remove the environments and the caches
 	@rm -rf $(VENV) $(PEERS) $(RAY) $(ECOSYSTEM) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache dist build outputs
 
 # torch is installed first, so that packages that depend on it find the pinned build and do not install another.
-$(VENV)/.stamp: pyproject.toml constraints.txt
+$(VENV)/.stamp: pyproject.toml requirements-dev.txt constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt torch==$(TORCH)
-	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e . -r requirements-dev.txt
 	@touch $@
 
 $(PEERS)/.stamp: pyproject.toml benchmarks/peers.txt benchmarks/peers-constraints.txt

@@ -38,7 +38,16 @@ TORCH_FREE = (
     "world/environment.py",
 ) + tuple(
     f"compat/{name}.py"
-    for name in ("__init__", "constants", "machine", "probes", "reexports", "unsupported", "variables")
+    for name in (
+        "__init__",
+        "constants",
+        "machine",
+        "probes",
+        "reexports",
+        "torch_required",
+        "unsupported",
+        "variables",
+    )
 )
 # These use torch's elastic agent; the rest of launch/ imports them when it starts processes.
 TORCH_AT_IMPORT = ("launch/agent.py", "launch/multinode/rendezvous.py")

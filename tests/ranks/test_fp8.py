@@ -122,4 +122,4 @@ def test_the_error_for_missing_torchao_shows_the_install_command(monkeypatch: py
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(MissingExtraError, match=r"mixed_precision='fp8' .* requires the package 'torchao'") as raised:
         Accelerator(cpu=True, mixed_precision="fp8")
-    assert raised.value.do == "pip install 'echelon[fp8]'"
+    assert raised.value.do == 'pip install "torchao>=0.10"'

@@ -26,21 +26,21 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_installed_package_is_returned() -> None:
     import json.decoder
 
-    assert require("json.decoder", extra="report", purpose="the report") is json.decoder
+    assert require("json.decoder", extra="optuna", purpose="the report") is json.decoder
 
 
 @pytest.mark.parametrize("module", ["no_such_package", "no_such_package.part.deeper"])
 def test_the_error_for_a_missing_package_shows_the_pip_command(module: str) -> None:
     with pytest.raises(MissingExtraError) as caught:
-        require(module, extra="report", purpose="echelon report")
+        require(module, extra="optuna", purpose="echelon report")
     assert caught.value.what == "echelon report requires the package 'no_such_package', which is not installed"
-    assert caught.value.do == "pip install 'echelon[report]'"
+    assert caught.value.do == 'pip install "optuna>=3.0"'
 
 
 def test_a_package_with_a_missing_dependency_raises_its_own_error(package: Path) -> None:
     (package / "part.py").write_text("import no_such_package_of_the_package\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_package_of_the_package") as caught:
-        require("planted.part", extra="report", purpose="echelon report")
+        require("planted.part", extra="optuna", purpose="echelon report")
     assert not isinstance(caught.value, MissingExtraError)
 
 

@@ -26,7 +26,7 @@ VARIABLES = {
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
     "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
 }
-REMEDY = "pip install 'echelon[deepspeed]'"
+REMEDY = 'pip install "deepspeed>=0.19.8"'
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 def test_the_error_for_missing_ray_shows_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=re.escape("pip install 'echelon[ray]'")):
+    with pytest.raises(MissingExtraError, match=re.escape('pip install "ray[train]>=2.60"')):
         echelon.ray.run(print, num_workers=2)
 
 

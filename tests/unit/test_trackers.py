@@ -114,7 +114,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 def test_missing_trackers_are_skipped_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.trackers.registry.is_available", lambda name: name == "wandb")
-    with pytest.warns(EchelonWarning, match=r"pip install 'echelon\[mlflow\]'"):
+    with pytest.warns(EchelonWarning, match='pip install "mlflow>='):
         assert filter_trackers(["mlflow", "wandb", LoggerType.WANDB]) == [LoggerType.WANDB]
     assert get_available_trackers() == [LoggerType.WANDB]
 
@@ -172,7 +172,7 @@ def test_every_built_in_tracker_that_is_missing_names_its_extra(
     monkeypatch.setattr("echelon.base.optional.import_module", missing)
     make = LOGGER_TYPE_TO_CLASS[name]
     tracker = make("run", tmp_path) if make.requires_logging_directory else make("run")
-    with pytest.raises(MissingExtraError, match=rf"log_with='{name}' requires[\s\S]*pip install 'echelon\[{name}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"log_with='{name}' requires[\s\S]*pip install \"{name}>="):
         tracker.start()
 
 

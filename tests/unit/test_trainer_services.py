@@ -110,7 +110,7 @@ def test_what_a_search_cannot_do_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="hp_space returned 'learning_rat', which is not a TrainingArguments setting"):
         trainer.train(trial={"learning_rat": 1.0})
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'echelon\[optuna\]'"):
+    with pytest.raises(MissingExtraError, match='pip install "optuna>='):
         trainer.hyperparameter_search()
 
 
@@ -277,5 +277,5 @@ def test_checkpoints_are_uploaded_as_the_strategy_says(
 
 def test_without_the_library_an_upload_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'echelon\[hub\]'"):
+    with pytest.raises(MissingExtraError, match='pip install "huggingface_hub>='):
         Trainer(Line(), _args(tmp_path)).push_to_hub()

@@ -1,5 +1,8 @@
 """Level 2: the Accelerator, which runs a user's own training loop on any number of ranks."""
 
+from echelon.compat import torch_required as _torch_required  # noqa: F401 - first, for its error
+
+# isort: split
 from echelon.accelerator.accelerator import Accelerator
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration, GradientAccumulationPlugin

@@ -136,8 +136,10 @@ class LaunchError(EchelonError, RuntimeError):
 
 
 class MissingExtraError(EchelonError, ImportError):
-    """A required optional dependency is not installed.
+    """A required optional dependency, or torch, is not installed.
 
-    Causes: the requested engine, tracker, optimizer or precision needs a package that is not installed.
-    Do: run the ``pip install`` command from the message in the script's environment.
+    Causes: the requested engine, tracker, optimizer or precision needs a package that is not installed; the program runs in
+        another Python environment than the one in which the package is installed.
+    Do: run the ``pip install`` command from the message in the script's environment (``python -m pip install ...`` uses the
+        environment of that ``python``).
     """

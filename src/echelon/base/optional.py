@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from echelon.base.errors import MissingExtraError
 
-__all__ = ["is_available", "require"]
+__all__ = ["EXTRAS", "explain_missing_torch", "install_command", "is_available", "require"]
+
+# The requirements of each extra of pyproject.toml (tests/unit/test_packaging.py compares them), and of torch. They are repeated
+# here because messages name the requirements themselves: `pip install "echelon[NAME]"` fails where no index has echelon.
+EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "torch": ("torch>=2.7",),
+        "aim": ("aim>=3.17",),
+        "apollo": ("apollo-torch>=1.0", "bitsandbytes>=0.43"),
+        "bitsandbytes": ("bitsandbytes>=0.43",),
+        "clearml": ("clearml>=1.13",),
+        "comet_ml": ("comet_ml>=3.41",),
+        "deepspeed": ("deepspeed>=0.19.8",),
+        "dvclive": ("dvclive>=3.0",),
+        "fp8": ("torchao>=0.10",),
+        "galore": ("galore-torch>=1.0", "bitsandbytes>=0.43"),
+        "grokadamw": ("grokadamw>=0.1",),
+        "hub": ("huggingface_hub>=0.23",),
+        "liger": ("liger-kernel>=0.4",),
+        "memory": ("psutil>=5.9",),
+        "mlflow": ("mlflow>=2.9",),
+        "notebook": ("cloudpickle>=2.2",),
+        "optimi": ("torch-optimi>=0.2",),
+        "optuna": ("optuna>=3.0",),
+        "ray": ("ray[train]>=2.60",),
+        "rich": ("rich>=13.0",),
+        "schedulefree": ("schedulefree>=1.4",),
+        "stateful": ("torchdata>=0.11",),
+        "swanlab": ("swanlab>=0.4",),
+        "tensorboard": ("tensorboard>=2.12",),
+        "trackio": ("trackio>=0.1",),
+        "wandb": ("wandb>=0.16",),
+    }
+)
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that installs what ``extra`` requires, quoted for any shell."""
+    return "pip install " + " ".join(f'"{requirement}"' for requirement in EXTRAS[extra])
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import ``module``, which ``purpose`` requires and which the pip extra ``extra`` installs.
+    """Import ``module``, which ``purpose`` requires and which is one of the requirements of ``extra``.
 
     Raises:
         MissingExtraError: the module is not installed; the message contains the pip command.
@@ -24,8 +64,19 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
             raise  # the module is installed, but one of its dependencies is missing
         raise MissingExtraError(
             f"{purpose} requires the package {module.partition('.')[0]!r}, which is not installed",
-            do=f"pip install 'echelon[{extra}]'",
+            do=install_command(extra),
         ) from error
+
+
+def explain_missing_torch(error: ModuleNotFoundError) -> ImportError:
+    """Return an error with the install command if ``error`` says that torch is missing, and otherwise ``error`` itself."""
+    if error.name != "torch":
+        return error
+    return MissingExtraError(
+        "echelon requires the package 'torch', which is not installed in this Python environment",
+        where=sys.prefix,
+        do=f"{install_command('torch')} (docs/install.md has the commands for CPUs, for CUDA versions and for mirrors)",
+    )
 
 
 def is_available(module: str) -> bool:

@@ -18,7 +18,10 @@ STR_OPERATION_TO_FUNC = {
     "<=": operator.le,
     "<": operator.lt,
 }
-torch_version = importlib.metadata.version("torch")
+try:
+    torch_version = importlib.metadata.version("torch")
+except importlib.metadata.PackageNotFoundError:
+    torch_version = ""  # so that `echelon env` works without torch
 
 _PRE_RELEASE = {"dev": -4, "a": -3, "alpha": -3, "b": -2, "beta": -2, "rc": -1, "c": -1}
 

@@ -26,6 +26,7 @@ from echelon.base.control_groups import group_folders
 from echelon.base.cores import usable_cores
 from echelon.base.device import accelerators, nccl_version
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.optional import install_command, is_available
 from echelon.compat.machine import convert_bytes, get_driver_version
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
@@ -208,6 +209,8 @@ def _read(path: Path) -> str:
 
 def devices() -> Facts:
     """Return the accelerators, the backends, and torch's build settings."""
+    if not is_available("torch"):
+        return {"accelerators": f"unknown, because torch is not installed: {install_command('torch')}"}
     import torch  # noqa: PLC0415 - `echelon env --help` does not need it
 
     backends = [name for name in ("nccl", "gloo", "mpi", "ucc", "xccl") if torch.distributed.is_backend_available(name)]

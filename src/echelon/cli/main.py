@@ -15,6 +15,7 @@ import click
 
 from echelon._version import __version__
 from echelon.base.errors import ConfigError, EchelonError, UsageError
+from echelon.base.optional import explain_missing_torch
 
 __all__ = ["cli", "main"]
 
@@ -113,6 +114,12 @@ def _run(argv: Sequence[str] | None) -> int:
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, UsageError)) else 1
+    except ModuleNotFoundError as error:
+        explained = explain_missing_torch(error)
+        if explained is error:
+            raise
+        print(f"echelon: {explained}", file=sys.stderr)
+        return 1
     except (KeyboardInterrupt, click.Abort):
         return 130
     except BrokenPipeError:  # echelon --help | head

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from echelon.base import environ
 from echelon.base.errors import MissingExtraError, UsageError
-from echelon.base.optional import is_available
+from echelon.base.optional import install_command, is_available
 from echelon.base.versions import at_least
 from echelon.compat import reexports
 from echelon.compat.variables import parse_flag_from_env
@@ -298,7 +298,7 @@ def _requires(
         if not is_installed():
             raise MissingExtraError(
                 f"{func.__name__} requires the package {package!r}, which is not installed",
-                do=f"pip install 'echelon[{extra}]'",
+                do=install_command(extra),
             )
         return func(*args, **kwargs)
 

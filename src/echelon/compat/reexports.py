@@ -37,7 +37,14 @@ def lazy_names(package: str, stub: str) -> tuple[Callable[[str], object], Callab
         if name not in sources:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, attribute = sources[name]
-        value = import_module(f"{package}.{name}") if module == package else getattr(import_module(module), attribute)
+        try:
+            value = (
+                import_module(f"{package}.{name}") if module == package else getattr(import_module(module), attribute)
+            )
+        except ModuleNotFoundError as error:
+            from echelon.base.optional import explain_missing_torch  # noqa: PLC0415 - needed only for this error
+
+            raise explain_missing_torch(error) from None
         setattr(sys.modules[package], name, value)
         return value
 

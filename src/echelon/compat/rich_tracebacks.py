@@ -16,6 +16,6 @@ def install(**options: Any) -> Any:
         MissingExtraError: rich is not installed.
     """
     # Off by default, because locals may contain secrets.
-    return require("rich.traceback", extra="dev", purpose="rich tracebacks").install(
+    return require("rich.traceback", extra="rich", purpose="rich tracebacks").install(
         **{"show_locals": False, **options}
     )

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from echelon.base.errors import ConfigError, MissingExtraError
-from echelon.base.optional import is_available
+from echelon.base.optional import install_command, is_available
 from echelon.config.documents import DocumentEntry, read
 from echelon.config.key_table import BY_FIELD, KEYS
 from echelon.config.origin import Origin, SettingSource
@@ -147,7 +147,7 @@ def check_installed(resolved: Resolved[RunConfig], script: Path | None) -> None:
         where=str(resolved.origins["engine" if value.engine else "sharded_by"]),
         do=" or ".join(
             [
-                f"pip install 'echelon[{package}]'",
+                install_command(package),
                 *(f"pass --engine {name} to use torch's implementation instead" for name in others),
             ]
         ),

@@ -1,5 +1,6 @@
 """Level 1: native ``torch.distributed`` with safety checks."""
 
+from echelon.compat import torch_required as _torch_required  # noqa: F401 - first, for its error
 from echelon.distributed.collectives import (
     broadcast,
     broadcast_object_list,

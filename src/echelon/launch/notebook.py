@@ -30,6 +30,7 @@ from typing import IO, Any, Literal
 from echelon.base import environ
 from echelon.base.device import num_devices
 from echelon.base.errors import LaunchError, UsageError
+from echelon.base.optional import install_command
 from echelon.base.warnings import warn
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
@@ -189,7 +190,7 @@ class _ByValue:
                 "the function needs new processes because the kernel has used the device (or the system cannot fork), "
                 "but cloudpickle, which sends notebook functions to new processes, is not installed",
                 where="notebook_launcher or debug_launcher",
-                do="pip install 'echelon[notebook]', or restart the kernel and use the device only in the function",
+                do=f"{install_command('notebook')}, or restart the kernel and use the device only in the function",
             ) from error
         self._load: Callable[[bytes], object] = cloudpickle.loads
         try:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from echelon.base.errors import UsageError
-from echelon.base.optional import is_available
+from echelon.base.optional import install_command, is_available
 from echelon.base.warnings import warn
 from echelon.compat.enums import LoggerType
 from echelon.trackers.aim import AimTracker
@@ -160,7 +160,7 @@ def filter_trackers(
         if isinstance(kind, LoggerType) and kind not in available:
             package = _PACKAGES[kind][0]
             warn(f"log_with={name!r}: the package {package!r} is not installed, so nothing is logged to this tracker. "
-                 f"pip install 'echelon[{name}]'")  # fmt: skip
+                 f"{install_command(name)}")  # fmt: skip
             continue
         if _needs_folder(name) and logging_dir is None:
             raise UsageError(

@@ -17,7 +17,7 @@ from echelon.accelerator.plugins.kwargs_handlers import GradScalerKwargs
 from echelon.accelerator.update.optimizer import Clipping
 from echelon.base.errors import ConfigError, MissingExtraError
 from echelon.base.logging import get_logger
-from echelon.base.optional import is_available
+from echelon.base.optional import install_command, is_available
 from echelon.base.warnings import warn
 from echelon.compat.variables import parse_flag_from_env
 from echelon.config.origin import Origin, Setting, SettingSource
@@ -176,7 +176,7 @@ def _require_library(where: str) -> None:
         raise MissingExtraError(
             "sharding with DeepSpeed requires the package 'deepspeed', which is not installed",
             where=where,
-            do="pip install 'echelon[deepspeed]', or pass engine='fsdp2' to train the same way with torch",
+            do=f"{install_command('deepspeed')}, or pass engine='fsdp2' to train the same way with torch",
         )
 
 
