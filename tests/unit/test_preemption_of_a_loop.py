@@ -232,6 +232,6 @@ def test_a_process_without_a_boundary_ends_after_the_grace_period(manner: str, c
     )
     assert done.returncode == code
     assert (
-        "not all ranks reached the same step within 0.3 s after a stop signal. The process exits with code 143"
+        "not all ranks reached the same step within 0.3 s of the stop signal. The process exits with code 143"
         in done.stderr
     ) == (code > 0)

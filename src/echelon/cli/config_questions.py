@@ -56,7 +56,7 @@ def _ask_fsdp(values: dict[str, Any]) -> None:
 
 
 def _ask_deepspeed(values: dict[str, Any]) -> None:
-    _put(values, "deepspeed_config_file", "Which DeepSpeed JSON file? (its path, or none)", "none")
+    _put(values, "deepspeed_config_file", "Path to the DeepSpeed JSON file? (or none)", "none")
     if values["deepspeed_config_file"] is not None:
         return
     _put(values, "zero_stage", "Which ZeRO stage? (0, 1, 2, 3)", "2")

@@ -275,7 +275,7 @@ class _StoreSlots:
 def _exit_now(why: str) -> NoReturn:
     """Exit the process because its main thread has not stopped within the grace period."""
     print(
-        f"echelon: {why} within {_GRACE_S:g} s after a stop signal. The process exits with code {EXIT_CODE}, and the next run "
+        f"echelon: {why} within {_GRACE_S:g} s of the stop signal. The process exits with code {EXIT_CODE}, and the next run "
         "resumes from the last checkpoint",
         file=sys.stderr,
         flush=True,

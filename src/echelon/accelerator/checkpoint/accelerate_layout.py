@@ -230,7 +230,7 @@ def require_custom_states(folder: Path, num_objects: int) -> None:
 
 
 def require_plain(obj: Any) -> None:
-    """Raise if the state of ``obj`` could be saved, but loading would refuse it.
+    """Raise if the state of ``obj`` could be saved but not loaded again.
 
     Raises:
         UsageError: the state is not plain data; the message names the types.

@@ -20,7 +20,7 @@ def compute_buffers(model: nn.Module, names: list[str]) -> None:
     The initializer runs twice, on memory filled with zeros and with ones; equal results prove that it sets the buffer.
 
     Raises:
-        CheckpointError: no initializer computes some of the buffers.
+        CheckpointError: some of the buffers are not set by any initializer.
     """
     left = []
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):

@@ -133,8 +133,8 @@ class AORecipeKwargs(KwargsHandler):
     """A ``torchao.float8.Float8LinearConfig``. None: build it from ``enable_fsdp_float8_all_gather`` and
     ``pad_inner_dim``."""
     module_filter_func: Callable[[torch.nn.Module, str], bool] | None = None
-    """Function of a module and its name that selects which modules to convert. None: every Linear except the first and
-    last."""
+    """Function that takes a module and its name, and returns whether to convert the module. None: every Linear except the
+    first and last."""
     pad_inner_dim: bool | None = None
     """Whether to pad inner dimensions to the multiple that fp8 requires. None: use the environment, else True."""
     enable_fsdp_float8_all_gather: bool | None = None

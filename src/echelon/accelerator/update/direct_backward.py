@@ -58,14 +58,14 @@ class DirectBackwardCheck:
             return  # nothing to step with, or a second step with the same gradients
         if (reason := self._missing_weight()) is not None:
             raise UsageError(
-                f"{type(optimizer).__name__} steps with gradients that accelerator.backward() did not compute, and {reason}",
+                f"{type(optimizer).__name__}.step() would apply gradients that accelerator.backward() did not compute, and {reason}",
                 where=f"step() at {user_line()}, parity={self._parity!r}",
                 do=_DO,
             )
         if self._contribution is None and self._state.num_steps > 1 and not self._is_warned:
             self._is_warned = True
             warn(
-                f"{type(optimizer).__name__} steps with gradients that accelerator.backward() did not compute, so "
+                f"{type(optimizer).__name__}.step() would apply gradients that accelerator.backward() did not compute, so "
                 f"echelon did not divide their losses by gradient_accumulation_steps={self._state.num_steps}. "
                 f"{_DO.capitalize()}."
             )

@@ -101,7 +101,7 @@ def num_micro_steps(num_samples: int, *, world_size: int, wanted: int, max_micro
 def join_small_batches(
     batches: Iterator[T], join: Callable[[T, T], T], *, smallest: int, size: Callable[[T], int]
 ) -> Iterator[T]:
-    """Join adjacent ``batches`` until each has ``smallest`` samples or more. A short remainder joins the previous batch."""
+    """Join adjacent ``batches`` until each has at least ``smallest`` samples. A short remainder joins the previous batch."""
     whole: list[T] = []  # at most one batch, held back because a short rest may follow
     short: list[T] = []
     for batch in batches:

@@ -71,8 +71,8 @@ class OrderCheck:
             "loader is already sharded. Because echelon shards it again, the other ranks' samples are never read"
         )
         do = (
-            "remove the sampler, because echelon shards the loader, or call "
-            "accelerator.prepare_data_loader(loader, already_sharded=True) to keep its sharding"
+            "remove the sampler (echelon shards the loader itself), or call "
+            "accelerator.prepare_data_loader(loader, already_sharded=True) to keep the sampler's sharding"
         )
         if self._is_error:
             raise UsageError(message, where=str(self._line), do=do.partition(", or")[0])

@@ -71,7 +71,10 @@ class ShardingOptions:
             )
         chosen = [name for name in ("wrap_classes", "min_num_params", "wrap_fn") if getattr(self, name)]
         if len(chosen) > 1:
-            raise ConfigError(f"{' and '.join(chosen)} both select the units", do="set only one of them")
+            raise ConfigError(
+                f"{', '.join(chosen)} cannot be combined, because each of them selects the FSDP units",
+                do="set only one of them",
+            )
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype: torch.dtype | None = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:

@@ -81,7 +81,7 @@ class Seq2SeqTrainer(Trainer):
         if own is None:
             raise UsageError(
                 f"cannot load generation_config={str(gen_config_arg)!r}: {type(self.model).__name__} has no "
-                "generation_config to determine the class to load",
+                "generation_config, so its class is unknown",
                 where="Seq2SeqTrainingArguments.generation_config",
                 do="pass a config object instead of a path",
             )
