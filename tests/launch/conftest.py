@@ -62,7 +62,8 @@ class Command:
         # A machine with accelerators must give the same results here: these tests count on none.
         # Nor on the settings of the person who runs them.
         homes = {"XDG_CONFIG_HOME": str(self.directory / ".config"), "HF_HOME": str(self.directory / ".huggingface")}
-        environment = {**inherited, **homes, "CUDA_VISIBLE_DEVICES": "", _TOKEN: self._token, **variables}
+        own = {"ECHELON_NO_RECORD": "1", "CUDA_VISIBLE_DEVICES": "", _TOKEN: self._token}
+        environment = {**inherited, **homes, **own, **variables}
         process = subprocess.Popen(
             argv,
             cwd=self.directory,

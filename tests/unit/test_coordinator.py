@@ -17,6 +17,7 @@ from echelon.base.errors import LaunchError
 from echelon.launch.failures.failure import ErrorRecord, RankEnd
 from echelon.launch.interrupts import Interrupts
 from echelon.launch.local.processes import Workers
+from echelon.launch.local.run_recorder import RunRecorder
 from echelon.launch.multinode import coordinator as coordinator_module
 from echelon.launch.multinode.coordinator import Coordinator
 from echelon.launch.multinode.network import listen
@@ -116,6 +117,7 @@ class Stage:
             logs="above",
             directory=self._tmp_path,
             began_ns=time.monotonic_ns(),
+            record=RunRecorder(None, began_ns=0),
         )
         self._coordinator = Coordinator(
             self.info("head"), listener=self._listener, token=TOKEN, times=times, rules=rules, new_store=self._store

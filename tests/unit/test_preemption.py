@@ -20,6 +20,7 @@ import pytest
 
 from echelon.launch.interrupts import Interrupted, Interrupts
 from echelon.launch.local.local_node import LocalNode
+from echelon.launch.local.run_recorder import RunRecorder
 from echelon.launch.node import AttemptRanks, GenerationResult, RunRules
 from echelon.launch.supervisor import StallRules
 from echelon.status.board import Board, Slot
@@ -246,6 +247,7 @@ def local_node(interrupts: Interrupts, grace_s: float, board: Board) -> LocalNod
         logs="above",
         directory=directory,
         began_ns=0,
+        record=RunRecorder(None, began_ns=0),
     )
     node = LocalNode(num_processes=board.num_slots, port=0, rules=rules, interrupts=interrupts)
     workers: Any = SimpleNamespace(exit_codes=lambda: [None] * board.num_slots, running=dict)

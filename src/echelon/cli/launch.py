@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +20,7 @@ from echelon.base.cores import usable_cores
 from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
 from echelon.base.printable import printable
-from echelon.cli.launch_options import NUMBERS, LaunchCommand, flag_layer, options, typed_flags
+from echelon.cli.launch_options import ARGV, NUMBERS, LaunchCommand, flag_layer, options, typed_flags
 from echelon.cli.misplaced_flags import note_about_flags
 from echelon.config.derive import check as check_settings, check_installed, derive
 from echelon.config.files import find_accelerator_request, from_file
@@ -39,7 +36,7 @@ from echelon.launch.local.capacity import check_capacity
 from echelon.launch.local.goodput_recorder import process_start_ns
 from echelon.launch.local.local_node import LocalNode
 from echelon.launch.local.output import Outputs, parse_streams
-from echelon.launch.local.ranks import STALL_FILE
+from echelon.launch.local.run_recorder import NO_RECORD_VARIABLE, run_folder
 from echelon.launch.local.slots import Slots, is_this_machine, named_slots, no_accelerator
 from echelon.launch.multinode.machines import (
     CliOverrides,
@@ -80,8 +77,6 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
             code = _launch(ctx, target, flags, interrupts)
         except Interrupted as stop:
             code = _report_interrupted(stop)
-        except RunOver as over:
-            code = over.result.code
     ctx.exit(code)
 
 
@@ -162,25 +157,61 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     if not machines.is_single:
         plan = make_plan(resolved, machines.overrides, num_processes=processes.number, step=machines.step)
     variables = _variables(request, processes, plan)
-    value = resolved.value
-    with ExitStack() as stack:
-        # On a shared disk, several machines may start in the same second, and pods often have equal process ids.
-        machine = "" if plan is None else f"{plan.info.host}-{plan.info.uid[:4]}-"
-        directory = stack.enter_context(_directory(flags["log_dir"], machine))
-        stack.enter_context(_terminal_restored())
+    # On a shared disk, several machines may start in the same second, and pods often have equal process ids.
+    machine = "" if plan is None else f"{plan.info.host}-{plan.info.uid[:4]}-"
+    with run_folder(
+        flags["log_dir"], script=script, machine=machine, is_recorded=_is_recorded(flags), began_ns=began_ns
+    ) as (directory, record):
         (directory / RUN_FILE).write_text(to_run_file(resolved), encoding="utf-8")
+        record.describe(
+            command=["echelon", "launch", *ctx.meta[ARGV]],
+            script=script,
+            num_processes=processes.number * machines.number,
+            num_machines=machines.number,
+        )
         rules = RunRules(
             max_restarts=flags["max_restarts"],
             stall=StallRules(
-                timeout=timedelta(seconds=value.stall_timeout),
-                on_stall=value.on_stall,
-                slow_timeout=None if value.slow_timeout is None else timedelta(seconds=value.slow_timeout),
+                timeout=timedelta(seconds=resolved.value.stall_timeout),
+                on_stall=resolved.value.on_stall,
+                slow_timeout=None
+                if resolved.value.slow_timeout is None
+                else timedelta(seconds=resolved.value.slow_timeout),
             ),
             preemption_grace=timedelta(seconds=flags["preemption_grace"]),
             logs=str(directory) if flags["log_dir"] else "above; --log_dir DIR writes one log file per rank",
             directory=directory,
             began_ns=began_ns,
+            record=record,
         )
+        try:
+            code = _run(request, processes, machines, plan, variables, outputs, rules, interrupts)
+        except RunOver as over:
+            code = over.result.code
+        record.end("succeeded" if code == 0 else "preempted" if code == EXIT_CODE else "failed", code)
+    if code == _USAGE_ERROR and not is_noted:
+        _note_misplaced_flags(ctx, script, typed, failed=True)
+    return code
+
+
+def _is_recorded(flags: Mapping[str, Any]) -> bool:
+    return not flags["no_record"] and environ.get(NO_RECORD_VARIABLE) in (None, "0", "false")
+
+
+def _run(
+    request: _Request,
+    processes: _Processes,
+    machines: _Machines,
+    plan: MultinodePlan | None,
+    variables: Mapping[str, str],
+    outputs: Outputs,
+    rules: RunRules,
+    interrupts: Interrupts,
+) -> int:
+    """Run the processes until the end, print the goodput, and return the exit code."""
+    flags = request.flags
+    with ExitStack() as stack:
+        stack.enter_context(_terminal_restored())
         node: Node
         if plan is None:
             node = LocalNode(num_processes=processes.number, port=machines.port, rules=rules, interrupts=interrupts)
@@ -189,7 +220,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
         from echelon.launch.agent import Job, run_job  # noqa: PLC0415 - imports torch
 
         job = Job(
-            script=script,
+            script=request.script,
             num_processes=processes.number,
             environment=variables,
             outputs=outputs,
@@ -201,13 +232,11 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
         interrupts.hold()
         goodput = run_job(job, interrupts, node)
     goodput = node.goodput or goodput
+    rules.record.goodput(goodput)
     if flags["summary"] or (goodput.is_notable and not flags["quiet"]):
         for line in goodput.lines():
             print(f"echelon: {line}", file=sys.stderr)
-    code = node.report_end()
-    if code == _USAGE_ERROR and not is_noted:
-        _note_misplaced_flags(ctx, script, typed, failed=True)
-    return code
+    return node.report_end()
 
 
 def _note_misplaced_flags(ctx: click.Context, script: Script, typed: Mapping[str, str], *, failed: bool) -> bool:
@@ -481,29 +510,6 @@ def _terminal_restored() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-@contextmanager
-def _directory(log_dir: str | None, machine: str = "") -> Iterator[Path]:
-    """Yield a new folder below ``log_dir``, or a temporary folder that is kept only if it contains stacks from a stall."""
-    if log_dir is None:
-        path = Path(tempfile.mkdtemp(prefix="echelon-"))
-        try:
-            yield path
-        finally:
-            if not any(path.glob(f"attempt_*/{STALL_FILE.format('*')}")):
-                shutil.rmtree(path, ignore_errors=True)
-        return
-    path = Path(log_dir).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{machine}{os.getpid()}"
-    try:
-        path.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot create the log folder {path}: {error.strerror}",
-            where="flag --log_dir",
-            do="pass a folder that you can write to",
-        ) from error
-    yield path
 
 
 def _report_interrupted(stop: Interrupted) -> int:

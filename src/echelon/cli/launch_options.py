@@ -17,12 +17,13 @@ from echelon.config.resolve import Layer
 from echelon.config.schema import RunConfig, field_docs, field_types
 from echelon.config.sources import from_flags
 
-__all__ = ["NUMBERS", "PROCESS_FLAGS", "LaunchCommand", "flag_layer", "options", "typed_flags"]
+__all__ = ["ARGV", "NUMBERS", "PROCESS_FLAGS", "LaunchCommand", "flag_layer", "options", "typed_flags"]
 
 NUMBERS = ("auto", "gpu", "cpu")
 """Values that ``--num_processes`` accepts besides a number, as in torchrun."""
 
 ARGV = "echelon.launch.argv"
+"""Key of click's ``Context.meta`` for the arguments as the user typed them."""
 # Booleans without a value, as in accelerate; the others take true or false.
 _SWITCHES = frozenset(
     {"cpu", "debug", "same_network", "enable_cpu_affinity", "use_parallelism_config"}
@@ -52,7 +53,7 @@ _FIELDS = MappingProxyType(
         "rdzv_conf local_addr listen_on insecure_network standalone deepspeed_hostfile deepspeed_multinode_launcher "
         "deepspeed_inclusion_filter deepspeed_exclusion_filter",
         "faults": "stall_timeout slow_timeout on_stall max_restarts no_warm preemption_grace monitor_interval",
-        "output": "debug log_dir tee redirects debugger summary quiet",
+        "output": "debug log_dir no_record tee redirects debugger summary quiet",
         "other": "config_file strict libraries module no_python local_rank_arg no_local_rank help",
     }
 )
@@ -171,6 +172,11 @@ _OWN_FLAGS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("--summary",),
         "When the run ends, print how much time it lost and which rank was slow (default: only after a "
         "restart, or if a rank slowed down the others in a run longer than a minute).",
+    ),
+    (
+        ("--no-record",),
+        "Do not record the run (default: its settings, events, metrics and step times are written to a folder below "
+        "--log_dir or ./echelon-runs).",
     ),
     (("--oversubscribe",), "Allow more processes than this machine's cores, memory or limits support."),
     (("--quiet", "-q"), "Print only errors, not the launcher's notes."),

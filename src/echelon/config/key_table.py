@@ -214,6 +214,8 @@ OTHER_VARIABLES = frozenset(
         # Read by other modules.
         "ECHELON_CHECKPOINT_FORMAT",
         "ECHELON_LOG_LEVEL",
+        "ECHELON_NO_RECORD",
+        "ECHELON_RECORD",
         "ECHELON_SSH_ARGS",
         "ECHELON_STRICT",
         "ECHELON_TOKEN",

@@ -135,6 +135,7 @@ class _Agent(SimpleElasticAgent):
         if self._board is not None:
             times = times_on(self._board, self._rank_numbers)
             self._goodput.end_attempt(times, failed_ns=failed_ns, noticed_ns=noticed_ns)
+            self._job.rules.record.breakdown(self._goodput.breakdown())
 
     @property
     def _rank_numbers(self) -> list[int]:
@@ -183,6 +184,7 @@ class _Agent(SimpleElasticAgent):
         started = self._workers.start(self._environments)
         ranks = AttemptRanks(board=self._board, workers=self._workers, directory=directory, numbers=self._rank_numbers)
         self._node.watch(ranks)
+        job.rules.record.start_attempt(self._attempt, board=self._board.path)
         return started
 
     def _rank_environments(

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 from echelon.launch.local.goodput_recorder import GoodputReport
 from echelon.launch.local.processes import Workers
+from echelon.launch.local.run_recorder import RunRecorder
 from echelon.launch.supervisor import StallRules
 from echelon.status.board import Board
 
@@ -34,6 +35,8 @@ class RunRules:
     """Directory for records and logs, with a subdirectory for each attempt and rank."""
     began_ns: int
     """``time.monotonic_ns()`` when the launcher started."""
+    record: RunRecorder
+    """The launcher's record of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

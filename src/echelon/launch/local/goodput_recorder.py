@@ -104,6 +104,10 @@ class GoodputRecorder:
         self._attempts.append(attempt)
         self._write({"kind": "attempt", "number": len(self._attempts) - 1, **self._attempt_in_json(attempt)})
 
+    def breakdown(self) -> TimeBreakdown:
+        """Return the time breakdown of the attempts until now."""
+        return break_down_time(self._attempts, began_ns=self._began_ns, ended_ns=time.monotonic_ns())
+
     def finish(self) -> GoodputReport:
         """Write and return the report for the whole run."""
         ended_ns = time.monotonic_ns()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 from echelon.base.errors import LaunchError
 from echelon.diagnose.stall import Stall
-from echelon.launch.failures.failure import RankEnd, exit_status, explain
+from echelon.launch.failures.failure import RankEnd, exit_status, explain, first_failure
 from echelon.launch.interrupts import Interrupts
 from echelon.launch.local.goodput_recorder import first_sign
 from echelon.launch.local.ranks import LocalRanks, wait_for_verdict
@@ -116,6 +116,7 @@ class LocalNode(Node):
             file=sys.stderr,
             flush=True,
         )
+        self._rules.record.event("preemption", f"{requester}: all ranks save at the same step and exit")
         self._barrier = BarrierCoordinator(self._attempt.board, grace_s)
 
     def _poll_barrier(self, barrier: BarrierCoordinator, codes: Sequence[int | None]) -> GenerationResult | None:
@@ -137,6 +138,9 @@ class LocalNode(Node):
         assert self._supervisor is not None
         stall = self._supervisor.poll()
         on_stall = self._rules.stall.on_stall
+        if stall is not None and stall.is_alarm:
+            culprit = next(iter(stall.culprits or stall.ranks), None)
+            self._rules.record.event("stall", stall.what, rank=culprit, step=self._last_step())
         if stall is None or not stall.is_alarm or on_stall == "report":
             return None
         self._stall = stall
@@ -151,9 +155,23 @@ class LocalNode(Node):
         assert self._ranks is not None
         noticed_ns = time.monotonic_ns()
         self._ends = wait_for_verdict(attempt.workers.ends, self._ranks, self._preemption.check)
-        return GenerationResult(
-            then="restart" if self.may_restart else "stop", failed_ns=first_sign(self._ends), noticed_ns=noticed_ns
+        failed_ns, first = first_sign(self._ends), first_failure(self._ends)
+        self._rules.record.event(
+            "failure",
+            explain(self._ends, logs=self._rules.logs)[0].partition("\n")[0],
+            rank=None if first is None else first.rank,
+            step=self._last_step(),
+            at_ns=noticed_ns if failed_ns is None else failed_ns,
         )
+        return GenerationResult(
+            then="restart" if self.may_restart else "stop", failed_ns=failed_ns, noticed_ns=noticed_ns
+        )
+
+    def _last_step(self) -> int | None:
+        """Return the last optimizer step that a rank has finished, or None if no rank has recorded one."""
+        assert self._attempt is not None
+        board = self._attempt.board
+        return max((note.step for i in range(board.num_slots) if (note := board.note(i)) is not None), default=None)
 
     def connect_to_store(self) -> socket.socket:
         """Raise an error, because a single machine's store is always local."""

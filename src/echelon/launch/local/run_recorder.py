@@ -1,0 +1,242 @@
+"""A run's folder, and the launcher's record of the run in it: ``run.json`` and ``events.jsonl``."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, final
+
+from echelon.base.errors import ConfigError
+from echelon.base.printable import printable
+from echelon.diagnose.goodput import TimeBreakdown
+from echelon.launch.interrupts import Interrupted
+from echelon.launch.local.goodput_recorder import GoodputReport
+from echelon.launch.local.ranks import STALL_FILE
+from echelon.launch.script import Script
+from echelon.status.run_facts import GitQuery, machine_facts, mask_secrets, package_versions
+from echelon.status.run_folder import DEFAULT_PARENT, EVENTS_FILE, append_line, write_info
+
+__all__ = ["NO_RECORD_VARIABLE", "EventKind", "RunOutcome", "RunRecorder", "run_folder"]
+
+EventKind: TypeAlias = Literal["start", "restart", "failure", "stall", "straggler", "preemption", "end"]
+RunOutcome: TypeAlias = Literal["succeeded", "failed", "preempted", "interrupted"]
+
+
+NO_RECORD_VARIABLE = "ECHELON_NO_RECORD"
+"""Environment variable that turns recording off, like ``--no_record``."""
+
+
+@contextmanager
+def run_folder(
+    log_dir: str | None, *, script: Script, machine: str, is_recorded: bool, began_ns: int
+) -> Iterator[tuple[Path, RunRecorder]]:
+    """Yield a new folder for the run, and the run's recorder, which records how the run ends if an exception ends it.
+
+    The folder is created below ``log_dir`` or, for a recorded run, ``./echelon-runs``. If neither is possible, it is temporary
+    and is kept only if it contains stacks from a stall.
+
+    Args:
+        log_dir: the folder that the user has chosen.
+        script: the program.
+        machine: prefix that makes the name unique among machines; empty on a single machine.
+        is_recorded: whether to record the run.
+        began_ns: ``time.monotonic_ns()`` when the launcher started.
+
+    Raises:
+        ConfigError: the folder cannot be created below ``log_dir``.
+    """
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{_stem(script)}-{machine}{os.getpid()}"
+    folder = None
+    if log_dir is not None or is_recorded:
+        folder = _create(Path(log_dir or DEFAULT_PARENT).absolute() / name, is_requested=log_dir is not None)
+    if folder is not None:
+        recorder = RunRecorder(folder if is_recorded else None, began_ns=began_ns)
+        try:
+            yield folder, recorder
+        except Interrupted as stop:
+            recorder.end("interrupted", 128 + stop.number)
+            raise
+        except BaseException:
+            recorder.end("failed", 1)
+            raise
+        return
+    folder = Path(tempfile.mkdtemp(prefix="echelon-"))
+    try:
+        yield folder, RunRecorder(None, began_ns=began_ns)
+    finally:
+        if not any(folder.glob(f"attempt_*/{STALL_FILE.format('*')}")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stem(script: Script) -> str:
+    name = script.target.rpartition(".")[2] if script.kind == "module" else Path(script.target).stem
+    return re.sub(r"[^\w.-]", "_", name)[:60] or "run"
+
+
+def _create(path: Path, *, is_requested: bool) -> Path | None:
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        if is_requested:
+            raise ConfigError(
+                f"cannot create the log folder {path}: {error.strerror}",
+                where="flag --log_dir",
+                do="pass a folder that you can write to",
+            ) from error
+        print(
+            f"echelon: warning: the run is not recorded, because its folder {printable(str(path))} cannot be created: "
+            f"{error.strerror} (--log_dir DIR chooses another one, --no_record none)",
+            file=sys.stderr,
+            flush=True,
+        )
+        return None
+    return path
+
+
+@final
+class RunRecorder:
+    """Records a run in its folder. If a file cannot be written, it warns once and stops recording; the run continues.
+
+    Args:
+        folder: the run's folder; None to record nothing.
+        began_ns: ``time.monotonic_ns()`` when the launcher started.
+    """
+
+    def __init__(self, folder: Path | None, *, began_ns: int) -> None:
+        self.folder = folder
+        """The run's folder, or None if nothing is recorded."""
+        self._began_ns = began_ns
+        self._info: dict[str, Any] = {}
+        self._git: GitQuery | None = None
+        self._attempt = -1
+
+    def describe(self, *, command: Sequence[str], script: Script, num_processes: int, num_machines: int) -> None:
+        """Record what is known before the processes start.
+
+        Args:
+            command: the launcher's command line.
+            script: the program.
+            num_processes: number of processes on all machines.
+            num_machines: number of machines.
+        """
+        if self.folder is None:
+            return
+        file = Path(script.target).absolute()
+        self._git = GitQuery(file.parent if script.kind != "module" and file.is_file() else Path.cwd())
+        self._info = {
+            "run_id": self.folder.name,
+            "launcher": "echelon launch",
+            "command": mask_secrets(command),
+            "script": script.target,
+            "arguments": mask_secrets(script.args),
+            "cwd": str(Path.cwd()),
+            "git": None,
+            "versions": package_versions(),
+            "machine": dict(machine_facts()),
+            "num_processes": num_processes,
+            "num_machines": num_machines,
+            "began": self._unix(self._began_ns),
+            "ended": None,
+            "outcome": "running",
+            "exit_code": None,
+            "num_restarts": 0,
+            "pid": os.getpid(),
+            "board": None,
+            "goodput": None,
+        }
+        self._write()
+
+    def start_attempt(self, number: int, *, board: str) -> None:
+        """Record that the processes of an attempt have been started, and the path of their status board."""
+        if self.folder is None:
+            return
+        if self._git is not None:  # it has had the time in which the processes started
+            self._info["git"], self._git = self._git.answer(), None
+        is_first = self._attempt < 0
+        self._attempt = number
+        self._info.update(board=board, num_restarts=number)
+        self._write()
+        count = self._info["num_processes"]
+        what = "started" if is_first else f"restarted (restart {number})"
+        self.event("start" if is_first else "restart", f"{count} process{'es' if count > 1 else ''} {what}")
+
+    def event(
+        self, kind: EventKind, text: str, *, rank: int | None = None, step: int | None = None, at_ns: int | None = None
+    ) -> None:
+        """Record an event.
+
+        Args:
+            kind: kind of the event.
+            text: what happened, in a sentence.
+            rank: the rank that it concerns.
+            step: the last optimizer step before it.
+            at_ns: ``time.monotonic_ns()`` of the event; None for the current time.
+        """
+        if self.folder is None:
+            return
+        moment = self._unix(time.monotonic_ns() if at_ns is None else at_ns)
+        record = {
+            "time": moment,
+            "attempt": max(0, self._attempt),
+            "kind": kind,
+            "rank": rank,
+            "step": step,
+            "text": text,
+        }
+        try:
+            append_line(self.folder / EVENTS_FILE, record)
+        except OSError as error:
+            self._give_up(error)
+
+    def goodput(self, report: GoodputReport) -> None:
+        """Record the goodput of the run, and its slow rank."""
+        if report.steps is not None and report.steps.slowest is not None:
+            self.event("straggler", report.steps.verdict, rank=report.steps.slowest)
+        self.breakdown(report.breakdown)
+
+    def breakdown(self, breakdown: TimeBreakdown) -> None:
+        """Record the time breakdown of the run until now."""
+        if self.folder is not None:
+            seconds = {item: round(s, 6) for item, s in breakdown.seconds.items()}
+            self._info["goodput"] = {"wall_s": round(breakdown.wall_s, 6), "parts": seconds}
+            self._write()
+
+    def end(self, outcome: RunOutcome, code: int) -> None:
+        """Record how the run ended."""
+        if self.folder is None or not self._info:
+            return
+        self._info.update(outcome=outcome, exit_code=code, ended=time.time(), board=None)
+        self._write()
+        self.event("end", f"the run {_ENDS[outcome]} (exit code {code})")
+
+    def _unix(self, ns: int) -> float:
+        return round(time.time() - (time.monotonic_ns() - ns) / 1e9, 6)
+
+    def _write(self) -> None:
+        if self.folder is None:
+            return
+        try:
+            write_info(self.folder, self._info)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        print(
+            f"echelon: warning: the run is no longer recorded in {printable(str(self.folder))}: {error.strerror}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.folder = None
+
+
+_ENDS: Mapping[RunOutcome, str] = MappingProxyType(
+    {"succeeded": "succeeded", "failed": "failed", "preempted": "saved and exited", "interrupted": "was interrupted"}
+)

@@ -1,0 +1,166 @@
+"""The facts about a run that are known when it starts: its command line, the state of the code, versions, and the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, final
+
+from echelon._version import __version__
+from echelon.base.cores import usable_cores
+
+__all__ = ["GitQuery", "machine_facts", "mask_secrets", "package_versions"]
+
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "peft",
+    "trl",
+    "deepspeed",
+    "torchao",
+)
+
+_HIDDEN = "***"
+# A name is split at punctuation and capitals: hub_token and apiKey are secrets, tokenizer and max_tokens are not.
+_NAME_PARTS = re.compile(r"[A-Z]*[a-z\d]+|[A-Z\d]+")
+_SECRET_PARTS = frozenset(
+    {
+        "token",
+        "password",
+        "passwords",
+        "passwd",
+        "secret",
+        "secrets",
+        "credential",
+        "credentials",
+        "key",
+        "keys",
+        "apikey",
+    }
+)
+_ASSIGNMENT = re.compile(r"(?P<name>-{0,2}[+~]*[A-Za-z_][\w.\-]*)=(?P<value>.*)", re.DOTALL)
+_FLAG = re.compile(r"--?[A-Za-z][\w.\-]*")
+_JSON_FIELD = re.compile(r"""(?P<begin>["'](?P<name>[\w.\-]+)["']\s*:\s*)(?P<value>"[^"]*"|'[^']*'|[^\s,}\]]+)""")
+_URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]+@")
+# The prefixes of the tokens of Hugging Face, OpenAI, GitHub, GitLab and AWS.
+_KNOWN_TOKEN = re.compile(r"\b(?:hf_|sk-|gh[opsu]_|github_pat_|glpat-|AKIA)[\w-]{12,}")
+
+
+def mask_secrets(words: Sequence[str]) -> list[str]:
+    """Return a command line's words, with ``***`` for the values of flags and variables whose names suggest a secret."""
+    masked: list[str] = []
+    is_secret = False
+    for word in words:
+        masked.append(_HIDDEN if is_secret and not word.startswith("--") else _masked(word))
+        is_secret = _FLAG.fullmatch(word) is not None and _is_secret(word)
+    return masked
+
+
+def _masked(word: str) -> str:
+    found = _ASSIGNMENT.fullmatch(word)
+    if found is not None:
+        return f"{found['name']}={_HIDDEN if _is_secret(found['name']) else _masked(found['value'])}"
+    word = _JSON_FIELD.sub(lambda found: found["begin"] + _HIDDEN if _is_secret(found["name"]) else found[0], word)
+    return _KNOWN_TOKEN.sub(_HIDDEN, _URL_PASSWORD.sub(rf"\1:{_HIDDEN}@", word))
+
+
+def _is_secret(name: str) -> bool:
+    return any(part.lower() in _SECRET_PARTS for part in _NAME_PARTS.findall(name))
+
+
+@final
+class GitQuery:
+    """A query for the commit of the code in ``folder``, which runs while the caller does other work."""
+
+    def __init__(self, folder: str | Path) -> None:
+        command = ["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain=v2", "--branch"]
+        self._process: subprocess.Popen[bytes] | None
+        try:
+            self._process = subprocess.Popen(
+                [*command, "--untracked-files=no"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the run
+            )
+        except OSError:  # git is not installed
+            self._process = None
+
+    def answer(self, *, timeout_s: float = 5.0) -> dict[str, Any] | None:
+        """Return the commit, the branch, and whether files differ from the commit; None if ``folder`` is in no repository."""
+        if self._process is None:
+            return None
+        try:
+            output, _ = self._process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:  # a large repository on a slow disk
+            self._process.kill()
+            self._process.communicate()
+            return None
+        lines = output.decode(errors="replace").splitlines()
+        headers = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
+        commit, branch = headers.get("branch.oid"), headers.get("branch.head")
+        if self._process.returncode or commit is None or commit == "(initial)":
+            return None
+        is_dirty = any(not line.startswith("#") for line in lines)
+        return {"commit": commit, "branch": None if branch == "(detached)" else branch, "is_dirty": is_dirty}
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python, echelon, and the packages that affect a training run."""
+    found = {"python": platform.python_version(), "echelon": __version__}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine_facts(root: Path = Path("/")) -> Mapping[str, Any]:
+    """Return the machine's name, system, processor, cores, memory and accelerators.
+
+    Args:
+        root: root of the file system.
+    """
+    cpu = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return MappingProxyType(
+        {
+            "host": socket.gethostname(),
+            "system": f"{platform.system()} {platform.release()}",
+            "processor": cpu[1] if cpu else platform.processor() or platform.machine(),
+            "num_cores": usable_cores(root),
+            "memory_mb": _memory_mb(),
+            "accelerators": _accelerators(root),
+        }
+    )
+
+
+def _memory_mb() -> int:
+    if sys.platform == "win32":
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+
+
+def _accelerators(root: Path) -> list[str]:
+    """Return the names of NVIDIA's GPUs, from the driver's files: torch would initialize CUDA, and take seconds."""
+    texts = [_read(path) for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
+    return [found[1] for text in texts if (found := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
