@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.status import run_folder
+from echelon.report.run_folder import read_run
+from echelon.status import run_files
 from tests.launch.conftest import Command
 
 # The second start succeeds.
@@ -28,7 +29,7 @@ def test_a_run_is_described_with_its_restart(command: Command) -> None:
     )
     assert result.code == 0, result.err
     (folder,) = (command.directory / "echelon-runs").iterdir()
-    info = run_folder.read_info(folder)
+    info = run_files.read_info(folder)
     assert folder.name.split("-", 2)[2] == f"once-{info['pid']}"
     words = ["--num_processes=2", "--max_restarts=1", "once.py", "--lr", "3", "--api_key", "***"]
     assert info["command"] == ["echelon", "launch", *words]
@@ -38,7 +39,7 @@ def test_a_run_is_described_with_its_restart(command: Command) -> None:
     wall_s = info["ended"] - info["began"]
     assert info["goodput"]["wall_s"] == pytest.approx(wall_s, abs=0.1)
     assert sum(info["goodput"]["parts"].values()) == pytest.approx(info["goodput"]["wall_s"], rel=0.005)
-    events = run_folder.read_lines(folder / "events.jsonl")
+    events = run_files.read_lines(folder / "events.jsonl")
     assert [(event["kind"], event["attempt"], event["rank"]) for event in events] == [
         ("start", 0, None),
         ("failure", 0, 1),
@@ -75,12 +76,12 @@ def test_a_stopped_run_says_so(number: str, outcome: str, code: int | None, comm
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "ready\n"
     (folder,) = (command.directory / "echelon-runs").iterdir()
-    command.wait_for(lambda: run_folder.read_info(folder)["board"] is not None, "the board")
-    info = run_folder.read_info(folder)
+    command.wait_for(lambda: run_files.read_info(folder)["board"] is not None, "the board")
+    info = run_files.read_info(folder)
     assert Path(info["board"]).is_file()
-    assert not run_folder.has_lost_launcher(info)
+    assert read_run(folder).outcome == "running"
     launcher.send_signal(signal.Signals[number])
     launcher.wait(30)
-    info = run_folder.read_info(folder)
+    info = run_files.read_info(folder)
     assert (info["outcome"], info["exit_code"]) == (outcome, code)
-    assert run_folder.has_lost_launcher(info) == (number == "SIGKILL")
+    assert read_run(folder).outcome == ("ended without a record" if number == "SIGKILL" else outcome)

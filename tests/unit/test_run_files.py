@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from echelon.status import run_folder
+from echelon.status import run_files
 from echelon.status.run_facts import GitQuery, machine_facts, mask_secrets, package_versions
-from echelon.status.step_records import StepRecorder
 
 
 @pytest.mark.parametrize(
@@ -76,16 +73,16 @@ def test_the_machine_is_described(tmp_path: Path) -> None:
 
 def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    assert run_folder.read_lines(path) == []  # no file
-    run_folder.append_line(path, {"kind": "start"})
-    run_folder.append_line(path, {"kind": "end", "text": "\u00fc"})
+    assert run_files.read_lines(path) == []  # no file
+    run_files.append_line(path, {"kind": "start"})
+    run_files.append_line(path, {"kind": "end", "text": "\u00fc"})
     with path.open("ab") as file:
         file.write(b'{"kind": "chec')
-    assert run_folder.read_lines(path) == [{"kind": "start"}, {"kind": "end", "text": "\u00fc"}]
+    assert run_files.read_lines(path) == [{"kind": "start"}, {"kind": "end", "text": "\u00fc"}]
 
 
 def test_a_description_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_folder.write_info(tmp_path, {"outcome": "running"})
+    run_files.write_info(tmp_path, {"outcome": "running"})
 
     def full(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
@@ -93,44 +90,9 @@ def test_a_description_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_text", full)
         with pytest.raises(OSError, match="No space left"):
-            run_folder.write_info(tmp_path, {"outcome": "failed"})
-    assert run_folder.read_info(tmp_path) == {"version": 1, "outcome": "running"}
+            run_files.write_info(tmp_path, {"outcome": "failed"})
+    assert run_files.read_info(tmp_path) == {"version": 1, "outcome": "running"}
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     (tmp_path / "run.json").write_text('{"version": 2}')
     with pytest.raises(ValueError, match="format version 1"):
-        run_folder.read_info(tmp_path)
-
-
-def test_a_run_whose_launcher_was_killed_is_recognized() -> None:
-    child = subprocess.Popen(["true"])
-    child.wait()
-    here = {"outcome": "running", "machine": {"host": socket.gethostname()}, "pid": child.pid}
-    assert run_folder.has_lost_launcher(here)
-    assert not run_folder.has_lost_launcher({**here, "pid": os.getpid()})
-    assert not run_folder.has_lost_launcher({**here, "outcome": "failed"})
-    assert not run_folder.has_lost_launcher({**here, "machine": {"host": "elsewhere"}})
-
-
-def test_the_newest_run_is_the_one_that_began_last(tmp_path: Path) -> None:
-    assert run_folder.newest_run(tmp_path) is None
-    for name, began in (("b", 2.0), ("a", 3.0), ("c", 1.0)):
-        (tmp_path / name).mkdir()
-        run_folder.write_info(tmp_path / name, {"began": began})
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "run.json").write_text("torn")
-    assert [path.name for path in run_folder.runs_below(tmp_path)] == ["c", "b", "a"]
-    assert run_folder.newest_run(tmp_path) == tmp_path / "a"
-    assert run_folder.newest_run(tmp_path / "c") == tmp_path / "c"
-
-
-def test_the_step_records_of_a_run_are_found(tmp_path: Path) -> None:
-    assert run_folder.read_steps(tmp_path) == {}
-    for attempt, rank in ((0, 1), (0, 0), (1, 0), (10, 0)):
-        path = run_folder.steps_path(tmp_path, attempt=attempt, rank=rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        StepRecorder(path, rank=rank, world_size=2).record(attempt + 1, 0.1, [0] * 8)
-    run_folder.steps_path(tmp_path, attempt=0, rank=2).write_bytes(b"torn")
-    steps = run_folder.read_steps(tmp_path)
-    assert {attempt: list(ranks) for attempt, ranks in steps.items()} == {0: [0, 1], 1: [0], 10: [0]}
-    assert steps[10][0].records[0].step == 11
-    assert json.dumps(list(steps)) == "[0, 1, 10]"
+        run_files.read_info(tmp_path)

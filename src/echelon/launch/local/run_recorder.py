@@ -22,7 +22,7 @@ from echelon.launch.local.goodput_recorder import GoodputReport
 from echelon.launch.local.ranks import STALL_FILE
 from echelon.launch.script import Script
 from echelon.status.run_facts import GitQuery, machine_facts, mask_secrets, package_versions
-from echelon.status.run_folder import DEFAULT_PARENT, EVENTS_FILE, append_line, write_info
+from echelon.status.run_files import DEFAULT_PARENT, EVENTS_FILE, append_line, write_info
 
 __all__ = ["NO_RECORD_VARIABLE", "EventKind", "RunOutcome", "RunRecorder", "run_folder"]
 

@@ -1,4 +1,4 @@
-"""A run's folder: the names of its files, and functions that read and write them.
+"""The files in a run's folder: their names, and functions that read and write them.
 
 ``run.json`` describes the run, ``metrics.jsonl`` has the values that the program logs, ``events.jsonl`` what happened to the run,
 and ``records/<attempt>/rank_<rank>.steps`` the step records of each rank. docs/run_folder.md lists the fields.
@@ -11,13 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from echelon.status.step_records import StepFile, read_step_file
 
 __all__ = [
     "DEFAULT_PARENT",
@@ -25,12 +21,8 @@ __all__ = [
     "INFO_FILE",
     "METRICS_FILE",
     "append_line",
-    "has_lost_launcher",
-    "newest_run",
     "read_info",
     "read_lines",
-    "read_steps",
-    "runs_below",
     "steps_path",
     "write_info",
 ]
@@ -42,7 +34,6 @@ METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 
 _VERSION = 1
-_STEP_FILE = re.compile(r"rank_(\d+)\.steps")
 
 
 def write_info(folder: Path, info: Mapping[str, Any]) -> None:
@@ -72,19 +63,6 @@ def read_info(folder: Path) -> dict[str, Any]:
     if not isinstance(info, dict) or info.get("version") != _VERSION:
         raise ValueError(f"{path} is not a description of a run in format version {_VERSION}")
     return info
-
-
-def has_lost_launcher(info: Mapping[str, Any]) -> bool:
-    """Return whether a run that is recorded as running on this machine has no launcher anymore, because it was killed."""
-    if info.get("outcome") != "running" or info.get("machine", {}).get("host") != socket.gethostname():
-        return False
-    try:
-        os.kill(int(info["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, OSError):  # a process of another user
-        return False
-    return False
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
@@ -121,35 +99,3 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def steps_path(folder: Path, *, attempt: int, rank: int) -> Path:
     """Return the path of a rank's step records in the run's folder."""
     return folder / "records" / str(attempt) / f"rank_{rank}.steps"
-
-
-def read_steps(folder: Path) -> dict[int, dict[int, StepFile]]:
-    """Return the step records in a run's folder, by attempt and rank, without files that cannot be read."""
-    found: dict[int, dict[int, StepFile]] = {}
-    for path in (folder / "records").glob("*/rank_*.steps"):
-        match = _STEP_FILE.fullmatch(path.name)
-        if match is None or not path.parent.name.isdecimal():
-            continue
-        try:
-            found.setdefault(int(path.parent.name), {})[int(match[1])] = read_step_file(path)
-        except (OSError, ValueError):
-            continue  # the rank was killed while it created the file
-    return {attempt: dict(sorted(ranks.items())) for attempt, ranks in sorted(found.items())}
-
-
-def runs_below(folder: Path) -> dict[Path, dict[str, Any]]:
-    """Return the runs whose folders are in ``folder``, with the contents of ``run.json``, oldest first."""
-    found: dict[Path, dict[str, Any]] = {}
-    for path in folder.glob(f"*/{INFO_FILE}"):
-        try:
-            found[path.parent] = read_info(path.parent)
-        except (OSError, ValueError):
-            continue  # another program's file
-    return dict(sorted(found.items(), key=lambda item: (item[1].get("began", 0.0), item[0])))
-
-
-def newest_run(folder: Path) -> Path | None:
-    """Return ``folder`` if it is a run's folder, or else the folder of the newest run in it; None if there is none."""
-    if (folder / INFO_FILE).is_file():
-        return folder
-    return next(reversed(runs_below(folder)), None)
