@@ -5,6 +5,7 @@ VENV := .venv
 PEERS := .venv-peers
 RAY := .venv-ray
 ECOSYSTEM := .venv-ecosystem
+RELEASE := .venv-release
 BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -20,7 +21,7 @@ RULES := tests/test_layering.py tests/test_import_contracts.py
 PROSE := docs $(wildcard *.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak repeat clusters bench peers side-by-side ecosystem lock test-gpu other-torch clean
+.PHONY: help demo test check format soak repeat clusters bench peers side-by-side ecosystem lock release-check test-gpu other-torch clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -96,8 +97,13 @@ side-by-side: $(VENV)/.stamp $(PEERS)/.stamp ## run scripts written for accelera
 ecosystem: $(VENV)/.stamp $(ECOSYSTEM)/.stamp ## run trl, sentence-transformers, diffusers, ... natively and on echelon, and compare
 	@REQUIRE_ECOSYSTEM=1 $(BIN)/python -m pytest -m soak tests/ecosystem
 
+# Installs torch into a new environment, with constraints.txt.
+release-check: $(VENV)/.stamp $(RELEASE)/.stamp ## build the last commit twice, compare, check, try in an empty environment; result: dist
+	@REQUIRE_RELEASE=1 $(BIN)/python -m pytest -x -m soak tests/release
+	@ls -l dist
+
 clean: ## remove the environments and the caches
-	@rm -rf $(VENV) $(PEERS) $(RAY) $(ECOSYSTEM) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache dist build outputs
+	@rm -rf $(VENV) $(PEERS) $(RAY) $(ECOSYSTEM) $(RELEASE) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache dist build outputs
 
 # torch is installed first, so that packages that depend on it find the pinned build and do not install another.
 $(VENV)/.stamp: pyproject.toml requirements-dev.txt constraints.txt
@@ -110,6 +116,11 @@ $(PEERS)/.stamp: pyproject.toml benchmarks/peers.txt benchmarks/peers-constraint
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	@$(PEERS)/bin/python $(PIP_INSTALL) -c benchmarks/peers-constraints.txt $$(grep '^torch==' benchmarks/peers.txt)
 	@$(PEERS)/bin/python $(PIP_INSTALL) -c benchmarks/peers-constraints.txt -r benchmarks/peers.txt
+	@touch $@
+
+$(RELEASE)/.stamp: tests/release/requirements.txt
+	@test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python $(PIP_INSTALL) -r tests/release/requirements.txt
 	@touch $@
 
 $(ECOSYSTEM)/.stamp: pyproject.toml $(wildcard tests/ecosystem/*.txt)

@@ -6,10 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
+import yaml
+from hatchling.builders.wheel import WheelBuilder
 
+from echelon._version import __version__
 from echelon.base.optional import EXTRAS, install_command
 
 if sys.version_info >= (3, 11):
@@ -79,3 +83,64 @@ def test_without_torch_the_version_and_the_environment_are_shown(tmp_path: Path)
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert re.search(r'accelerators +unknown, because torch is not installed: pip install "torch>=2.7"', result.stdout)
+
+
+# ---- what a release consists of ------------------------------------------------------------------------------------
+
+
+def test_the_pages_on_installation_show_the_command_of_every_extra() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert [name for name in EXTRAS if name != "torch" and f"`{install_command(name)}`" not in page] == []
+    shown = re.findall(r'`(pip install "[^`]*>=[^`]*)`', (ROOT / "docs" / "install.zh.md").read_text(encoding="utf-8"))
+    assert shown
+    assert set(shown) <= {install_command(name) for name in EXTRAS}
+
+
+def test_every_document_of_a_release_names_this_version() -> None:
+    version = re.escape(__version__)
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)", changelog, re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    dated = re.fullmatch(rf"\[{version}\] - (\d{{4}}-\d\d-\d\d)", headings[1])
+    assert dated is not None
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["version"], str(citation["date-released"])) == (__version__, dated[1])
+    for page in ("README.md", "README.zh.md", "docs/install.md", "docs/install.zh.md"):
+        wheels = set(re.findall(r"echelon-([\w.]+?)-py3-none-any\.whl", (ROOT / page).read_text(encoding="utf-8")))
+        assert wheels == {__version__}, page
+
+
+def test_the_issue_forms_ask_for_the_environment() -> None:
+    for form in ("bug", "feature"):
+        fields = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{form}.yml").read_text())["body"]
+        assert any("`echelon env`" in field["attributes"].get("label", "") for field in fields)
+
+
+def test_a_wheel_contains_the_package_and_nothing_else() -> None:
+    packed = {file.distribution_path: file.path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    source = [path for path in ROOT.glob("src/**/*") if path.is_file() and "__pycache__" not in path.parts]
+    tracked = {path.relative_to(ROOT / "src").as_posix() for path in source if ".egg-info" not in str(path)}
+    assert tracked - set(packed) == set()
+    assert "echelon/py.typed" in packed
+    assert {name.partition("/")[0] for name in packed} == {"echelon"}
+
+
+@pytest.mark.parametrize(
+    ("repository", "shown"),
+    [
+        ("", "a parity and [torch](https://pytorch.org)\n\n```python\nx[0](y)  # [no](link)\n```\n"),
+        (
+            "https://host/us/echelon",
+            "[only](https://host/us/echelon/blob/v1.2/b.md)\n\n"
+            "a [parity](https://host/us/echelon/blob/v1.2/docs/parity.md#x) and [torch](https://pytorch.org)\n\n"
+            "```python\nx[0](y)  # [no](link)\n```\n![alt text](https://host/us/echelon/raw/v1.2/docs/a.svg)\n",
+        ),
+    ],
+)
+def test_the_readme_of_an_index_has_no_relative_links(repository: str, shown: str) -> None:
+    readme = (
+        "[only](b.md)\n\na [parity](docs/parity.md#x) and [torch](https://pytorch.org)\n\n"
+        "```python\nx[0](y)  # [no](link)\n```\n![alt text](docs/a.svg)\n"
+    )
+    found = run_path(str(ROOT / "hatch_build.py"))["readme_of_index"](readme, repository, "v1.2")
+    assert found.lstrip("\n") == shown
