@@ -6,6 +6,7 @@ PEERS := .venv-peers
 RAY := .venv-ray
 ECOSYSTEM := .venv-ecosystem
 RELEASE := .venv-release
+DOCS := .venv-docs
 BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -16,12 +17,12 @@ TEST_PROCESSES ?= 3
 # In the order of tests/order.py.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-# Tests of the source's structure, which `make check` runs.
-RULES := tests/test_layering.py tests/test_import_contracts.py
+# Tests of the source's structure and of the documents, which `make check` runs.
+RULES := tests/test_layering.py tests/test_import_contracts.py tests/test_documents.py
 PROSE := docs $(wildcard *.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak repeat clusters bench peers side-by-side ecosystem lock release-check test-gpu other-torch clean
+.PHONY: help demo test check format soak repeat clusters bench peers side-by-side ecosystem docs docs-serve lock release-check test-gpu other-torch clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -32,7 +33,7 @@ demo: $(VENV)/.stamp ## train a small model on two CPU processes
 test: $(VENV)/.stamp ## run all tests that do not require a GPU
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) $(RULES:%=--ignore=%)
 
-check: $(VENV)/.stamp ## check format, lint, spelling, prose, types and layers
+check: $(VENV)/.stamp ## check format, lint, spelling, prose, links, types and layers
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/codespell $(PROSE) src tests examples benchmarks Makefile pyproject.toml
@@ -81,6 +82,16 @@ bench: $(VENV)/.stamp ## run the benchmarks (after make peers, compared with acc
 
 peers: $(PEERS)/.stamp ## create .venv-peers for the benchmarks and side-by-side tests
 
+# --strict: a warning (a broken link, a page outside the navigation, a docstring that cannot be read) is an error. The variable
+# silences a notice of the theme about mkdocs 2.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs
+docs: $(DOCS)/.stamp ## build the documentation site into site/
+	@$(MKDOCS) build --strict --quiet
+	@echo "site/index.html"
+
+docs-serve: $(DOCS)/.stamp ## show the documentation site at http://127.0.0.1:8000, and rebuild it when a page changes
+	@$(MKDOCS) serve --strict
+
 # Starts from an empty environment, so that packages that are no longer needed are dropped.
 lock: ## refresh constraints.txt from pyproject.toml and requirements-dev.txt
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
@@ -98,12 +109,12 @@ ecosystem: $(VENV)/.stamp $(ECOSYSTEM)/.stamp ## run trl, sentence-transformers,
 	@REQUIRE_ECOSYSTEM=1 $(BIN)/python -m pytest -m soak tests/ecosystem
 
 # Installs torch into a new environment, with constraints.txt.
-release-check: $(VENV)/.stamp $(RELEASE)/.stamp ## build the last commit twice, compare, check, try in an empty environment; result: dist
+release-check: $(VENV)/.stamp $(RELEASE)/.stamp docs ## build the last commit twice, compare, check, try in an empty environment; result: dist
 	@REQUIRE_RELEASE=1 $(BIN)/python -m pytest -x -m soak tests/release
 	@ls -l dist
 
 clean: ## remove the environments and the caches
-	@rm -rf $(VENV) $(PEERS) $(RAY) $(ECOSYSTEM) $(RELEASE) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache dist build outputs
+	@rm -rf $(VENV) $(PEERS) $(RAY) $(ECOSYSTEM) $(RELEASE) $(DOCS) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache dist build site outputs
 
 # torch is installed first, so that packages that depend on it find the pinned build and do not install another.
 $(VENV)/.stamp: pyproject.toml requirements-dev.txt constraints.txt
@@ -128,6 +139,11 @@ $(ECOSYSTEM)/.stamp: pyproject.toml $(wildcard tests/ecosystem/*.txt)
 	@$(ECOSYSTEM)/bin/python $(PIP_INSTALL) -c tests/ecosystem/constraints.txt $$(grep '^torch==' tests/ecosystem/requirements.txt)
 	@$(ECOSYSTEM)/bin/python $(PIP_INSTALL) -c tests/ecosystem/constraints.txt -r tests/ecosystem/requirements.txt
 	@$(ECOSYSTEM)/bin/python $(PIP_INSTALL) --no-deps -r tests/ecosystem/no-deps.txt
+	@touch $@
+
+$(DOCS)/.stamp: docs/requirements.txt
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python $(PIP_INSTALL) -r docs/requirements.txt
 	@touch $@
 
 # Ray adds 300 MB that nothing else needs; torch and the other packages are those of .venv.

@@ -23,7 +23,7 @@ from tests.source_rules import (
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "echelon"
 SOURCES = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 # Folders and modules that import without torch, so that they start in milliseconds.
 TORCH_FREE = (
@@ -110,7 +110,7 @@ def test_no_folder_contains_more_than_20_files() -> None:
     assert full_folders([f"a/{number}.py" for number in range(21)] + ["a/b/c.py"]) == ["a/ contains 21 files, over 20"]
 
 
-@pytest.mark.parametrize("document", [pytest.param(path, id=path.name) for path in DOCUMENTS])
+@pytest.mark.parametrize("document", [pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in DOCUMENTS])
 def test_the_documents_name_paths_that_exist(document: Path) -> None:
     assert missing_paths(document.name, document.read_text(), [ROOT, SOURCE, ROOT / "tests"]) == []
 

@@ -75,9 +75,9 @@ def notebook_launcher(
         args: arguments for ``function``. Missing parameters named ``rank`` and ``world_size`` are filled in.
         num_processes: number of processes (default: one per accelerator, or 1 without accelerators). With 1, the
             function runs in this process.
-        mixed_precision: ``no``, ``fp16`` or ``bf16``; the default for Accelerators that the function creates. use_port,
-        master_addr, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, log_line_prefix_template: ignored with a warning;
-        the processes use a free port on loopback.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``; the default for Accelerators that the function creates.
+        use_port, master_addr, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, log_line_prefix_template: ignored with a
+            warning; the processes use a free port on loopback.
         node_rank, num_nodes: must be 0 and 1; several machines are not supported.
         max_restarts: must be 0; restarts are not supported.
         monitor_interval: seconds between checks of the processes.

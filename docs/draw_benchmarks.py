@@ -1,0 +1,160 @@
+"""Draw the plots of the benchmarks from the tables in benchmarks/RESULTS.md, one for a light page and one for a dark one.
+
+``python docs/draw_benchmarks.py FOLDER`` writes them as SVG; `make docs` puts them beside their tables. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "RESULTS.md"
+
+INK = {"light": "#1c2330", "dark": "#e8ecf2"}
+FAINT = {"light": "#d6dae1", "dark": "#333c4a"}
+OURS = {"light": "#3f6fd8", "dark": "#7ba2f5"}
+THEIRS = {"light": "#b9c0cc", "dark": "#5c6675"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """Bars from one table: a group of bars for each row."""
+
+    name: str
+    values: dict[str, str]
+    """Columns and what their bars are called; the first column holds the labels."""
+    unit: str
+    span: str = ""
+    """A column "low - high", drawn as an error bar on the first value."""
+    labels: tuple[int, ...] = (0,)
+    is_log: bool = False
+    reference: float | None = None
+    """Draw a line here: 1 where the values are ratios."""
+    rows: str = ""
+    """Only rows whose label matches this."""
+
+
+PLOTS = {
+    "Overhead of a training step": Plot(name="overhead", values={"adds": "added to the plain loop"}, unit="us of CPU time per step"),
+    "Memory of a dataset": Plot(name="shared_memory", values={"MB": "growth of PSS"}, unit="MB over 4 ranks"),
+    "Order": Plot(
+        name="order", values={"middle, ms": "first batch after half of the epoch"}, unit="ms of CPU time",
+        labels=(1, 0), is_log=True, rows=r"1?\d0,000,000 samples|100,000,000 samples",
+    ),
+    "Cost of exact parity": Plot(name="parity", values={"wall ratio": "exact / off"}, span="range", unit="ratio of wall time", reference=1),
+    "A step of sharded models": Plot(name="engines", values={"`fully_shard`, ms": "fully_shard", "echelon, ms": "echelon"}, unit="ms per step"),
+    "Saving a checkpoint": Plot(name="checkpoint", values={"s": "median"}, span="min - max", unit="seconds for 1.04 GB"),
+    "Time to the first step": Plot(name="first_step", values={"seconds": "median"}, span="min - max", unit="seconds"),
+    "Launching, monitoring, restarting": Plot(name="launch", values={"p50": "median", "p95": "95th percentile"}, unit="seconds from SIGKILL to the next saved step"),
+}  # fmt: skip
+
+
+def names() -> dict[str, str]:
+    """Return the names of the plots, by the headings of their sections."""
+    return {heading: plot.name for heading, plot in PLOTS.items()}
+
+
+def tables(text: str) -> dict[str, list[dict[str, str]]]:
+    """Return the first table of each section: a list of rows by the names of the columns, and "#N" for the column N."""
+    found = {}
+    for section in re.split(r"(?m)^## ", text)[1:]:
+        lines = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+        if lines:
+            cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines[0].splitlines()]
+            header, _, *body = cells
+            found[section.partition("\n")[0]] = [
+                dict(zip(header, row)) | {f"#{number}": cell for number, cell in enumerate(row)} for row in body
+            ]
+    return found
+
+
+def number(cell: str) -> float | None:
+    """Return the first number of a cell."""
+    found = re.search(r"-?\d[\d,]*\.?\d*", cell)
+    return float(found[0].replace(",", "")) if found else None
+
+
+def drawn(text: str | None = None) -> dict[str, bytes]:
+    """Return the plots: ``NAME-light`` and ``NAME-dark``."""
+    read = tables(RESULTS.read_text(encoding="utf-8") if text is None else text)
+    return {f"{plot.name}-{page}": _draw(plot, read[heading], page) for heading, plot in PLOTS.items() for page in INK}
+
+
+def points(plot: Plot, table: list[dict[str, str]]) -> list[tuple[str, list[float], tuple[float, float] | None]]:
+    """Return a row for each group of bars: its label, its values, and the span of the first."""
+    found = []
+    for row in table:
+        label = ", ".join(row[f"#{column}"] for column in plot.labels).replace("`", "")
+        label += " samples" if plot.is_log else ""
+        values = [number(row.get(column, "")) for column in plot.values]
+        if None in values or (plot.rows and not re.search(plot.rows, label)):
+            continue
+        low_high = re.findall(r"\d[\d,.]*", row.get(plot.span, "")) if plot.span else []
+        span = (float(low_high[0]), float(low_high[1])) if len(low_high) == 2 else None
+        found.append((label, [value for value in values if value is not None], span))
+    assert found, f"no rows for the plot {plot.name}"
+    return found
+
+
+def _draw(plot: Plot, table: list[dict[str, str]], page: str) -> bytes:
+    import matplotlib  # noqa: PLC0415 - the tests read the tables without it
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    rows = points(plot, table)
+    bars = len(plot.values)
+    settings: dict[str, Any] = {
+        "svg.hashsalt": plot.name, "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10,
+        "text.color": INK[page], "axes.labelcolor": INK[page], "xtick.color": INK[page], "ytick.color": INK[page],
+        "axes.edgecolor": FAINT[page], "font.sans-serif": ["system-ui", "DejaVu Sans"],
+    }  # fmt: skip
+    with matplotlib.rc_context(settings):
+        figure, axes = pyplot.subplots(figsize=(8.4, 0.7 + 0.36 * len(rows) * (1 + 0.55 * (bars - 1))))
+        height = 0.72 / bars
+        for place, (label, values, span) in enumerate(rows):
+            for number_of_bar, value in enumerate(values):
+                y = place + (number_of_bar - (bars - 1) / 2) * height
+                ours = (
+                    "echelon" in label
+                    or "echelon" in list(plot.values.values())[number_of_bar]
+                    or plot.name == "parity"
+                )
+                color = (OURS if ours or (bars == 1 and not any("echelon" in row[0] for row in rows)) else THEIRS)[page]
+                axes.barh(y, value, height * 0.92, color=color)
+                shown = f"{value:,.0f}" if value >= 100 else f"{value:g}"
+                suffix = f" {list(plot.values.values())[number_of_bar]}" if bars > 1 else ""
+                end = span[1] if span and number_of_bar == 0 else value
+                axes.annotate(
+                    f"{shown}{suffix}", (end, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9
+                )
+            if span:
+                axes.plot(span, (place, place), color=INK[page], linewidth=1.2, marker="|", markersize=7)
+        axes.set_yticks(range(len(rows)), [row[0] for row in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel(plot.unit)
+        if plot.is_log:
+            axes.set_xscale("log")
+        if plot.reference is not None:
+            axes.axvline(plot.reference, color=INK[page], linewidth=0.8, linestyle=":")
+        axes.margins(x=0.22 if bars > 1 else 0.12)
+        axes.grid(axis="x", color=FAINT[page], linewidth=0.6)
+        axes.set_axisbelow(True)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(length=0)
+        out = io.BytesIO()
+        figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+        pyplot.close(figure)
+    return out.getvalue()
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, svg in drawn().items():
+        (folder / f"{name}.svg").write_bytes(svg)
