@@ -66,9 +66,7 @@ def _deal(n: int, batch: int, world: int, **choices: Any) -> list[list[list[int]
     even, split = choices.pop("even", True), choices.pop("split", False)
     dealt = [RankBatchSampler(source, world, r, split, even) for r in range(world)]
     divided = choices.pop("divided", False)
-    assert (
-        not divided or [d.divide_last_round() for d in dealt] == [n % (batch if split else batch * world) > 0] * world
-    )
+    assert not divided or [d.divide_last_step() for d in dealt] == [n % (batch if split else batch * world) > 0] * world
     result = [list(d) for d in dealt]
     if not split or divided:
         assert [len(d) for d in dealt] == [len(r) for r in result]

@@ -246,7 +246,7 @@ class ShardedSource(BatchSource):
         self.batches.even_batches = even
 
     def divide_last_step(self) -> bool:
-        return self.batches.divide_last_round()
+        return self.batches.divide_last_step()
 
 
 class StreamSource(BatchSource):

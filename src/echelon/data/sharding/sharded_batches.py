@@ -56,7 +56,7 @@ class RankBatchSampler(BatchSampler):
         self.split_batches = split_batches
         self.last_step: LastStep | None = None
         """Batch sizes in the last step of a completed pass, or None if every rank had a full batch of new samples."""
-        self.divides_last_round = False
+        self.divides_last_step = False
         """Whether to divide the samples in an incomplete last step evenly, so that no batch mixes new and repeated samples."""
 
     @property
@@ -82,7 +82,7 @@ class RankBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         total = len(self.batches)
-        if self.divides_last_round:
+        if self.divides_last_step:
             return self._num_divided_steps()
         if self.split_batches:
             # If the last batch, whose size is unknown here, has fewer samples than ranks, the last ranks make one step fewer.
@@ -93,41 +93,41 @@ class RankBatchSampler(BatchSampler):
         return whole + 1 if self.even_batches or self.process_index < rest else whole
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._split() if self.split_batches else self._rounds()
+        return self._split() if self.split_batches else self._steps()
 
-    def _rounds(self) -> Iterator[list[int]]:
+    def _steps(self) -> Iterator[list[int]]:
         self.last_step = None
         first: list[list[int]] = []
-        round_: list[list[int]] = []
+        step: list[list[int]] = []
         for batch in self.batches:
             if len(first) < self.num_processes:
                 first.append(batch)
-            round_.append(batch)
-            if len(round_) == self.num_processes and self._is_full(batch):
-                yield round_[self.process_index]
-                round_ = []
-        if not round_ or (self.drop_last and len(round_) < self.num_processes):
+            step.append(batch)
+            if len(step) == self.num_processes and self._is_full(batch):
+                yield step[self.process_index]
+                step = []
+        if not step or (self.drop_last and len(step) < self.num_processes):
             return
-        if self.divides_last_round:
-            yield from self._divided(list(chain.from_iterable(round_)), first)
+        if self.divides_last_step:
+            yield from self._divided(list(chain.from_iterable(step)), first)
             return
-        real = [len(batch) for batch in round_] + [0] * (self.num_processes - len(round_))
+        real = [len(batch) for batch in step] + [0] * (self.num_processes - len(step))
         if self.even_batches:
-            round_ = self._fill(round_, first)
-        self.last_step = LastStep([len(batch) for batch in round_] + [0] * (self.num_processes - len(round_)), real)
-        if self.process_index < len(round_):
-            yield round_[self.process_index]
+            step = self._fill(step, first)
+        self.last_step = LastStep([len(batch) for batch in step] + [0] * (self.num_processes - len(step)), real)
+        if self.process_index < len(step):
+            yield step[self.process_index]
 
     def _is_full(self, batch: list[int]) -> bool:
         return self.batch_size is None or len(batch) == self.batch_size
 
-    def _fill(self, round_: list[list[int]], first: list[list[int]]) -> list[list[int]]:
+    def _fill(self, step: list[list[int]], first: list[list[int]]) -> list[list[int]]:
         """Fill the last step with the first samples or, if there is no batch size, with the first batches."""
         if self.batch_size is None:
-            return [*round_, *islice(cycle(first), self.num_processes - len(round_))]
+            return [*step, *islice(cycle(first), self.num_processes - len(step))]
         again = cycle([index for batch in first for index in batch])
-        filled = [[*batch, *islice(again, self.batch_size - len(batch))] for batch in round_]
-        return filled + [list(islice(again, self.batch_size)) for _ in range(self.num_processes - len(round_))]
+        filled = [[*batch, *islice(again, self.batch_size - len(batch))] for batch in step]
+        return filled + [list(islice(again, self.batch_size)) for _ in range(self.num_processes - len(step))]
 
     def _divided(self, samples: list[int], first: list[list[int]]) -> Iterator[list[int]]:
         """Yield equal parts of ``samples``, then a step of one sample for each of the first ranks.
@@ -143,26 +143,26 @@ class RankBatchSampler(BatchSampler):
             self.last_step = LastStep([1] * ranks, [1] * rest + [0] * (ranks - rest))
             yield [[*samples[-rest:], *([first[0][0]] * ranks)][self.process_index]]
 
-    def divide_last_round(self) -> bool:
-        """Set ``divides_last_round``. Return whether this changes the next pass."""
-        if self.divides_last_round or self.drop_last or not self.even_batches or self._last_round() in (None, 0):
+    def divide_last_step(self) -> bool:
+        """Set ``divides_last_step``. Return whether this changes the next pass."""
+        if self.divides_last_step or self.drop_last or not self.even_batches or self._last_step_size() in (None, 0):
             return False
-        self.divides_last_round = True
+        self.divides_last_step = True
         return True
 
-    def _last_round(self) -> int | None:
+    def _last_step_size(self) -> int | None:
         """Return the number of samples in an incomplete last step, or None if it is unknown."""
         try:
-            return None if self.batch_size is None else len(self.sampler) % self._samples_per_round()
+            return None if self.batch_size is None else len(self.sampler) % self._samples_per_step()
         except TypeError:
             return None
 
-    def _samples_per_round(self) -> int:
+    def _samples_per_step(self) -> int:
         return self.batch_size * (1 if self.split_batches else self.num_processes)
 
     def _num_divided_steps(self) -> int:
-        size, rest = divmod(self._last_round() or 0, self.num_processes)
-        return len(self.sampler) // self._samples_per_round() + bool(size) + bool(rest)
+        size, rest = divmod(self._last_step_size() or 0, self.num_processes)
+        return len(self.sampler) // self._samples_per_step() + bool(size) + bool(rest)
 
     def _split(self) -> Iterator[list[int]]:
         assert self.batch_size is not None
@@ -174,7 +174,7 @@ class RankBatchSampler(BatchSampler):
             first = first or batch
             if len(batch) == self.batch_size:
                 yield batch[self.process_index * piece : (self.process_index + 1) * piece]
-            elif self.divides_last_round:
+            elif self.divides_last_step:
                 yield from self._divided(batch, [first])
             elif self.even_batches:
                 filled = [*batch, *islice(cycle(first), self.batch_size - len(batch))]
