@@ -1,13 +1,24 @@
-"""A run's progress counters, which are saved in checkpoints."""
+"""Progress: a run's counters, which are saved in checkpoints, and the progress bars of long operations."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from echelon.base.errors import UsageError
+from echelon.base.rank import known_rank
 
-__all__ = ["Progress"]
+__all__ = ["BarOpener", "Progress", "no_bar", "progress_bar", "shows_bars"]
+
+BarOpener: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Opens a progress bar, given a label and the total number of bytes. Yields a function to call with the number of bytes
+processed since its last call."""
+
+_DELAY_S = 0.5
+"""Operations that end sooner show no bar."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,3 +57,40 @@ class Progress:
             )
         for name, value in counters.items():
             setattr(self, name, value)
+
+
+def shows_bars() -> bool:
+    """Return whether stderr is a terminal or the program runs in a notebook, whose stderr is not a terminal."""
+    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+
+
+@contextmanager
+def progress_bar(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress of an operation on ``num_bytes`` bytes, on rank zero, if it takes longer than half a second.
+
+    The bar is removed when the operation ends.
+    """
+    if not shows_bars() or known_rank():
+        yield _ignore
+        return
+    from tqdm.auto import tqdm  # noqa: PLC0415 - needed only for a bar
+
+    class Bar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
+        monitor_interval = 0  # no thread: a program may fork its loader workers afterwards
+
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1000}
+    with Bar(total=num_bytes, desc=label, leave=False, delay=_DELAY_S, dynamic_ncols=True, **options) as bar:
+
+        def advance(count: int) -> None:
+            bar.update(count)
+
+        yield advance
+
+
+def no_bar(label: str, num_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
+    """Show nothing, for operations in a thread, beside the program's own output."""
+    return nullcontext(_ignore)
+
+
+def _ignore(count: int) -> None:
+    pass

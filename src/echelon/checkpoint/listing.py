@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
 from echelon.base.errors import CheckpointError
+from echelon.base.progress import BarOpener
 from echelon.checkpoint.commit import place_of
 from echelon.checkpoint.formats.layouts import TRAINER_STATE, Layout, layout_of
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.typed_json import read_json
 
-__all__ = ["CheckpointEntry", "Leftover", "Listing", "Reading", "list_folder", "problems_of"]
+__all__ = ["CheckpointEntry", "Leftover", "Listing", "list_folder", "problems_of"]
 
-Reading = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Opens a progress bar, given a label and the total number of bytes. Yields a function to call with the number of bytes read
-since its last call."""
 State = Literal["complete", "verified", "damaged", "unknown"]
 
 _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{8,16}")
@@ -66,7 +63,7 @@ class Listing:
     leftovers: Sequence[Leftover]
 
 
-def list_folder(folder: Path, *, verify: Reading | None = None) -> Listing:
+def list_folder(folder: Path, *, verify: BarOpener | None = None) -> Listing:
     """List the checkpoints in ``folder``.
 
     Args:
@@ -96,19 +93,13 @@ def list_folder(folder: Path, *, verify: Reading | None = None) -> Listing:
     return Listing(entries=entries, leftovers=leftovers)
 
 
-def problems_of(checkpoint: Checkpoint, reading: Reading) -> list[str]:
+def problems_of(checkpoint: Checkpoint, show: BarOpener) -> list[str]:
     """Read every file in ``checkpoint``, and return a description of each damaged file."""
-    files = sorted(checkpoint.manifest.files.items())
-    found = []
-    with reading(f"verifying {checkpoint.folder.name}", sum(facts.size for _, facts in files)) as advance:
-        for i, (_, facts) in enumerate(files):
-            found += checkpoint.problems(share=i, num_shares=len(files))
-            advance(facts.size)
-    return found
+    return checkpoint.problems(show=show)
 
 
 def _entry(
-    path: Path, place: Path, layout: Layout | None, verify: Reading | None, *, problem: str | None = None
+    path: Path, place: Path, layout: Layout | None, verify: BarOpener | None, *, problem: str | None = None
 ) -> CheckpointEntry:
     changed = datetime.fromtimestamp((place.lstat() if problem else place.stat()).st_mtime, timezone.utc)
     step: int | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from echelon.base.errors import CheckpointError
+from echelon.base.progress import BarOpener, no_bar, progress_bar
 from echelon.checkpoint import typed_json
 from echelon.checkpoint.commit import place_of
 from echelon.checkpoint.damage import damaged
@@ -27,7 +28,7 @@ from echelon.checkpoint.manifest import (
 from echelon.checkpoint.regions import ChunkBounds, ShardPart, TensorLayout, box_of, overlaps
 from echelon.checkpoint.save import Gather
 from echelon.checkpoint.storage import LocalStorage, Storage
-from echelon.checkpoint.tensor_file import Stored, checksum_of, read_header, require_dtype, stored_form
+from echelon.checkpoint.tensor_file import FileFacts, Stored, checksum_of, read_header, require_dtype, stored_form
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
@@ -47,16 +48,22 @@ class Checkpoint:
         self.manifest: Manifest = read_manifest(self._storage, self.folder)
         self._headers: dict[str, Mapping[str, Stored]] = {}
 
-    def problems(self, *, share: int = 0, num_shares: int = 1) -> list[str]:
-        """Read all files (or one share of them) in full, and return a description of each damaged file."""
+    def problems(self, *, share: int = 0, num_shares: int = 1, show: BarOpener = no_bar) -> list[str]:
+        """Read all files (or one share of them) in full, and return a description of each damaged file.
+
+        ``show`` opens the progress bar.
+        """
+        files = [file for i, file in enumerate(sorted(self.manifest.files.items())) if i % num_shares == share]
+        with show(f"verifying {self.folder.name}", sum(facts.size for _, facts in files)) as progress:
+            return self._problems(files, progress)
+
+    def _problems(self, files: Sequence[tuple[str, FileFacts]], progress: Callable[[int], None]) -> list[str]:
         found = []
-        for i, (name, facts) in enumerate(sorted(self.manifest.files.items())):
-            if i % num_shares != share:
-                continue
+        for name, facts in files:
             path = self.folder / name
             try:
                 self._require_own_folders(name)
-                checksum = checksum_of(self._storage, path, expected_bytes=facts.size)
+                checksum = checksum_of(self._storage, path, expected_bytes=facts.size, progress=progress)
                 if checksum is None:
                     found.append(f"{path} has the wrong size: expected the {facts.size:,} bytes that were written")
                 elif checksum != facts.xxh3_128:
@@ -133,7 +140,11 @@ class Checkpoint:
         return values
 
     def read_into(
-        self, targets: Mapping[str, torch.Tensor | ShardPart], *, optional: Collection[str] = ()
+        self,
+        targets: Mapping[str, torch.Tensor | ShardPart],
+        *,
+        optional: Collection[str] = (),
+        show: BarOpener = no_bar,
     ) -> list[str]:
         """Copy tensors from the checkpoint into this rank's tensors and shards, and return the names of missing tensors.
 
@@ -142,16 +153,20 @@ class Checkpoint:
         Args:
             targets: destinations by name. Their dtypes may differ from the saved dtypes, but their shapes must match.
             optional: names that may be missing.
+            show: opens the progress bar.
 
         Raises:
             CheckpointError: a tensor is missing or has a different shape. In this case, nothing is copied.
         """
         wanted = {name: box_of(target) for name, target in targets.items()}
         missing = self.require_fit({name: shape for name, (shape, _, _) in wanted.items()}, optional=optional)
-        for name, (_, box, values) in wanted.items():
-            if name not in missing:
-                with torch.no_grad():
-                    self._fill(name, self.layout(name), box, values)
+        num_bytes = {name: values.numel() * values.element_size() for name, (_, _, values) in wanted.items()}
+        with show(f"loading {self.folder.name}", sum(num_bytes.values())) as progress:
+            for name, (_, box, values) in wanted.items():
+                if name not in missing:
+                    with torch.no_grad():
+                        self._fill(name, self.layout(name), box, values)
+                progress(num_bytes[name])
         return missing
 
     def require_fit(self, shapes: Mapping[str, Sequence[int]], *, optional: Collection[str] = ()) -> list[str]:
@@ -305,7 +320,7 @@ def try_open(
     try:
         checkpoint = Checkpoint(folder, storage=storage)
         token = checkpoint.manifest.token
-        problems = checkpoint.problems(share=world.local_rank, num_shares=world.local_world_size)
+        problems = checkpoint.problems(share=world.local_rank, num_shares=world.local_world_size, show=progress_bar)
     except (CheckpointError, OSError) as error:
         token, problems = "", [error.what if isinstance(error, CheckpointError) else str(error)]
     reports = [json.loads(text) for text in gather(json.dumps([token, problems]).encode())]

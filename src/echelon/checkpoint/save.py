@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from echelon._version import __version__
 from echelon.base.errors import CheckpointError, EchelonError
+from echelon.base.progress import BarOpener, no_bar
 from echelon.checkpoint import typed_json
 from echelon.checkpoint.commit import PendingFolder, new_token, require_replaceable, sync_tree
 from echelon.checkpoint.manifest import (
@@ -119,8 +120,8 @@ class Save:
         """Approximate number of bytes that this rank writes."""
         return sum(t.numel() * t.element_size() for _, t in self.tensors) + sum(map(len, self.objects.values()))
 
-    def finish(self, gather: Gather = gather_bytes) -> Path:
-        """Write and commit the checkpoint. Return its path once it is on disk.
+    def finish(self, gather: Gather = gather_bytes, *, show: BarOpener = no_bar) -> Path:
+        """Write and commit the checkpoint. Return its path once it is on disk. ``show`` opens the progress bar.
 
         Collective: call on every rank. Ranks communicate only through ``gather``, so this method can run in a thread if
         ``gather`` is thread-safe.
@@ -129,20 +130,21 @@ class Save:
             CheckpointError: some ranks, which the error names, could not write. Existing checkpoints are unchanged.
         """
         try:
-            files = run_on_all_ranks(f"writing {self.target}", self._counted(self._write), gather)
+            files = run_on_all_ranks(f"writing {self.target}", self._counted(lambda: self._write(show)), gather)
             run_on_all_ranks(f"renaming {self.folder}", self._counted(lambda: self._commit(files)), gather)
         except BaseException:
             self.give_up()
             raise
         return self.target
 
-    def _write(self) -> dict[str, list[Any]]:
+    def _write(self, show: BarOpener) -> dict[str, list[Any]]:
         files = {}
-        if self.tensors:
-            name = tensors_file(self.rank)
-            files[name] = write_tensors(self._storage, self.folder / name, self.tensors)
-        for name, content in self.objects.items():
-            files[name] = write_file(self._storage, self.folder / name, [content])
+        with show(f"saving {self.target.name}", self.num_bytes) as progress:
+            if self.tensors:
+                name = tensors_file(self.rank)
+                files[name] = write_tensors(self._storage, self.folder / name, self.tensors, progress=progress)
+            for name, content in self.objects.items():
+                files[name] = write_file(self._storage, self.folder / name, [content], progress=progress)
         if self.rank == self.crew[0]:
             files |= self._added("")
         return {name: [facts.size, facts.xxh3_128] for name, facts in files.items()}

@@ -12,7 +12,7 @@ import math
 import queue
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,17 @@ def stored_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]
     return (_NAMES[dtype], tuple(shape)) if dtype in _NAMES else ("U8", (*shape, itemsize(dtype)))
 
 
-def write_tensors(storage: Storage, path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> FileFacts:
+def write_tensors(
+    storage: Storage,
+    path: Path,
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    *,
+    progress: Callable[[int], None] = lambda _: None,
+) -> FileFacts:
     """Write the named ``tensors`` to a new file. Return once it is on disk.
 
-    Tensors on other devices are copied to the host one at a time.
+    Tensors on other devices are copied to the host one at a time. ``progress`` is called with the number of bytes written since
+    the last call.
     """
     # The largest elements come first. Each tensor is then aligned to its element size, as memory-mapping readers require.
     ordered = sorted(tensors, key=lambda item: (-item[1].element_size(), item[0]))
@@ -137,7 +144,8 @@ def write_tensors(storage: Storage, path: Path, tensors: Sequence[tuple[str, tor
             f"{path.name} would contain {len(ordered)} tensors, which is more than its header can hold",
             do="use more ranks",
         )
-    return write_file(storage, path, (struct.pack("<Q", len(text)) + text, *map(_Bytes, (t for _, t in ordered))))
+    contents = (struct.pack("<Q", len(text)) + text, *map(_Bytes, (t for _, t in ordered)))
+    return write_file(storage, path, contents, progress=progress)
 
 
 class _Bytes:
@@ -151,8 +159,17 @@ class _Bytes:
         return bytes_of(on_host).numpy().data
 
 
-def write_file(storage: Storage, path: Path, contents: Iterable[bytes | _Bytes]) -> FileFacts:
-    """Write a new file. Return once it is on disk."""
+def write_file(
+    storage: Storage,
+    path: Path,
+    contents: Iterable[bytes | _Bytes],
+    *,
+    progress: Callable[[int], None] = lambda _: None,
+) -> FileFacts:
+    """Write a new file. Return once it is on disk.
+
+    ``progress`` is called with the number of bytes written since the last call.
+    """
     checksum = _Checksum()
     size = 0
     handle = storage.create(path)
@@ -163,6 +180,7 @@ def write_file(storage: Storage, path: Path, contents: Iterable[bytes | _Bytes])
                 block = data[start : start + BLOCK_BYTES]
                 checksum.update(block)
                 storage.write(handle, block)
+                progress(len(block))
             size += len(data)
         storage.sync(handle)
     finally:
@@ -208,11 +226,18 @@ class _Checksum:
         return self._hash.hexdigest()
 
 
-def checksum_of(storage: Storage, path: Path, *, expected_bytes: int) -> str | None:
-    """Return a file's checksum, or None if its size is not the expected size, in which case the file is not read."""
+def checksum_of(
+    storage: Storage, path: Path, *, expected_bytes: int, progress: Callable[[int], None] = lambda _: None
+) -> str | None:
+    """Return a file's checksum, or None if its size is not the expected size, in which case the file is not read.
+
+    ``progress`` is called with the number of bytes read since the last call.
+    """
     handle = storage.open(path)
     try:
-        return _checksum(storage, handle, expected_bytes) if storage.size(handle) == expected_bytes else None
+        if storage.size(handle) != expected_bytes:
+            return None
+        return _checksum(storage, handle, expected_bytes, progress)
     finally:
         storage.close(handle)
 
@@ -228,13 +253,14 @@ def sync_file(storage: Storage, path: Path) -> FileFacts:
         storage.close(handle)
 
 
-def _checksum(storage: Storage, handle: int, size: int) -> str:
+def _checksum(storage: Storage, handle: int, size: int, progress: Callable[[int], None] = lambda _: None) -> str:
     checksum = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
     for start in range(0, size, BLOCK_BYTES):
         block = buffer[: min(BLOCK_BYTES, size - start)]
         storage.read(handle, start, block)
         checksum.update(block)
+        progress(len(block))
     return checksum.hexdigest()
 
 

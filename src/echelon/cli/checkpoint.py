@@ -6,7 +6,7 @@ Exit codes: 0 on success, 1 if a checkpoint is damaged or cannot be converted, 2
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.progress import progress_bar
 from echelon.compat.byte_sizes import convert_file_size_to_int
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def command() -> None:
 @click.pass_context
 def ls(ctx: click.Context, folder: str, verify: bool, as_json: bool) -> None:
     """List the checkpoints in FOLDER (or in FOLDER/checkpoints), newest first, and any leftovers from interrupted saves."""
-    path, found = _listed(_folder(folder), verify=_bar if verify else None)
+    path, found = _listed(_folder(folder), verify=progress_bar if verify else None)
     if as_json:
         click.echo(_json({"folder": str(path), **asdict(found)}))
     else:
@@ -112,7 +113,7 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
     limit = convert_file_size_to_int(max_shard_size)
     with _new_folder(_newest_in(_folder(path)), out) as (source, folder):
         files = merged_weights.merge(
-            source, folder, model=model, max_shard_bytes=limit, precision=precision, reading=_bar
+            source, folder, model=model, max_shard_bytes=limit, precision=precision, show=progress_bar
         )
     click.echo(f"wrote {', '.join(file.name for file in files)} to {out}")
 
@@ -141,9 +142,9 @@ def export(path: str, out: str, layout: str) -> None:
         )
     write = {"accelerate": accelerate.export_accelerate, "transformers": transformers.export_transformers}[layout]
     with _new_folder(_folder(path), out) as (source, folder):
-        checkpoint = merged_weights.open_whole(source, _bar)
+        checkpoint = merged_weights.open_whole(source, progress_bar)
         size = sum(facts.size for facts in checkpoint.manifest.files.values())
-        with _bar("writing", size) as progress:
+        with progress_bar("writing", size) as progress:
             write(checkpoint, folder, progress=progress)
         has_state = (checkpoint.folder / TRAINER_STATE).exists()
     click.echo(f"wrote {out}")
@@ -263,19 +264,6 @@ def _lines(path: str) -> list[str]:
 # ---- output ---------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _bar(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar for ``num_bytes`` if the output is a terminal."""
-    from tqdm import tqdm  # noqa: PLC0415 - needed only for long operations
-
-    with tqdm(total=num_bytes, desc=label, unit="B", unit_scale=True, leave=False, delay=0.5, disable=None) as bar:
-
-        def advance(count: int) -> None:
-            bar.update(count)
-
-        yield advance
-
-
 def _verified(folder: Path) -> dict[str, Any]:
     from echelon.checkpoint.formats.layouts import require_layout  # noqa: PLC0415 - torch
     from echelon.checkpoint.listing import problems_of  # noqa: PLC0415 - torch
@@ -290,7 +278,7 @@ def _verified(folder: Path) -> dict[str, Any]:
                 do="convert it to echelon's format with echelon checkpoint import",
             )
         checkpoint = Checkpoint(folder)
-        problems = problems_of(checkpoint, _bar)
+        problems = problems_of(checkpoint, progress_bar)
     except CheckpointError as error:
         return {"path": str(folder), "status": "damaged", "problems": [error.what]}
     num_bytes = sum(facts.size for facts in checkpoint.manifest.files.values())

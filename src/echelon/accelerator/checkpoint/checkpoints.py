@@ -30,6 +30,7 @@ from echelon.accelerator.models.save_objects import offloaded_state
 from echelon.accelerator.session import Session
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
+from echelon.base.progress import progress_bar
 from echelon.base.warnings import UserLine, user_line, warn
 from echelon.checkpoint.commit import place_of, require_folder_or_nothing
 from echelon.checkpoint.formats.accelerate import custom_path, is_state_file, missing_files, write_state
@@ -417,7 +418,7 @@ class Checkpoints:
             if self.registry.save_hooks:
                 self._run_save_hooks(models, save, collect)
             if blocking:
-                save.finish()
+                save.finish(show=progress_bar)
                 self.store.failures.succeeded()
                 self.store.rotate(target, is_first)
             else:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.progress import progress_bar
 from echelon.checkpoint.background_save import store_gather
 from echelon.checkpoint.commit import make_folders, place_of, require_folder_or_nothing
 from echelon.checkpoint.formats.layouts import TRAINER_STATE, layout_of
@@ -183,7 +184,7 @@ def problems_in(folder: Path) -> list[str]:
         layout = layout_of(folder)
         folder = place_of(storage, folder)
         if layout == "echelon":
-            return Checkpoint(folder).problems()
+            return Checkpoint(folder).problems(show=progress_bar)
         if layout == "sharded":
             return [
                 f"{folder} is a torch.distributed.checkpoint checkpoint, which cannot be verified without unpickling its "

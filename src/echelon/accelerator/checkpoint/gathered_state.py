@@ -13,6 +13,7 @@ from echelon.accelerator.checkpoint.state_names import (
     NamedOptimizer,
     optional_names,
 )
+from echelon.base.progress import progress_bar
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name, state_values
 from echelon.engines.base import Engine
@@ -65,8 +66,11 @@ def load_gathered_model(
     optional = optional_names(checkpoint, model, shapes, index, strict=strict, allowed=allowed)
     missing = checkpoint.require_fit({f"{prefix}{name}": shape for name, shape in shapes.items()}, optional=optional)
     there = [name for name in shapes if f"{prefix}{name}" not in missing]
-    for names in _in_parts(there, checkpoint, prefix):
-        load_plain_state_dict(model, {name: checkpoint.read(f"{prefix}{name}") for name in names}, strict=False)
+    num_bytes = {name: checkpoint.num_bytes(f"{prefix}{name}") for name in there}
+    with progress_bar(f"loading {checkpoint.folder.name}", sum(num_bytes.values())) as progress:
+        for names in _in_parts(there, checkpoint, prefix):
+            load_plain_state_dict(model, {name: checkpoint.read(f"{prefix}{name}") for name in names}, strict=False)
+            progress(sum(num_bytes[name] for name in names))
     if extras:
         load_plain_state_dict(model, extras, strict=False)
 

@@ -26,6 +26,7 @@ from echelon.accelerator.checkpoint.state_names import (
 from echelon.accelerator.models.weight_check import require_model_of_checkpoint
 from echelon.accelerator.session import Session
 from echelon.base.errors import CheckpointError
+from echelon.base.progress import progress_bar
 from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import warn
 from echelon.checkpoint.read import Checkpoint
@@ -302,11 +303,11 @@ def _load_model(
     optional = optional_names(checkpoint, model, names, index, strict=strict, allowed=allowed)
     own = {_address(value) for value in (*model.parameters(), *model.buffers())}
     if all(_address(value) in own for value in targets.values()) and not extras:
-        checkpoint.read_into(targets, optional=optional)  # in place, without a second copy
+        checkpoint.read_into(targets, optional=optional, show=progress_bar)  # in place, without a second copy
         return
     # A module whose state dict holds copies or non-tensors is restored with load_state_dict.
     copies = {name: torch.empty_like(value) for name, value in targets.items()}
-    missing = set(checkpoint.read_into(copies, optional=optional))
+    missing = set(checkpoint.read_into(copies, optional=optional, show=progress_bar))
     read = {name.removeprefix(prefix): value for name, value in copies.items() if name not in missing}
     load_plain_state_dict(model, {**state, **read, **extras})
 
@@ -337,11 +338,18 @@ def _load_optimizer(
     by_parameter = state_keys(checkpoint, index, [name for name, _ in optimizer.parameters])
     values = state_values(checkpoint, index)
     state: dict[int, dict[str, Any]] = {}
-    for number, name, parameter in wanted:
-        entries = {key: _read_like(checkpoint, state_name(index, name, key), parameter) for key in by_parameter[name]}
-        entries |= values.get(name, {})
-        if entries:
-            state[number] = entries
+    sizes = [
+        sum(checkpoint.num_bytes(state_name(index, name, key)) for key in by_parameter[name]) for _, name, _ in wanted
+    ]
+    with progress_bar(f"loading {checkpoint.folder.name} (optimizer)", sum(sizes)) as progress:
+        for (number, name, parameter), num_bytes in zip(wanted, sizes):
+            entries = {
+                key: _read_like(checkpoint, state_name(index, name, key), parameter) for key in by_parameter[name]
+            }
+            entries |= values.get(name, {})
+            if entries:
+                state[number] = entries
+            progress(num_bytes)
     inner.load_state_dict({"state": state, "param_groups": _numbered(optimizer, groups)})
 
 

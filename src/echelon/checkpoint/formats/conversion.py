@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from echelon.base.errors import CheckpointError
+from echelon.base.progress import progress_bar
 from echelon.base.warnings import warn
 from echelon.checkpoint import typed_json
 from echelon.checkpoint.formats.weight_files import plain_names, read_model, weight_files
@@ -77,7 +78,7 @@ def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) 
     except BaseException:
         save.give_up()
         raise
-    return save.finish(lambda payload: [payload])
+    return save.finish(lambda payload: [payload], show=progress_bar)
 
 
 def read_models(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

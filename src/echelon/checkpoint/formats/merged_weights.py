@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.progress import BarOpener, progress_bar
 from echelon.base.warnings import warn
 from echelon.checkpoint.commit import discard
 from echelon.checkpoint.damage import damaged
@@ -19,7 +19,7 @@ from echelon.checkpoint.formats.conversion import num_models_in, weights_beside
 from echelon.checkpoint.formats.layouts import require_layout, require_whole
 from echelon.checkpoint.formats.torch_files import load
 from echelon.checkpoint.formats.weight_files import read_model, weight_files, write_shards
-from echelon.checkpoint.listing import Reading, problems_of
+from echelon.checkpoint.listing import problems_of
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.stored_weights import PRECISIONS, weights_in, weights_of, write_weights
@@ -38,7 +38,7 @@ def merge(
     model: int | None = None,
     max_shard_bytes: int | None = None,
     precision: str | None = None,
-    reading: Reading | None = None,
+    show: BarOpener = progress_bar,
 ) -> list[Path]:
     """Write a model's weights from the checkpoint ``source`` to ``folder``, and return the new files.
 
@@ -50,13 +50,12 @@ def merge(
         model: index of the model in the ``prepare`` call; may be None if there is only one model.
         max_shard_bytes: maximum size per file; None writes a single file.
         precision: dtype to convert floating-point tensors to, a key of ``PRECISIONS``; None keeps their dtypes.
-        reading: opens the progress bar.
+        show: opens the progress bar.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or its index is a pickle.
         UsageError: the checkpoint has no such model.
     """
-    show = reading or _silent
     kind = None if precision is None else PRECISIONS[precision]
     if require_layout(source) == "echelon":
         checkpoint = open_whole(source, show)
@@ -116,14 +115,14 @@ def merge_fsdp_weights(
         discard(LocalStorage(), source)
 
 
-def open_whole(source: Path, reading: Reading) -> Checkpoint:
+def open_whole(source: Path, show: BarOpener) -> Checkpoint:
     """Verify every file of the checkpoint ``source``, and return it.
 
     Raises:
         CheckpointError: the checkpoint is damaged; the error names the files.
     """
     checkpoint = Checkpoint(source)
-    problems = problems_of(checkpoint, reading)
+    problems = problems_of(checkpoint, show)
     if problems:
         listing = "\n".join(f"    {problem}" for problem in problems)
         raise damaged(f"{source} is damaged\n{listing}")
@@ -138,10 +137,6 @@ def require_apart(source: Path, target: Path) -> None:
     """
     if source.resolve() in (target.resolve(), *target.resolve().parents):
         raise UsageError(f"{target} is inside the checkpoint {source}", do="use a folder outside the checkpoint")
-
-
-def _silent(label: str, num_bytes: int) -> AbstractContextManager[Any]:
-    return nullcontext(lambda _: None)
 
 
 def _chosen(model: int | None, count: int, source: Path) -> int:

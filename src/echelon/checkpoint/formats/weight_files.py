@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 
 from echelon.base.errors import UsageError
+from echelon.base.progress import progress_bar
 from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.formats.torch_files import load
 from echelon.checkpoint.typed_json import read_json
@@ -142,11 +143,14 @@ def write_shards(
         for number, names in enumerate(shards, start=1)
     }
     folder.mkdir(parents=True, exist_ok=True)
-    for file, names in files.items():
-        aside = folder / f"{file}.tmp"
-        part = {name: state_dict[name] for name in names}
-        write_tensors(part, aside) if safe_serialization else torch.save(part, aside)
-        aside.replace(folder / file)
+    sizes = {file: sum(_num_bytes(state_dict[name]) for name in names) for file, names in files.items()}
+    with progress_bar(f"saving {folder.name}", sum(sizes.values())) as progress:
+        for file, names in files.items():
+            aside = folder / f"{file}.tmp"
+            part = {name: state_dict[name] for name in names}
+            write_tensors(part, aside) if safe_serialization else torch.save(part, aside)
+            aside.replace(folder / file)
+            progress(sizes[file])
     index = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
     if len(shards) > 1:
         left_out = aliases if safe_serialization else ()

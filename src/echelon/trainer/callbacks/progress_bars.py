@@ -7,6 +7,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from echelon.base.progress import shows_bars
 from echelon.trainer.arguments.enums import IntervalStrategy
 from echelon.trainer.callbacks.callback_handler import TrainerCallback
 from echelon.trainer.callbacks.loss_table import loss_table
@@ -47,7 +48,7 @@ class ProgressCallback(TrainerCallback):
         """Open the bar."""
         if state.is_world_process_zero:
             self._close("training_bar")
-            self.training_bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=not _shows_bars())
+            self.training_bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=not shows_bars())
         self._shown = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -60,7 +61,7 @@ class ProgressCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
         """Advance the evaluation progress bar, which is removed afterwards."""
-        if not state.is_world_process_zero or not _shows_bars():
+        if not state.is_world_process_zero or not shows_bars():
             return
         if self.prediction_bar is None:
             try:
@@ -115,7 +116,3 @@ def _short(value: Any, max_str_len: int) -> Any:
 def _table(args: Any, state: Any) -> str | None:
     by = "step" if args.eval_strategy == IntervalStrategy.STEPS else "epoch"
     return loss_table(state.log_history, by=by)
-
-
-def _shows_bars() -> bool:
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
