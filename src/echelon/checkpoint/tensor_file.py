@@ -144,7 +144,7 @@ def write_tensors(
             f"{path.name} would contain {len(ordered)} tensors, which is more than its header can hold",
             do="use more ranks",
         )
-    contents = (struct.pack("<Q", len(text)) + text, *map(_Bytes, (t for _, t in ordered)))
+    contents: tuple[bytes | _Bytes, ...] = (struct.pack("<Q", len(text)) + text, *map(_Bytes, (t for _, t in ordered)))
     return write_file(storage, path, contents, progress=progress)
 
 
