@@ -19,6 +19,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.pop("PYTHONUNBUFFERED", None)
 # The tests of recording remove it; the programs of all others leave no folder.
 os.environ["ECHELON_NO_RECORD"] = "1"
+# Tests quote messages in English, without colours.
+os.environ["LC_ALL"] = "C.UTF-8"
+for _name in ("LANGUAGE", "FORCE_COLOR"):
+    os.environ.pop(_name, None)
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,11 @@ class Command:
         inherited.pop("OMP_NUM_THREADS", None)
         # A machine with accelerators must give the same results here: these tests count on none.
         # Nor on the settings of the person who runs them.
-        homes = {"XDG_CONFIG_HOME": str(self.directory / ".config"), "HF_HOME": str(self.directory / ".huggingface")}
+        homes = {
+            "XDG_CONFIG_HOME": str(self.directory / ".config"),
+            "XDG_CACHE_HOME": str(self.directory / ".cache"),
+            "HF_HOME": str(self.directory / ".huggingface"),
+        }
         own = {"ECHELON_NO_RECORD": "1", "CUDA_VISIBLE_DEVICES": "", _TOKEN: self._token}
         environment = {**inherited, **homes, **own, **variables}
         process = subprocess.Popen(

@@ -113,7 +113,9 @@ def test_flag_beats_environment_beats_file_and_the_loser_is_told(command: Comman
     assert "mixed_precision='no' (from flag --mixed-precision) overrides 'fp16' (from file c.yaml:1)" in result.err
     threads = max(1, usable_cores() // 2)
     assert found[0]["env"]["OMP_NUM_THREADS"] == str(threads)
-    assert f"echelon: OMP_NUM_THREADS={threads} for each process ({usable_cores()} usable cores); " in result.err
+    assert (
+        f"echelon: OMP_NUM_THREADS={threads} for each process ({usable_cores()} usable cores), because " in result.err
+    )
 
 
 def test_module_runs_as_with_python_m(command: Command) -> None:

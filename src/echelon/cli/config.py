@@ -8,9 +8,10 @@ from pathlib import Path
 import click
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import translate
 from echelon.cli.config_questions import ask_settings, ask_yes_no
 from echelon.config.derive import check, derive, with_engine
-from echelon.config.explain import differences, show, show_json
+from echelon.config.explain import differences, show, show_changed, show_json
 from echelon.config.files import from_file
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.run_record import of_run
@@ -75,8 +76,9 @@ def update(config_file: str | None) -> None:
 @command.command("explain")
 @_file_option("Config file (default: the file that the launcher would use).")
 @click.option("--run", metavar="DIR", help="Show the settings of the run in folder DIR, or of the newest run in it.")
+@click.option("--changed", is_flag=True, help="Print only settings that are not the default.")
 @click.option("--strict", is_flag=True, help="Fail if two sources give different values for a setting.")
-def explain(config_file: str | None, run: str | None, strict: bool) -> None:
+def explain(config_file: str | None, run: str | None, changed: bool, strict: bool) -> None:
     """Print each setting's value, its origin, and the values that it overrides."""
     if run is not None:
         if config_file is not None:
@@ -88,7 +90,8 @@ def explain(config_file: str | None, run: str | None, strict: bool) -> None:
         resolved = derive(resolve(RunConfig, layers, strict=strict))
         if path and not config_file:
             click.echo(f"settings from {path}")
-    click.echo(show(with_engine(resolved)))
+    shown = with_engine(resolved)
+    click.echo((show_changed(shown) or translate("all settings have their defaults")) if changed else show(shown))
     if (json := resolved.value.deepspeed_config_file) is not None and Path(json).is_file():
         click.echo(f"\n{json}:\n{show_json(json, resolved)}")
     check(resolved, world_size=resolved.value.num_processes)
@@ -122,6 +125,6 @@ def _of_file(path: str | Path) -> Resolved[RunConfig]:
 
 def _write(path: Path, values: dict[str, object]) -> None:
     write(path, values)
-    click.echo(f"wrote {path}")
+    click.echo(translate(f"wrote {path}: all settings have their defaults" if not values else f"wrote {path}"))
     if path.suffix != ".toml" and (names := unknown_to_accelerate(values)):
         click.echo(f"note: accelerate would reject this file because of {', '.join(names)}; echelon accepts it")

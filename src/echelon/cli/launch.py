@@ -19,7 +19,8 @@ from echelon.base import environ
 from echelon.base.cores import usable_cores
 from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
-from echelon.base.printable import printable
+from echelon.base.messages.once import is_first_time
+from echelon.base.messages.terminal import say
 from echelon.cli.launch_options import ARGV, NUMBERS, LaunchCommand, flag_layer, options, typed_flags
 from echelon.cli.misplaced_flags import note_about_flags
 from echelon.config.derive import check as check_settings, check_installed, derive
@@ -235,14 +236,14 @@ def _run(
     rules.record.goodput(goodput)
     if flags["summary"] or (goodput.is_notable and not flags["quiet"]):
         for line in goodput.lines():
-            print(f"echelon: {line}", file=sys.stderr)
+            say(line)
     return node.report_end()
 
 
 def _note_misplaced_flags(ctx: click.Context, script: Script, typed: Mapping[str, str], *, failed: bool) -> bool:
     note = note_about_flags(ctx, script, typed=typed, failed=failed)
     if note is not None:
-        print(f"echelon: note: {note}", file=sys.stderr)
+        say(f"note: {note}")
     return note is not None
 
 
@@ -258,7 +259,7 @@ def _libraries(script: Script, flags: Mapping[str, Any]) -> dict[str, str]:
     if script.kind == "program":
         raise ConfigError(f"{where} requires a Python script", where="flag --no_python", do="remove one of the two")
     if not flags["quiet"]:
-        print(f"echelon: {swap.describe(libraries)} ({where})", file=sys.stderr)
+        say(f"{swap.describe(libraries)} ({where})")
     return {swap.VARIABLE: ",".join(libraries)}
 
 
@@ -470,7 +471,7 @@ def _variables(request: _Request, processes: _Processes, plan: MultinodePlan | N
         variables.update(limit_devices(processes.slots.of(processes.num_accelerators, on_cpu=False)))
     variables.update(request.libraries)
     if (message := without_effect()) is not None:  # the ranks do not repeat this warning
-        print(f"echelon: warning: {printable(message)}", file=sys.stderr)
+        say(f"warning: {message}", kind="warning")
     if not request.flags["quiet"]:
         _print_notes(request, None if threads is not None else variables.get("OMP_NUM_THREADS"))
     return variables
@@ -478,22 +479,15 @@ def _variables(request: _Request, processes: _Processes, plan: MultinodePlan | N
 
 def _print_notes(request: _Request, chosen_threads: str | None) -> None:
     if request.file is not None:
-        print(
-            f"echelon: using settings from {printable(str(request.file))}; pass --config_file to use a different file",
-            file=sys.stderr,
-        )
+        say(f"using settings from {request.file}; pass --config_file to use a different file")
     for lost in request.resolved.shadowed:
         winner = getattr(request.resolved.value, lost.name)
-        print(
-            f"echelon: {lost.name}={winner!r} (from {printable(str(lost.winner))}) overrides {lost.value!r} "
-            f"(from {printable(str(lost.origin))})",
-            file=sys.stderr,
-        )
-    if chosen_threads is not None:
-        print(
-            f"echelon: OMP_NUM_THREADS={chosen_threads} for each process ({usable_cores()} usable cores); pass "
-            "--num_cpu_threads_per_process N to change it",
-            file=sys.stderr,
+        say(f"{lost.name}={winner!r} (from {lost.winner}) overrides {lost.value!r} (from {lost.origin})")
+    if chosen_threads is not None and is_first_time("omp-num-threads"):
+        say(
+            f"OMP_NUM_THREADS={chosen_threads} for each process ({usable_cores()} usable cores), because processes that "
+            "each use all cores slow each other down; set OMP_NUM_THREADS or pass --num_cpu_threads_per_process N to change it "
+            "(this note is printed once per machine)"
         )
 
 
@@ -518,5 +512,5 @@ def _report_interrupted(stop: Interrupted) -> int:
         where=f"the launcher (process {os.getpid()})",
         do="rerun the same command",
     )
-    print(f"echelon: {error}", file=sys.stderr)
+    say(error, kind="error")
     return EXIT_CODE if stop.number in SIGNALS else 128 + stop.number

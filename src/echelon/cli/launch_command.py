@@ -54,4 +54,4 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def _options() -> list[click.Option]:
-    return [one for one in launch.command.params if isinstance(one, click.Option) and one.name != "help"]
+    return [one for one in launch.command.params if isinstance(one, click.Option) and one.expose_value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -11,8 +12,9 @@ import click
 from click.core import ParameterSource
 
 from echelon.base.errors import ConfigError, UsageError
+from echelon.cli.help.launch_groups import ALL, COMMON, EXAMPLES, LAUNCHER_FIELDS, METAVARS, group_of, position_of
 from echelon.compat.unsupported import TPU_ALTERNATIVE
-from echelon.config.key_table import BY_FIELD, KEYS, Key
+from echelon.config.key_table import KEYS, Key
 from echelon.config.resolve import Layer
 from echelon.config.schema import RunConfig, field_docs, field_types
 from echelon.config.sources import from_flags
@@ -24,40 +26,14 @@ NUMBERS = ("auto", "gpu", "cpu")
 
 ARGV = "echelon.launch.argv"
 """Key of click's ``Context.meta`` for the arguments as the user typed them."""
+SHOWS_ALL = "echelon.launch.shows_all"
 # Booleans without a value, as in accelerate; the others take true or false.
 _SWITCHES = frozenset(
     {"cpu", "debug", "same_network", "enable_cpu_affinity", "use_parallelism_config"}
     | {"dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation"}
 )
 _USE = MappingProxyType({"use_fsdp": "fsdp", "use_deepspeed": "deepspeed"})
-_HEADINGS = MappingProxyType(
-    {
-        "processes": "Processes of this machine",
-        "machines": "Several machines",
-        "faults": "Failures, stalls, preemption",
-        "output": "Output and debugging",
-        "training": "Training",
-        "other": "Config file and script",
-        "dynamo_config": "torch.compile",
-        "fsdp_config": "Sharding with FSDP's flags (--use-fsdp)",
-        "deepspeed_config": "Sharding with DeepSpeed's flags (--use-deepspeed)",
-        "parallelism_config": "Parallelism",
-        "fp8_config": "fp8",
-    }
-)
-# Options by heading. The heading of other settings is their section, or "training".
-_FIELDS = MappingProxyType(
-    {
-        "processes": "num_processes gpu_ids enable_cpu_affinity cpu multi_gpu num_cpu_threads_per_process oversubscribe",
-        "machines": "num_machines machine_rank main_process_ip main_process_port rdzv_backend same_network rdzv_endpoint rdzv_id "
-        "rdzv_conf local_addr listen_on insecure_network standalone deepspeed_hostfile deepspeed_multinode_launcher "
-        "deepspeed_inclusion_filter deepspeed_exclusion_filter",
-        "faults": "stall_timeout slow_timeout on_stall max_restarts no_warm preemption_grace monitor_interval",
-        "output": "debug log_dir no_record tee redirects debugger summary quiet",
-        "other": "config_file strict libraries module no_python local_rank_arg no_local_rank help",
-    }
-)
-PROCESS_FLAGS = frozenset(f"{_FIELDS['processes']} {_FIELDS['machines']} {_FIELDS['faults']}".split()) - {"cpu"}
+PROCESS_FLAGS = LAUNCHER_FIELDS - {"cpu"}
 """Parameters that are specific to the launcher."""
 
 
@@ -91,21 +67,56 @@ class LaunchCommand(click.Command):
         return args
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, grouped under headings."""
-        heading_of = {field: name for name, fields in _FIELDS.items() for field in fields.split()}
-        records: dict[str, list[tuple[str, str]]] = {name: [] for name in _HEADINGS}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None and isinstance(param, click.Option) and param.name is not None:
-                key = BY_FIELD.get(param.name)
-                section = "training" if key is None or key.shared or key.section is None else key.section
-                records[heading_of.get(param.name, section)].append(record)
-        for name, heading in _HEADINGS.items():
+        """Write the common options and examples; after ``--help-all``, all options."""
+        options = {_name(param): param for param in self.get_params(ctx) if isinstance(param, click.Option)}
+        shows_all = bool(ctx.meta.get(SHOWS_ALL))
+        groups: dict[str, dict[str, str]] = {heading: {} for heading in ALL} if shows_all else {**COMMON}
+        for name in sorted(options, key=position_of) if shows_all else ():
+            groups.setdefault(group_of(name), {})[name] = ""
+        rows = {heading: _rows(texts, options, ctx, with_aliases=shows_all) for heading, texts in groups.items()}
+        # The same width on the left in all groups.
+        left = min(30, max(len(names) for group in rows.values() for names, _ in group))
+        for heading, group in filter(operator.itemgetter(1), rows.items()):
             with formatter.section(heading):
-                formatter.write_dl(records[name])
+                formatter.write_dl([(names.ljust(left), text) for names, text in group])
+        with formatter.section("Examples"):
+            for line, text in EXAMPLES:
+                formatter.write_text(text)
+                formatter.write(f"    {line}\n")
 
 
-class _Setting(click.Option):
+def _rows(
+    texts: Mapping[str, str], options: Mapping[str, click.Option], ctx: click.Context, *, with_aliases: bool
+) -> list[tuple[str, str]]:
+    rows = []
+    for name, text in texts.items():
+        record = options[name].get_help_record(ctx)
+        if record is not None:  # it is not hidden
+            rows.append((_names(options[name], with_aliases=with_aliases), text or record[1]))
+    return rows
+
+
+def _name(option: click.Parameter) -> str:
+    return "help" if "--help" in option.opts else str(option.name)  # click 8.5 calls it otherwise
+
+
+def _names(option: click.Option, *, with_aliases: bool) -> str:
+    """Return the option's names, spelled as in the documents."""
+    names = [name if name == "--help-all" else f"{name[:2]}{name[2:].replace('-', '_')}" for name in option.opts]
+    short, long = ([name for name in names if name.startswith("--") is is_long] for is_long in (False, True))
+    metavar = "" if option.is_flag or option.metavar is None else f" {option.metavar}"
+    return ", ".join([*short, *(long if with_aliases else long[:1])]) + metavar
+
+
+class _Plain(click.Option):
+    """Option whose help does not repeat the range of its values: ``[x>=1]``."""
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """Return nothing; the description says what there is to say."""
+        return {}
+
+
+class _Setting(_Plain):
     """Option for a setting; its help text is the field's docstring."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
@@ -129,6 +140,8 @@ def _option(key: Key) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _metavar(key: Key) -> str:
+    if key.field in METAVARS:
+        return METAVARS[key.field]
     kinds = field_types(RunConfig)[key.field]
     choices = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if choices:
@@ -140,13 +153,30 @@ def _metavar(key: Key) -> str:
 
 def _own_options() -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
     flags = [
-        click.option(*names, is_flag=True, hidden=not help_text, help=help_text) for names, help_text in _OWN_FLAGS
+        click.option(*names, is_flag=True, hidden=not help_text, help=help_text, cls=_Plain)
+        for names, help_text in _OWN_FLAGS
     ]
     valued = [
-        click.option(*names, metavar=metavar, type=kind, default=default, help=help_text)
+        click.option(*names, metavar=metavar, type=kind, default=default, help=help_text, cls=_Plain)
         for names, metavar, kind, default, help_text in _OWN_VALUES
     ]
-    return [*flags, *valued]
+    help_all = click.option(
+        "--help-all",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_show_all,
+        help="Show all options, grouped, and exit.",
+        cls=_Plain,
+    )
+    return [*flags, *valued, help_all]
+
+
+def _show_all(ctx: click.Context, _option: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        ctx.meta[SHOWS_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
 
 
 _OWN_FLAGS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -163,7 +193,7 @@ _OWN_FLAGS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("-m", "--module"), "Run SCRIPT as a module, as python -m does."),
     (("--no-python",), "Run SCRIPT as a program, without Python."),
     (("--local-rank-arg",), "Append --local_rank=N to SCRIPT's arguments."),
-    (("--no-local-rank",), "Accepted for compatibility; --local_rank is appended only if --local-rank-arg is given."),
+    (("--no-local-rank",), "Accepted for compatibility; --local_rank is appended only if --local_rank_arg is given."),
     (
         ("--no-warm",),
         "Restart processes from scratch instead of forking them from a process that has already imported torch.",
@@ -221,9 +251,9 @@ _OWN_VALUES: tuple[tuple[tuple[str, ...], str, Any, Any, str], ...] = (
         None,
         None,
         "Prefix output with the rank, and also write it to the log files: 0 for none, 1 for stdout, 2 for "
-        "stderr, 3 for both; 0:3,1:2 sets it per rank (default: 3 if --log-dir is given).",
+        "stderr, 3 for both; 0:3,1:2 sets it per rank (default: 3 if --log_dir is given).",
     ),
-    (("-r", "--redirects"), "WHAT", None, None, "Like --tee, but write the output only to the log files in --log-dir."),
+    (("-r", "--redirects"), "WHAT", None, None, "Like --tee, but write the output only to the log files in --log_dir."),
     (
         ("--max-restarts",),
         "N",
@@ -260,7 +290,7 @@ _OWN_VALUES: tuple[tuple[tuple[str, ...], str, Any, Any, str], ...] = (
         "HOST[:PORT]",
         None,
         None,
-        "Address of the rendezvous host; equivalent to --main-process-ip and --main-process-port.",
+        "Address of the rendezvous host; equivalent to --main_process_ip and --main_process_port.",
     ),
     (("--rdzv-id",), "NAME", None, None, "Name of the run (TORCHELASTIC_RUN_ID); must be the same on all machines."),
     (

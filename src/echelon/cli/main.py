@@ -15,7 +15,9 @@ import click
 
 from echelon._version import __version__
 from echelon.base.errors import ConfigError, EchelonError, UsageError
+from echelon.base.messages.terminal import has_colour, say
 from echelon.base.optional import explain_missing_torch
+from echelon.cli.help.pages import PageContext, page_colour, with_pages
 
 __all__ = ["cli", "main"]
 
@@ -40,6 +42,8 @@ _COMMANDS = {
 
 
 class _LazyGroup(click.Group):
+    context_class = PageContext
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
 
@@ -47,7 +51,7 @@ class _LazyGroup(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         command: click.Command = import_module(_COMMANDS[cmd_name][0]).command
-        return command
+        return with_pages(command)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -102,23 +106,23 @@ def _exit_without_unloading(code: int) -> NoReturn:
 
 def _run(argv: Sequence[str] | None) -> int:
     try:
-        code = cli.main(args=argv, prog_name="echelon", standalone_mode=False)
+        code = cli.main(args=argv, prog_name="echelon", standalone_mode=False, color=page_colour())
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
-        print(error.ctx.get_help() if error.ctx else error, file=sys.stderr)
+        click.echo(error.ctx.get_help() if error.ctx else error, err=True, color=has_colour(sys.stderr))
         return 2
     except click.ClickException as error:
-        print(f"echelon: {_from_click(error, sys.argv[1:] if argv is None else argv)}", file=sys.stderr)
+        say(_from_click(error, sys.argv[1:] if argv is None else argv), kind="error")
         return 2
     except EchelonError as error:
-        print(f"echelon: {error}", file=sys.stderr)
+        say(error, kind="error")
         return 2 if isinstance(error, (ConfigError, UsageError)) else 1
     except ModuleNotFoundError as error:
         explained = explain_missing_torch(error)
         if explained is error:
             raise
-        print(f"echelon: {explained}", file=sys.stderr)
+        say(explained, kind="error")
         return 1
     except (KeyboardInterrupt, click.Abort):
         return 130

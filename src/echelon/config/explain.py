@@ -9,13 +9,25 @@ from echelon.config.documents import read
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig, field_names
 
-__all__ = ["differences", "show", "show_json"]
+__all__ = ["differences", "show", "show_changed", "show_json"]
 
 
 def show(resolved: Resolved[RunConfig]) -> str:
     """Return one line per setting: its name, value and origin, followed by the values that it overrides in parentheses."""
+    return _rows_of(resolved, field_names(RunConfig))
+
+
+def show_changed(resolved: Resolved[RunConfig]) -> str:
+    """Return the lines of ``show`` for settings whose values are not the default, or that override a value."""
+    default = RunConfig()
+    lost = {setting.name for setting in resolved.shadowed}
+    names = [n for n in field_names(RunConfig) if n in lost or getattr(resolved.value, n) != getattr(default, n)]
+    return _rows_of(resolved, names)
+
+
+def _rows_of(resolved: Resolved[RunConfig], names: Sequence[str]) -> str:
     rows = []
-    for name in field_names(RunConfig):
+    for name in names:
         lost = [f"{s.value!r} from {s.origin}" for s in resolved.shadowed if s.name == name]
         note = f"  (overrides {', '.join(lost)})" if lost else ""
         rows.append((name, repr(getattr(resolved.value, name)), f"{resolved.origins[name]}{note}"))

@@ -73,9 +73,9 @@ class RunConfig:
     main_process_port: int | None = None
     """Port of the rendezvous host (default: 29500). For a single-machine run, port of the store (default: any free port)."""
     rdzv_backend: str | None = None
-    """Rendezvous backend, as in torchrun."""
+    """Accepted for compatibility with torchrun: ``c10d`` or ``static``. The launchers connect to each other in the same way."""
     same_network: bool = True
-    """Assert that the machines can reach each other directly."""
+    """Accepted for compatibility with Accelerate: the machines must always be able to reach each other directly."""
     gpu_ids: str | None = None
     """Accelerators to use, such as ``0,2``. Default: all."""
     enable_cpu_affinity: bool = False
@@ -89,7 +89,8 @@ class RunConfig:
     """What to do after reporting a stall: nothing else (``report``), restart the processes, at most ``max_restarts`` times
     (``restart``), or stop with exit code 124 (``stop``)."""
     engine: str | None = None
-    """Name of the engine. Default: chosen from the number of processes and the sharding settings."""
+    """How to parallelize: ``single``, ``dp``, ``ddp``, ``zero1``, ``fsdp2`` or ``deepspeed``. Default: follows from the number of
+    processes and the sharding settings."""
     sharded_by: Literal["fsdp", "deepspeed"] | None = None
     """Which settings control sharding: ``fsdp_*`` or DeepSpeed's. Default: neither; every process holds the whole model."""
     cpu: bool = False
@@ -111,8 +112,8 @@ class RunConfig:
     dynamo_use_regional_compilation: bool = False
     """Compile each repeated block of a model separately."""
     parity: Parity = "off"
-    """Whether updates are independent of the number of processes. With ``off``, they are not, as in Accelerate; with
-    ``exact`` and ``bitwise``, they are."""
+    """Make the updates independent of the number of processes: with ``exact`` up to rounding, with ``bitwise`` to the last
+    bit. With ``off``, they depend on it, as in Accelerate."""
     canonical_shards: int = 8
     """Number of shards into which the samples of each update are split if parity is bitwise. The shards' gradients are
     summed in a fixed order. Must be at least the number of processes."""
@@ -126,7 +127,7 @@ class RunConfig:
     """Before each collective, check that structure, shapes and dtypes match across ranks, on every backend."""
 
     fsdp_version: Literal[1, 2] | None = None
-    """FSDP version whose names the ``fsdp_*`` settings follow. Both versions use torch's ``fully_shard``. Default: 1."""
+    """Version of FSDP from which the ``fsdp_*`` settings take their names; both use torch's ``fully_shard``. Default: 1."""
     fsdp_sharding_strategy: Strategy | None = None
     """Sharding strategy, as named in FSDP version 1."""
     fsdp_reshard_after_forward: Resharding | bool | int | None = None
@@ -189,9 +190,9 @@ class RunConfig:
     use_parallelism_config: bool = False
     """Use the rank layout given by ``parallelism_config_*``. Default: true if any of these settings is set."""
     parallelism_config_dp_replicate_size: int | None = None
-    """Number of model replicas; each is held by one group of ranks."""
+    """Number of replicas of the model. Each replica is sharded across ``parallelism_config_dp_shard_size`` ranks."""
     parallelism_config_dp_shard_size: int | None = None
-    """Number of ranks across which the model is sharded."""
+    """Number of ranks across which each replica of the model is sharded."""
     parallelism_config_tp_size: int | None = None
     """Tensor parallel size; not supported yet."""
     parallelism_config_cp_size: int | None = None

@@ -34,11 +34,24 @@ def write(path: str | Path, values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the suffix is unknown, or the file cannot be written.
     """
-    write_mapping(Path(path), _sections(values) if Path(path).suffix == ".toml" else for_accelerate(values))
+    path = Path(path)
+    comment = "" if values else _ALL_DEFAULT
+    write_mapping(path, _sections(values) if path.suffix == ".toml" else for_accelerate(values), comment=comment)
 
 
-def write_mapping(path: Path, data: Mapping[str, Any], *, suffix: str | None = None) -> None:
+_ALL_DEFAULT = (
+    "All settings have their defaults. `echelon config explain` lists them; docs/configuration.md describes them."
+)
+
+
+def write_mapping(path: Path, data: Mapping[str, Any], *, suffix: str | None = None, comment: str = "") -> None:
     """Write ``data`` to ``path`` in the format given by ``suffix`` (default: the suffix of ``path``).
+
+    Args:
+        path: the file.
+        data: its content.
+        suffix: .toml, .json, .yaml or .yml.
+        comment: first line of the file; not in JSON, which has no comments.
 
     Raises:
         ConfigError: the suffix is unknown, or the file cannot be written.
@@ -56,6 +69,8 @@ def write_mapping(path: Path, data: Mapping[str, Any], *, suffix: str | None = N
         text = yaml.safe_dump(data)
     else:
         raise ConfigError(f"{path}: unknown file format", do="use a file name that ends in .toml, .yaml or .json")
+    if comment and suffix != ".json":
+        text = f"# {comment}\n{text}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

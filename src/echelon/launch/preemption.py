@@ -9,12 +9,12 @@ run is stopped.
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import final
 
 from echelon.base.errors import LaunchError
+from echelon.base.messages.terminal import say
 from echelon.diagnose.stall import name_ranks
 from echelon.launch.interrupts import Interrupts
 from echelon.status.board import Board, StatusNote
@@ -99,5 +99,5 @@ def report_preempted(requester: str, error: LaunchError | None = None) -> int:
         f"{requester or 'preempted'}: all ranks stopped at the same step; exit code {EXIT_CODE}; "
         "rerun the same command to resume"
     )
-    print(f"echelon: {error or text}", file=sys.stderr)
+    say(error or text, kind="note" if error is None else "error")
     return EXIT_CODE

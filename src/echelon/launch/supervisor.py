@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias, final
 
 from echelon.base.errors import LaunchError
+from echelon.base.messages.terminal import say
 from echelon.diagnose.stall import LONG_FACTOR, Class, Stall, StallClock, diagnose, name_ranks
 from echelon.launch.local.ranks import Ranks
 
@@ -118,7 +118,7 @@ class Supervisor:
     def _print_report(self, stall: Stall, no_histories: list[str]) -> None:
         report = self._report(stall, no_histories)
         self._ranks.save_report(report)
-        print(f"echelon: {report}", file=sys.stderr, flush=True)
+        say(report, kind="warning")
 
     def _report(self, stall: Stall, no_histories: list[str]) -> str:
         lines = "".join(f"\n    {line}" for line in [*stall.lines(), *self._machine_lines(stall)])

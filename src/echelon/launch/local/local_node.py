@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 from echelon.base.errors import LaunchError
+from echelon.base.messages.terminal import say
 from echelon.diagnose.stall import Stall
 from echelon.launch.failures.failure import RankEnd, exit_status, explain, first_failure
 from echelon.launch.interrupts import Interrupts
@@ -58,7 +58,7 @@ class LocalNode(Node):
         if self._number:
             if self._stall is None:  # the supervisor has reported a stall
                 self._print_failure()
-            print(f"echelon: restart {self._number} of {self._rules.max_restarts}", file=sys.stderr, flush=True)
+            say(f"restart {self._number} of {self._rules.max_restarts}")
         self._stall, self._store = None, None  # closes the old socket first, because the port may be fixed
         self._store = LoopbackStore(self._port)
         return NodeGeneration(
@@ -110,11 +110,9 @@ class LocalNode(Node):
     def _start_barrier(self, requester: str) -> None:
         assert self._attempt is not None
         grace_s = self._rules.preemption_grace.total_seconds()
-        print(
-            f"echelon: {requester}: all ranks save at the same step and exit (within {grace_s:g} s; a second signal stops "
-            "them immediately)",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"{requester}: all ranks save at the same step and exit (within {grace_s:g} s; a second signal stops "
+            "them immediately)"
         )
         self._rules.record.event("preemption", f"{requester}: all ranks save at the same step and exit")
         self._barrier = BarrierCoordinator(self._attempt.board, grace_s)
@@ -194,4 +192,4 @@ class LocalNode(Node):
 
     def _print_failure(self) -> None:
         what, where, do = explain(self._ends, logs=self._rules.logs)
-        print(f"echelon: {LaunchError(what, where=where, do=do)}", file=sys.stderr)
+        say(LaunchError(what, where=where, do=do), kind="error")

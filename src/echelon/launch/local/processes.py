@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from echelon.base.errors import LaunchError
+from echelon.base.messages.terminal import say
 from echelon.launch.failures.failure import RankEnd
 from echelon.launch.failures.rank_errors import read_last_words, read_record, read_stack
 from echelon.launch.local import worker
@@ -202,10 +203,7 @@ class Workers:
             one.is_finished = watch is not None and bool(watch.doing & Doing.FINISHED)
             if one.is_finished and -code in _CRASHES:
                 name = signal.Signals(-code).name
-                print(
-                    f"echelon: rank {one.rank} succeeded, but the interpreter crashed at exit ({name}); this is not an error",
-                    file=sys.stderr,
-                )
+                say(f"rank {one.rank} succeeded, but the interpreter crashed at exit ({name}); this is not an error")
         return 0 if code is not None and code < 0 and one.is_finished else code
 
     def stop(self, number: int, *, grace: timedelta, is_impatient: Callable[[], bool] = lambda: False) -> None:
@@ -230,9 +228,9 @@ class Workers:
             try:
                 one.process.wait(timeout=1.0)
             except subprocess.TimeoutExpired:
-                print(
-                    f"echelon: rank {one.rank} (process {one.process.pid}) hangs in the kernel and cannot be killed",
-                    file=sys.stderr,
+                say(
+                    f"rank {one.rank} (process {one.process.pid}) hangs in the kernel and cannot be killed",
+                    kind="warning",
                 )
         self.drain()
         for one in self._workers:

@@ -9,7 +9,6 @@ time, with "done", "restart", "stop" or "preempted".
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias, final
 
 from echelon.base.errors import LaunchError
-from echelon.base.printable import printable
+from echelon.base.messages.terminal import say
 from echelon.launch.failures.failure import Cause, RankEnd, cause_of, exit_status, explain, first_failure
 from echelon.launch.local.goodput_recorder import ALL_MACHINES_FILE, GoodputRecorder, GoodputReport, first_sign
 from echelon.launch.local.ranks import wait_for_verdict
@@ -544,4 +543,4 @@ def _read_message(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _print(text: str | LaunchError) -> None:
-    print(f"echelon: {text if isinstance(text, LaunchError) else printable(text)}", file=sys.stderr, flush=True)
+    say(text, kind="error" if isinstance(text, LaunchError) else "note")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from functools import partial
 from typing import Any, final
 
 from echelon.base.errors import LaunchError
-from echelon.base.printable import printable
+from echelon.base.messages.terminal import say
 from echelon.diagnose.stall import RankView
 from echelon.launch.interrupts import Interrupts
 from echelon.launch.local.goodput_recorder import first_sign, times_on
@@ -177,11 +176,7 @@ class MultinodeNode(Node):
                     raise self._connect_error(error, waited_s) from error
                 if waited_s > warned_s + _WARN_AFTER_S:
                     warned_s = waited_s
-                    print(
-                        f"echelon: {self._connect_error(error, waited_s)}\n  still retrying",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    say(f"{self._connect_error(error, waited_s)}\n  still retrying", kind="warning")
             time.sleep(_RETRY_S)
         sock.settimeout(START_S)
         self._num_connections += 1
@@ -344,4 +339,4 @@ class MultinodeNode(Node):
 
 def _log(text: str) -> None:
     with suppress(OSError):  # stderr is closed, which must not end the run
-        print(f"echelon: {printable(text)}", file=sys.stderr, flush=True)
+        say(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import selectors
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from echelon.base.errors import LaunchError
-from echelon.base.printable import printable
+from echelon.base.messages.terminal import say
 from echelon.launch.multinode.channel import ChannelError
 from echelon.launch.multinode.network import listen
 
@@ -198,7 +197,7 @@ class Tunnel:
         try:
             store = self._connect()
         except (ChannelError, OSError) as error:
-            print(f"echelon: cannot connect to the run's store: {printable(str(error))}", file=sys.stderr)
+            say(f"cannot connect to the run's store: {error}", kind="error")
             sock.close()
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,201 @@
+"""Message catalogues in gettext's formats, and translation of finished messages by their templates.
+
+The source builds messages with f-strings, so that a message is known only when it is complete. A catalogue therefore contains
+templates (``{number} processes on {cores} cores``), and a finished message is matched with them when it is displayed. This
+module imports only the standard library; the build runs it to compile the catalogues.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+__all__ = ["Catalogue", "compile_catalogues", "load_catalogue", "placeholders", "read_mo", "read_po", "to_mo"]
+
+_MAGIC = 0x950412DE
+_FIELD = re.compile(r"\{\{|\}\}|\{(\w*)\}")
+# Labels of lines in errors and reports, and the lines that they start.
+_LABEL = re.compile(r"(\s*(?:echelon: )?)((?:where|do|logs|others|stacks|note|warning):)( +)(.*)", re.DOTALL)
+_MIN_VALUE = 12
+"""Only a placeholder's value of at least this length may itself be a message."""
+
+
+def read_po(text: str) -> dict[str, str]:
+    """Return msgid -> msgstr for the entries of a .po file that are translated and not fuzzy."""
+    entries: dict[str, str] = {}
+    parts: dict[str, str] = {}
+    key, is_fuzzy = "", False
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("#,"):
+            is_fuzzy = is_fuzzy or "fuzzy" in line
+        elif line.startswith(("msgid ", "msgstr ")):
+            key, _, quoted = line.partition(" ")
+            parts[key] = ast.literal_eval(quoted)
+        elif line.startswith('"'):
+            parts[key] += ast.literal_eval(line)
+        elif not line.strip():
+            if parts.get("msgid") and parts.get("msgstr") and not is_fuzzy:
+                entries[parts["msgid"]] = parts["msgstr"]
+            parts, is_fuzzy = {}, False
+    return entries
+
+
+def to_mo(entries: Mapping[str, str]) -> bytes:
+    """Return ``entries`` in the format of .mo files (GNU gettext manual, "The Format of GNU MO Files"), without a hash table."""
+    header = {"": "Content-Type: text/plain; charset=UTF-8\n"}
+    pairs = sorted((key.encode(), value.encode()) for key, value in {**header, **entries}.items())
+    tables: tuple[list[int], list[int]] = ([], [])
+    texts = b""
+    begin = 28 + 16 * len(pairs)
+    for table, column in zip(tables, (0, 1)):
+        for pair in pairs:
+            table += [len(pair[column]), begin + len(texts)]
+            texts += pair[column] + b"\0"
+    head = struct.pack("<7I", _MAGIC, 0, len(pairs), 28, 28 + 8 * len(pairs), 0, begin)
+    return head + struct.pack(f"<{4 * len(pairs)}I", *tables[0], *tables[1]) + texts
+
+
+def read_mo(data: bytes) -> dict[str, str]:
+    """Return msgid -> msgstr of a .mo file that ``to_mo`` wrote."""
+    magic, _, number, ids, strings = struct.unpack_from("<5I", data)
+    if magic != _MAGIC:
+        raise ValueError("not a little-endian .mo file")
+    entries = {}
+    for i in range(number):
+        pair = []
+        for table in (ids, strings):
+            length, offset = struct.unpack_from("<2I", data, table + 8 * i)
+            pair.append(data[offset : offset + length].decode())
+        entries[pair[0]] = pair[1]
+    entries.pop("", None)
+    return entries
+
+
+def compile_catalogues(folder: Path) -> list[Path]:
+    """Write ``echelon.mo`` beside each ``echelon.po`` below ``folder``, and return the paths written."""
+    written = []
+    for source in sorted(folder.glob("*/LC_MESSAGES/echelon.po")):
+        target = source.with_suffix(".mo")
+        target.write_bytes(to_mo(read_po(source.read_text(encoding="utf-8"))))
+        written.append(target)
+    return written
+
+
+def load_catalogue(folder: Path) -> Catalogue:
+    """Return the catalogue in ``folder``: from the .po file in a clone, where the .mo may be missing or older, else the .mo."""
+    source = folder / "echelon.po"
+    if source.exists():
+        return Catalogue(read_po(source.read_text(encoding="utf-8")))
+    return Catalogue(read_mo((folder / "echelon.mo").read_bytes()))
+
+
+def placeholders(template: str) -> list[str]:
+    """Return the names of the placeholders in ``template``, in order."""
+    return [match[1] for match in _FIELD.finditer(template) if match[1] is not None]
+
+
+@dataclass(slots=True, eq=False)
+class _Template:
+    msgid: str
+    msgstr: str
+    longest: str
+    """The longest part between placeholders: a message without it cannot match."""
+    pattern: re.Pattern[str] | None = field(default=None)
+
+    def match(self, text: str) -> list[str] | None:
+        if self.longest not in text:
+            return None
+        if self.pattern is None:
+            self.pattern = re.compile(
+                "(.*?)".join(map(re.escape, _pieces(self.msgid))),
+                re.DOTALL,
+            )
+        found = self.pattern.fullmatch(text)
+        return None if found is None else list(found.groups())
+
+
+@final
+class Catalogue:
+    """Translations of messages.
+
+    Args:
+        entries: template in English -> template in the other language, both with ``{name}`` for values.
+    """
+
+    def __init__(self, entries: Mapping[str, str]) -> None:
+        self._exact = {_unescape(key): _unescape(value) for key, value in entries.items() if not placeholders(key)}
+        templates = [
+            _Template(key, value, max(_pieces(key), key=len)) for key, value in entries.items() if placeholders(key)
+        ]
+        # A template with more fixed text is the more specific one.
+        self._templates = sorted(templates, key=lambda one: -len("".join(_pieces(one.msgid))))
+
+    def translate(self, text: str) -> str:
+        """Return the translation of ``text``, or ``text`` itself if no entry matches all of it."""
+        exact = self._exact.get(text)
+        if exact is not None:
+            return exact
+        for template in self._templates:
+            values = template.match(text)
+            if values is not None:
+                named = dict(zip(placeholders(template.msgid), map(self._value, values)))
+                return _fill(template.msgstr, named)
+        return text
+
+    def translate_lines(self, text: str) -> str:
+        """Return ``text`` with each line translated; labels such as ``do:`` are translated separately."""
+        whole = self.translate(text)
+        if whole != text:
+            return whole
+        return "\n".join(map(self._line, text.split("\n")))
+
+    def _line(self, line: str) -> str:
+        label = _LABEL.fullmatch(line)
+        if label is not None:
+            indent, name, _, rest = label.groups()
+            return f"{indent}{self.translate(name)}{self._place(rest) if name == 'where:' else self.translate(rest)}"
+        rest = line.lstrip()
+        indent = line[: len(line) - len(rest)]
+        prefix = "echelon: " if rest.startswith("echelon: ") else ""
+        return f"{indent}{prefix}{self.translate(rest[len(prefix) :])}"
+
+    def _place(self, where: str) -> str:
+        whole = self.translate(where)
+        return whole if whole != where else ", ".join(map(self.translate, where.split(", ")))
+
+    def _value(self, value: str) -> str:
+        return self.translate_lines(value) if len(value) >= _MIN_VALUE else value
+
+
+def _pieces(template: str) -> list[str]:
+    """Return the fixed parts of ``template`` around its placeholders."""
+    pieces, end = [""], 0
+    for match in _FIELD.finditer(template):
+        pieces[-1] += template[end : match.start()]
+        end = match.end()
+        if match[1] is None:
+            pieces[-1] += match[0][0]
+        else:
+            pieces.append("")
+    pieces[-1] += template[end:]
+    return pieces
+
+
+def _unescape(template: str) -> str:
+    return _pieces(template)[0] if not placeholders(template) else template
+
+
+def _fill(template: str, values: Mapping[str, str]) -> str:
+    return "".join(_filled(template, values))
+
+
+def _filled(template: str, values: Mapping[str, str]) -> Iterator[str]:
+    for piece, name in zip(_pieces(template), [*placeholders(template), None]):
+        yield piece
+        if name is not None:
+            yield values[name]

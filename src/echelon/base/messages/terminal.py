@@ -1,0 +1,74 @@
+"""Prints the launcher's messages: in colour where the terminal has it, and never on the line of a progress bar."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from typing import IO, Literal
+
+from echelon.base import environ
+from echelon.base.messages.translation import translate_lines
+from echelon.base.printable import printable
+
+__all__ = ["has_colour", "on_own_line", "say"]
+
+Kind = Literal["note", "warning", "error"]
+
+_STYLES = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "note": "\x1b[1m"}
+_LABEL_STYLE, _RESET = "\x1b[1m", "\x1b[0m"
+_LABELS = re.compile(r"^(  )(\S[^\s:\uff1a]*[:\uff1a])", re.MULTILINE)
+
+
+def say(text: object, *, kind: Kind = "note", stream: IO[str] | None = None) -> None:
+    """Print ``echelon: TEXT`` to ``stream`` (default: stderr), in the user's language, with control characters escaped."""
+    stream = sys.stderr if stream is None else stream
+    message = translate_lines(printable(str(text)))
+    name = "echelon:"
+    if has_colour(stream):
+        name = f"{_STYLES[kind]}{name}{_RESET}"
+        message = _LABELS.sub(rf"\1{_LABEL_STYLE}\2{_RESET}", message)
+    # A single write, so that the output of ranks does not come in between.
+    stream.write(f"{on_own_line(stream)}{name} {message}\n")
+    stream.flush()
+
+
+def has_colour(stream: IO[str]) -> bool:
+    """Return whether to write colours to ``stream``; NO_COLOR, FORCE_COLOR and TERM count as in Python's own tracebacks."""
+    if environ.get("NO_COLOR"):
+        return False
+    if environ.get("FORCE_COLOR"):
+        return True
+    return environ.get("TERM") != "dumb" and _is_terminal(stream)
+
+
+def on_own_line(stream: IO[str]) -> str:
+    """Return what to write to ``stream`` first if its last line may be unfinished, as a progress bar leaves it.
+
+    On a terminal, the line is erased; the next update draws the bar again, below the message. In a file, a line is ended.
+    """
+    try:
+        if _is_terminal(stream):
+            return "" if environ.get("TERM") == "dumb" else "\r\x1b[K"
+        return "\n" if _ends_in_line(stream.fileno()) else ""
+    except (OSError, ValueError):  # closed, or not a file
+        return ""
+
+
+def _is_terminal(stream: IO[str]) -> bool:
+    try:
+        return stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def _ends_in_line(descriptor: int) -> bool:
+    """Return whether ``descriptor`` is a file whose last character is not a line break."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
+        return False
+    # The descriptor may be open for writing only.
+    with open(f"/proc/self/fd/{descriptor}", "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) not in (b"\n", b"\r")

@@ -1,0 +1,1 @@
+"""The layout of help pages, and shell completion."""

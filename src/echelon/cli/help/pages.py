@@ -1,0 +1,108 @@
+"""Help pages: headings and options in colour, texts in the user's language, wrapped by the width of their characters."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from unicodedata import east_asian_width
+
+import click
+
+from echelon.base.messages.terminal import has_colour
+from echelon.base.messages.translation import translate
+
+__all__ = ["HelpPage", "PageContext", "with_pages"]
+
+_EXTRA = re.compile(r"(.*?)(\s+\[[^\]]*\])?", re.DOTALL)
+_STYLE = re.compile("\x1b\\[[0-9;]*m")
+
+
+class HelpPage(click.HelpFormatter):
+    """click's page, with colours and translations. click removes the colours if the output is not a terminal."""
+
+    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
+        """Write the first line."""
+        words = " ".join(translate(word) for word in args.split())
+        super().write_usage(prog, words, prefix or f"{translate('Usage:')} ")
+
+    def write_heading(self, heading: str) -> None:
+        """Write the heading of a section."""
+        text = translate(f"{heading}:")
+        self.write(f"{'':>{self.current_indent}}{click.style(text, bold=True)}\n")
+
+    def write_text(self, text: str) -> None:
+        """Write paragraphs."""
+        for number, paragraph in enumerate(re.split(r"\n\s*\n", text)):
+            line = " ".join(paragraph.replace("\b", "").split())
+            if number:
+                self.write("\n")
+            indent = " " * self.current_indent
+            self.write("".join(f"{indent}{one}\n" for one in wrap(translate(line), self.width - self.current_indent)))
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        """Write names on the left, and their descriptions on the right."""
+        rows = [(first, _description(second)) for first, second in rows]
+        left = min(max((_width(first) for first, _ in rows), default=0), col_max) + col_spacing
+        for first, second in rows:
+            name = f"{'':>{self.current_indent}}{click.style(first, fg='cyan')}"
+            lines = wrap(second, max(self.width - left - self.current_indent, 20))
+            if not lines:
+                self.write(f"{name}\n")
+                continue
+            gap = left - _width(first)
+            head = f"{name}{' ' * gap}" if gap >= col_spacing else f"{name}\n{' ' * (left + self.current_indent)}"
+            self.write(f"{head}{lines[0]}\n")
+            self.write("".join(f"{' ' * (left + self.current_indent)}{line}\n" for line in lines[1:]))
+
+
+class PageContext(click.Context):
+    """Context whose help is a ``HelpPage``."""
+
+    formatter_class = HelpPage
+
+
+def with_pages(command: click.Command) -> click.Command:
+    """Let ``command`` and its subcommands show ``HelpPage``, and return it."""
+    vars(command)["context_class"] = PageContext
+    for one in command.commands.values() if isinstance(command, click.Group) else ():
+        with_pages(one)
+    return command
+
+
+def page_colour() -> bool:
+    """Return whether help pages on stdout have colours."""
+    return has_colour(sys.stdout)
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Return ``text`` as lines of at most ``width`` columns; a line may end after each Chinese character, except before punctuation."""
+    lines, line = [], ""
+    for token in _tokens(text):
+        if line and _width(line) + _width(token.rstrip()) > width:
+            lines.append(line.rstrip())
+            line = token.lstrip()
+        else:
+            line += token
+    return [*lines, line.rstrip()] if line.strip() else lines
+
+
+_WIDE = r"\u4e00-\u9fff\u3000-\u303f\uff00-\uffef"
+_OPENING = r"[\u300a\u300c\uff08\u201c(]*"
+_CLOSING = r"[\u3001\u3002\uff0c\uff1b\uff1a\uff09\uff01\uff1f\u300d\u300b\u201d]*"
+# A word or a wide character, with the brackets before it and the punctuation and spaces after it.
+_TOKEN = re.compile(rf"{_OPENING}(?:[{_WIDE}]|[^\s{_WIDE}]+){_CLOSING}\s*|\s+")
+
+
+def _tokens(text: str) -> Iterator[str]:
+    return (match[0] for match in _TOKEN.finditer(text))
+
+
+def _width(text: str) -> int:
+    return sum(2 if east_asian_width(one) in "WF" else 1 for one in _STYLE.sub("", text))
+
+
+def _description(text: str) -> str:
+    """Return an option's description; what click adds in brackets at the end is not in the catalogue."""
+    match = _EXTRA.fullmatch(" ".join(text.split()))
+    return text if match is None else f"{translate(match[1])}{match[2] or ''}"

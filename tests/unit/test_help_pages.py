@@ -1,0 +1,145 @@
+"""`echelon launch --help` is a page; `--help-all` has everything, in groups; colours follow the terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from echelon.base.messages import once, terminal
+from echelon.cli.help.launch_groups import ALL, COMMON, LAUNCHER_FIELDS
+from echelon.cli.help.pages import wrap
+from echelon.cli.launch import command
+from echelon.cli.main import _run, cli
+
+_COMMON = [name for names in COMMON.values() for name in names if not name.startswith("help")]
+
+
+def _options() -> dict[str, click.Option]:
+    return {str(p.name): p for p in command.params if isinstance(p, click.Option)}
+
+
+def _page(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert _run(argv) == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_twelve_options_in_groups_and_three_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    page = _page(capsys, "launch", "--help")
+    assert len(_COMMON) == 12
+    flags = re.findall(r"^  (?:-\w, )?(--[\w-]+)", page, flags=re.MULTILINE)
+    assert [flag for flag in flags if not flag.startswith("--help")] == [f"--{name}" for name in _COMMON]
+    assert re.findall(r"^(\S.*):$", page, flags=re.MULTILINE) == [*COMMON, "Examples"]
+    assert page.count("    echelon launch --") == 3
+    assert "--help-all" in page
+
+
+def test_help_all_shows_each_option_once_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    page = _page(capsys, "launch", "--help-all")
+    shown = re.findall(r"^  ((?:-\w, )?--[\w-]+(?:, --[\w-]+)*)", page, flags=re.MULTILINE)
+    first = [names.split(", ") for names in shown]
+    hidden = {name for name, option in _options().items() if option.hidden}
+    assert len(first) == len(_options()) - len(hidden) + 1  # with --help
+    assert "Other options" not in page, "put the new option into a group of cli/help/launch_groups.py"
+    grouped = " ".join(ALL.values()).split()
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) == {*_options(), "help"} - hidden
+
+
+def test_flags_are_spelled_as_in_the_documents(capsys: pytest.CaptureFixture[str]) -> None:
+    page = _page(capsys, "launch", "--help-all").replace("--help-all", "")
+    assert re.findall(r"--[a-z0-9]+-[\w-]+", page) == []
+
+
+def test_both_spellings_are_accepted() -> None:
+    for spelling in ("--num_processes", "--num-processes"):
+        parent = click.Context(cli, **cli.context_settings)
+        context = command.make_context("launch", [spelling, "2", "train.py"], parent=parent)
+        assert context.params["num_processes"] == "2"
+
+
+def test_every_description_is_a_sentence_of_its_own() -> None:
+    context = click.Context(command)
+    for name, option in _options().items():
+        record = option.get_help_record(context)
+        if record is not None:
+            assert re.fullmatch(r"[A-Z0-9a-z].{14,}[.)]", record[1], flags=re.DOTALL), (name, record[1])
+            assert "[" not in record[1], (name, record[1])
+
+
+def test_the_flags_of_the_launcher_are_those_that_scripts_seldom_have() -> None:
+    assert {"num_processes", "stall_timeout", "num_machines", "multi_gpu"} <= LAUNCHER_FIELDS
+    assert not {"engine", "log_dir", "debug"} & LAUNCHER_FIELDS
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_terminal", "expected"),
+    [
+        ({"TERM": "xterm"}, True, True),
+        ({"TERM": "xterm"}, False, False),
+        ({"TERM": "dumb"}, True, False),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, True, False),
+        ({"TERM": "xterm", "FORCE_COLOR": "1"}, False, True),
+        ({"TERM": "dumb", "FORCE_COLOR": "1"}, False, True),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, True, False),
+    ],
+)
+def test_colours(variables: dict[str, str], is_terminal: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TERM", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    stream = _Terminal() if is_terminal else io.StringIO()
+    assert terminal.has_colour(stream) is expected
+    terminal.say("a\n  do:    b", kind="error", stream=stream)
+    assert ("\x1b[1;31mechelon:\x1b[0m a\n  \x1b[1mdo:\x1b[0m    b" in stream.getvalue()) is expected
+
+
+def test_help_has_colours_only_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[1mThis machine:\x1b[0m" in _page(capsys, "launch", "--help")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in _page(capsys, "launch", "--help")
+
+
+def test_a_message_erases_an_unfinished_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = _Terminal()
+    terminal.say("restart 1 of 2", stream=stream)
+    assert stream.getvalue() == "\r\x1b[Kechelon: restart 1 of 2\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_message_starts_on_a_new_line_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("w") as file:
+        terminal.say("first", stream=file)
+        file.write("\r 5%|#    | 1/20")
+        file.flush()
+        terminal.say("second", stream=file)
+    assert path.read_bytes() == b"echelon: first\n\r 5%|#    | 1/20\nechelon: second\n"
+
+
+def test_a_note_is_printed_once_per_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert [once.is_first_time("a"), once.is_first_time("a"), once.is_first_time("b")] == [True, False, True]
+    monkeypatch.setattr(once.platform, "node", lambda: "another")
+    assert once.is_first_time("a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    assert [once.is_first_time("a"), once.is_first_time("a")] == [True, True]
+
+
+def test_lines_are_wrapped_by_columns() -> None:
+    assert wrap("one two three", 9) == ["one two", "three"]
+    assert wrap("\u4e2d\u6587\u4e2d\u6587\u3002", 8) == ["\u4e2d\u6587\u4e2d", "\u6587\u3002"]
+    assert wrap("", 9) == []
