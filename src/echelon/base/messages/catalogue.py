@@ -111,10 +111,7 @@ class _Template:
         if self.longest not in text:
             return None
         if self.pattern is None:
-            self.pattern = re.compile(
-                "(.*?)".join(map(re.escape, _pieces(self.msgid))),
-                re.DOTALL,
-            )
+            self.pattern = re.compile("(.*?)".join(map(re.escape, _pieces(self.msgid))))  # a value is part of one line
         found = self.pattern.fullmatch(text)
         return None if found is None else list(found.groups())
 
