@@ -38,9 +38,18 @@ NAVIGATION: list[tuple[str, list[str | tuple[str, list[str]]]]] = [
     (
         "Guides",
         [
-            ("Guides", ["guides/index.md", "guides/*"]),
-            ("Migrating", ["migrating/index.md", "migrating/*"]),
-            ("Running", ["machines.md", "clusters.md", "preemption.md", "diagnosis.md", "selftest.md"]),
+            (
+                "Guides",
+                [
+                    f"guides/{name}.md"
+                    for name in (
+                        "one_to_many_processes", "several_machines", "slurm", "kubernetes", "ray", "sharding", "precision", "accumulation",
+                        "checkpoints_and_resume", "reproducibility", "hangs", "notebooks", "deepspeed_configs", "lora",
+                    )
+                ] + ["guides/*"],
+            ),
+            ("Migrating", ["migrating/*"]),
+            ("Running", ["machines.md", "clusters.md", "preemption.md", "diagnosis.md", "run_folder.md", "selftest.md"]),
             ("Training", ["parity.md", "checkpoints.md", "engines.md", "big_models.md", "data_parallel.md", "sharded_data.md", "ecosystem.md"]),
         ],
     ),
@@ -198,9 +207,9 @@ def pages() -> Iterator[tuple[str, bytes]]:
 def repository_url() -> str | None:
     """Return the repository's address from pyproject.toml, if it states one."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    section = text.partition("[project.urls]\n")[2].partition("\n[")[0]
-    found = dict(re.findall(r'^"?(\w+)"? = "([^"]+)"', section, re.MULTILINE))
-    return next((found[name].rstrip("/") for name in ("Repository", "Source", "Homepage") if name in found), None)
+    section = re.search(r"(?ms)^\[project\.urls\]$(.*?)(?=^\[|\Z)", text)
+    found = dict(re.findall(r'^"?(\w+)"? *= *"([^"]+)"', section[1], re.MULTILINE)) if section else {}
+    return next((found[name].rstrip("/") for name in ("Source", "Repository", "Homepage") if name in found), None)
 
 
 def adapted(text: str, source: str, name: str, sources: Mapping[str, str], url: str | None) -> str:
