@@ -32,6 +32,8 @@ _COMMANDS = {
         "echelon.cli.merge_weights",
         "Write a checkpoint's weights to one file, with accelerate's options.",
     ),
+    "report": ("echelon.cli.report", "Write a page with plots of a run, or of several runs to compare."),
+    "runs": ("echelon.cli.runs", "List, show and compare recorded runs."),
     "submit": ("echelon.cli.submit", "Submit a script as a Slurm or Kubernetes job."),
     "test": (
         "echelon.cli.test",

@@ -1,0 +1,156 @@
+"""``echelon runs``: lists, shows and compares recorded runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from echelon.base.errors import UsageError
+from echelon.base.printable import printable
+from echelon.report.run_folder import DEFAULT_FOLDER, RecordedRun, find_run, read_run, runs_below
+
+if TYPE_CHECKING:
+    from echelon.report.step_series import StepSeries
+
+__all__ = ["command"]
+
+
+@click.group("runs")
+def command() -> None:
+    """List, show and compare recorded runs.
+
+    FOLDER contains the folders of runs; RUN is the folder of a run, or a folder that contains runs, of which the newest is
+    chosen. The default is ./echelon-runs, where echelon launch writes without --log_dir.
+    """
+
+
+@command.command("ls")
+@click.argument("folder", metavar="[FOLDER]", default=DEFAULT_FOLDER)
+@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+def list_runs(folder: str, is_json: bool) -> None:
+    """List the runs in FOLDER, oldest first: when, what, how far, and how they ended."""
+    from echelon.report.comparison import commit, duration_s, format_duration, format_time  # noqa: PLC0415 - imports numpy
+    from echelon.report.step_series import last_step  # noqa: PLC0415
+
+    find_run(folder)
+    rows: list[dict[str, Any]] = []
+    for path in runs_below(folder) or [find_run(folder)]:
+        run = read_run(path)
+        step, loss = last_step(run)
+        rows.append(
+            {
+                "run": run.name,
+                "began": run.facts.get("began"),
+                "duration_s": duration_s(run),
+                "ranks": run.facts.get("num_processes"),
+                "step": step,
+                "loss": loss,
+                "outcome": run.outcome,
+                "commit": None if commit(run) == "-" else commit(run),
+                "script": run.facts.get("script"),
+                "arguments": run.facts.get("arguments"),
+            }
+        )
+    if is_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    table = [("run", "began", "took", "ranks", "steps", "last loss", "ended", "commit", "script and arguments")]
+    for row in rows:
+        arguments = shlex.join(map(str, row["arguments"] or []))
+        table.append(
+            (
+                row["run"],
+                format_time(row["began"]),
+                format_duration(row["duration_s"]),
+                _text(row["ranks"]),
+                _text(row["step"]),
+                "-" if row["loss"] is None else f"{row['loss']:.4g}",
+                row["outcome"],
+                row["commit"] or "-",
+                f"{row['script'] or '-'} {arguments}".rstrip(),
+            )
+        )
+    _print_table(table)
+    click.echo(
+        "\n+ after a commit: there were uncommitted changes" if any("+" in row[7] for row in table) else "", nl=False
+    )
+    click.echo()
+
+
+@command.command("show")
+@click.argument("folder", metavar="[RUN]", default=DEFAULT_FOLDER)
+def show_run(folder: str) -> None:
+    """Show a run: its command, code, machine, results, settings and events."""
+    from echelon.report.comparison import (  # noqa: PLC0415 - imports numpy
+        describe_run,
+        format_time,
+    )
+
+    run = read_run(find_run(folder))
+    group = ""
+    for fact in describe_run(run, _series(run)):
+        if fact.group != group:
+            click.echo(f"\n{fact.group}" if group else fact.group)
+            group = fact.group
+        click.echo(printable(f"  {fact.name:<26}{fact.values[0]}"))
+    shown = [event for event in run.events if event.get("kind") != "checkpoint"][-_MAX_EVENTS:]
+    if shown:
+        click.echo("\nevents")
+    for event in shown:
+        click.echo(printable(f"  {format_time(event['time'])}  {event.get('text') or event.get('kind')}"))
+    click.echo(f"\n  a page with plots: echelon report {printable(shlex.quote(str(run.folder)))}")
+
+
+_MAX_EVENTS = 20
+
+
+@command.command("compare")
+@click.argument("folders", metavar="[RUN RUN ... | FOLDER]", nargs=-1)
+def compare(folders: tuple[str, ...]) -> None:
+    """Compare runs, or the two newest runs in FOLDER: results, and each setting, version or fact that differs."""
+    from echelon.report.comparison import compare_runs  # noqa: PLC0415 - imports numpy
+
+    if len(folders) > 1:
+        paths = [find_run(folder) for folder in folders]
+    else:
+        parent = Path(*folders) if folders else Path(DEFAULT_FOLDER)
+        paths = runs_below(parent)[-2:]
+        if len(paths) < 2:
+            raise UsageError(
+                f"{parent} contains {'one run' if paths else 'no run'}, and a comparison needs two",
+                do="pass two run folders, or a folder that contains at least two runs",
+            )
+    runs = [read_run(path) for path in paths]
+    facts = compare_runs(runs, [_series(run) for run in runs])
+    group = ""
+    table: list[tuple[str, ...]] = [("", *(run.name for run in runs))]
+    for fact in facts:
+        if fact.group != group:
+            table.append((fact.group, *[""] * len(runs)))
+            group = fact.group
+        mark = " " if fact.is_equal else "*"
+        table.append((f" {mark} {fact.name}", *fact.values))
+    _print_table(table)
+    click.echo("\n* differs")
+
+
+def _series(run: RecordedRun) -> StepSeries | None:
+    from echelon.report.step_series import step_series  # noqa: PLC0415 - imports numpy
+
+    return step_series(run)
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip())

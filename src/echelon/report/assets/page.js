@@ -1,0 +1,557 @@
+"use strict";
+// Draws the report from the JSON data in the page. All text is set as text, never as HTML.
+(() => {
+  const root = document.documentElement;
+  const state = { axis: "step", run: 0, smooth: true, log: false, zoom: null, all: false, search: "" };
+  let data = JSON.parse(document.getElementById("data").textContent);
+  let plots = [];
+  let frame = 0;
+
+  // ---- elements and numbers
+  const SVG = "http://www.w3.org/2000/svg";
+  const h = (tag, attributes, ...children) => {
+    const node = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes || {})) {
+      if (value === false || value === null || value === undefined) continue;
+      if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+      else if (name === "style") Object.assign(node.style, value);
+      else node.setAttribute(name, value === true ? "" : value);
+    }
+    node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+    return node;
+  };
+  const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  const short = (v) => {
+    if (v === null || v === undefined || Number.isNaN(v)) return "-";
+    const a = Math.abs(v);
+    if (a === 0) return "0";
+    if (a >= 1e9) return +(v / 1e9).toPrecision(3) + "G";
+    if (a >= 1e6) return +(v / 1e6).toPrecision(3) + "M";
+    if (a >= 1e4) return +(v / 1e3).toPrecision(3) + "k";
+    if (a < 1e-3) return v.toExponential(2).replace(/\.?0+e/, "e");
+    return String(+v.toPrecision(4));
+  };
+  const tick = (v) => {
+    if (v === null) return "";
+    const a = Math.abs(v);
+    if (a >= 1e9) return +(v / 1e9).toFixed(2) + "G";
+    if (a >= 1e6) return +(v / 1e6).toFixed(2) + "M";
+    if (a >= 1e4) return +(v / 1e3).toFixed(1) + "k";
+    if (a !== 0 && a < 1e-3) return (+v.toPrecision(3)).toExponential();
+    return String(+v.toFixed(4));
+  };
+  const clock = (s) => {
+    s = Math.round(s * 10) / 10;
+    if (s < 60) return `${+s.toFixed(1)} s`;
+    const days = Math.floor(s / 86400), hours = Math.floor((s % 86400) / 3600), minutes = Math.floor((s % 3600) / 60);
+    if (days) return hours ? `${days} d ${hours} h` : `${days} d`;
+    if (hours) return minutes ? `${hours} h ${minutes} min` : `${hours} h`;
+    return s % 60 >= 1 ? `${minutes} min ${Math.round(s % 60)} s` : `${minutes} min`;
+  };
+  const seconds = (s) => (s < 100 ? `${s.toFixed(s < 10 ? 2 : 1)} s` : clock(s));
+  const chip = (color) => h("span", { class: "chip", style: { background: color }, "aria-hidden": "true" });
+  const runColor = (i) => css(i === 0 ? "--accent" : `--run-${((i - 1) % 7) + 1}`);
+  const several = () => data.runs.length > 1;
+
+  const PARTS = [
+    ["forward", "forward", "--accent"], ["backward", "backward", "--accent-2"], ["optimizer", "optimizer", "--accent-3"],
+    ["other", "rest of the loop", "--grey"], ["communication", "communication", "--teal"],
+    ["wait", "wait for slower ranks", "--warm"], ["data", "data wait", "--amber"], ["evaluation", "evaluation", "--rose"],
+    ["checkpoint", "checkpoint", "--violet"],
+  ];
+  const GOODPUT = {
+    compute: "--accent", program: "--accent", communication: "--teal", "data wait": "--amber", checkpoint: "--violet",
+    init: "--grey", restart: "--rose", "lost steps": "--bad", detection: "--warm", end: "--grey-2",
+  };
+
+  // ---- plots
+  // A centered average, which does not lag behind the values. The window is 3 % of the plot.
+  const smoothed = (values) => {
+    const known = values.map((v, i) => i).filter((i) => values[i] !== null && values[i] !== undefined);
+    if (!state.smooth || known.length < 60) return null;
+    const half = Math.max(2, Math.round(known.length * 0.015)), found = values.slice();
+    known.forEach((place, k) => {
+      const reach = Math.min(half, k, known.length - 1 - k);
+      let sum = 0;
+      for (let j = k - reach; j <= k + reach; j++) sum += values[known[j]];
+      found[place] = sum / (2 * reach + 1);
+    });
+    return found;
+  };
+  const alpha = (color, share) => `color-mix(in srgb, ${color} ${share}%, transparent)`;
+
+  // A table is {x: [...], columns: [{label, values, color, width, fill, isQuiet, band}]}; those of several runs are joined.
+  const join = (tables) => {
+    for (const table of tables) for (const column of table.columns) column.x = table.x;
+    if (tables.length === 1) return [[tables[0].x, ...tables[0].columns.map((c) => c.values)], tables[0].columns];
+    const joined = uPlot.join(tables.map((t) => [t.x, ...t.columns.map((c) => c.values)]));
+    return [joined, tables.flatMap((t) => t.columns)];
+  };
+  const valueAt = ({ x, values, raw = values }, wanted) => {
+    let low = 0, high = x.length - 1;
+    while (low < high) { const middle = (low + high) >> 1; if (x[middle] < wanted) low = middle + 1; else high = middle; }
+    const index = low && wanted - x[low - 1] < x[low] - wanted ? low - 1 : low;
+    for (let away = 0; away < x.length; away++) {
+      for (const i of [index - away, index + away]) if (raw[i] !== null && raw[i] !== undefined) return raw[i];
+    }
+    return null;
+  };
+
+  const drawPlot = (panel, tables, options) => {
+    const [table, columns] = join(tables);
+    const box = panel.querySelector(".plot"), readout = panel.querySelector(".readout");
+    const bands = [];
+    columns.forEach((column, i) => { if (column.band) bands.push({ series: columns[i + 1]?.isLow ? [i + 1, i + 2] : [i + 1, i], fill: alpha(column.color, 16) }); });
+    const grid = { stroke: css("--grid"), width: 1 };
+    const axis = { stroke: css("--faint"), grid, ticks: { show: false }, font: '11px Inter, system-ui, "Liberation Sans", sans-serif' };
+    const measured = document.createElement("canvas").getContext("2d");
+    measured.font = axis.font;
+    const extent = [table[0][0], table[0][table[0].length - 1]];
+    const plot = new uPlot({
+      width: Math.max(120, box.clientWidth), height: Math.max(100, box.clientHeight), legend: { show: false },
+      cursor: { y: false, points: { show: (u, i) => !columns[i - 1].isQuiet, size: 6 }, drag: { x: true, y: false, setScale: false },
+        bind: { dblclick: () => () => { zoomTo(null); return null; } } },
+      scales: {
+        x: { time: false, range: () => (state.zoom ? [state.zoom[0], state.zoom[1]] : extent[0] === extent[1] ? [extent[0] - 1, extent[1] + 1] : common(extent)) },
+        y: { distr: options.canLog && state.log ? 3 : 1, range: options.canLog && state.log ? undefined : (u, low, high) => range(low, options.limit ? Math.min(high, options.limit) : high, options.fromZero) },
+      },
+      axes: [
+        { ...axis, space: 70, size: 26, gap: 4, values: (u, values) => values.map((v) => (state.axis === "step" ? tick(v) : clock(v))) },
+        { ...axis, space: 34, gap: 6, values: (u, values) => values.map(tick),
+          size: (u, values) => 14 + Math.ceil(Math.max(0, ...(values || []).map((v) => measured.measureText(v).width))) },
+      ],
+      series: [{}, ...columns.map((c) => ({ label: c.label, stroke: c.stroke ?? c.color, width: c.width ?? 1.5, fill: c.fill, points: { show: c.values.length === 1, size: 5 }, spanGaps: true }))],
+      bands,
+      hooks: {
+        setSelect: [(u) => { if (u.select.width > 4) zoomTo([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); u.setSelect({ width: 0, height: 0, left: 0, top: 0 }, false); }],
+      },
+    }, table, box);
+    const shown = columns.filter((c) => !c.isQuiet);
+    const read = (index) => {
+      const x = table[0][index ?? table[0].length - 1], parts = [];
+      const value = (column) => h("b", {}, short(valueAt(column, x)));
+      if (options.keys) options.keys.replaceChildren(...shown.toReversed().map((column) => h("li", {}, chip(column.color), column.label, index === null ? null : value(column))));
+      if (index !== null) parts.push(state.axis === "step" ? `step ${Math.round(x).toLocaleString("en")}  ` : `${clock(x)}  `);
+      for (const column of options.keys ? [] : shown) parts.push(shown.length > 1 ? chip(column.color) : "", value(column));
+      readout.replaceChildren(...parts);
+    };
+    const entry = { plot, read, box, table };
+    plots.push(entry);
+    read(null);
+    box.addEventListener("keydown", (event) => keyed(event, entry));
+    box.addEventListener("mousemove", () => moved(plot));
+    box.addEventListener("mouseleave", () => { cancelAnimationFrame(frame); show(null); });
+    box.addEventListener("blur", () => show(null));
+    new ResizeObserver(() => {
+      if (box.clientWidth && (box.clientWidth !== plot.width || box.clientHeight !== plot.height)) plot.setSize({ width: box.clientWidth, height: box.clientHeight });
+    }).observe(box);
+  };
+  const range = (low, high, fromZero) => {
+    if (low === null || low === undefined) return [0, 1];
+    if (fromZero && low >= 0) return [0, high > 0 ? high * 1.08 : 1];
+    const pad = (high - low) * 0.07 || Math.abs(high) * 0.1 || 1;
+    return [low >= 0 ? Math.max(0, low - pad) : low - pad, high + pad];
+  };
+  // All plots show the same steps, so that they can be read one below the other.
+  const common = (extent) => {
+    const ends = data.runs.filter((run) => run.x).map((run) => run.x[state.axis]);
+    const low = ends.map((x) => x.find((v) => v !== null)), high = ends.map((x) => x.findLast((v) => v !== null));
+    return [Math.min(extent[0], ...low), Math.max(extent[1], ...high)];
+  };
+  const zoomTo = (zoom) => {
+    state.zoom = zoom;
+    for (const { plot } of plots) plot.setScale("x", { min: 0, max: 1 }); // `range` of the scale chooses the values
+  };
+  const show = (x) => {
+    for (const entry of plots) {
+      if (x === null) { entry.plot.setCursor({ left: -10, top: -10 }); entry.read(null); continue; }
+      const [low, high] = [entry.table[0][0], entry.table[0][entry.table[0].length - 1]];
+      if (x < low || x > high) { entry.plot.setCursor({ left: -10, top: -10 }); entry.read(null); continue; }
+      entry.plot.setCursor({ left: entry.plot.valToPos(x, "x"), top: 10 });
+      entry.read(entry.plot.valToIdx(x));
+    }
+  };
+  const moved = (plot) => {
+    cancelAnimationFrame(frame);
+    frame = requestAnimationFrame(() => { if (plot.cursor.left >= 0 && typeof plot.cursor.idx === "number") show(plot.data[0][plot.cursor.idx]); });
+  };
+  const keyed = (event, { plot, table }) => {
+    const [low, high] = [plot.scales.x.min, plot.scales.x.max];
+    const xs = table[0], at = plot.cursor.idx;
+    const first = plot.valToIdx(low), last = plot.valToIdx(high);
+    const stride = event.shiftKey ? Math.max(1, Math.round((last - first) / 20)) : 1;
+    const current = plot.cursor.left < 0 || at === null ? null : at;
+    const to = { ArrowRight: current === null ? first : Math.min(last, current + stride), ArrowLeft: current === null ? last : Math.max(first, current - stride), Home: first, End: last }[event.key];
+    const x = current === null ? (low + high) / 2 : xs[current];
+    if (to !== undefined) show(xs[to]);
+    else if (event.key === "+" || event.key === "=") zoomTo([x - (x - low) / 2, x + (high - x) / 2]);
+    else if (event.key === "-") { const full = common([xs[0], xs[xs.length - 1]]); const next = [Math.max(full[0], x - (x - low) * 2), Math.min(full[1], x + (high - x) * 2)]; zoomTo(next[0] <= full[0] && next[1] >= full[1] ? null : next); }
+    else if (event.key === "Escape" || event.key === "0") { zoomTo(null); show(null); }
+    else return;
+    event.preventDefault();
+  };
+
+  // ---- panels
+  const panel = (id, title, { hint, cls = "", note } = {}) => h("article", { class: `panel ${cls}`, id: `panel-${id}` },
+    h("header", {}, h("h3", {}, title, hint ? h("small", {}, hint) : null), h("p", { class: "readout" })),
+    h("div", { class: "plot", id: `plot-${id}`, tabindex: "0", role: "application", "aria-label": `${title}. Arrow keys read values, + and - zoom, Escape shows everything.` }),
+    note ? h("p", { class: "panel-note" }, note) : null);
+  const missingPanel = (id, title, why, cls = "") => h("article", { class: `panel missing ${cls}`, id: `panel-${id}` }, h("h3", {}, title), h("p", {}, why));
+  const finiteX = (x, values) => {
+    const keep = x.map((v, i) => (v === null ? -1 : i)).filter((i) => i >= 0);
+    return keep.length === x.length ? [x, values] : [keep.map((i) => x[i]), values.map((column) => keep.map((i) => column[i]))];
+  };
+  const letter = (i) => String.fromCharCode(65 + (i % 26));
+  const label = (i) => (several() ? letter(i) : "");
+
+  const lineTables = (name) => data.runs.flatMap((run, i) => {
+    const found = run.series[name];
+    if (!found) return [];
+    const color = runColor(i);
+    const spread = Array.isArray(found) ? null : found;
+    let [x, [mean, least, most]] = finiteX(run.x[state.axis], spread ? [spread.mean, spread.least, spread.most] : [found, found, found]);
+    const soft = spread && smoothed(mean);
+    const columns = [{ label: label(i), values: soft || mean, raw: mean, color, width: 1.75 }];
+    if (spread && soft && !several()) columns.unshift({ label: "", values: mean, color: alpha(color, 35), width: 1, isQuiet: true });
+    if (spread && !several()) columns.unshift(
+      { label: "", values: most, color, stroke: "transparent", width: 0, isQuiet: true, band: true }, { label: "", values: least, color, stroke: "transparent", width: 0, isQuiet: true, isLow: true });
+    return [{ x, columns }];
+  });
+  const metricTables = (name) => data.runs.flatMap((run, i) => {
+    const found = run.metrics.find((metric) => metric.name === name);
+    if (!found) return [];
+    const order = found.x[state.axis].map((v, k) => [v, found.y[k]]).filter(([v]) => v !== null).sort((a, b) => a[0] - b[0]).filter(([v], k, all) => k + 1 === all.length || v !== all[k + 1][0]);
+    return [{ x: order.map(([v]) => v), columns: [{ label: label(i), values: order.map(([, v]) => v), color: runColor(i), width: 1.75 }] }];
+  });
+  const why = (name) => data.runs.map((run) => run.missing[name]).find(Boolean) || "";
+
+  const lines = (grid, id, title, options = {}) => {
+    const tables = options.isMetric ? metricTables(id) : lineTables(id);
+    const name = options.isMetric ? `metric-${id.replace(/[^\w-]/g, "_")}` : id;
+    if (!tables.some((t) => t.x.length)) return grid.append(missingPanel(name, title, why(id) || why("metrics"), options.missingClass));
+    const node = panel(name, title, options);
+    grid.append(node);
+    drawPlot(node, tables.filter((t) => t.x.length), options);
+  };
+
+  const partsPlot = (grid) => {
+    const run = data.runs[state.run], parts = run.series.parts;
+    if (!parts) return grid.append(missingPanel("parts", "Time of a step by phase", run.missing.parts || "", "wide"));
+    const chosen = PARTS.filter(([name]) => parts[name]);
+    const node = panel("parts", "Time of a step by phase", { hint: "ms, mean over ranks", cls: "wide tall" });
+    const keys = h("ul", { class: "keys" });
+    node.append(keys);
+    grid.append(node);
+    const [x, raw] = finiteX(run.x[state.axis], chosen.map(([name]) => parts[name]));
+    let sum = x.map(() => 0);
+    const columns = raw.map((values, i) => {
+      sum = sum.map((s, k) => (values[k] === null || s === null ? null : s + values[k]));
+      const color = css(chosen[i][2]);
+      return { label: chosen[i][1], values: sum, raw: values, color, stroke: color, fill: color, width: 0 };
+    }).reverse();
+    // A stall or an evaluation takes as long as thousands of steps, and would hide them.
+    const totals = sum.filter((v) => v !== null).sort((a, b) => a - b);
+    const usual = 1.5 * (totals[Math.floor(totals.length * 0.9)] || 0), most = totals[totals.length - 1] || 0;
+    const limit = most > 1.5 * usual ? usual : 0;
+    if (limit) node.append(h("p", { class: "panel-note" }, `Peaks are cut off; the highest is ${seconds(most / 1e3)} per step.`));
+    drawPlot(node, [{ x, columns }], { fromZero: true, keys, limit });
+  };
+
+  const memoryPlot = (grid) => {
+    const run = data.runs[state.run], ranks = run.ranks;
+    if (run.missing.memory) return grid.append(missingPanel("memory", "Memory", run.missing.memory));
+    const known = ranks.memory.flat().filter((v) => v !== null);
+    const isGB = Math.max(...known.slice(0, 20000)) >= 4096;
+    const rows = ranks.memory.map((row) => row.map((v) => (v === null ? null : isGB ? v / 1024 : v)));
+    const node = panel("memory", "Memory by rank", { hint: isGB ? "GB" : "MB", cls: ranks.ids.length > 1 ? "full" : "" });
+    const keys = ranks.ids.length > 1 ? h("ul", { class: "keys" }) : null;
+    if (keys) node.append(keys);
+    grid.append(node);
+    const [x, values] = finiteX(ranks.x[state.axis], rows);
+    const from = css("--accent"), to = css("--teal");
+    let columns;
+    if (values.length <= 16) {
+      columns = values.map((row, i) => ({ label: values.length > 1 ? `rank ${ranks.ids[i]}` : "", values: row, raw: row, color: `color-mix(in oklab, ${to} ${values.length > 1 ? (100 * i) / (values.length - 1) : 0}%, ${from})` }));
+    } else {
+      const top = ranks.max_memory.reduce((best, v, i) => (v > ranks.max_memory[best] ? i : best), 0);
+      const over = (pick) => x.map((_, k) => { const all = values.map((row) => row[k]).filter((v) => v !== null).sort((a, b) => a - b); return all.length ? pick(all) : null; });
+      const middle = over((all) => all[all.length >> 1]);
+      columns = [{ label: "", values: over((all) => all[all.length - 1]), color: from, stroke: "transparent", isQuiet: true, band: true }, { label: "", values: over((all) => all[0]), color: from, stroke: "transparent", isQuiet: true, isLow: true },
+        { label: "median", values: middle, raw: middle, color: from }, { label: `rank ${ranks.ids[top]} (largest)`, values: values[top], raw: values[top], color: css("--warm") }];
+      node.append(h("p", { class: "panel-note" }, `The area shows the range over ${values.length} ranks.`));
+    }
+    drawPlot(node, [{ x, columns: keys ? columns.reverse() : columns }], { fromZero: true, keys });
+  };
+
+  const heatMap = (grid) => {
+    const run = data.runs[state.run], ranks = run.ranks;
+    const title = "Stragglers";
+    if (run.missing.stragglers) return grid.append(missingPanel("stragglers", title, run.missing.stragglers));
+    const rows = ranks.own, number = rows.length, width = rows[0].length;
+    const medians = rows[0].map((_, k) => { const all = rows.map((row) => row[k]).filter((v) => v !== null).sort((a, b) => a - b); return all.length ? all[all.length >> 1] : null; });
+    const rowHeight = Math.max(2, Math.min(34, Math.floor(272 / number)));
+    const canvas = h("canvas", { width, height: number, style: { height: `${rowHeight * number}px` }, "aria-hidden": "true" });
+    const context = canvas.getContext("2d");
+    const parse = (name) => { context.fillStyle = css(name); const v = context.fillStyle; return [1, 3, 5].map((i) => parseInt(v.slice(i, i + 2), 16)); };
+    const low = parse("--accent-wash"), high = parse("--warm");
+    const image = context.createImageData(width, number);
+    rows.forEach((row, i) => row.forEach((v, k) => {
+      const share = v === null || !medians[k] ? 0 : Math.max(0, Math.min(1, (v / medians[k] - 1) / 0.5));
+      for (let c = 0; c < 3; c++) image.data[4 * (i * width + k) + c] = low[c] + (high[c] - low[c]) * share;
+      image.data[4 * (i * width + k) + 3] = v === null ? 0 : 255;
+    }));
+    context.putImageData(image, 0, 0);
+    const readout = h("p", { class: "readout", "aria-live": "polite" });
+    const steps = ranks.x[state.axis];
+    let cell = null;
+    const tell = () => {
+      const [i, k] = cell, v = rows[i][k];
+      const at = state.axis === "step" ? `step ${short(steps[k])}` : clock(steps[k] || 0);
+      readout.replaceChildren(`rank ${ranks.ids[i]}, ${at}  `, h("b", {}, `${short(v)} ms`), v && medians[k] ? ` (median ${short(medians[k])})` : "");
+    };
+    const body = h("div", { class: "heat-body", id: "heat", tabindex: "0", role: "application", "aria-label": "Own time of each rank per step, compared with the median. Arrow keys read values.",
+      onmousemove: (event) => { const r = canvas.getBoundingClientRect(); cell = [Math.max(0, Math.min(number - 1, Math.floor(((event.clientY - r.top) / r.height) * number))), Math.max(0, Math.min(width - 1, Math.floor(((event.clientX - r.left) / r.width) * width)))]; tell(); },
+      onkeydown: (event) => {
+        const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+        if (!move) return;
+        event.preventDefault();
+        cell = cell ? [Math.max(0, Math.min(number - 1, cell[0] + move[0])), Math.max(0, Math.min(width - 1, cell[1] + move[1]))] : [0, 0];
+        tell();
+      } }, canvas);
+    const shown = number <= 24 ? ranks.ids : ranks.ids.filter((_, i) => i % Math.ceil(number / 12) === 0);
+    grid.append(h("article", { class: "panel wide", id: "panel-stragglers" },
+      h("header", {}, h("h3", {}, title, h("small", {}, "own time of a step against the median of the ranks")), readout),
+      h("div", { class: "heat" }, h("div", { class: "heat-ranks", "aria-hidden": "true" }, shown.map((id) => h("span", {}, String(id)))), body),
+      h("p", { class: "panel-note" }, run.verdict ? h("strong", {}, `${run.verdict}. `) : "No rank made the others wait for a tenth of a step or longer. ",
+        "median", h("span", { class: "scale", style: { background: `linear-gradient(90deg, ${css("--accent-wash")}, ${css("--warm")})` } }), "+50 % and more")));
+  };
+
+  const rankBars = (grid) => {
+    const run = data.runs[state.run], ranks = run.ranks;
+    if (!ranks || !Object.keys(ranks.parts).length) return grid.append(missingPanel("ranks", "Time of a step by rank", run.missing.parts || ""));
+    const chosen = PARTS.filter(([name]) => ranks.parts[name]);
+    const totals = ranks.ids.map((_, i) => chosen.reduce((sum, [name]) => sum + (ranks.parts[name][i] || 0), 0));
+    const most = Math.max(...totals);
+    const rows = ranks.ids.map((id, i) => h("tr", {}, h("th", { scope: "row" }, String(id)),
+      h("td", { class: "bar-cell" }, h("div", { class: "rank-bar", style: { width: `${(100 * totals[i]) / most}%` }, role: "img", "aria-label": chosen.map(([name, text]) => `${text} ${short(ranks.parts[name][i])} ms`).join(", "), title: chosen.map(([name, text]) => `${text} ${short(ranks.parts[name][i])} ms`).join("\n") },
+        chosen.map(([name, , color]) => h("div", { style: { flex: `${ranks.parts[name][i] || 0} 0 0`, background: css(color) } })))),
+      h("td", { class: "num" }, `${short(totals[i])} ms`)));
+    grid.append(h("article", { class: "panel", id: "panel-ranks" }, h("header", {}, h("h3", {}, "Time of a step by rank", h("small", {}, "mean of the run"))),
+      h("div", { class: "ranks", tabindex: rows.length > 14 ? "0" : null, role: rows.length > 14 ? "region" : null, "aria-label": rows.length > 14 ? "Time of a step by rank" : null }, h("table", { class: "rank-table" }, h("thead", { class: "visually-hidden" }, h("tr", {}, ["rank", "phases", "time"].map((t) => h("th", { scope: "col" }, t)))), h("tbody", {}, rows))),
+      h("ul", { class: "keys" }, chosen.map(([, text, color]) => h("li", {}, chip(css(color)), text)))));
+  };
+
+  // ---- time line and goodput
+  const SHAPES = { failure: "M4 4l9 9M13 4l-9 9", stall: "M8.5 2.5v8M8.5 13.2v.8", straggler: "M8.5 3l6 10.5h-12z", restart: "M13.5 8.5a5 5 0 1 1-1.6-3.7M12.2 1.6v3.4H8.8", preemption: "M5.5 3.5v10M11.5 3.5v10", end: "M3.5 9l3.5 3.5 7-8" };
+  const icon = (kind) => {
+    const svg = document.createElementNS(SVG, "svg"), path = document.createElementNS(SVG, "path");
+    for (const [name, value] of Object.entries({ viewBox: "0 0 17 17", width: 17, height: 17, "aria-hidden": "true" })) svg.setAttribute(name, value);
+    for (const [name, value] of Object.entries({ d: SHAPES[kind] || "M8.5 8.5m-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0", fill: "none", stroke: "currentColor", "stroke-width": 2.2, "stroke-linecap": "round", "stroke-linejoin": "round" })) path.setAttribute(name, value);
+    svg.append(path);
+    return svg;
+  };
+  const timeLine = (run, i, length) => {
+    const line = run.timeline;
+    const at = (s) => `${(100 * s) / length}%`;
+    const text = h("p", { class: "event-text", "aria-live": "polite" });
+    const idle = `${line.attempts.length} ${line.attempts.length === 1 ? "start" : "starts"}, ${line.num_checkpoints} ${line.num_checkpoints === 1 ? "checkpoint" : "checkpoints"}, ${line.num_events} other ${line.num_events === 1 ? "event" : "events"}. Point at a mark, or move to it with Tab.`;
+    text.textContent = idle;
+    // Marks that would cover each other move apart.
+    const apart = (100 * 19) / Math.max(280, Math.min(window.innerWidth, 1320) - 90);
+    const places = line.events.map(([time]) => (100 * time) / length);
+    for (let k = 1; k < places.length; k++) places[k] = Math.max(places[k], places[k - 1] + apart);
+    for (let k = places.length - 1, most = 100; k >= 0; k--, most = places[k + 1] - apart) places[k] = Math.max(0, Math.min(places[k], most));
+    const mark = (cls, time, words, child, left = at(time)) => {
+      const tell = () => { text.textContent = `${clock(time)}: ${words}`; };
+      const rest = () => { text.textContent = idle; };
+      return h("button", { class: cls, type: "button", style: { left }, "aria-label": `${clock(time)}: ${words}`, onmouseenter: tell, onfocus: tell, onmouseleave: rest, onblur: rest, onclick: tell }, child);
+    };
+    const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
+    const step = steps.find((s) => length / s <= 8) || length / 8;
+    const ticks = [];
+    for (let s = 0; s < length * 0.94; s += step) ticks.push(h("span", { style: { left: at(s) } }, clock(s)));
+    ticks.push(h("span", { style: { left: "100%" } }, clock(length)));
+    return h("div", { class: "time-run" },
+      several() ? h("p", { class: "time-name" }, chip(runColor(i)), `${letter(i)}  ${run.name}`) : null,
+      h("div", { class: "lanes", role: "group", "aria-label": `Time line of ${run.name}` },
+        line.attempts.map(([from, to, failed], k) => h("div", { class: `lane-attempt${failed ? " failed" : ""}`, style: { left: at(from), width: at(Math.max(0, to - from)) } }, (to - from) / length > 0.08 ? h("span", {}, k ? `restart ${k}` : "start") : null)),
+        line.events.map(([time, kind, words], k) => mark(`lane-event ${kind}`, time, words, icon(kind), `${places[k]}%`)),
+        line.checkpoints.map(([time, words, duration]) => mark("lane-save", time, duration ? `${words} (${seconds(duration)})` : words))),
+      h("div", { class: "ticks", "aria-hidden": "true" }, ticks), text);
+  };
+  const goodputBar = (run, i) => {
+    const { wall_s: wall, parts } = run.goodput;
+    const rows = Object.entries(parts).filter(([, s]) => s > 0);
+    const order = Object.keys(GOODPUT);
+    rows.sort((a, b) => order.indexOf(a[0]) - order.indexOf(b[0]));
+    const sum = rows.reduce((total, [, s]) => total + s, 0);
+    const share = (s) => `${((100 * s) / wall).toFixed(1)} %`;
+    return h("div", { class: "time-run" },
+      several() ? h("p", { class: "time-name" }, chip(runColor(i)), `${letter(i)}  ${run.name}`) : null,
+      h("div", { class: "goodput-bar", role: "img", "aria-label": rows.map(([name, s]) => `${name} ${share(s)}`).join(", ") },
+        rows.map(([name, s]) => h("div", { title: `${name}: ${seconds(s)} (${share(s)})`, style: { flex: `${s} 0 0`, background: css(GOODPUT[name] || "--grey") } }))),
+      h("ul", { class: "goodput-parts" },
+        rows.map(([name, s]) => h("li", {}, chip(css(GOODPUT[name] || "--grey")), h("span", { class: "name" }, name), h("span", {}, seconds(s)), h("span", { class: "share" }, share(s)))),
+        h("li", { class: "total" }, h("span", { class: "name" }, "sum = wall time"), h("span", { "data-sum": sum, "data-wall": wall }, seconds(sum)), h("span", { class: "share" }, share(sum)))));
+  };
+
+  // ---- sections
+  const section = (id, title, hint, ...more) => h("section", { id, "aria-labelledby": `${id}-title` }, h("div", { class: "section-head" }, h("h2", { id: `${id}-title` }, title), h("span", { class: "hint" }, hint || ""), ...more));
+  const segments = (name, choices, current, choose) => h("div", { class: "segments", role: "group", "aria-label": name }, choices.map(([value, text]) => h("button", { type: "button", id: `choose-${name.replace(/\W/g, "")}-${value}`, "aria-pressed": String(value === current), onclick: () => { choose(value); render(); } }, text)));
+  const runChoice = (name) => (several() ? segments(`run of ${name}`, data.runs.map((run, i) => [i, letter(i)]), state.run, (i) => { state.run = i; }) : null);
+  const outcomeClass = (outcome) => ({ succeeded: "good", running: "live", preempted: "live", failed: "bad", interrupted: "bad" })[outcome] || (outcome.startsWith("ended") ? "bad" : "");
+
+  const header = (main) => {
+    const run = data.runs[0];
+    if (several()) {
+      main.append(h("div", { class: "head" }, h("h1", {}, `${data.runs.length} runs compared`)),
+        h("ul", { class: "runs" }, data.runs.map((one, i) => h("li", {}, chip(runColor(i)), h("strong", {}, `${letter(i)}  ${one.name}`), h("span", { class: `badge ${outcomeClass(one.outcome)}` }, one.outcome), h("code", { class: "sub" }, one.command)))));
+    } else {
+      const ranks = run.num_ranks ? `${run.num_ranks} ${run.num_ranks === 1 ? "process" : "processes"}` : null;
+      const code = run.commit !== "-" ? `${run.branch ? `${run.branch} ` : ""}${run.commit.replace("+", " with uncommitted changes")}` : null;
+      main.append(h("div", { class: "head" }, h("h1", {}, run.script.split("/").pop()), h("span", { class: `badge ${outcomeClass(run.outcome)}` }, run.outcome)),
+        h("p", { class: "sub" }, [run.began !== "-" ? run.began : null, run.duration !== "-" ? run.duration : null, ranks, code, run.name].filter(Boolean).join(" · ")));
+      if (run.command !== "-") main.append(h("div", { class: "command mono" }, run.command));
+    }
+    for (const one of data.runs) for (const text of one.warnings) main.append(h("p", { class: "warning", role: "alert" }, several() ? `${one.name}: ${text}` : text));
+    if (!several() && run.tiles.length) main.append(h("dl", { class: "tiles", id: "tiles" }, run.tiles.map((tile) => h("div", { class: "tile" }, h("dt", {}, tile.name), h("dd", { class: "value" }, tile.value), h("dd", { class: "note" }, tile.note)))));
+  };
+  const comparison = (main) => {
+    const node = section("compare", "What differs", "The first run is the reference; equal settings, versions and facts are left out.");
+    const groups = [...new Set(data.comparison.map(([group]) => group))];
+    const body = groups.map((group) => [h("tr", { class: "group" }, h("th", { colspan: data.runs.length + 1, scope: "colgroup" }, group)),
+      ...data.comparison.filter(([one]) => one === group).map(([, name, values, same]) => h("tr", { class: same ? "same" : "differs" }, h("th", { scope: "row" }, name), values.map((value, i) => h("td", { class: i && value !== values[0] ? "other" : "" }, value))))]);
+    node.append(h("div", { class: "panel scroll", tabindex: "0", role: "region", "aria-label": "What differs between the runs" }, h("table", { class: "compare", id: "comparison" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, ""), data.runs.map((run, i) => h("th", { scope: "col" }, chip(runColor(i)), ` ${letter(i)}`, h("br"), run.name)))), h("tbody", {}, body))));
+    main.append(node);
+  };
+  const timeSection = (main) => {
+    const node = section("time", "Where the time went");
+    main.append(node);
+    const box = h("article", { class: "panel time", id: "panel-time" });
+    node.append(box);
+    const length = Math.max(...data.runs.map((run) => (run.timeline ? run.timeline.length : 0)));
+    const reason = (run, text) => h("p", { class: "panel-note" }, several() ? `${run.name}: ${text}` : text);
+    box.append(h("div", { id: "panel-timeline" }, h("h3", {}, "Time line"), data.runs.map((run, i) => (run.timeline ? timeLine(run, i, length) : reason(run, run.missing.timeline))),
+      h("ul", { class: "keys" }, ["failure", "stall", "restart", "straggler", "preemption", "end"].filter((kind) => data.runs.some((run) => run.timeline && run.timeline.events.some((event) => event[1] === kind))).map((kind) => h("li", {}, h("span", { class: `lane-event ${kind}`, style: { position: "static", margin: "0" } }, icon(kind)), kind)),
+        data.runs.some((run) => run.timeline && run.timeline.num_checkpoints) ? h("li", {}, chip(css("--violet")), "checkpoint") : null)));
+    box.append(h("div", { id: "panel-goodput" }, h("h3", { style: { marginBottom: "8px" } }, "Goodput", h("small", {}, "share of the wall time, mean over ranks")), data.runs.map((run, i) => (run.goodput ? goodputBar(run, i) : reason(run, run.missing.goodput)))));
+  };
+  const training = (main) => {
+    const node = section("training", "Training", "Drag over a plot to zoom in on all of them, double-click to zoom out.",
+      h("label", { class: "hint", style: { flex: "none", minWidth: "0" } }, h("input", { type: "checkbox", id: "smooth", checked: state.smooth, onchange: (e) => { state.smooth = e.target.checked; render(); } }), " smooth"),
+      h("label", { class: "hint", style: { flex: "none", minWidth: "0" } }, h("input", { type: "checkbox", id: "log", checked: state.log, onchange: (e) => { state.log = e.target.checked; render(); } }), " logarithmic loss"));
+    main.append(node);
+    const grid = h("div", { class: "grid" });
+    node.append(grid);
+    const isLogged = !data.runs.some((run) => run.series.loss) && data.runs.some((run) => run.metrics.some((metric) => metric.name === "loss"));
+    lines(grid, "loss", "Loss", { hint: isLogged ? "as logged" : "mean over ranks", cls: "wide tall", missingClass: "wide", canLog: true, isMetric: isLogged });
+    lines(grid, "lr", "Learning rate", { fromZero: true });
+    lines(grid, "grad_norm", "Gradient norm", { hint: "before clipping" });
+    const names = [...new Set(data.runs.flatMap((run) => run.metrics.map((metric) => metric.name)))].filter((name) => !(isLogged && name === "loss"));
+    for (const name of names) lines(grid, name, name, { isMetric: true });
+    const values = data.runs.flatMap((run) => run.values.map(([name, value]) => [several() ? `${run.name}: ${name}` : name, value]));
+    if (!names.length && !values.length) grid.append(missingPanel("metrics", "Metrics", why("metrics")));
+    if (values.length) grid.append(h("article", { class: "panel", id: "panel-values" }, h("header", {}, h("h3", {}, "Values logged once")), h("dl", { class: "facts" }, values.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]))));
+  };
+  const speed = (main) => {
+    const node = section("speed", "Speed", "Samples and tokens per second count all ranks, without evaluations and checkpoints.", runChoice("speed"));
+    main.append(node);
+    const grid = h("div", { class: "grid" });
+    node.append(grid);
+    partsPlot(grid);
+    lines(grid, "samples", "Samples per second", { fromZero: true, note: data.runs[state.run].mfu });
+    lines(grid, "items", "Tokens per second", { fromZero: true });
+  };
+  const rankSection = (main) => {
+    const node = section("ranks", "Ranks", "", runChoice("ranks"));
+    main.append(node);
+    const grid = h("div", { class: "grid" });
+    node.append(grid);
+    heatMap(grid);
+    rankBars(grid);
+    memoryPlot(grid);
+  };
+  const configuration = (main) => {
+    const run = data.runs[state.run];
+    const node = section("settings", "Configuration", "", runChoice("configuration"));
+    main.append(node);
+    const box = h("article", { class: "panel", id: "panel-settings" });
+    node.append(box);
+    if (run.missing.settings) box.append(h("p", { class: "panel-note" }, run.missing.settings));
+    else {
+      const body = h("tbody");
+      const fill = () => {
+        const found = run.settings.filter(([name, value, origin, , isDefault]) => (state.search ? `${name} ${value} ${origin}`.toLowerCase().includes(state.search.toLowerCase()) : state.all || !isDefault));
+        body.replaceChildren(...found.map(([name, value, origin, lost, isDefault]) => h("tr", { class: isDefault ? "default" : "" }, h("td", { class: "mono" }, name), h("td", { class: "mono" }, value), h("td", {}, origin, lost ? ` (overrides ${lost})` : ""))));
+        if (!found.length) body.append(h("tr", {}, h("td", { colspan: 3 }, state.search ? "No setting matches." : "All settings have their default values.")));
+      };
+      box.append(h("div", { class: "filter" }, h("input", { type: "search", id: "search", placeholder: "Search all settings", "aria-label": "Search all settings", value: state.search, oninput: (e) => { state.search = e.target.value; fill(); } }),
+        h("label", {}, h("input", { type: "checkbox", id: "all-settings", checked: state.all, onchange: (e) => { state.all = e.target.checked; fill(); } }), "show defaults")),
+        h("table", { class: "settings" }, h("thead", {}, h("tr", {}, ["setting", "value", "origin"].map((t) => h("th", { scope: "col" }, t)))), body));
+      fill();
+    }
+    const facts = (id, title, rows, reason) => h("article", { class: id === "panel-environment" ? "panel wide" : "panel", id }, h("h3", {}, title), rows.length ? h("dl", { class: "facts" }, rows.flatMap(([name, value]) => [h("dt", {}, name), h("dd", { class: ["command", "folder", "working directory", "git"].includes(name) ? "mono" : "" }, value)])) : h("p", { class: "panel-note" }, reason));
+    node.append(h("div", { class: "grid block" }, facts("panel-environment", "Environment", run.environment, ""), facts("panel-versions", "Versions", run.versions, "No versions were recorded, because the run has no run.json.")));
+  };
+
+  const controls = () => {
+    document.getElementById("nav").replaceChildren(...[["compare", "Compare"], ["time", "Time"], ["training", "Training"], ["speed", "Speed"], ["ranks", "Ranks"], ["settings", "Configuration"]].filter(([id]) => id !== "compare" || several()).map(([id, text]) => h("a", { href: `#${id}` }, text)));
+    const isDark = root.dataset.theme === "dark";
+    document.getElementById("controls").replaceChildren(
+      segments("horizontal axis", [["step", "Steps"], ["time", "Time"]], state.axis, (axis) => { state.axis = axis; state.zoom = null; }),
+      h("button", { class: "button", type: "button", id: "theme", "aria-pressed": String(isDark), "aria-label": "Dark colors", title: "Dark colors", onclick: () => { root.dataset.theme = isDark ? "light" : "dark"; root.dataset.chosen = ""; render(); } }, moon()));
+  };
+  const moon = () => {
+    const svg = document.createElementNS(SVG, "svg"), path = document.createElementNS(SVG, "path");
+    for (const [name, value] of Object.entries({ viewBox: "0 0 16 16", width: 16, height: 20, "aria-hidden": "true" })) svg.setAttribute(name, value);
+    path.setAttribute("d", "M8 1.5a6.5 6.5 0 1 0 0 13zM8 2.5a5.5 5.5 0 0 1 0 11");
+    path.setAttribute("fill", "currentColor");
+    path.setAttribute("fill-rule", "evenodd");
+    const ring = document.createElementNS(SVG, "circle");
+    for (const [name, value] of Object.entries({ cx: 8, cy: 8, r: 5.8, fill: "none", stroke: "currentColor", "stroke-width": 1.4 })) ring.setAttribute(name, value);
+    svg.append(path, ring);
+    return svg;
+  };
+
+  const render = () => {
+    const focused = document.activeElement && document.activeElement.id, at = window.scrollY;
+    for (const { plot } of plots) plot.destroy();
+    plots = [];
+    state.run = Math.min(state.run, data.runs.length - 1);
+    controls();
+    const main = document.getElementById("main");
+    main.style.minHeight = `${main.offsetHeight}px`; // the page must not jump while it is drawn anew
+    main.replaceChildren();
+    header(main);
+    if (several()) comparison(main);
+    timeSection(main);
+    training(main);
+    speed(main);
+    rankSection(main);
+    configuration(main);
+    main.append(h("footer", {}, h("span", {}, `Written by echelon ${data.echelon}`), h("span", {}, "In a plot: ", h("kbd", {}, "←"), " ", h("kbd", {}, "→"), " read, ", h("kbd", {}, "+"), " ", h("kbd", {}, "-"), " zoom, ", h("kbd", {}, "Esc"), " show all")));
+    main.style.minHeight = "";
+    if (focused) { const node = document.getElementById(focused); if (node) node.focus({ preventScroll: true }); }
+    window.scrollTo({ top: at, behavior: "instant" });
+  };
+
+  const media = matchMedia("(prefers-color-scheme: dark)");
+  const follow = () => { if (!("chosen" in root.dataset)) root.dataset.theme = media.matches ? "dark" : "light"; };
+  media.addEventListener("change", () => { follow(); render(); });
+  follow();
+  render();
+
+  if (root.dataset.live) {
+    const refresh = async () => {
+      try {
+        const answer = await fetch(root.dataset.live, { cache: "no-store" });
+        if (answer.ok) {
+          const text = await answer.text();
+          if (text !== refresh.last) { refresh.last = text; data = JSON.parse(text); render(); }
+        }
+      } catch { /* the server is restarting, or has ended: the last data stay */ }
+      setTimeout(refresh, 2000);
+    };
+    setTimeout(refresh, 2000);
+  }
+})();

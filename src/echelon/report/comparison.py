@@ -1,0 +1,195 @@
+"""Summarizes runs in one line each, and lists what differs between several runs."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.base.errors import ConfigError
+from echelon.config.origin import SettingSource
+from echelon.config.resolve import Resolved
+from echelon.config.run_record import of_run
+from echelon.config.schema import RunConfig, field_names
+from echelon.report.run_folder import RecordedRun
+from echelon.report.step_series import StepSeries
+
+__all__ = [
+    "UNKNOWN",
+    "ComparedFact",
+    "command_line",
+    "commit",
+    "compare_runs",
+    "describe_run",
+    "duration_s",
+    "format_duration",
+    "format_time",
+    "last_metrics",
+    "results",
+    "settings_of",
+]
+
+UNKNOWN = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedFact:
+    """A fact of several runs."""
+
+    group: str
+    name: str
+    values: tuple[str, ...]
+    """The fact in each run."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all runs have the same value."""
+        return len(set(self.values)) == 1
+
+
+def compare_runs(runs: Sequence[RecordedRun], series: Sequence[StepSeries | None]) -> list[ComparedFact]:
+    """Return the results of the runs, and what differs between them: command, commit, machine, versions and settings."""
+    tables = [_facts(run, one) for run, one in zip(runs, series)]
+    rows = []
+    for group, name in dict.fromkeys(key for table in tables for key in table):
+        row = ComparedFact(group=group, name=name, values=tuple(table.get((group, name), UNKNOWN) for table in tables))
+        if group == "results" or not row.is_equal:
+            rows.append(row)
+    order = ["results", "command", "code", "machine", "versions", "settings"]
+    return sorted(rows, key=lambda row: order.index(row.group))
+
+
+def describe_run(run: RecordedRun, series: StepSeries | None) -> list[ComparedFact]:
+    """Return the facts about one run, without those that are unknown and without settings that have their default values."""
+    settings = settings_of(run)
+    origins = {} if isinstance(settings, str) else settings.origins
+    rows = []
+    for (group, name), text in _facts(run, series).items():
+        if group == "settings":
+            if origins[name].source is SettingSource.DEFAULT:
+                continue
+            text = f"{text} ({origins[name]})"
+        if text != UNKNOWN:
+            rows.append(ComparedFact(group=group, name=name, values=(text,)))
+    return rows
+
+
+def results(run: RecordedRun, series: StepSeries | None) -> dict[str, str]:
+    """Return a run's results as text: how it ended, steps, last loss, rates, goodput and last metrics."""
+    found = {"outcome": run.outcome, "duration": format_duration(duration_s(run)), "restarts": _restarts(run)}
+    if series is not None:
+        found["steps"] = f"{series.last_step:,}"
+        found["last loss"] = _significant(series.last_loss)
+        found["samples/s"] = _significant(_median(series.samples_per_s.tolist()))
+        found["step"] = f"{_significant(_median(series.step_ms.tolist()))} ms"
+        found["largest memory of a rank"] = f"{_significant(max(series.rank_memory_mb.tolist()))} MB"
+    if run.goodput is not None:
+        parts = run.goodput["parts"]
+        good = sum(parts.get(name, 0.0) for name in ("compute", "communication", "program"))
+        found["goodput"] = f"{good / run.goodput['wall_s']:.1%}"
+    found.update({name: _significant(value) for name, value in last_metrics(run).items()})
+    return {name: UNKNOWN if text.startswith("nan") else text for name, text in found.items()}
+
+
+def last_metrics(run: RecordedRun) -> dict[str, float]:
+    """Return the last value of each logged metric."""
+    found: dict[str, float] = {}
+    for line in run.metrics:
+        found.update({name: float(v) for name, v in line["values"].items() if isinstance(v, (int, float))})
+    return found
+
+
+def command_line(run: RecordedRun) -> str:
+    """Return the command that started the run; "-" if it is unknown."""
+    command = run.facts.get("command")
+    return shlex.join(map(str, command)) if isinstance(command, list) and command else UNKNOWN
+
+
+def commit(run: RecordedRun) -> str:
+    """Return the short hash of the git commit, with ``+`` if there were uncommitted changes; "-" if it is unknown."""
+    git = run.facts.get("git")
+    if not isinstance(git, Mapping) or not git.get("commit"):
+        return UNKNOWN
+    return f"{str(git['commit'])[:9]}{'+' if git.get('is_dirty') else ''}"
+
+
+def duration_s(run: RecordedRun) -> float | None:
+    """Return the seconds from the start of the run to its end, or until now if it is running."""
+    began, ended = run.facts.get("began"), run.facts.get("ended")
+    if not isinstance(began, (int, float)):
+        return None
+    if isinstance(ended, (int, float)):
+        return float(ended - began)
+    return time.time() - began if run.outcome == "running" else None
+
+
+def settings_of(run: RecordedRun) -> Resolved[RunConfig] | str:
+    """Return the settings of a run, or why they are unknown."""
+    try:
+        return of_run(run.folder)
+    except ConfigError:
+        return "The settings are unknown, because config.json is missing or damaged."
+
+
+def format_duration(seconds: float | None) -> str:
+    """Return a duration as text, such as "2 h 05 min", with two units at most."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def format_time(unix: object) -> str:
+    """Return a time in the local time zone; "-" if it is unknown."""
+    if not isinstance(unix, (int, float)):
+        return UNKNOWN
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))
+
+
+def _facts(run: RecordedRun, series: StepSeries | None) -> dict[tuple[str, str], str]:
+    facts = run.facts
+    found = {("results", name): text for name, text in results(run, series).items()}
+    git: Mapping[str, Any] = facts.get("git") or {}
+    machine: Mapping[str, Any] = facts.get("machine") or {}
+    found |= {
+        ("command", "script"): str(facts.get("script") or UNKNOWN),
+        ("command", "arguments"): shlex.join(map(str, facts.get("arguments") or [])) or UNKNOWN,
+        ("command", "command"): command_line(run),
+        ("command", "launcher"): str(facts.get("launcher") or UNKNOWN),
+        ("command", "working directory"): str(facts.get("cwd") or UNKNOWN),
+        ("code", "commit"): commit(run),
+        ("code", "branch"): str(git.get("branch") or UNKNOWN),
+        ("machine", "processes"): str(facts.get("num_processes") or UNKNOWN),
+        ("machine", "machines"): str(facts.get("num_machines") or UNKNOWN),
+    }
+    found |= {("machine", str(name).replace("_", " ")): _text(value) for name, value in machine.items()}
+    found |= {("versions", str(name)): str(value) for name, value in (facts.get("versions") or {}).items()}
+    settings = settings_of(run)
+    if not isinstance(settings, str):
+        found |= {("settings", name): repr(getattr(settings.value, name)) for name in field_names(RunConfig)}
+    return found
+
+
+def _restarts(run: RecordedRun) -> str:
+    number = run.facts.get("num_restarts")
+    return str(number) if isinstance(number, int) else UNKNOWN
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) or UNKNOWN if isinstance(value, list) else str(value)
+
+
+def _significant(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.5g}"
+
+
+def _median(values: Sequence[float]) -> float:
+    known = sorted(value for value in values if value == value)
+    return known[len(known) // 2] if known else float("nan")

@@ -1,0 +1,377 @@
+"""Turns recorded runs into the JSON data of the report page. A panel without data gets a sentence that says why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon._version import __version__
+from echelon.config.origin import SettingSource
+from echelon.config.schema import RunConfig, field_names
+from echelon.report.comparison import (
+    UNKNOWN,
+    command_line,
+    commit,
+    compare_runs,
+    duration_s,
+    format_duration,
+    format_time,
+    last_metrics,
+    settings_of,
+)
+from echelon.report.run_folder import RecordedRun
+from echelon.report.step_series import MAX_POINTS, Spread, StepSeries, step_series
+
+__all__ = ["page_data"]
+
+_MAX_MARKERS = 300
+"""Largest number of checkpoints, and of other events, on the time line."""
+_RECORDED_TWICE = frozenset({"loss", "learning_rate", "lr", "grad_norm"})
+"""Metrics that the Trainer logs and the step records also contain."""
+_GOOD_PARTS = ("compute", "communication", "program")
+# Peak dense FLOP/s in bfloat16 and float16, from the manufacturers' data sheets.
+_PEAK_FLOPS = MappingProxyType(
+    {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "MI300X": 1307e12}
+)
+_NO_RECORDS = (
+    "The run has no step records: no optimizer step was finished, the script uses no prepared optimizer, or recording was "
+    "turned off (--no_record)."
+)
+_WHY_MISSING = MappingProxyType(
+    {
+        "loss": "No loss was recorded, because no loss was passed to Accelerator.backward. Log it: Accelerator.log({'loss': loss}, "
+        "step) or echelon.distributed.log({'loss': loss}, step=step).",
+        "lr": "No learning rate was recorded, because the optimizer's first parameter group has none.",
+        "grad_norm": "No gradient norm was computed. Accelerator.clip_grad_norm_ and the Trainer's max_grad_norm compute it.",
+        "samples": "No samples were counted. echelon counts them in loaders that are passed to prepare() or shard().",
+        "items": "No tokens were counted. Pass their number: Accelerator.backward(loss, num_items=...).",
+        "parts": "The time of a step by phase is known from the second step on.",
+        "memory": "No memory was recorded. It is measured once a second.",
+        "stragglers": "There is one rank, and so nothing to compare.",
+        "metrics": "No metric was logged. Accelerator.log, Trainer.log, evaluations and echelon.distributed.log write metrics.",
+    }
+)
+
+
+def page_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
+    """Return the contents of the page for one run, or for several to compare."""
+    series = [step_series(run) for run in runs]
+    facts = compare_runs(runs, series) if len(runs) > 1 else []
+    return {
+        "echelon": __version__,
+        "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+        "runs": [_run(run, one) for run, one in zip(runs, series)],
+        "comparison": [[fact.group, fact.name, list(fact.values), fact.is_equal] for fact in facts],
+    }
+
+
+def _run(run: RecordedRun, series: StepSeries | None) -> dict[str, Any]:
+    began = _began(run, series)
+    missing: dict[str, str] = {}
+    metrics, values = _metrics(run, series, began)
+    if not metrics and not values:
+        missing["metrics"] = _WHY_MISSING["metrics"]
+    timeline = _timeline(run, series, began)
+    if timeline is None:
+        missing["timeline"] = "Neither events nor steps were recorded. echelon launch writes events.jsonl."
+    if run.goodput is None:
+        missing["goodput"] = _why_no_goodput(run)
+    settings = settings_of(run)
+    if isinstance(settings, str):
+        missing["settings"] = settings
+    return {
+        "name": run.name,
+        "script": str(run.facts.get("script") or run.name),
+        "outcome": run.outcome,
+        "began": format_time(run.facts.get("began")),
+        "duration": format_duration(duration_s(run)),
+        "command": command_line(run),
+        "commit": commit(run),
+        "branch": str((run.facts.get("git") or {}).get("branch") or ""),
+        "num_ranks": run.facts.get("num_processes") or (len(series.ranks) if series else None),
+        "folder": str(run.folder.resolve()),
+        "tiles": _tiles(run, series),
+        "warnings": _warnings(series),
+        **_series(run, series, began, missing, {metric["name"] for metric in metrics}),
+        "metrics": metrics,
+        "values": values,
+        "goodput": run.goodput,
+        "timeline": timeline,
+        "settings": [] if isinstance(settings, str) else _settings_rows(settings),
+        "environment": _environment(run),
+        "versions": [[str(name), str(value)] for name, value in (run.facts.get("versions") or {}).items()],
+        "missing": missing,
+    }
+
+
+def _began(run: RecordedRun, series: StepSeries | None) -> float:
+    began = run.facts.get("began")
+    if isinstance(began, (int, float)):
+        return float(began)
+    times = [float(event["time"]) for event in run.events[:1]]
+    if series is not None:
+        times.append(float(np.nanmin(series.times)))
+    return min(times, default=0.0)
+
+
+def _series(
+    run: RecordedRun, series: StepSeries | None, began: float, missing: dict[str, str], metric_names: set[str]
+) -> dict[str, Any]:
+    if series is None:
+        names = ("loss", "lr", "grad_norm", "samples", "items", "parts", "memory", "stragglers")
+        missing.update(dict.fromkeys(names, _NO_RECORDS))
+        if "loss" in metric_names:
+            missing.pop("loss")
+        return {"x": None, "series": {}, "ranks": None, "verdict": "", "mfu": _mfu(run, None)}
+    found: dict[str, Any] = {
+        "loss": _spread(series.loss),
+        "lr": _floats(series.lr),
+        "grad_norm": _spread(series.grad_norm),
+        "samples": _floats(series.samples_per_s),
+        "items": _floats(series.items_per_s),
+        "parts": {name: _floats(ms) for name, ms in series.part_ms.items() if np.nansum(ms) > 0},
+    }
+    known = {
+        "loss": series.loss.mean,
+        "lr": series.lr,
+        "grad_norm": series.grad_norm.mean,
+        "samples": series.samples_per_s,
+        "items": series.items_per_s,
+        "parts": series.step_ms,
+    }
+    for name, column in known.items():
+        if np.isnan(column).all():
+            del found[name]
+            if name != "loss" or "loss" not in metric_names:
+                missing[name] = _WHY_MISSING[name]
+    if np.isnan(series.memory_mb).all():
+        missing["memory"] = _WHY_MISSING["memory"]
+    if len(series.ranks) == 1:
+        missing["stragglers"] = _WHY_MISSING["stragglers"]
+    ranks = {
+        "ids": series.ranks,
+        "x": {"step": _floats(series.rank_columns), "time": _floats(series.rank_times - began)},
+        "memory": [_floats(row, digits=4) for row in series.memory_mb],
+        "own": [_floats(row, digits=4) for row in series.own_ms] if len(series.ranks) > 1 else [],
+        "parts": {name: _floats(ms) for name, ms in series.rank_part_ms.items() if np.nansum(ms) > 0},
+        "max_memory": _floats(series.rank_memory_mb),
+    }
+    return {
+        "x": {"step": _floats(series.steps), "time": _floats(series.times - began)},
+        "series": found,
+        "ranks": ranks,
+        "verdict": series.verdict,
+        "mfu": _mfu(run, series),
+    }
+
+
+def _tiles(run: RecordedRun, series: StepSeries | None) -> list[dict[str, str]]:
+    tiles: list[tuple[str, str, str]] = []
+    if series is not None:
+        loss = series.last_loss if not math.isnan(series.last_loss) else last_metrics(run).get("loss", math.nan)
+        tiles.append(("last loss", _short(loss), f"step {series.last_step:,}"))
+        repeated = f"{series.num_repeated:,} repeated" if series.num_repeated else "optimizer steps"
+        tiles.append(("steps", f"{series.num_steps:,}", repeated))
+    if duration_s(run) is not None:
+        tiles.append(("wall time", format_duration(duration_s(run)), format_time(run.facts.get("began"))[:16]))
+    if run.goodput is not None:
+        good = sum(run.goodput["parts"].get(name, 0.0) for name in _GOOD_PARTS)
+        tiles.append(("goodput", f"{good / run.goodput['wall_s']:.1%}", "useful time"))
+    if series is not None:
+        items = np.nanmedian(series.items_per_s) if not np.isnan(series.items_per_s).all() else math.nan
+        samples = np.nanmedian(series.samples_per_s) if not np.isnan(series.samples_per_s).all() else math.nan
+        if not math.isnan(samples):
+            tiles.append(("samples/s", _short(float(samples)), "median, all ranks"))
+        if not math.isnan(items):
+            tiles.append(("tokens/s", _short(float(items)), "median, all ranks"))
+        memory = series.rank_memory_mb
+        if not np.isnan(memory).all():
+            rank = series.ranks[int(np.nanargmax(memory))]
+            where = "largest" if len(series.ranks) == 1 else f"largest, rank {rank}"
+            tiles.append(("memory", _memory(float(np.nanmax(memory))), where))
+    if restarts := run.facts.get("num_restarts"):
+        tiles.append(("restarts", str(restarts), "see the time line"))
+    return [{"name": name, "value": value, "note": note} for name, value, note in tiles]
+
+
+def _warnings(series: StepSeries | None) -> list[str]:
+    if series is None or series.not_finite_from is None:
+        return []
+    return [f"The loss is not finite from step {series.not_finite_from:,} on (nan or infinite)."]
+
+
+def _mfu(run: RecordedRun, series: StepSeries | None) -> str:
+    """Return the model FLOPs utilization as a sentence, or why it is unknown."""
+    last = last_metrics(run)
+    if "mfu" in last:
+        return f"MFU {last['mfu']:.1%} (logged by the script)"
+    flops = last.get("total_flos", 0.0)
+    if not flops or series is None:
+        return "MFU is unknown, because the FLOPs of a step are (the Trainer logs total_flos; scripts can log mfu)."
+    accelerators = [str(name) for name in (run.facts.get("machine") or {}).get("accelerators") or []]
+    peaks = [peak for name in accelerators for key, peak in _PEAK_FLOPS.items() if key in name.replace(" ", "")][:1]
+    if not peaks:
+        return f"{flops:.3g} FLOPs in total. MFU is unknown, because the peak FLOP/s of this device is."
+    seconds = last.get("train_runtime") or float(np.nansum(series.step_ms)) / 1e3
+    return f"MFU {flops / seconds / peaks[0] / len(series.ranks):.1%} of {peaks[0] / 1e12:.0f} TFLOP/s per device"
+
+
+def _metrics(
+    run: RecordedRun, series: StepSeries | None, began: float
+) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+    """Return the series of metrics that were logged more than once, and the values of the others."""
+    points: dict[str, list[tuple[float | None, float, float]]] = {}
+    for line in run.metrics:
+        step = line.get("step")
+        for name, value in line["values"].items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                at = float(step) if isinstance(step, (int, float)) else None
+                points.setdefault(name, []).append((at, float(line.get("time", began)) - began, float(value)))
+    hidden: set[str] = set()
+    if series is not None:
+        hidden |= {"learning_rate", "lr"} if not np.isnan(series.lr).all() else set()
+        hidden |= {"grad_norm"} if not np.isnan(series.grad_norm.mean).all() else set()
+        hidden |= {"loss"} if not np.isnan(series.loss.mean).all() else set()
+    assert hidden <= _RECORDED_TWICE
+    found, single = [], []
+    for name, rows in points.items():
+        if name in hidden or name == "epoch":
+            continue
+        if len(rows) == 1:
+            single.append((name, _short(rows[0][2])))
+            continue
+        if len(rows) > MAX_POINTS:
+            rows = _extremes(rows)
+        steps = [at if at is not None else float(i + 1) for i, (at, _, _) in enumerate(rows)]
+        found.append(
+            {
+                "name": name,
+                "x": {"step": steps, "time": [_finite(at) for _, at, _ in rows]},
+                "y": [_finite(value) for _, _, value in rows],
+            }
+        )
+    return sorted(found, key=lambda metric: not str(metric["name"]).startswith("eval")), single
+
+
+def _extremes(rows: Sequence[tuple[float | None, float, float]]) -> list[tuple[float | None, float, float]]:
+    """Return the smallest and the largest value in each of ``MAX_POINTS / 2`` groups, in their order."""
+    size = -(-len(rows) // (MAX_POINTS // 2))
+    kept = []
+    for start in range(0, len(rows), size):
+        group = range(start, min(start + size, len(rows)))
+        ends = {min(group, key=lambda i: rows[i][2]), max(group, key=lambda i: rows[i][2])}
+        kept += [rows[i] for i in sorted(ends)]
+    return kept
+
+
+def _timeline(run: RecordedRun, series: StepSeries | None, began: float) -> dict[str, Any] | None:
+    events = [{**event, "at": float(event["time"]) - began} for event in run.events]
+    ends = [float(event["at"]) for event in events]
+    if series is not None:
+        ends.append(float(np.nanmax(series.times)) - began)
+    if not ends:
+        return None
+    length = max(ends + [duration_s(run) or 0.0, run.goodput["wall_s"] if run.goodput else 0.0])
+    starts = [event for event in events if event.get("kind") in ("start", "restart")]
+    attempts = []
+    for i, start in enumerate(starts):
+        limit = starts[i + 1]["at"] if i + 1 < len(starts) else length
+        stops = [e for e in events if e.get("kind") in ("failure", "end") and start["at"] < e["at"] <= limit]
+        failed = bool(stops) and stops[0]["kind"] == "failure"
+        attempts.append([start["at"], stops[0]["at"] if stops else limit, failed])
+    if not attempts and series is not None:
+        attempts = [[float(np.nanmin(series.times)) - began, float(np.nanmax(series.times)) - began, False]]
+    saves = [event for event in events if event.get("kind") == "checkpoint"]
+    others = [event for event in events if event.get("kind") not in ("checkpoint", "start")]
+    return {
+        "length": length,
+        "attempts": attempts,
+        "checkpoints": [[event["at"], _event_text(event), event.get("duration_s") or 0.0] for event in _thinned(saves)],
+        "events": [[event["at"], str(event.get("kind")), _event_text(event)] for event in _thinned(others)],
+        "num_checkpoints": len(saves),
+        "num_events": len(others),
+    }
+
+
+def _event_text(event: Mapping[str, Any]) -> str:
+    step = event.get("step")
+    at = f"step {step:,}: " if isinstance(step, int) else ""
+    text = str(event.get("text") or event.get("kind") or "")
+    return f"{at}{text}"
+
+
+def _thinned(events: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    return events[:: -(-len(events) // _MAX_MARKERS) or 1]
+
+
+def _why_no_goodput(run: RecordedRun) -> str:
+    if run.outcome == "running":
+        return "Goodput is written when the run ends or restarts."
+    launcher = run.facts.get("launcher")
+    if launcher not in (None, "echelon launch"):
+        return f"Goodput is measured by echelon launch; this run was started with {launcher}."
+    return "No goodput was written, because the launcher was killed before the run ended."
+
+
+def _settings_rows(settings: Any) -> list[list[Any]]:
+    rows = []
+    for name in field_names(RunConfig):
+        origin = settings.origins[name]
+        lost = [f"{s.value!r} ({s.origin})" for s in settings.shadowed if s.name == name]
+        is_default = origin.source is SettingSource.DEFAULT
+        rows.append([name, repr(getattr(settings.value, name)), str(origin), ", ".join(lost), is_default])
+    return sorted(rows, key=lambda row: row[4])
+
+
+def _environment(run: RecordedRun) -> list[tuple[str, str]]:
+    facts = run.facts
+    machine: Mapping[str, Any] = facts.get("machine") or {}
+    git: Mapping[str, Any] = facts.get("git") or {}
+    changes = " with uncommitted changes" if git.get("is_dirty") else ""
+    memory = machine.get("memory_mb")
+    rows = [
+        ("command", command_line(run)),
+        ("working directory", str(facts.get("cwd") or UNKNOWN)),
+        ("git", f"{git['commit']} ({git.get('branch') or 'no branch'}){changes}" if git.get("commit") else UNKNOWN),
+        ("launcher", str(facts.get("launcher") or UNKNOWN)),
+        ("processes", str(facts.get("num_processes") or UNKNOWN)),
+        ("machines", str(facts.get("num_machines") or UNKNOWN)),
+        ("host", str(machine.get("host") or UNKNOWN)),
+        ("system", str(machine.get("system") or UNKNOWN)),
+        ("processor", f"{machine.get('processor')}, {machine.get('num_cores')} cores" if machine else UNKNOWN),
+        ("memory", _memory(float(memory)) if isinstance(memory, (int, float)) else UNKNOWN),
+        ("accelerators", ", ".join(map(str, machine.get("accelerators") or [])) or ("none" if machine else UNKNOWN)),
+        ("began", format_time(facts.get("began"))),
+        ("ended", format_time(facts.get("ended"))),
+        ("exit code", UNKNOWN if facts.get("exit_code") is None else str(facts["exit_code"])),
+        ("folder", ", ".join(str(folder.resolve()) for folder in run.folders)),
+    ]
+    return [(name, text) for name, text in rows if text != UNKNOWN]
+
+
+def _spread(spread: Spread) -> dict[str, list[float | None]]:
+    return {"least": _floats(spread.least), "mean": _floats(spread.mean), "most": _floats(spread.most)}
+
+
+def _floats(values: npt.NDArray[np.float64], *, digits: int = 6) -> list[float | None]:
+    """Return the values with ``digits`` significant digits; None for nan and infinity, which JSON does not have."""
+    return [_finite(float(f"{value:.{digits}g}")) for value in values.tolist()]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _short(value: float) -> str:
+    if math.isnan(value):
+        return UNKNOWN
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _memory(mb: float) -> str:
+    return f"{mb / 1024:.1f} GB" if mb >= 1024 else f"{mb:.0f} MB"

@@ -1,0 +1,191 @@
+"""The series, the comparison and the commands of the report, against values computed by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from echelon.cli.main import main
+from echelon.report.page import render_page
+from echelon.report.page_data import page_data
+from echelon.report.run_folder import RecordedRun, read_run
+from echelon.report.step_series import MAX_POINTS, StepSeries, step_series
+from echelon.status.board import StepPart
+from echelon.status.step_records import StepRecorder
+from tests.recorded_runs import simulated_clock, write_run
+
+
+def _record(
+    folder: Path, rank: int, losses: list[float], *, first: int = 1, attempt: int = 0, began: float = 0.0
+) -> None:
+    """Write steps of 10 ms: 4 ms of data wait, 5 + rank ms forward, the rest communication; 8 samples each."""
+    path = folder / "records" / str(attempt) / f"rank_{rank}.steps"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with simulated_clock(began) as clock:
+        recorder = StepRecorder(path, rank=rank, world_size=2)
+        spent = [0] * len(StepPart)
+        for i, loss in enumerate(losses):
+            clock.now_ns += 10_000_000
+            for part, ms in ((StepPart.DATA, 4), (StepPart.FORWARD, 5 + rank), (StepPart.COMMUNICATION, 1 - rank)):
+                spent[part] += ms * 1_000_000
+            recorder.add_loss(loss)
+            recorder.num_samples += 8
+            recorder.memory_mb = 100.0 + rank + i
+            recorder.record(first + i, 0.1, spent)
+
+
+def _series(folder: Path) -> StepSeries:
+    series = step_series(read_run(folder))
+    assert series is not None
+    return series
+
+
+def test_the_loss_is_the_mean_over_the_ranks(tmp_path: Path) -> None:
+    _record(tmp_path, 0, [3.0, 2.0, 1.0])
+    _record(tmp_path, 1, [5.0, math.nan, 2.0])
+    series = _series(tmp_path)
+    np.testing.assert_array_equal(series.loss.mean, [4.0, 2.0, 1.5])
+    assert (series.last_loss, series.num_steps, series.num_samples) == (1.5, 3, 48)
+
+
+def test_the_time_of_a_step_is_split_by_phase_and_rank(tmp_path: Path) -> None:
+    for rank in range(2):
+        _record(tmp_path, rank, [1.0] * 4, began=rank * 1e-3)
+    series = _series(tmp_path)
+    # The first step is only the base of the differences. Rank 1 never communicates, so that rank 0 only waits.
+    np.testing.assert_allclose(series.step_ms[1:], 10.0, rtol=1e-12)
+    np.testing.assert_allclose(series.part_ms["forward"][1:], 5.5, rtol=1e-12)
+    np.testing.assert_allclose(series.part_ms["communication"][1:], 0.0, atol=1e-12)
+    np.testing.assert_allclose(series.rank_part_ms["wait"], [1.0, 0.0], atol=1e-12)
+    np.testing.assert_allclose(series.rank_part_ms["data"], [4.0, 4.0], rtol=1e-12)
+    np.testing.assert_allclose(series.samples_per_s[1:], 2 * 8 / 0.010, rtol=1e-12)
+    np.testing.assert_allclose(series.own_ms[:, 1:], [[9.0] * 3, [10.0] * 3], rtol=1e-12)
+    np.testing.assert_array_equal(series.rank_memory_mb, [103.0, 104.0])
+    assert np.isnan(series.items_per_s).all()
+
+
+def test_steps_that_were_repeated_after_a_restart_count_once(tmp_path: Path) -> None:
+    _record(tmp_path, 0, [9.0, 8.0, 7.0, 6.0])
+    _record(tmp_path, 0, [5.0, 4.0, 3.0], first=3, attempt=1, began=100.0)
+    series = _series(tmp_path)
+    np.testing.assert_array_equal(series.loss.mean, [9.0, 8.0, 5.0, 4.0, 3.0])
+    assert (series.num_steps, series.num_repeated, series.last_step) == (5, 2, 5)
+
+
+def test_a_spike_survives_downsampling(tmp_path: Path) -> None:
+    losses = [1.0] * 5000
+    losses[1234], losses[4321] = 50.0, -3.0
+    _record(tmp_path, 0, losses)
+    series = _series(tmp_path)
+    assert len(series.loss.mean) == MAX_POINTS
+    assert (np.nanmax(series.loss.most), np.nanmin(series.loss.least)) == (50.0, -3.0)
+    assert series.steps[-1] == 5000
+
+
+def test_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:
+    _record(tmp_path, 0, [1.0] * 40 + [math.nan] * 200)
+    assert _series(tmp_path).not_finite_from == 41
+    (data,) = page_data([read_run(tmp_path)])["runs"]
+    assert data["warnings"] == ["The loss is not finite from step 41 on (nan or infinite)."]
+
+
+def test_a_damaged_file_of_records_is_left_out(tmp_path: Path) -> None:
+    _record(tmp_path, 0, [1.0, 2.0])
+    (tmp_path / "records" / "0" / "rank_1.steps").write_bytes(b"torn")
+    assert _series(tmp_path).ranks == [0]
+    assert step_series(RecordedRun(folders=(tmp_path / "gone",), facts={})) is None
+
+
+def test_every_panel_without_data_says_why(tmp_path: Path) -> None:
+    (data,) = page_data([read_run(tmp_path)])["runs"]
+    panels = ["goodput", "grad_norm", "items", "loss", "lr", "memory", "metrics", "parts", "samples", "settings"]
+    assert sorted(data["missing"]) == [*panels, "stragglers", "timeline"]
+    assert all(text.endswith(".") for text in data["missing"].values())
+    _record(tmp_path, 0, [1.0, 2.0])
+    (data,) = page_data([read_run(tmp_path)])["runs"]
+    assert sorted(data["missing"]) == ["goodput", "grad_norm", "items", "metrics", "settings", "stragglers"]
+
+
+def test_metrics_take_the_place_of_missing_losses(tmp_path: Path) -> None:
+    lines = [
+        {"time": 1.0 + i, "step": 10 * i, "values": {"loss": 1.0 / (i + 1), "bleu": i, "once": 3.0}} for i in range(4)
+    ]
+    lines[1:] = [{**line, "values": {k: v for k, v in line["values"].items() if k != "once"}} for line in lines[1:]]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"torn')
+    (data,) = page_data([read_run(tmp_path)])["runs"]
+    assert [metric["name"] for metric in data["metrics"]] == ["loss", "bleu"]
+    assert data["metrics"][1]["x"]["step"] == [0, 10, 20, 30]
+    assert data["values"] == [("once", "3")]
+    assert "loss" not in data["missing"]
+
+
+def test_many_metrics_keep_their_extremes(tmp_path: Path) -> None:
+    lines = [{"time": float(i), "step": i, "values": {"m": 100.0 if i == 777 else 0.0}} for i in range(3000)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    ((metric,),) = (run["metrics"] for run in page_data([read_run(tmp_path)])["runs"])
+    assert len(metric["y"]) <= MAX_POINTS
+    assert metric["x"]["step"][metric["y"].index(100.0)] == 777
+
+
+def test_texts_in_a_run_cannot_become_parts_of_the_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "run", num_steps=3, facts={"script": "</script><script>alert(1)</script>@@data@@"})
+    page = render_page(page_data([read_run(folder)]))
+    assert page.count("</script>") == 3
+    assert "alert(1)" in page
+    assert "<script>alert" not in page
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("echelon-runs"), "one", num_ranks=2, num_steps=20, kills=(13,))
+    write_run(Path("echelon-runs"), "two", num_steps=30, lr=5e-4, began=1_790_009_000.0, facts={"outcome": "failed"})
+    return tmp_path / "echelon-runs"
+
+
+def _echelon(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    output = capsys.readouterr()
+    assert end.value.code == code, output.err
+    return output.err if code else output.out
+
+
+def test_runs_ls_shows_when_what_and_how_it_ended(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, one, two, *_ = _echelon(capsys, "runs", "ls").splitlines()
+    assert one.split()[0] == "one"
+    assert "succeeded" in one
+    assert "3f2a9c1d5+  train.py --lr 0.001 --epochs 3" in one
+    assert "failed" in two
+    rows = json.loads(_echelon(capsys, "runs", "ls", str(runs), "--json"))
+    assert [(row["run"], row["ranks"], row["step"]) for row in rows] == [("one", 2, 20), ("two", 1, 30)]
+    assert rows[0]["loss"] == pytest.approx(_series(runs / "one").last_loss)
+
+
+def test_runs_show_describes_the_newest_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _echelon(capsys, "runs", "show")
+    for expected in ("failed", "30", "--lr 0.0005 --epochs 3", "mixed_precision", "(file echelon.toml:3)", "2.13.0"):
+        assert expected in text
+    assert "rank 0 was killed by signal 9" in _echelon(capsys, "runs", "show", "one")
+
+
+def test_runs_compare_names_what_differs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _echelon(capsys, "runs", "compare")
+    differing = [line.split()[1] for line in text.splitlines() if line.startswith(" * ")]
+    assert {"outcome", "steps", "arguments", "processes", "num_processes"} <= set(differing)
+    assert "torch" not in text
+    assert _echelon(capsys, "runs", "compare", "one", "two") == text
+    (runs / "two").rename(runs.parent / "elsewhere")
+    assert "contains one run, and a comparison needs two" in _echelon(capsys, "runs", "compare", code=2)
+
+
+def test_report_writes_a_page_and_prints_its_path(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _echelon(capsys, "report") == f"report: {runs / 'two' / 'report.html'}\n"
+    assert _echelon(capsys, "report", "one", "two") == f"report: {runs / 'report.html'}\n"
+    assert _echelon(capsys, "report", str(runs), "-o", "page.html") == f"report: {runs.parent / 'page.html'}\n"
+    assert (runs.parent / "page.html").read_text() == (runs / "two" / "report.html").read_text()
+    assert "cannot write" in _echelon(capsys, "report", "-o", "gone/page.html", code=2)
