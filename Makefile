@@ -22,7 +22,7 @@ RULES := tests/test_layering.py tests/test_import_contracts.py tests/test_docume
 PROSE := docs $(wildcard *.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak repeat clusters bench peers side-by-side ecosystem docs docs-serve lock release-check test-gpu other-torch clean
+.PHONY: help demo test check format soak repeat browser clusters bench peers side-by-side ecosystem docs docs-serve lock release-check test-gpu other-torch clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -61,6 +61,11 @@ clusters: $(RAY)/.stamp ## install Slurm and Ray for make soak
 	@test -n "$$(PATH="$$PATH:/usr/sbin" command -v slurmctld)" || \
 	{ test "$$(id -u)" = 0 && apt-get install -qq -y --no-install-recommends slurm-wlm munge > /dev/null; } || \
 	{ echo "NOT INSTALLED: Slurm; as root: apt-get update && apt-get install slurm-wlm munge" >&2; exit 1; }
+
+browser: ## install Chromium for the tests of the report page
+	@test -n "$$(command -v chromium || command -v chromium-browser || command -v google-chrome)" || \
+	{ test "$$(id -u)" = 0 && apt-get install -qq -y --no-install-recommends chromium > /dev/null; } || \
+	{ echo "NOT INSTALLED: Chromium; as root: apt-get update && apt-get install chromium" >&2; exit 1; }
 
 test-gpu: $(VENV)/.stamp ## run the tests that require an accelerator
 	@$(BIN)/python -m pytest -m gpu || [ $$? -eq 5 ]

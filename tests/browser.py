@@ -39,6 +39,7 @@ class Browser:
         self.is_loaded = False
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.call("Emulation.setScrollbarsHidden", hidden=True)  # as on a telephone, and equal on all systems
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 

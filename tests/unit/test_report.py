@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +139,14 @@ def test_texts_in_a_run_cannot_become_parts_of_the_page(tmp_path: Path) -> None:
     assert page.count("</script>") == 3
     assert "alert(1)" in page
     assert "<script>alert" not in page
+
+
+def test_the_plot_library_is_the_documented_one() -> None:
+    assets = resources.files("echelon.report") / "assets"
+    text = (assets / "README.md").read_text()
+    for name in ("uPlot.iife.min.js", "uPlot.min.css"):
+        assert f"| `{name}` | `{hashlib.sha256((assets / name).read_bytes()).hexdigest()}` |" in text
+    assert "v1.6.32" in (assets / "uPlot.iife.min.js").read_text()[:100]
 
 
 @pytest.fixture

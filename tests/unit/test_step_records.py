@@ -47,6 +47,16 @@ def test_written_records_are_read(tmp_path: Path) -> None:
     assert math.isnan(second.grad_norm)
 
 
+def test_the_last_records_can_be_read_alone(tmp_path: Path) -> None:
+    recorder = _recorder(tmp_path)
+    path = tmp_path / "rank_3.steps"
+    assert read_step_file(path, last=3).records == []
+    for step in range(1, 7):
+        recorder.record(step, 0.1, SPENT)
+    assert [record.step for record in read_step_file(path, last=2).records] == [5, 6]
+    assert len(read_step_file(path, last=9).records) == 6
+
+
 def test_a_loss_is_filled_in_later(tmp_path: Path) -> None:
     recorder = _recorder(tmp_path)
     place = recorder.record(1, 0.1, SPENT)

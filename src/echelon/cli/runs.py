@@ -12,7 +12,8 @@ import click
 
 from echelon.base.errors import UsageError
 from echelon.base.printable import printable
-from echelon.report.run_folder import DEFAULT_FOLDER, RecordedRun, find_run, read_run, runs_below
+from echelon.report.run_folder import RecordedRun, find_run, read_run, runs_below
+from echelon.status.run_files import DEFAULT_PARENT
 
 if TYPE_CHECKING:
     from echelon.report.step_series import StepSeries
@@ -30,7 +31,7 @@ def command() -> None:
 
 
 @command.command("ls")
-@click.argument("folder", metavar="[FOLDER]", default=DEFAULT_FOLDER)
+@click.argument("folder", metavar="[FOLDER]", default=DEFAULT_PARENT)
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def list_runs(folder: str, is_json: bool) -> None:
     """List the runs in FOLDER, oldest first: when, what, how far, and how they ended."""
@@ -83,7 +84,7 @@ def list_runs(folder: str, is_json: bool) -> None:
 
 
 @command.command("show")
-@click.argument("folder", metavar="[RUN]", default=DEFAULT_FOLDER)
+@click.argument("folder", metavar="[RUN]", default=DEFAULT_PARENT)
 def show_run(folder: str) -> None:
     """Show a run: its command, code, machine, results, settings and events."""
     from echelon.report.comparison import (  # noqa: PLC0415 - imports numpy
@@ -118,7 +119,7 @@ def compare(folders: tuple[str, ...]) -> None:
     if len(folders) > 1:
         paths = [find_run(folder) for folder in folders]
     else:
-        parent = Path(*folders) if folders else Path(DEFAULT_FOLDER)
+        parent = Path(*folders) if folders else Path(DEFAULT_PARENT)
         paths = runs_below(parent)[-2:]
         if len(paths) < 2:
             raise UsageError(

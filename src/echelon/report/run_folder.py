@@ -14,13 +14,10 @@ from typing import Any
 
 from echelon.base.errors import UsageError
 from echelon.config.run_record import RUN_FILE as CONFIG_FILE
+from echelon.status.run_files import DEFAULT_PARENT, EVENTS_FILE, INFO_FILE, METRICS_FILE, read_info, read_lines
 
-__all__ = ["DEFAULT_FOLDER", "RecordedRun", "find_run", "read_run", "runs_below"]
+__all__ = ["RecordedRun", "find_run", "read_run", "runs_below"]
 
-DEFAULT_FOLDER = "echelon-runs"
-"""Parent folder of the runs that were started without ``--log_dir``."""
-
-_FACTS_FILE = "run.json"
 _GOODPUT_FILE = "goodput.jsonl"
 _STEPS = re.compile(r"rank_(\d+)\.steps")
 
@@ -34,9 +31,9 @@ def find_run(folder: str | Path | None = None) -> Path:
     Raises:
         UsageError: there is no run.
     """
-    path = Path(DEFAULT_FOLDER if folder is None else folder)
-    if not path.exists() and (Path(DEFAULT_FOLDER) / path).is_dir():
-        path = Path(DEFAULT_FOLDER) / path
+    path = Path(DEFAULT_PARENT if folder is None else folder)
+    if not path.exists() and (Path(DEFAULT_PARENT) / path).is_dir():
+        path = Path(DEFAULT_PARENT) / path
     if _is_run(path):
         return path
     if newest := runs_below(path):
@@ -50,7 +47,7 @@ def find_run(folder: str | Path | None = None) -> Path:
 def runs_below(parent: str | Path) -> list[Path]:
     """Return the folders of the runs directly below ``parent``, oldest first; of a run on several machines, the first one's."""
     found = [path for path in sorted(Path(parent).glob("*/")) if _is_run(path)]
-    facts = {path: _read_json(path / _FACTS_FILE) or {} for path in found}
+    facts = {path: _read_info(path) for path in found}
     primary: dict[str, Path] = {}
     for path in found:
         name = str(facts[path].get("run_id") or path)
@@ -63,11 +60,11 @@ def runs_below(parent: str | Path) -> list[Path]:
 def read_run(folder: str | Path) -> RecordedRun:
     """Return the run in ``folder``, with the folders of its other machines in the same parent folder. Missing files are no error."""
     folder = Path(folder)
-    facts = _read_json(folder / _FACTS_FILE) or {}
+    facts = _read_info(folder)
     folders = [folder]
     if facts.get("run_id") and _number(facts.get("num_machines")) > 1:
-        for other in sorted(folder.resolve().parent.glob(f"*/{_FACTS_FILE}")):
-            is_same = other.parent != folder.resolve() and (_read_json(other) or {}).get("run_id") == facts["run_id"]
+        for other in sorted(folder.resolve().parent.glob(f"*/{INFO_FILE}")):
+            is_same = other.parent != folder.resolve() and _read_info(other.parent).get("run_id") == facts["run_id"]
             folders += [other.parent] if is_same else []
     return RecordedRun(folders=tuple(sorted(folders, key=lambda path: not _rank_zero(path))), facts=facts)
 
@@ -104,12 +101,12 @@ class RecordedRun:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""
-        return [line for line in _read_lines(self.folder / "metrics.jsonl") if isinstance(line.get("values"), dict)]
+        return [line for line in read_lines(self.folder / METRICS_FILE) if isinstance(line.get("values"), dict)]
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
         """The lines of events.jsonl of all machines, in the order of their times."""
-        lines = [line for folder in self.folders for line in _read_lines(folder / "events.jsonl")]
+        lines = [line for folder in self.folders for line in read_lines(folder / EVENTS_FILE)]
         found = {json.dumps(line, sort_keys=True): line for line in lines if isinstance(line.get("time"), (int, float))}
         return sorted(found.values(), key=lambda line: float(line["time"]))
 
@@ -118,7 +115,7 @@ class RecordedRun:
         """Wall time in seconds (``wall_s``) and its parts (``parts``), which add up to it; None if none was written."""
         found = self.facts.get("goodput")
         if not found:
-            lines = [line for line in _read_lines(self.folder / _GOODPUT_FILE) if line.get("kind") == "run"]
+            lines = [line for line in read_lines(self.folder / _GOODPUT_FILE) if line.get("kind") == "run"]
             found = {"wall_s": lines[-1].get("wall_s"), "parts": lines[-1].get("seconds")} if lines else None
         if isinstance(found, dict) and isinstance(found.get("parts"), dict) and _number(found.get("wall_s")) > 0:
             return {"wall_s": float(found["wall_s"]), "parts": {k: float(v) for k, v in found["parts"].items()}}
@@ -136,13 +133,13 @@ class RecordedRun:
 
 
 def _is_run(path: Path) -> bool:
-    if (path / _FACTS_FILE).exists() or (path / "records").exists() or any(path.glob("attempt_*")):
+    if (path / INFO_FILE).exists() or (path / "records").exists() or any(path.glob("attempt_*")):
         return True
-    return "shadowed" in (_read_json(path / CONFIG_FILE) or {})  # the config.json of a model has other keys
+    return "shadowed" in (_read_config(path))  # the config.json of a model has other keys
 
 
 def _rank_zero(path: Path) -> bool:
-    return (path / "metrics.jsonl").exists() or any(path.glob("records/*/rank_0.steps"))
+    return (path / METRICS_FILE).exists() or any(path.glob("records/*/rank_0.steps"))
 
 
 def _is_alive(pid: int) -> bool:
@@ -159,26 +156,16 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_info(folder: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return read_info(folder)
     except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
+        return {}
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects in the lines of a file; a line that is not complete is left out."""
+def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    found = []
-    for line in text.splitlines():
-        try:
-            data = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(data, dict):
-            found.append(data)
-    return found
+        data = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}

@@ -167,7 +167,7 @@ def last_step(run: RecordedRun) -> tuple[int | None, float | None]:
         if attempt != paths[-1][0]:
             continue
         try:
-            records = read_step_file(path).records
+            records = read_step_file(path, last=_MAX_PENDING).records
         except (OSError, ValueError):
             continue
         known = [one for one in records if one.num_losses]
@@ -206,7 +206,7 @@ class _Sums:
 
         def sums(totals: Floats) -> Floats:
             # The first record of an attempt covers the start of its loop and is only the base of the differences.
-            return np.bincount(bucket[1:], weights=np.diff(totals), minlength=number)
+            return _sums(bucket[1:], np.diff(totals), number)
 
         self.num_steps[i] += sums(one.step.astype(np.float64))
         self.samples[i] += sums(one.samples)
@@ -293,8 +293,8 @@ def _over_ranks(rows: Sequence[tuple[Ints, Floats, Floats]]) -> tuple[Ints, Floa
     steps, inverse = np.unique(np.concatenate([row[0] for row in rows]), return_inverse=True)
     values, weights = (np.concatenate([row[i] for row in rows]) for i in (1, 2))
     weights = np.where(np.isnan(values), 0.0, np.maximum(weights, 1.0))
-    total = np.bincount(inverse, weights=np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf) * weights)
-    return steps, _ratio(total, np.bincount(inverse, weights=weights))
+    total = _sums(inverse, np.where(np.isnan(values), 0.0, values) * weights, len(steps))
+    return steps, _ratio(total, _sums(inverse, weights, len(steps)))
 
 
 def _spread(buckets: _Buckets, steps: Ints, values: Floats) -> Spread:
@@ -303,8 +303,13 @@ def _spread(buckets: _Buckets, steps: Ints, values: Floats) -> Spread:
     np.fmin.at(least, bucket, values)
     np.fmax.at(most, bucket, values)
     is_known = ~np.isnan(values)
-    total = np.bincount(bucket[is_known], weights=values[is_known], minlength=number)
-    return Spread(least=least, mean=_ratio(total, np.bincount(bucket[is_known], minlength=number)), most=most)
+    total = _sums(bucket[is_known], values[is_known], number)
+    return Spread(least=least, mean=_ratio(total, _sums(bucket, is_known.astype(np.float64), number)), most=most)
+
+
+def _sums(place: Ints, values: Floats, number: int) -> Floats:
+    """Return the sums of the values with the same place."""
+    return np.asarray(np.bincount(place, weights=values, minlength=number), dtype=np.float64)
 
 
 def _last_in(bucket: Ints, values: Floats, number: int) -> Floats:
@@ -340,7 +345,8 @@ def _mean(values: Floats, *, axis: int) -> Floats:
 def _ratio(one: Floats, other: Floats) -> Floats:
     """Return ``one / other``; nan where ``other`` is zero."""
     shape = np.broadcast_shapes(one.shape, other.shape)
-    return np.divide(one, other, out=np.full(shape, np.nan), where=np.broadcast_to(other, shape) > 0)
+    found: Floats = np.divide(one, other, out=np.full(shape, np.nan), where=np.broadcast_to(other, shape) > 0)
+    return found
 
 
 def _groups(values: Floats, size: int, function: np.ufunc) -> Floats:

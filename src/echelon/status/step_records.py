@@ -20,6 +20,7 @@ import mmap
 import os
 import struct
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -193,8 +194,12 @@ class StepRecorder:
         self._stride *= 2
 
 
-def read_step_file(path: Path) -> StepFile:
+def read_step_file(path: Path, *, last: int | None = None) -> StepFile:
     """Return the contents of a file that a ``StepRecorder`` has written, or is still writing.
+
+    Args:
+        path: the file.
+        last: read only this number of records at the end; None: all of them.
 
     Raises:
         OSError: the file cannot be read.
@@ -209,11 +214,11 @@ def read_step_file(path: Path) -> StepFile:
         numbers = {name: int(facts[name]) for name in ("rank", "world_size", "began_ns")}
     except (struct.error, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a file of step records of version {_VERSION}: {error}") from error
+    offsets = range(_HEADER_BYTES, len(data) - _RECORD.size + 1, _RECORD.size)
+    number = bisect_left(offsets, True, key=lambda offset: _TIME.unpack_from(data, offset)[0] == 0)
     records = []
-    for offset in range(_HEADER_BYTES, len(data) - _RECORD.size + 1, _RECORD.size):
+    for offset in offsets[0 if last is None else max(0, number - last) : number]:
         fields = _RECORD.unpack_from(data, offset)
-        if fields[0] == 0:
-            break
         records.append(StepRecord._make((*fields[:9], fields[9:])))
     return StepFile(**numbers, records=records)
 
