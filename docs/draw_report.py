@@ -1,7 +1,7 @@
 """Draw the picture of report.md: the top of a run's report, in headless Chromium.
 
-    make demo
-    python -m docs.draw_report            # the newest run in ./echelon-runs; or python -m docs.draw_report RUN
+make demo
+python -m docs.draw_report            # the newest run in ./echelon-runs; or python -m docs.draw_report RUN
 """
 
 from __future__ import annotations
