@@ -1,0 +1,155 @@
+"""The pages of docs/guides and docs/migrating: their programs run alone, and their commands print what the pages say.
+
+A block ```` ```python train.py ```` is a file of the reader's folder, and a block ```` ```console ```` holds commands to type there, each
+followed by lines that it prints, in order (numbers may differ; ``...`` stands for lines left out).
+
+``python tests/launch/test_guides.py`` writes what differs between the scripts into the pages; with names of pages, it types their
+commands and shows what they print.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from echelon.base.warnings import EchelonWarning
+from tests.harness import run_on_ranks
+from tests.launch.conftest import Command
+from tests.launch.programs import run_program
+from tests.launch.test_tour import ROOT, Block, blocks, scripts, written
+
+PAGES = sorted([*(ROOT / "docs" / "guides").glob("*.md"), *(ROOT / "docs" / "migrating").glob("*.md")])
+ENGLISH = [page for page in PAGES if not page.name.endswith(".zh.md")]
+CHINESE = [page for page in PAGES if page.name.endswith(".zh.md")]
+# Programs that take seconds to import, or that need another package, run by `make soak` and where they can.
+_LIBRARIES = re.compile(
+    r"^\s*(?:import|from) (accelerate|transformers|peft|lightning|deepspeed|ray|echelon\.ray)\b", re.MULTILINE
+)
+
+# Pages with a setting that has no effect on one process, or no counterpart, which is one warning; the others must not warn.
+_WARN = ("deepspeed_configs", "sharding")
+
+
+def _is_light(text: str) -> bool:
+    return _LIBRARIES.search(text) is None
+
+
+def _write_files(page: Path, folder: Path) -> None:
+    for block in blocks(page):
+        if re.fullmatch(r"[\w.]+\.\w+", block.title):  # a program or a file of settings
+            (folder / block.title).write_text(block.text, encoding="utf-8")
+
+
+def commands(block: Block) -> list[tuple[str, list[str]]]:
+    """Return each command of a console block, with the lines that the page shows below it."""
+    parts = re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]
+    return [
+        (lines[0], [line for line in lines[1:] if line.strip() not in ("", "...")])
+        for lines in map(str.splitlines, parts)
+    ]
+
+
+def _check_lines(output: str, expected: list[str]) -> None:
+    rest = output.splitlines()
+    for line in expected:
+        pattern = re.compile(re.sub(r"\d+(?:\\?\.\d+)?(?:e\\?[-+]\d+)?", r"[-\\d.e+]+", re.escape(line.strip())))
+        places = [place for place, printed in enumerate(rest) if pattern.fullmatch(printed.strip())]
+        assert places, f"the page says {line!r}, and the program prints\n{output}"
+        rest = rest[places[0] + 1 :]
+
+
+def _run(name: str, folder: str, may_warn: bool) -> str:
+    with warnings.catch_warnings(), mock.patch.object(sys, "argv", [name]):
+        if may_warn:
+            warnings.simplefilter("ignore", EchelonWarning)
+        return run_program(name, folder)
+
+
+@pytest.mark.parametrize("page", ENGLISH, ids=lambda page: page.stem)
+def test_the_programs_run_alone(page: Path, tmp_path: Path) -> None:
+    light = [name for name, text in scripts(page).items() if _is_light(text)]
+    _write_files(page, tmp_path)
+    for name in light:
+        run_on_ranks(_run, name, str(tmp_path), page.stem in _WARN, world_size=1, init_group=False)
+    assert light or page.stem in ("lora", "ray", "from_transformers_trainer", "kubernetes"), (
+        f"{page.name} has no program"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_says_what_it_is_and_every_program_has_its_imports(page: Path) -> None:
+    for block in blocks(page):
+        assert block.language in ("python", "console", "bash", "text", "toml", "yaml", "json", "diff"), block
+        assert block.language != "python" or block.title.endswith(".py"), block
+        if block.language == "python":
+            compile(block.text, f"{page.name}:{block.title}", "exec")
+            assert re.search(r"^(import|from) ", block.text, re.MULTILINE), block
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_differences_are_those_of_the_scripts(page: Path) -> None:
+    assert page.read_text(encoding="utf-8") == written(page), "run python tests/launch/test_guides.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)#\s]+)", text):
+        assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=lambda page: page.name)
+def test_the_chinese_page_shows_the_same_code(page: Path) -> None:
+    def code(page: Path) -> list[str]:
+        return [re.sub(r" *#.*", "", block.text) for block in blocks(page)]
+
+    assert code(page) == code(page.with_name(page.name.replace(".zh.md", ".md")))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("page", ENGLISH, ids=lambda page: page.stem)
+def test_the_commands_print_what_the_page_says(page: Path, command: Command) -> None:
+    _write_files(page, command.directory)
+    for package in {found[1].split(".")[-1] for text in scripts(page).values() for found in _LIBRARIES.finditer(text)}:
+        pytest.importorskip(package)
+    for block in blocks(page):
+        for line, expected in commands(block) if block.language == "console" else []:
+            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            result = command.run(["bash", "-c", f"{line} 2>&1"], PATH=path, OMP_NUM_THREADS="1")
+            _check_lines(result.out.replace(f"{command.directory}/", ""), expected)
+
+
+def _type_commands(page: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        _write_files(page, Path(folder))
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        for block in blocks(page):
+            for line, expected in commands(block) if block.language == "console" else []:
+                done = subprocess.run(
+                    ["bash", "-c", f"{line} 2>&1"],
+                    cwd=folder,
+                    env={**os.environ, "PATH": path},
+                    capture_output=True,
+                    text=True,
+                )
+                printed = done.stdout.replace(f"{folder}/", "")
+                print(f"$ {line}\n{printed}({done.returncode})")
+                try:
+                    _check_lines(printed, expected)
+                except AssertionError as error:
+                    print("DIFFERS:", str(error).splitlines()[0])
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(written(page), encoding="utf-8")
+    for name in sys.argv[1:]:
+        _type_commands(*[page for page in ENGLISH if page.stem == name])
