@@ -91,11 +91,11 @@ peers: $(PEERS)/.stamp ## create .venv-peers for the benchmarks and side-by-side
 # silences a notice of the theme about mkdocs 2.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs
 docs: $(DOCS)/.stamp ## build the documentation site into site/
-	@$(MKDOCS) build --strict --quiet
+	@mkdir -p build/docs && $(MKDOCS) build --strict --quiet
 	@echo "site/index.html"
 
 docs-serve: $(DOCS)/.stamp ## show the documentation site at http://127.0.0.1:8000, and rebuild it when a page changes
-	@$(MKDOCS) serve --strict
+	@mkdir -p build/docs && $(MKDOCS) serve --strict
 
 # Starts from an empty environment, so that packages that are no longer needed are dropped.
 lock: ## refresh constraints.txt from pyproject.toml and requirements-dev.txt

@@ -365,7 +365,7 @@ def test_misspelled_or_invalid_variables_are_reported(
     ("arguments", "text"),
     [
         ({"replicas": 0}, "replicas=0"),
-        ({"wrap_classes": ("A",), "min_num_params": 2}, "wrap_classes and min_num_params both select"),
+        ({"wrap_classes": ("A",), "min_num_params": 2}, "wrap_classes, min_num_params cannot be combined"),
         ({"reduce_dtype": torch.int8}, "reduce_dtype to be a floating-point dtype, but got torch.int8"),
         ({"ignored": "("}, "is not a valid regular expression"),
         ({"ignored": ("head",)}, "modules and parameters in ignored, but got str"),
