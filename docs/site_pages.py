@@ -155,6 +155,10 @@ API: dict[str, tuple[str, str, list[str]]] = {
         ["echelon.EchelonError"],
     ),
 }  # fmt: skip
+# Options of mkdocstrings for single names: the fields of TrainingArguments are those of its base class, and make a signature of pages.
+OPTIONS = {
+    "echelon.TrainingArguments": ["inherited_members: true", "show_signature: false", "merge_init_into_class: false"]
+}
 # Public modules whose names must all be on a page (`echelon` itself is read from its stub).
 MODULES = ("echelon.distributed", "echelon.accelerator", "echelon.trainer", "echelon.trackers")
 
@@ -393,6 +397,7 @@ def api_pages() -> dict[str, str]:
                 "    options:",
                 f"      heading: {name}",
                 f"      toc_label: {name.rpartition('.')[2]}",
+                *(f"      {line}" for line in OPTIONS.get(name, [])),
                 "",
             ]
         made[f"{page}.md"] = "\n".join(lines)
@@ -485,6 +490,24 @@ def on_config(config: Any) -> Any:
         for known in ("_primary_url_map", "_secondary_url_map", "_title_map", "_breadcrumbs_map", "_abs_url_map"):
             getattr(autorefs, known).clear()
     return config
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Turn the names of documents ("docs/parity.md"), also in docstrings, into links (mkdocs calls this)."""
+    inside = 0  # of a link, or of code
+
+    def change(match: re.Match[str]) -> str:
+        nonlocal inside
+        if match["tag"]:
+            if re.match(r"</?(a|code|pre)\b", match["tag"]):
+                inside += -1 if match["tag"].startswith("</") else 1
+            return match[0]
+        file = files.get_file_from_path(f"{match['name']}.md")
+        if inside or file is None:
+            return match[0]
+        return f'<a href="{file.url_relative_to(page.file)}">{match["name"]}.md</a>'
+
+    return re.sub(r"(?P<tag><[^>]+>)|docs/(?P<name>[\w/]+)\.md", change, html)
 
 
 if __name__ == "__main__":
