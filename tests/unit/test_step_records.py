@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from echelon.status import step_records
-from echelon.status.step_records import StepRecorder, read_step_file
+from echelon.status.step_records import StepRecorder, read_step_file, sample_step_file
 
 SPENT = tuple(range(10, 18))
 
@@ -195,3 +195,17 @@ def test_a_record_costs_at_most_two_microseconds(tmp_path: Path) -> None:
             recorder.record(step, 0.1, SPENT)
         best = min(best, (time.perf_counter_ns() - began) / 500)
     assert best < 2000
+
+
+@pytest.mark.parametrize("num_records", [0, 1, 7, 64, 1000])
+def test_a_sample_has_evenly_spaced_records_and_the_last(tmp_path: Path, num_records: int) -> None:
+    recorder = _recorder(tmp_path)
+    for step in range(1, num_records + 1):
+        recorder.add_loss(step / 2)
+        recorder.record(step, 0.1, SPENT)
+    sample = sample_step_file(tmp_path / "rank_3.steps", num_spread=10, num_last=8)
+    steps = _steps(tmp_path)
+    assert (sample.rank, sample.world_size) == (3, 4)
+    assert [record.step for record in sample.last] == steps[-8:]
+    spread = steps if num_records <= 10 else [1 + i * (num_records - 1) // 9 for i in range(10)]
+    assert [(record.step, record.loss) for record in sample.spread] == [(step, step / 2) for step in spread]

@@ -29,7 +29,8 @@ def command(ctx: click.Context, args: tuple[str, ...], all_threads: bool) -> Non
     """Diagnose a run, or test the connections between machines.
 
     RUN is the folder of a run, or a folder that contains runs, of which the newest is shown (default: ./echelon-runs). A stall
-    report names the folder of its run. Shows where the time went, each rank's stack at each stall, and each rank's errors.
+    report names the folder of its run. Shows where the time went, each rank's stack at each stall, each rank's errors and, while
+    the run is live, what each rank is doing.
 
     To test connections, run this command on each machine with --nnodes and the other rendezvous flags of `echelon launch`. It
     shows which machines join, which are refused and why, and which are missing. It then measures the bandwidth between each
@@ -71,6 +72,25 @@ def _diagnose_run(run: Path, *, all_threads: bool) -> None:
             click.echo(printable(line))
     if is_empty:
         click.echo(f"{printable(str(run))}: no rank has stalled or failed")
+    for line in _live_ranks(run):
+        click.echo(printable(line))
+
+
+def _live_ranks(run: Path) -> Iterator[str]:
+    """Return what each rank on this machine is doing, those that differ from the others first; nothing if the run has ended."""
+    from echelon.report.live_run import LiveRun  # noqa: PLC0415 - needed only for a run's folder
+
+    live = LiveRun(run)
+    try:
+        snapshot = live.read()
+    finally:
+        live.close()
+    if snapshot.is_live:
+        others = f" of the ranks on {snapshot.host}" if snapshot.num_machines > 1 else ""
+        yield f"the run is live; state{others} (echelon watch {run} keeps it up to date):"
+        yield from (f"  {row.to_text()}" for row in snapshot.rows)
+    elif snapshot.outcome == "running":
+        yield f"the run is live, but {snapshot.why_not_live}"
 
 
 def _stalls(attempt: Path, *, all_threads: bool) -> Iterator[str]:

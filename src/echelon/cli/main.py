@@ -40,6 +40,7 @@ _COMMANDS = {
         "Train a small model with multiple processes and compare the result with that of a single process.",
     ),
     "token": ("echelon.cli.job_token", "Create the secret shared by the machines in a run."),
+    "watch": ("echelon.cli.watch", "Show what a run is doing: progress, rates, loss, and each rank."),
 }
 
 

@@ -5,7 +5,7 @@ request number, which the launcher increments to request stacks from all ranks. 
 rank, with ``Watch`` records at offsets 0 and 160, ``StatusNote`` at 320 and 672, ``Times`` at 1024 and 1152, and the last
 eight ``Mark`` records, of 80 bytes each, starting at 1280. A record consists of ``I`` CRC-32 of the rest, ``I`` number, and
 its fields in the order below. Strings are UTF-8, padded with zeros. Two words for preemption are stored at offset 24 in the
-header and at offset 1920 in each slot.
+header and at offset 1920 in each slot; a word at offset 1936 is the number of steps of the whole run.
 
 Each record except ``Mark`` has two copies, which are written alternately. A reader uses the newest copy with a correct
 checksum. Therefore, it never sees a torn record, even on processors that reorder stores, and if a rank dies during a write,
@@ -29,7 +29,7 @@ from enum import IntEnum, IntFlag
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-__all__ = ["Board", "Doing", "Mark", "StatusNote", "StepPart", "Phase", "Slot", "Times", "Watch"]
+__all__ = ["Board", "BoardReader", "Doing", "Mark", "StatusNote", "StepPart", "Phase", "Slot", "Times", "Watch"]
 
 _MAGIC, _VERSION = b"ECHBOARD", 3
 _HEADER = struct.Struct("<8sIII")
@@ -47,7 +47,7 @@ _TIMES = struct.Struct("<QQqQB8Q")
 _TIMES_AT = (1024, 1152)
 _MARK = struct.Struct("<Q8Q")
 _MARKS_AT = tuple(range(1280, 1920, 80))
-_POSITION_AT, _SIGNAL_AT = 1920, 1928
+_POSITION_AT, _SIGNAL_AT, _PLANNED_AT = 1920, 1928, 1936
 # Native byte order and alignment make loads and stores atomic.
 _WORD = struct.Struct("@Q")
 _FILE_BYTES = 100
@@ -275,57 +275,30 @@ class Slot:
         """Notify the launcher that this rank received signal ``number``, which requests it to save and exit."""
         _WORD.pack_into(self._memory, self._at + _SIGNAL_AT, number)
 
+    def write_planned_steps(self, number: int) -> None:
+        """Write the number of optimizer steps of the whole run."""
+        _WORD.pack_into(self._memory, self._at + _PLANNED_AT, number)
+
     def _write(self, offset: int, number: int, fields: bytes) -> None:
         record = _HEAD.pack(zlib.crc32(fields, number), number) + fields
         begin = self._at + offset
         self._memory[begin : begin + len(record)] = record
 
 
-class Board:
-    """The launcher's view of the board, with all slots.
+class BoardReader:
+    """Reads all slots of a board, in any process of the user who started the run.
 
     Args:
-        num_slots: number of ranks on this machine.
-        folder: folder for the file on systems without /dev/shm.
+        path: the board's path.
+
+    Raises:
+        OSError: the file does not exist.
+        ValueError: the file is not a board.
     """
 
-    def __init__(self, num_slots: int, *, folder: str) -> None:
-        shared = os.path.isdir(_SHARED) and os.access(_SHARED, os.W_OK)
-        if shared:
-            _remove_orphans(_SHARED)
-        # Only this user can read the file (mkstemp). The lock shows that the launcher is alive.
-        self._file, self.path = tempfile.mkstemp(prefix=_PREFIX, dir=_SHARED if shared else folder)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        self.num_slots = num_slots
-        os.ftruncate(self._file, _HEADER_BYTES + num_slots * _SLOT_BYTES)
-        os.pwrite(self._file, _HEADER.pack(_MAGIC, _VERSION, num_slots, 0), 0)
-        self._memory = _mapped(self.path)
-
-    def request_stacks(self) -> int:
-        """Request the stacks from all ranks, and return the request's number."""
-        number = int(_REQUEST.unpack_from(self._memory, _REQUEST_AT)[0]) + 1
-        _REQUEST.pack_into(self._memory, _REQUEST_AT, number)
-        return number
-
-    def set_grace(self, grace_ms: int) -> None:
-        """Set the time that ranks have to agree on a step when preempted; 0 disables the stop barrier."""
-        _WORD.pack_into(self._memory, _GRACE_AT, grace_ms)
-
-    def write_command(self, command: int) -> None:
-        """Write the stop barrier's command (see ``stop_barrier.py``)."""
-        _WORD.pack_into(self._memory, _COMMAND_AT, command)
-
-    def read_positions(self) -> list[int]:
-        """Return each rank's position in the stop barrier; 0 if the rank has not joined yet."""
-        return self._words(_POSITION_AT)
-
-    def preemption_signals(self) -> list[int]:
-        """Return, for each rank, the signal that requested it to save and exit; 0 if there was none."""
-        return self._words(_SIGNAL_AT)
-
-    def _words(self, offset: int) -> list[int]:
-        first = _HEADER_BYTES + offset
-        return [_WORD.unpack_from(self._memory, first + i * _SLOT_BYTES)[0] for i in range(self.num_slots)]
+    def __init__(self, path: str) -> None:
+        self._memory = _mapped(path, mmap.ACCESS_READ)
+        self.num_slots = int(_HEADER.unpack_from(self._memory)[2])
 
     def watch(self, index: int) -> Watch | None:
         """Return the latest record from a rank's reporter, or None if the reporter has not started."""
@@ -356,6 +329,11 @@ class Board:
         """Return the marks for a rank's latest checkpoints, oldest first."""
         return [Mark(step, tuple(spent_ns)) for step, *spent_ns in self._intact(index, _MARKS_AT, _MARK)]
 
+    def planned_steps(self) -> int:
+        """Return the number of optimizer steps of the whole run; 0 if it is unknown."""
+        first = _HEADER_BYTES + _PLANNED_AT
+        return max(int(_WORD.unpack_from(self._memory, first + i * _SLOT_BYTES)[0]) for i in range(self.num_slots))
+
     def _read(self, index: int, offsets: tuple[int, ...], layout: struct.Struct) -> tuple[Any, ...] | None:
         for _ in range(_TRIES):  # neither copy is intact only while the first record is being written
             found = self._intact(index, offsets, layout)
@@ -375,7 +353,76 @@ class Board:
         return [layout.unpack_from(record, _HEAD.size) for _, record in sorted(found)]
 
     def close(self) -> None:
+        """Unmap the file."""
+        self._memory.close()
+
+
+class Board:
+    """The launcher's view of the board, with all slots.
+
+    Args:
+        num_slots: number of ranks on this machine.
+        folder: folder for the file on systems without /dev/shm.
+    """
+
+    def __init__(self, num_slots: int, *, folder: str) -> None:
+        shared = os.path.isdir(_SHARED) and os.access(_SHARED, os.W_OK)
+        if shared:
+            _remove_orphans(_SHARED)
+        # Only this user can read the file (mkstemp). The lock shows that the launcher is alive.
+        self._file, self.path = tempfile.mkstemp(prefix=_PREFIX, dir=_SHARED if shared else folder)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self.num_slots = num_slots
+        os.ftruncate(self._file, _HEADER_BYTES + num_slots * _SLOT_BYTES)
+        os.pwrite(self._file, _HEADER.pack(_MAGIC, _VERSION, num_slots, 0), 0)
+        self._memory = _mapped(self.path)
+        self._reader = BoardReader(self.path)
+
+    def request_stacks(self) -> int:
+        """Request the stacks from all ranks, and return the request's number."""
+        number = int(_REQUEST.unpack_from(self._memory, _REQUEST_AT)[0]) + 1
+        _REQUEST.pack_into(self._memory, _REQUEST_AT, number)
+        return number
+
+    def set_grace(self, grace_ms: int) -> None:
+        """Set the time that ranks have to agree on a step when preempted; 0 disables the stop barrier."""
+        _WORD.pack_into(self._memory, _GRACE_AT, grace_ms)
+
+    def write_command(self, command: int) -> None:
+        """Write the stop barrier's command (see ``stop_barrier.py``)."""
+        _WORD.pack_into(self._memory, _COMMAND_AT, command)
+
+    def read_positions(self) -> list[int]:
+        """Return each rank's position in the stop barrier; 0 if the rank has not joined yet."""
+        return self._words(_POSITION_AT)
+
+    def preemption_signals(self) -> list[int]:
+        """Return, for each rank, the signal that requested it to save and exit; 0 if there was none."""
+        return self._words(_SIGNAL_AT)
+
+    def _words(self, offset: int) -> list[int]:
+        first = _HEADER_BYTES + offset
+        return [_WORD.unpack_from(self._memory, first + i * _SLOT_BYTES)[0] for i in range(self.num_slots)]
+
+    def watch(self, index: int) -> Watch | None:
+        """Return the latest record from a rank's reporter, or None if the reporter has not started."""
+        return self._reader.watch(index)
+
+    def note(self, index: int) -> StatusNote | None:
+        """Return the latest record from a rank's program, or None."""
+        return self._reader.note(index)
+
+    def times(self, index: int) -> Times | None:
+        """Return a rank's times, or None if it has not recorded any."""
+        return self._reader.times(index)
+
+    def marks(self, index: int) -> list[Mark]:
+        """Return the marks for a rank's latest checkpoints, oldest first."""
+        return self._reader.marks(index)
+
+    def close(self) -> None:
         """Remove the file."""
+        self._reader.close()
         self._memory.close()
         with suppress(FileNotFoundError):  # deleted with the run's folder
             os.unlink(self.path)
@@ -398,9 +445,9 @@ def _remove_orphans(folder: str) -> None:
                 os.close(file)
 
 
-def _mapped(path: str) -> mmap.mmap:
-    with open(path, "r+b") as file:
-        memory = mmap.mmap(file.fileno(), 0)
+def _mapped(path: str, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
+    with open(path, "rb" if access == mmap.ACCESS_READ else "r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=access)
     magic, version, num_slots, _ = _HEADER.unpack_from(memory)
     if (magic, version) != (_MAGIC, _VERSION) or len(memory) != _HEADER_BYTES + num_slots * _SLOT_BYTES:
         memory.close()

@@ -173,6 +173,10 @@ class Notes:
             self._slow = before
             self._write()
 
+    def plan(self, num_steps: int) -> None:
+        """Record the number of optimizer steps of the whole run."""
+        self._slot.write_planned_steps(num_steps)
+
     def _write(self) -> None:
         numbers = monotonic_ns(), self._step, self._num_operations, self._line
         texts = self._operation, self._detail, self._slow, self._file

@@ -25,7 +25,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-__all__ = ["FIRST_RECORDS", "MAX_RECORDS", "StepFile", "StepRecord", "StepRecorder", "read_step_file"]
+__all__ = [
+    "FIRST_RECORDS",
+    "MAX_RECORDS",
+    "StepFile",
+    "StepRecord",
+    "StepRecorder",
+    "StepSample",
+    "read_step_file",
+    "sample_step_file",
+]
 
 MAX_RECORDS = 1 << 17
 """Largest number of records in a file, about 17 MB."""
@@ -76,6 +85,19 @@ class StepFile(NamedTuple):
     began_ns: int
     """``time.time_ns()`` at the start of the file."""
     records: list[StepRecord]
+
+
+class StepSample(NamedTuple):
+    """Some of the records in a file of step records."""
+
+    rank: int
+    world_size: int
+    began_ns: int
+    """``time.time_ns()`` at the start of the file."""
+    spread: list[StepRecord]
+    """Records that are evenly spaced over the file."""
+    last: list[StepRecord]
+    """The records at its end."""
 
 
 class StepRecorder:
@@ -206,14 +228,7 @@ def read_step_file(path: Path, *, last: int | None = None) -> StepFile:
         ValueError: it is not a file of step records.
     """
     data = path.read_bytes()
-    try:
-        magic, version, size, length = _HEADER.unpack_from(data)
-        if (magic, version, size) != (_MAGIC, _VERSION, _RECORD.size):
-            raise ValueError("its header is unknown")
-        facts: dict[str, Any] = json.loads(data[_HEADER.size : _HEADER.size + length])
-        numbers = {name: int(facts[name]) for name in ("rank", "world_size", "began_ns")}
-    except (struct.error, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a file of step records of version {_VERSION}: {error}") from error
+    numbers = _read_header(data, path)
     offsets = range(_HEADER_BYTES, len(data) - _RECORD.size + 1, _RECORD.size)
     number = bisect_left(offsets, True, key=lambda offset: _TIME.unpack_from(data, offset)[0] == 0)
     records = []
@@ -221,6 +236,48 @@ def read_step_file(path: Path, *, last: int | None = None) -> StepFile:
         fields = _RECORD.unpack_from(data, offset)
         records.append(StepRecord._make((*fields[:9], fields[9:])))
     return StepFile(**numbers, records=records)
+
+
+def sample_step_file(path: Path, *, num_spread: int, num_last: int) -> StepSample:
+    """Return some records of a file, of which only small parts are read, whatever its size.
+
+    Args:
+        path: a file that a ``StepRecorder`` has written, or is still writing.
+        num_spread: maximum number of records that are evenly spaced over the file.
+        num_last: maximum number of records at the end of the file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a file of step records.
+    """
+    with path.open("rb", buffering=0) as file:
+        numbers = _read_header(file.read(_HEADER_BYTES), path)
+
+        def read(index: int, count: int = 1) -> list[StepRecord]:
+            file.seek(_HEADER_BYTES + index * _RECORD.size)
+            data = file.read(count * _RECORD.size)
+            complete = len(data) // _RECORD.size * _RECORD.size
+            found = [StepRecord._make((*fields[:9], fields[9:])) for fields in _RECORD.iter_unpack(data[:complete])]
+            return [record for record in found if record.time_ns]
+
+        size = (os.fstat(file.fileno()).st_size - _HEADER_BYTES) // _RECORD.size
+        num_records = bisect_left(range(max(size, 0)), True, key=lambda index: not read(index))
+        last = read(max(num_records - num_last, 0), min(num_last, num_records))
+        if num_records <= num_spread:
+            return StepSample(**numbers, spread=read(0, num_records), last=last)
+        places = (i * (num_records - 1) // max(num_spread - 1, 1) for i in range(num_spread))
+        return StepSample(**numbers, spread=[record for place in places for record in read(place)], last=last)
+
+
+def _read_header(data: bytes, path: Path) -> dict[str, int]:
+    try:
+        magic, version, size, length = _HEADER.unpack_from(data)
+        if (magic, version, size) != (_MAGIC, _VERSION, _RECORD.size):
+            raise ValueError("its header is unknown")
+        facts: dict[str, Any] = json.loads(data[_HEADER.size : _HEADER.size + length])
+        return {name: int(facts[name]) for name in ("rank", "world_size", "began_ns")}
+    except (struct.error, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a file of step records of version {_VERSION}: {error}") from error
 
 
 def _create(path: str, header: bytes, num_records: int) -> mmap.mmap:

@@ -15,6 +15,7 @@ from torch import nn
 from echelon.accelerator.checkpoint.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.memory import clear_device_cache
 from echelon.accelerator.preemption import Preempted
+from echelon.accelerator.update.step_timing import record_planned_steps
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.trainer.arguments.enums import SaveStrategy
@@ -130,6 +131,7 @@ class TrainingLoop:
         self.start_time = self.logged_at = time.time()
         if hooks.state.epoch is None:
             hooks.state.epoch = 0.0
+        record_planned_steps(plan.max_steps)
         notify(hooks, "on_train_begin")
         if args.eval_on_start:
             self._evaluate(self._trial, self.ignore_keys, skip_scheduler=True)

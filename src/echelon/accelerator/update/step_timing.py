@@ -12,10 +12,17 @@ from torch import nn
 from echelon.status.board import StepPart
 from echelon.status.notes import Notes, notes_of_process
 
-__all__ = ["NOT_TIMED", "time_forward", "timed_backward"]
+__all__ = ["NOT_TIMED", "record_planned_steps", "time_forward", "timed_backward"]
 
 NOT_TIMED: AbstractContextManager[None] = nullcontext()
 """Used instead of ``timed_backward`` if no launcher reads the times."""
+
+
+def record_planned_steps(number: int) -> None:
+    """Record on the status board the number of optimizer steps of the whole run, including those before a restart."""
+    notes = notes_of_process()
+    if notes is not None:
+        notes.plan(number)
 
 
 def time_forward(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from echelon.status.board import Board, Doing
 from echelon.status.call_site import CallSite
 from echelon.status.stack_reporter import ANSWER_FILE, DUMP_SIGNAL
 
-__all__ = ["STALL_FILE", "LocalRanks", "Ranks", "wait_for_verdict"]
+__all__ = ["STALL_FILE", "STOPPED_STATES", "LocalRanks", "Ranks", "read_process", "wait_for_verdict"]
 
 # The exit of a failed rank becomes visible up to 1.7 s later, after the errors that it causes on other ranks.
 _STRAGGLERS_S = 1.5
@@ -29,7 +29,8 @@ _SETTLE_POLL_S = 0.02
 _ANSWER_S = 2.5
 _POLL_S = 0.05
 _STACK_S = 0.3
-_STOPPED = frozenset("Tt")  # t: traced by a debugger (gdb)
+STOPPED_STATES = frozenset("Tt")
+"""States of a stopped process; t: traced by a debugger (gdb)."""
 
 
 class Ranks(Protocol):
@@ -81,14 +82,14 @@ class LocalRanks:
         """Return each rank's current state."""
         views = []
         for index, (rank, (pid, code)) in enumerate(self._running().items()):
-            state, cpu_s, num_faults = _process(pid) if code is None else ("", 0.0, 0)
+            state, cpu_s, num_faults = read_process(pid) if code is None else ("", 0.0, 0)
             views.append(
                 RankView(
                     rank=rank,
                     watch=self._board.watch(index),
                     note=self._board.note(index),
                     exit_code=code,
-                    is_stopped=state in _STOPPED,
+                    is_stopped=state in STOPPED_STATES,
                     cpu_s=cpu_s,
                     num_faults=num_faults,
                 )
@@ -158,8 +159,8 @@ def wait_for_verdict(
     return [replace(end, last_words=answers.get(end.rank)) if end.rank in running else end for end in ends_now()]
 
 
-def _process(pid: int) -> tuple[str, float, int]:
-    """Return a process's state, CPU seconds and number of major page faults."""
+def read_process(pid: int) -> tuple[str, float, int]:
+    """Return a process's state, CPU seconds and number of major page faults; the state is empty if there is no process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except FileNotFoundError:

@@ -1,0 +1,66 @@
+"""``echelon watch``: shows a run while it is live, in the terminal or in a browser."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import click
+
+from echelon.report.live_run import LiveRun
+from echelon.report.run_folder import find_run
+
+__all__ = ["command"]
+
+_DRAW_EVERY_S = 0.5
+_PIPE_WIDTH = 120
+
+
+@click.command("watch")
+@click.argument("run", required=False)
+@click.option("--once", is_flag=True, help="Print the current state once (default if the output is not a terminal).")
+@click.option("--web", is_flag=True, help="Show the run's report in a browser on this machine, and keep it up to date.")
+@click.option("--port", type=int, default=0, help="Port for --web (default: a free one).")
+def command(run: str | None, once: bool, web: bool, port: int) -> None:
+    """Show what a run is doing: progress, rates, loss, and a line for each rank.
+
+    RUN is a run's folder, or a folder that contains runs: then the newest is shown (default: ./echelon-runs). Ranks that
+    differ from the others come first: stopped, silent, slow, behind, or in another phase. Of a run on several machines, the
+    ranks of this machine are shown.
+
+    The view only reads; it does not slow down the run, and closing it (Ctrl-C) does not end the run.
+    """
+    live = LiveRun(find_run(run))
+    try:
+        if web:
+            from echelon.report.web_server import serve  # noqa: PLC0415 - needed only for --web
+
+            serve(live, port=port, announce=click.echo)
+        else:
+            _watch(live, is_once=once or not sys.stdout.isatty())
+    except KeyboardInterrupt:
+        pass  # the usual end of the view
+    finally:
+        live.close()
+
+
+def _watch(live: LiveRun, *, is_once: bool) -> None:
+    from rich.console import Console  # noqa: PLC0415 - takes 0.1 s to import
+    from rich.live import Live  # noqa: PLC0415
+
+    from echelon.report.terminal import draw  # noqa: PLC0415
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    snapshot = live.read()
+    if not is_once:
+        with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as screen:
+            try:
+                while True:
+                    screen.update(draw(snapshot, console, height=console.height), refresh=True)
+                    if snapshot.outcome != "running":
+                        break
+                    time.sleep(_DRAW_EVERY_S)
+                    snapshot = live.read()
+            except KeyboardInterrupt:
+                pass
+    console.print(draw(snapshot, console))

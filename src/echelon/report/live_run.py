@@ -1,0 +1,271 @@
+"""A run while it is live: its status board, processes and files, read by another process than its launcher."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+from echelon.diagnose.stall import RankView
+from echelon.launch.local.ranks import STOPPED_STATES, read_process
+from echelon.report.rank_rows import RankRow, RankSample, RowTracker
+from echelon.report.run_folder import read_run
+from echelon.status.board import BoardReader
+from echelon.status.run_files import EVENTS_FILE, INFO_FILE, METRICS_FILE
+from echelon.status.step_records import StepSample, sample_step_file
+
+__all__ = ["LiveRun", "Snapshot"]
+
+_NUM_LOSSES = 240
+_NUM_LAST = 64
+_MAX_EVENTS = 4
+_TAIL_BYTES = 1 << 16
+_PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 2**20 if hasattr(os, "sysconf") else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What is known about a run at one point in time. Numbers that are unknown are nan."""
+
+    name: str
+    """The name of the run's folder."""
+    outcome: str
+    """"running", or how the run ended."""
+    is_live: bool
+    """Whether the run has a status board on this machine."""
+    why_not_live: str
+    host: str
+    num_processes: int
+    num_machines: int
+    num_restarts: int
+    command: Sequence[str]
+    elapsed_s: float
+    step: int
+    """Largest number of steps of a rank; 0 if unknown."""
+    num_steps: int
+    """Number of steps of the whole run; 0 if unknown."""
+    epoch: float
+    steps_per_s: float
+    samples_per_s: float
+    """Samples of the ranks on this machine."""
+    items_per_s: float
+    """Items (tokens) of the ranks on this machine."""
+    eta_s: float
+    loss: float
+    lr: float
+    grad_norm: float
+    losses: Sequence[float]
+    loss_from: str
+    """Where the losses are from."""
+    rows: Sequence[RankRow]
+    events: Sequence[str]
+    """The last events, oldest first."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON data, with None for numbers that are unknown."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "rows"}
+        rows = []
+        for row in self.rows:
+            rows.append({name: _plain(getattr(row, name)) for name in row.__slots__})
+            rows[-1]["difference"] = row.difference.name.lower()
+        return {**{name: _plain(value) for name, value in fields.items()}, "rows": rows}
+
+
+@final
+class LiveRun:
+    """Reads a run again and again.
+
+    Args:
+        folder: the run's folder on this machine.
+        clock: the clock of the heartbeats, in seconds.
+    """
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder = folder
+        self._clock = clock
+        self._tracker = RowTracker()
+        self._board: BoardReader | None = None
+        self._board_path = ""
+
+    def close(self) -> None:
+        """Close the board."""
+        if self._board is not None:
+            self._board.close()
+        self._board, self._board_path = None, ""
+
+    def read(self) -> Snapshot:
+        """Return the current state. Missing files are no error."""
+        run = read_run(self.folder)
+        facts = run.facts
+        why_not = self._open_board(facts, run.outcome)
+        board = self._board
+        recent = _RecentSteps(run.step_paths())
+        ranks = [] if board is None else _rank_numbers(self.folder, board.num_slots)
+        samples = [_sample(board, i, rank, recent.memory_mb(rank)) for i, rank in enumerate(ranks) if board is not None]
+        rows = self._tracker.update(samples, self._clock()) if samples else []
+        metrics = _last_lines(run.folder / METRICS_FILE)
+        values = {name: value for line in metrics for name, value in (line.get("values") or {}).items()}
+        step = max([row.step for row in rows if row.step is not None] + [recent.step])
+        steps_per_s = self._tracker.steps_per_s() if samples else math.nan
+        planned = 0 if self._board is None else self._board.planned_steps()
+        now = time.time()
+        began, ended = float(facts.get("began") or now), facts.get("ended")
+        return Snapshot(
+            name=run.name,
+            outcome=run.outcome,
+            is_live=self._board is not None,
+            why_not_live=why_not,
+            host=str((facts.get("machine") or {}).get("host") or ""),
+            num_processes=int(facts.get("num_processes") or len(rows)),
+            num_machines=int(facts.get("num_machines") or 1),
+            num_restarts=int(facts.get("num_restarts") or 0),
+            command=[str(word) for word in facts.get("command") or []],
+            elapsed_s=float(ended or now) - began,
+            step=step,
+            num_steps=planned,
+            epoch=next((float(line["epoch"]) for line in reversed(metrics) if line.get("epoch") is not None), math.nan),
+            steps_per_s=steps_per_s,
+            samples_per_s=recent.per_second("num_samples") if samples else math.nan,
+            items_per_s=recent.per_second("num_items") if samples else math.nan,
+            eta_s=(planned - step) / steps_per_s if planned >= step and planned and steps_per_s > 0 else math.nan,
+            loss=_first_known(recent.loss, values.get("loss")),
+            lr=_first_known(recent.lr, values.get("learning_rate")),
+            grad_norm=_first_known(recent.grad_norm, values.get("grad_norm")),
+            losses=recent.losses,
+            loss_from=recent.loss_from,
+            rows=rows,
+            events=[str(event.get("text", "")) for event in _last_lines(self.folder / EVENTS_FILE)[-_MAX_EVENTS:]],
+        )
+
+    def _open_board(self, facts: Mapping[str, Any], outcome: str) -> str:
+        """Open the board of the current attempt; return why there is none, or an empty string."""
+        path = str(facts.get("board") or "")
+        if path != self._board_path:
+            self.close()
+            self._tracker = RowTracker()  # other processes
+        if outcome != "running":
+            self.close()
+            return "the run has ended" if facts else f"{self.folder} has no {INFO_FILE}"
+        if self._board is not None:
+            return ""
+        host = str((facts.get("machine") or {}).get("host") or "")
+        if host and host != socket.gethostname():
+            return f"the run's processes are on {host}; run this command there to see its ranks"
+        if not path:
+            return "its processes have not been started yet"
+        try:
+            self._board, self._board_path = BoardReader(path), path
+        except FileNotFoundError:
+            return "its status board does not exist (yet); the launcher removes it at the end of each attempt"
+        except (OSError, ValueError) as error:
+            return f"its status board cannot be read: {error}"
+        return ""
+
+
+@final
+class _RecentSteps:
+    """The step records of the last attempt, evenly spaced for a curve, and the last ones for rates."""
+
+    def __init__(self, paths: Sequence[tuple[int, int, Path]]) -> None:
+        attempt = max((number for number, _, _ in paths), default=0)
+        self._files: list[StepSample] = []
+        for number, _, path in paths:
+            with suppress(OSError, ValueError):  # the rank is creating it
+                if number == attempt:
+                    self._files.append(sample_step_file(path, num_spread=_NUM_LOSSES, num_last=_NUM_LAST))
+        first = self._files[0] if self._files else None
+        self.losses = [record.loss for record in first.spread] if first else []
+        """The losses of one rank, evenly spaced over the attempt."""
+        self.loss_from = f"rank {first.rank}" if first else ""
+        last = list(reversed(first.last)) if first else []
+        # On an accelerator, losses and norms are known some steps later.
+        self.loss = next((record.loss for record in last if record.num_losses), math.nan)
+        self.grad_norm = next((record.grad_norm for record in last if not math.isnan(record.grad_norm)), math.nan)
+        self.lr = last[0].lr if last else math.nan
+        self.step = max((file.last[-1].step for file in self._files if file.last), default=0)
+
+    def memory_mb(self, rank: int) -> float:
+        """Return the memory in use that a rank has recorded last: of its accelerator if it uses one; nan if unknown."""
+        return next((file.last[-1].memory_mb for file in self._files if file.rank == rank and file.last), math.nan)
+
+    def per_second(self, total: Literal["num_samples", "num_items"]) -> float:
+        """Return how much ``total`` of all ranks together grows in a second; nan if it is unknown or zero."""
+        rates = [_rate(file, total) for file in self._files]
+        return sum(rates) or math.nan
+
+
+def _rate(file: StepSample, total: Literal["num_samples", "num_items"]) -> float:
+    if len(file.last) < 2:
+        return 0.0
+    first, last = file.last[0], file.last[-1]
+    seconds, number = (last.time_ns - first.time_ns) / 1e9, len(file.last) - 1
+    still_s = (time.time_ns() - file.began_ns - last.time_ns) / 1e9
+    if still_s > 1.0 + 3 * seconds / number:  # the rank stands still
+        seconds += still_s
+    return float(getattr(last, total) - getattr(first, total)) / seconds if seconds > 0 else 0.0
+
+
+def _sample(board: BoardReader, index: int, rank: int, memory_mb: float) -> RankSample:
+    watch = board.watch(index)
+    state, cpu_s, num_faults = ("", 0.0, 0) if watch is None else read_process(watch.pid)
+    view = RankView(
+        rank=rank,
+        watch=watch,
+        note=board.note(index),
+        is_stopped=state in STOPPED_STATES if state else False,
+        cpu_s=cpu_s,
+        num_faults=num_faults,
+    )
+    is_running = watch is None or (state not in ("", "Z", "X"))
+    if math.isnan(memory_mb) and watch is not None and is_running:
+        memory_mb = _resident_mb(watch.pid)
+    return RankSample(view=view, times=board.times(index), is_running=is_running, memory_mb=memory_mb)
+
+
+def _resident_mb(pid: int) -> float:
+    """Return the resident memory of a process; nan if unknown."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE_MB
+    except (OSError, ValueError, IndexError):  # it has ended, or the system has no /proc
+        return math.nan
+
+
+def _rank_numbers(folder: Path, num_slots: int) -> list[int]:
+    """Return the ranks on this machine, in the order of the board's slots."""
+    attempts = [int(path.name[8:]) for path in folder.glob("attempt_*") if path.name[8:].isdecimal()]
+    names = (path.name for path in (folder / f"attempt_{max(attempts)}").glob("rank_*")) if attempts else ()
+    ranks = sorted(int(name[5:]) for name in names if name[5:].isdecimal())
+    return ranks if len(ranks) == num_slots else list(range(num_slots))
+
+
+def _last_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records at the end of a file of JSON lines; empty if it does not exist."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    records = []
+    for line in lines:
+        with suppress(ValueError):  # the first line may lack its beginning, and the last its end
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def _first_known(*values: object) -> float:
+    known = (float(value) for value in values if isinstance(value, (int, float)))
+    return next((value for value in known if not math.isnan(value)), math.nan)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value

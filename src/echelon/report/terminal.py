@@ -1,0 +1,163 @@
+"""Draws the state of a live run in a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from types import MappingProxyType
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group
+from rich.text import Text
+
+from echelon.base.printable import printable
+from echelon.report.live_run import Snapshot
+from echelon.report.rank_rows import Difference, RankRow, fold_rows, sparkline
+
+__all__ = ["draw"]
+
+_STYLES = MappingProxyType(
+    {
+        Difference.STOPPED: "bold red",
+        Difference.EXITED: "bold red",
+        Difference.SILENT: "bold red",
+        Difference.AWAITED: "red",
+        Difference.SLOW: "yellow",
+        Difference.BEHIND: "yellow",
+        Difference.PHASE: "yellow",
+        Difference.NONE: "",
+    }
+)
+_NARROW, _WIDE = 60, 100
+"""Widths in characters from which the table has more columns."""
+_OPERATION_WIDTH = 40
+_GAP = 2
+_RIGHT = frozenset({"rank", "step", "heartbeat", "memory"})
+_BAR_WIDTH = 24
+_LOW = 14
+"""Height in lines below which only the most important lines are drawn."""
+
+
+def draw(snapshot: Snapshot, console: Console, *, height: int | None = None) -> Group:
+    """Return the picture of ``snapshot`` for ``console``.
+
+    Args:
+        snapshot: the state of the run.
+        console: the terminal; its width decides which columns are drawn.
+        height: number of lines that are available; None for no limit.
+    """
+    is_ascii = not console.encoding.startswith("utf")
+    lines = [_line(text, style) for text, style in _head(snapshot, console.width, is_ascii=is_ascii)]
+    tail = [_line(text, "dim") for text in _tail(snapshot)]
+    if height is not None and height < _LOW:
+        lines, tail = lines[:2], []
+    if height is None:
+        room = len(snapshot.rows)
+    else:  # the header of the table needs a line, too
+        room = height - len(lines) - len(tail) - 1
+        while room < min(len(snapshot.rows), 4) and tail:
+            tail.pop(0)
+            room += 1
+    rows, rest = fold_rows(snapshot.rows, max(room, 1))
+    table = _table(rows, console.width, is_ascii=is_ascii) if rows else []
+    return Group(*lines, *table, *([_line(rest, "")] if rest else []), *tail)
+
+
+def _line(text: str, style: str) -> Text:
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _head(snapshot: Snapshot, width: int, *, is_ascii: bool) -> Iterator[tuple[str, str]]:
+    processes = f"{snapshot.num_processes} process{'' if snapshot.num_processes == 1 else 'es'}"
+    machines = f" on {snapshot.num_machines} machines" if snapshot.num_machines > 1 else ""
+    restarts = (
+        f", {snapshot.num_restarts} restart{'' if snapshot.num_restarts == 1 else 's'}" if snapshot.num_restarts else ""
+    )
+    yield f"{snapshot.name}: {snapshot.outcome}, {_clock(snapshot.elapsed_s)}, {processes}{machines}{restarts}", "bold"
+    yield _progress(snapshot, is_ascii=is_ascii), ""
+    if numbers := _numbers(snapshot):
+        yield numbers, ""
+    if any(math.isfinite(loss) for loss in snapshot.losses):
+        label = f"loss ({snapshot.loss_from}): "
+        yield label + sparkline(snapshot.losses, min(width - len(label), 80), is_ascii=is_ascii), "cyan"
+    if snapshot.why_not_live:
+        yield f"ranks: {snapshot.why_not_live}", ""
+    elif snapshot.num_machines > 1:
+        yield f"ranks on {snapshot.host} (run echelon watch on the other machines for theirs)", ""
+
+
+def _progress(snapshot: Snapshot, *, is_ascii: bool) -> str:
+    parts = [f"step {snapshot.step:,}"]
+    if snapshot.num_steps:
+        part = min(snapshot.step / snapshot.num_steps, 1.0)
+        full, empty = ("#", ".") if is_ascii else ("━", "╌")
+        done = round(part * _BAR_WIDTH)
+        parts = [
+            f"step {snapshot.step:,} of {snapshot.num_steps:,} {full * done}{empty * (_BAR_WIDTH - done)} {part:.0%}"
+        ]
+    if math.isfinite(snapshot.epoch):
+        parts.append(f"epoch {snapshot.epoch:.2f}")
+    if math.isfinite(snapshot.steps_per_s):
+        parts.append(f"{snapshot.steps_per_s:.3g} steps/s")
+    if math.isfinite(snapshot.eta_s):
+        parts.append(f"{_clock(snapshot.eta_s)} left")
+    return ", ".join(parts)
+
+
+def _numbers(snapshot: Snapshot) -> str:
+    here = " on this machine" if snapshot.num_machines > 1 else ""
+    parts = [
+        f"loss {snapshot.loss:.4g}" if math.isfinite(snapshot.loss) else "",
+        f"learning rate {snapshot.lr:.3g}" if math.isfinite(snapshot.lr) else "",
+        f"gradient norm {snapshot.grad_norm:.3g}" if math.isfinite(snapshot.grad_norm) else "",
+        f"{snapshot.samples_per_s:,.0f} samples/s{here}" if math.isfinite(snapshot.samples_per_s) else "",
+        f"{snapshot.items_per_s:,.0f} items/s{here}" if math.isfinite(snapshot.items_per_s) else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _tail(snapshot: Snapshot) -> list[str]:
+    return [f"event: {event}" for event in snapshot.events]
+
+
+def _table(rows: Sequence[RankRow], width: int, *, is_ascii: bool) -> list[Text]:
+    """Return the header and a line for each row; the column with the state takes the width that the others leave."""
+    columns = {"rank": [str(row.rank) for row in rows], "step": ["" if r.step is None else f"{r.step:,}" for r in rows]}
+    columns["state"] = ["; ".join(dict.fromkeys(part for part in (row.what, row.phase) if part)) for row in rows]
+    if width >= _WIDE:
+        columns["last operation"] = [
+            _fit(_operation(row), _OPERATION_WIDTH, is_ascii=is_ascii).rstrip() for row in rows
+        ]
+    if width >= _NARROW:
+        columns["heartbeat"] = ["" if math.isnan(row.heartbeat_s) else f"{row.heartbeat_s:.1f} s" for row in rows]
+        columns["memory"] = ["" if math.isnan(row.memory_mb) else f"{row.memory_mb:,.0f} MB" for row in rows]
+    columns = {name: [printable(cell) for cell in cells] for name, cells in columns.items()}
+    widths = {name: max(map(cell_len, [name, *cells])) for name, cells in columns.items()}
+    others = sum(widths.values()) - widths["state"] + _GAP * (len(columns) - 1)
+    widths["state"] = max(min(widths["state"], width - others), len("state"))
+
+    def line(cells: Iterable[tuple[str, str]], style: str) -> Text:
+        fitted = [
+            cell.rjust(widths[name]) if name in _RIGHT else _fit(cell, widths[name], is_ascii=is_ascii)
+            for name, cell in cells
+        ]
+        return Text((" " * _GAP).join(fitted).rstrip(), style=style, no_wrap=True, overflow="ellipsis")
+
+    lines = [line(((name, name) for name in columns), "dim")]
+    for i, row in enumerate(rows):
+        lines.append(line(((name, cells[i]) for name, cells in columns.items()), _STYLES[row.difference]))
+    return lines
+
+
+def _fit(text: str, width: int, *, is_ascii: bool) -> str:
+    end = "..." if is_ascii else "…"
+    return set_cell_size(text, width) if cell_len(text) <= width else set_cell_size(text, width - len(end)) + end
+
+
+def _operation(row: RankRow) -> str:
+    return row.operation or (f"collective {row.num_collectives}" if row.num_collectives else "")
+
+
+def _clock(seconds: float) -> str:
+    whole = max(round(seconds), 0)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
