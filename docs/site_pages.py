@@ -278,6 +278,9 @@ def _with_links(
         inside = sources.get(found) or (found.removeprefix("docs/") if found.startswith("docs/") else None)
         if inside is not None and not (ROOT / found).is_dir():
             default = re.sub(r"\.zh\.md$", ".md", inside)  # the plugin shows a page's language by itself
+            if name != inside and name.replace(".zh.md", ".md") == inside:  # a Chinese page's English page: an address
+                address = posixpath.relpath(default, posixpath.join("zh", posixpath.dirname(name))).removesuffix(".md")
+                return f"[{text}]({address}.html{'#' if anchor else ''}{anchor})"
             other = default if name.endswith(".zh.md") or inside == default else f"zh/{default}"
             if other.startswith("zh/"):  # from an English page to a Chinese one: an address, not a file
                 return f"[{text}]({posixpath.relpath(other, posixpath.dirname(name) or '.').removesuffix('.md')}.html)"
