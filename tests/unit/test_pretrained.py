@@ -105,7 +105,7 @@ def test_reset_parameters_computes_buffers_and_leaves_the_parameters_of_the_file
 
 @pytest.mark.parametrize(("options", "named"), [({"initialises": False}, "table"), ({"frozen": True}, "frozen")])
 def test_the_error_for_a_buffer_without_values_names_it(tmp_path: Path, options: dict[str, bool], named: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"the buffers body\.rotary\.{named} of Net") as raised:
+    with pytest.raises(CheckpointError, match=rf"buffers body\.rotary\.{named} of Net") as raised:
         load_checkpoint_in_model(_on_meta(**options), _folder(tmp_path))
     assert "init_empty_weights" in str(raised.value.do)
     with init_empty_weights():
@@ -174,7 +174,7 @@ _WRONG = {
     ),
     "missing": (
         {"count": torch.tensor(3)},
-        "no values for body.embed.weight of Net, which are on the meta device",
+        "no values for body.embed.weight of the Net, which are on the meta device",
     ),
     "ties": ({**WEIGHTS, "head.weight": torch.ones(6, 4)}, "different values for head.weight and body.embed.weight"),
 }
