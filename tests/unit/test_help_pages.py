@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import click
 import pytest
 
 from echelon.base.messages import once, terminal
+from echelon.cli.help.completion import VARIABLE
 from echelon.cli.help.launch_groups import ALL, COMMON, LAUNCHER_FIELDS
 from echelon.cli.help.pages import wrap
 from echelon.cli.launch import command
@@ -143,3 +147,52 @@ def test_lines_are_wrapped_by_columns() -> None:
     assert wrap("one two three", 9) == ["one two", "three"]
     assert wrap("\u4e2d\u6587\u4e2d\u6587\u3002", 8) == ["\u4e2d\u6587\u4e2d", "\u6587\u3002"]
     assert wrap("", 9) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["la"], ["plain,launch"]),
+        (["launch", "--num_p"], ["plain,--num_processes"]),
+        (["launch", "--num-p"], ["plain,--num-processes"]),
+        (["launch", "--mixed_precision", "b"], ["plain,bf16"]),
+        (["launch", "--log_dir", "out"], ["dir,out"]),
+        (["launch", "--config_file", "run"], ["file,run"]),
+        (["launch", "--num_processes", "2", "tr"], ["file,tr"]),
+        (["config", "explain", "--ch"], ["plain,--changed"]),
+        (["completion", "f"], ["plain,fish"]),
+    ],
+)
+def test_completion(
+    words: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(VARIABLE, "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["echelon", *words]))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    with pytest.raises(SystemExit):
+        _run([])
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_has_a_line_and_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file, line = _page(capsys, "completion", shell).splitlines()
+    assert file.startswith("# ~/.")
+    assert f"echelon completion {shell} --script" in line
+    script = _page(capsys, "completion", shell, "--script")
+    assert f"{VARIABLE}={shell}_complete" in script
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_with_the_script(tmp_path: Path) -> None:
+    (tmp_path / "echelon").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m echelon "$@"\n')
+    (tmp_path / "echelon").chmod(0o755)
+    program = (
+        'eval "$(echelon completion bash --script)"; COMP_WORDS=(echelon launch --pari); COMP_CWORD=2; '
+        '_echelon_completion echelon; echo "${COMPREPLY[@]}"'
+    )
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    result = subprocess.run(
+        ["bash", "-c", program], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.strip() == "--parity", result.stderr

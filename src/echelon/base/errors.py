@@ -5,6 +5,7 @@ docs/errors.md contains their docstrings.
 
 from __future__ import annotations
 
+from echelon.base.messages.translation import format_error, translate_lines
 from echelon.base.printable import printable
 from echelon.base.rank import known_rank
 
@@ -42,12 +43,12 @@ class EchelonError(Exception):
         self.do = do
 
     def __str__(self) -> str:
-        lines = [self.what]
-        if self.where:
-            lines.append(f"  where: {self.where}")
-        if self.do:
-            lines.append(f"  do:    {self.do}")
-        return printable("\n".join(lines))  # the text may come from a user, a file or another rank
+        # The text may come from a user, a file or another rank.
+        return printable(translate_lines(self.in_english()))
+
+    def in_english(self) -> str:
+        """Return the text as it is before translation, which is what programs search."""
+        return format_error(self.what, self.where, self.do)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exception.__reduce__ drops keyword-only arguments, and the rank must remain that of the raising process.

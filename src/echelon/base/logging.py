@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from echelon.base.messages.terminal import beside_progress_bars
 from echelon.base.rank import known_rank
 
 __all__ = ["Adapter", "RankLogger", "get_logger", "is_logging_rank"]
@@ -27,7 +28,8 @@ class RankLogger(Adapter):
             return
         kwargs["stacklevel"] = _frames_to(kwargs.get("stacklevel", 1))
         # super().log() would add a frame of the logging module, which Python 3.10 counts.
-        self.logger.log(level, msg, *args, **kwargs)
+        with beside_progress_bars():
+            self.logger.log(level, msg, *args, **kwargs)
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
         """Return the message unchanged, because the launcher adds the rank as a prefix."""

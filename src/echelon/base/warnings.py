@@ -6,6 +6,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from echelon.base.messages.terminal import beside_progress_bars
+from echelon.base.messages.translation import translate
 from echelon.base.rank import known_rank
 
 __all__ = ["EchelonWarning", "UserLine", "is_library", "user_line", "warn", "warn_here"]
@@ -50,4 +52,5 @@ def warn(message: str, *, at: UserLine | None = None) -> None:
 def warn_here(message: str, *, at: UserLine | None = None) -> None:
     """Warn on this rank about something that only this rank knows. Otherwise identical to ``warn``."""
     place = at or user_line()
-    warnings.warn_explicit(message, EchelonWarning, filename=place[0], lineno=place[1])
+    with beside_progress_bars():
+        warnings.warn_explicit(translate(message), EchelonWarning, filename=place[0], lineno=place[1])

@@ -21,6 +21,7 @@ from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
 from echelon.base.messages.once import is_first_time
 from echelon.base.messages.terminal import say
+from echelon.cli.help.completion import complete_paths
 from echelon.cli.launch_options import ARGV, NUMBERS, LaunchCommand, flag_layer, options, typed_flags
 from echelon.cli.misplaced_flags import note_about_flags
 from echelon.config.derive import check as check_settings, check_installed, derive
@@ -63,8 +64,8 @@ _USAGE_ERROR = 2  # exit code of argparse and click
 
 @click.command("launch", cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
 @options
-@click.argument("script", metavar="SCRIPT")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+@click.argument("script", metavar="SCRIPT", shell_complete=complete_paths)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=complete_paths)
 @click.pass_context
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> None:
     """Run SCRIPT on one or more processes, on this machine or on several.

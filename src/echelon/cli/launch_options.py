@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from echelon.base.errors import ConfigError, UsageError
+from echelon.cli.help.completion import complete_folders, complete_paths
 from echelon.cli.help.launch_groups import ALL, COMMON, EXAMPLES, LAUNCHER_FIELDS, METAVARS, group_of, position_of
 from echelon.compat.unsupported import TPU_ALTERNATIVE
 from echelon.config.key_table import KEYS, Key
@@ -136,7 +137,19 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
 def _option(key: Key) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     if key.field in _SWITCHES:
         return click.option(*key.flags, key.field, is_flag=True, cls=_Setting)
-    return click.option(*key.flags, key.field, metavar=_metavar(key), cls=_Setting)
+    return click.option(*key.flags, key.field, metavar=_metavar(key), cls=_Setting, shell_complete=_completer(key))
+
+
+def _completer(key: Key) -> Callable[[click.Context, click.Parameter, str], list[Any]] | None:
+    """Return what completes the values of the setting: its choices, or paths."""
+    if METAVARS.get(key.field) == "PATH":
+        return complete_paths
+    choices = [str(choice) for kind in field_types(RunConfig)[key.field] for choice in get_args(kind)]
+
+    def complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[Any]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return complete if choices else None
 
 
 def _metavar(key: Key) -> str:
@@ -157,7 +170,15 @@ def _own_options() -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
         for names, help_text in _OWN_FLAGS
     ]
     valued = [
-        click.option(*names, metavar=metavar, type=kind, default=default, help=help_text, cls=_Plain)
+        click.option(
+            *names,
+            metavar=metavar,
+            type=kind,
+            default=default,
+            help=help_text,
+            cls=_Plain,
+            shell_complete=_PATHS.get(metavar),
+        )
         for names, metavar, kind, default, help_text in _OWN_VALUES
     ]
     help_all = click.option(
@@ -179,8 +200,10 @@ def _show_all(ctx: click.Context, _option: click.Parameter, is_given: bool) -> N
         ctx.exit()
 
 
+_PATHS = MappingProxyType({"PATH": complete_paths, "DIR": complete_folders})
+
 _OWN_FLAGS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("--use-fsdp",), "Shard the model as configured by the --fsdp-... flags or the config file."),
+    (("--use-fsdp",), "Shard the model as configured by the --fsdp_... flags or the config file."),
     (("--use-deepspeed",), "Shard the model as configured by the DeepSpeed flags or the config file."),
     (("--use-megatron-lm",), ""),
     (("--multi-gpu",), "Start one process per accelerator (default)."),

@@ -17,6 +17,7 @@ from echelon._version import __version__
 from echelon.base.errors import ConfigError, EchelonError, UsageError
 from echelon.base.messages.terminal import has_colour, say
 from echelon.base.optional import explain_missing_torch
+from echelon.cli.help.completion import words_normalized
 from echelon.cli.help.pages import PageContext, page_colour, with_pages
 
 __all__ = ["cli", "main"]
@@ -24,6 +25,7 @@ __all__ = ["cli", "main"]
 # Name -> (module, help line). A module is imported when its command is used; `echelon --help` imports none of them.
 _COMMANDS = {
     "checkpoint": ("echelon.cli.checkpoint", "List, verify, show, merge, export and import checkpoints."),
+    "completion": ("echelon.cli.help.completion", "Turn on completion with the Tab key in bash, zsh or fish."),
     "config": ("echelon.cli.config", "Create, show, convert and compare settings, with the origin of each value."),
     "doctor": ("echelon.cli.doctor", "Show why a run stalled or failed: the stack and errors of each rank."),
     "env": ("echelon.cli.env", "Show versions, platform and devices, for bug reports."),
@@ -109,7 +111,8 @@ def _exit_without_unloading(code: int) -> NoReturn:
 
 def _run(argv: Sequence[str] | None) -> int:
     try:
-        code = cli.main(args=argv, prog_name="echelon", standalone_mode=False, color=page_colour())
+        with words_normalized():
+            code = cli.main(args=argv, prog_name="echelon", standalone_mode=False, color=page_colour())
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:

@@ -384,7 +384,9 @@ def _expect_the_first_to_end_is_named(accelerator: Accelerator, model: Any, opti
             for x in loader:
                 _step(accelerator, model, optimizer, x)
     except DesyncError as error:
-        _expect(f"rank {n - 1} ended" in str(error), f"the error does not name the rank that ended first: {error}")
+        _expect(
+            f"rank {n - 1} ended" in error.in_english(), f"the error does not name the rank that ended first: {error}"
+        )
     else:
         _expect(accelerator.process_index == n - 1, "a rank continued after another rank had ended")
 

@@ -21,6 +21,8 @@ _MAGIC = 0x950412DE
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w*)\}")
 # Labels of lines in errors and reports, and the lines that they start.
 _LABEL = re.compile(r"(\s*(?:echelon: )?)((?:where|do|logs|others|stacks|note|warning):)( +)(.*)", re.DOTALL)
+_WORD, _FOREIGN = "name", "message"
+"""Placeholders with a meaning: ``{name}`` stands for a value without spaces, ``{message}`` for a text that is not echelon's."""
 _MIN_VALUE = 12
 """Only a placeholder's value of at least this length may itself be a message."""
 
@@ -111,7 +113,7 @@ class _Template:
         if self.longest not in text:
             return None
         if self.pattern is None:
-            self.pattern = re.compile("(.*?)".join(map(re.escape, _pieces(self.msgid))))  # a value is part of one line
+            self.pattern = re.compile("".join(_patterns(self.msgid)))
         found = self.pattern.fullmatch(text)
         return None if found is None else list(found.groups())
 
@@ -140,8 +142,8 @@ class Catalogue:
         for template in self._templates:
             values = template.match(text)
             if values is not None:
-                named = dict(zip(placeholders(template.msgid), map(self._value, values)))
-                return _fill(template.msgstr, named)
+                named = dict(zip(placeholders(template.msgid), values))
+                return _fill(template.msgstr, {name: self._value(name, value) for name, value in named.items()})
         return text
 
     def translate_lines(self, text: str) -> str:
@@ -165,8 +167,15 @@ class Catalogue:
         whole = self.translate(where)
         return whole if whole != where else ", ".join(map(self.translate, where.split(", ")))
 
-    def _value(self, value: str) -> str:
-        return self.translate_lines(value) if len(value) >= _MIN_VALUE else value
+    def _value(self, name: str, value: str) -> str:
+        return value if name == _FOREIGN or len(value) < _MIN_VALUE else self.translate(value)
+
+
+def _patterns(template: str) -> Iterator[str]:
+    for piece, name in zip(_pieces(template), [*placeholders(template), None]):
+        yield re.escape(piece)
+        if name is not None:
+            yield r"(\S+?)" if name == _WORD else "(.*?)"  # a value is part of one line
 
 
 def _pieces(template: str) -> list[str]:

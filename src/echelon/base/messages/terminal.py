@@ -6,13 +6,14 @@ import os
 import re
 import stat
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import IO, Literal
 
 from echelon.base import environ
 from echelon.base.messages.translation import translate_lines
 from echelon.base.printable import printable
 
-__all__ = ["has_colour", "on_own_line", "say"]
+__all__ = ["beside_progress_bars", "has_colour", "on_own_line", "say"]
 
 Kind = Literal["note", "warning", "error"]
 
@@ -54,6 +55,15 @@ def on_own_line(stream: IO[str]) -> str:
         return "\n" if _ends_in_line(stream.fileno()) else ""
     except (OSError, ValueError):  # closed, or not a file
         return ""
+
+
+def beside_progress_bars() -> AbstractContextManager[object]:
+    """Return a context in which the lines of this process's tqdm bars are cleared, so that a message gets a line of its own."""
+    tqdm = sys.modules.get("tqdm.std")
+    if tqdm is None or sys.stderr is None or not getattr(tqdm.tqdm, "_instances", True):  # no bar: skip tqdm's lock
+        return nullcontext()
+    clearing: AbstractContextManager[object] = tqdm.tqdm.external_write_mode(sys.stderr)
+    return clearing
 
 
 def _is_terminal(stream: IO[str]) -> bool:

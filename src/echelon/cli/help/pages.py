@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from unicodedata import east_asian_width
 
 import click
+from click.shell_completion import CompletionItem
 
 from echelon.base.messages.terminal import has_colour
 from echelon.base.messages.translation import translate
@@ -65,9 +67,25 @@ class PageContext(click.Context):
 def with_pages(command: click.Command) -> click.Command:
     """Let ``command`` and its subcommands show ``HelpPage``, and return it."""
     vars(command)["context_class"] = PageContext
+    vars(command)["shell_complete"] = partial(_complete, command.shell_complete)
     for one in command.commands.values() if isinstance(command, click.Group) else ():
+        # The list of a group's commands shows their whole first sentence.
+        one.short_help = one.short_help or re.split(r"\n\s*\n", one.help or "")[0]
         with_pages(one)
     return command
+
+
+def _complete(
+    complete: Callable[[click.Context, str], list[CompletionItem]], ctx: click.Context, incomplete: str
+) -> list[CompletionItem]:
+    """Complete flags with ``_``, as the documents spell them, or with ``-`` if the user began so."""
+    found = complete(ctx, incomplete.replace("_", "-") if incomplete.startswith("--") else incomplete)
+    if not incomplete.startswith("-") or "-" in incomplete[2:]:
+        return found
+    for item in found:
+        if item.value != "--help-all" and item.value.startswith("--"):
+            item.value = f"--{item.value[2:].replace('-', '_')}"
+    return found
 
 
 def page_colour() -> bool:

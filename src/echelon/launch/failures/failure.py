@@ -179,7 +179,7 @@ def explain(
     if differing is not None:
         return _explain_disagreement(differing, first, ends, logs=logs, machines=machines)
     what, do = _verdict(first, ends)
-    lines = [f"rank {first.rank} of {len(ends)}{_on([first.rank], machines)}"]
+    lines = [f"rank {first.rank} of {len(ends)}{_on([first.rank], machines)}{_place_of(first)}"]
     lines += [_frame_line(frame) for frame in _shown_frames(first)]
     others = _others(first, ends)
     if others:
@@ -232,7 +232,8 @@ def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
             f"{who} failed first: exit code {end.exit_code}, without a Python exception",
             "look for os._exit or a native library that ends the process, and read the program's output above",
         )
-    message = _shorten(record.message)
+    text = _parts(record)
+    message = _shorten(text.what)
     if record.type == "SystemExit":
         return (
             f"{who} failed first: sys.exit({message})",
@@ -246,8 +247,34 @@ def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
         )
     return (
         f"{who} failed first{thread}: {record.type}: {message}",
-        advice_for(record.message) or "fix this error; the full traceback is in the rank's output",
+        text.do or advice_for(record.message) or "fix this error; the full traceback is in the rank's output",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ErrorText:
+    what: str
+    where: str = ""
+    do: str = ""
+
+
+# The text of an EchelonError.
+_PARTS = re.compile(
+    r"(?P<what>.*?)(?:\n  where: (?:rank \d+(?:, )?)?(?P<where>[^\n]*))?(?:\n  do:    (?P<do>.*))?", re.DOTALL
+)
+
+
+def _parts(record: ErrorRecord) -> _ErrorText:
+    """Return the parts of an echelon error's text, so that the report has each of them once."""
+    match = _PARTS.fullmatch(record.message) if record.type.startswith("echelon.") else None
+    if match is None:
+        return _ErrorText(what=record.message)
+    return _ErrorText(what=match["what"], where=match["where"] or "", do=match["do"] or "")
+
+
+def _place_of(end: RankEnd) -> str:
+    where = "" if end.record is None else _parts(end.record).where
+    return f", {where}" if where else ""
 
 
 def _shorten(message: str) -> str:
@@ -301,6 +328,20 @@ def _others(first: RankEnd, ends: Sequence[RankEnd]) -> str:
     return "; ".join(f"{name_ranks(numbers)} {text}" for text, numbers in ranks.items())
 
 
+def _is_same(end: RankEnd, other: RankEnd) -> bool:
+    """Return whether both ranks raised the same exception in the same line, with texts that differ at most in numbers."""
+    if end.record is None or other.record is None:
+        return False
+    first, second = (
+        (one.type, _NUMBER.sub("#", one.message), [(frame.file, frame.line) for frame in one.frames])
+        for one in (end.record, other.record)
+    )
+    return first == second
+
+
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
 def _describe_end(end: RankEnd, first: RankEnd, ends: Sequence[RankEnd]) -> str:
     cause = cause_of(end, ends)
     if cause is Cause.COMMUNICATION:
@@ -314,7 +355,7 @@ def _describe_end(end: RankEnd, first: RankEnd, ends: Sequence[RankEnd]) -> str:
         f" {timedelta(microseconds=(ended - failed) // 1000).total_seconds():.1f} s later" if failed and ended else ""
     )
     if end.record is not None:
-        return f"failed{later} with {end.record.type}"
+        return "failed with the same error" if _is_same(end, first) else f"failed{later} with {end.record.type}"
     assert end.exit_code is not None, end
     return (
         f"was killed by {_signal(-end.exit_code)[0]}{later}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from echelon.base.errors import ConfigError
+from echelon.launch.local.worker import HIDE, SHOW
 
 __all__ = ["Outputs", "Streams", "parse_streams", "relay"]
 
@@ -68,7 +69,7 @@ def parse_streams(text: str, *, num_processes: int, flag: str) -> dict[int, Stre
 
 
 _CHUNK_BYTES = 1 << 16
-_TERMINAL = threading.Lock()
+_HIDE, _SHOW = f"{HIDE}\n".encode(), f"{SHOW}\n".encode()
 
 
 def relay(pipe: int, file: BinaryIO, terminal: Literal["stdout", "stderr"], *, prefix: str) -> threading.Thread:
@@ -85,22 +86,51 @@ def relay(pipe: int, file: BinaryIO, terminal: Literal["stdout", "stderr"], *, p
 
 def _relay(pipe: int, file: BinaryIO, terminal: Literal["stdout", "stderr"], prefix: bytes) -> None:
     target = sys.stdout.buffer if terminal == "stdout" else sys.stderr.buffer
-    rest = b""
+    rest, num_written, is_hidden = b"", 0, False
     with file:
         while chunk := os.read(pipe, _CHUNK_BYTES):
-            file.write(chunk)
-            file.flush()
             # Write complete lines only, so that lines of ranks do not mix. A carriage return (progress bars) also ends a line.
             *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
-            _show(target, [prefix + line for line in lines])
-        _show(target, [prefix + rest + b"\n"] if rest else [])
+            shown = []
+            for line in lines:
+                if line in (_HIDE, _SHOW):
+                    is_hidden = line == _HIDE
+                    continue
+                file.write(line[num_written:])
+                num_written = 0
+                shown += [] if is_hidden else [prefix + line]
+            if not rest.startswith(b"\0"):  # the beginning of _HIDE
+                file.write(rest[num_written:])
+                num_written = len(rest)
+            file.flush()
+            _SCREEN.write(target, shown, prefix)
+        file.write(rest[num_written:])
+        _SCREEN.write(target, [prefix + rest + b"\n"] if rest and not is_hidden else [], prefix)
     os.close(pipe)
 
 
-def _show(target: BinaryIO, lines: list[bytes]) -> None:
-    with _TERMINAL:
-        target.write(b"".join(lines))
-        target.flush()
+class _Screen:
+    """The terminal, or the file or pipe in its place, to which all relays write."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._unfinished = b""
+        """The rank whose progress bar was the last output."""
+
+    def write(self, target: BinaryIO, lines: list[bytes], rank: bytes) -> None:
+        """Write the lines of a rank; those of another rank start on a line of their own."""
+        if not lines:
+            return
+        with self._lock:
+            start = b""
+            if self._unfinished not in (b"", rank):
+                start = b"\r\x1b[K" if target.isatty() else b"\n"
+            target.write(start + b"".join(lines))
+            target.flush()
+            self._unfinished = rank if lines[-1].endswith(b"\r") else b""
+
+
+_SCREEN = _Screen()
 
 
 def log_file(directory: Path, stream: str) -> BinaryIO:

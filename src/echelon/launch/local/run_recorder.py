@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, final
 
 from echelon.base.errors import ConfigError
-from echelon.base.printable import printable
+from echelon.base.messages.terminal import say
 from echelon.diagnose.goodput import TimeBreakdown
 from echelon.launch.interrupts import Interrupted
 from echelon.launch.local.goodput_recorder import GoodputReport
@@ -91,11 +90,10 @@ def _create(path: Path, *, is_requested: bool) -> Path | None:
                 where="flag --log_dir",
                 do="pass a folder that you can write to",
             ) from error
-        print(
-            f"echelon: warning: the run is not recorded, because its folder {printable(str(path))} cannot be created: "
-            f"{error.strerror} (--log_dir DIR chooses another one, --no_record none)",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"warning: the run is not recorded, because its folder {path} cannot be created: {error.strerror} "
+            "(--log_dir DIR chooses another one, --no_record none)",
+            kind="warning",
         )
         return None
     return path
@@ -229,11 +227,7 @@ class RunRecorder:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        print(
-            f"echelon: warning: the run is no longer recorded in {printable(str(self.folder))}: {error.strerror}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"warning: the run is no longer recorded in {self.folder}: {error.strerror}", kind="warning")
         self.folder = None
 
 

@@ -8,24 +8,45 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import contextlib
 import faulthandler
+import hashlib
 import importlib.util
 import io
 import json
 import linecache
 import os
+import re
 import signal
+import stat
 import sys
 import threading
 import time
 from types import CodeType, ModuleType, TracebackType
 from typing import IO, Any, NoReturn
 
-__all__ = ["ERROR_FILE", "STACK_FILE", "Recorder", "die_with", "is_user_file", "main", "start_of"]
+__all__ = [
+    "ERROR_FILE",
+    "HIDE",
+    "LOG_FILE",
+    "SHOW",
+    "STACK_FILE",
+    "Recorder",
+    "die_with",
+    "is_user_file",
+    "main",
+    "start_of",
+]
 
 ERROR_FILE = "error.json"
 STACK_FILE = "stack.txt"
 
+LOG_FILE = "stderr.log"
+"""The launcher's log of this rank, if it writes one."""
+HIDE, SHOW = "\0echelon: to the log file only", "\0echelon: to the terminal, too"
+"""Lines after which the launcher copies stderr to the log file only, and again to both."""
+
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _MAX_RECORDS = 8
 _MAX_FRAMES = 40
 _MAX_TEXT = 4000
@@ -39,6 +60,7 @@ class Recorder:
     def __init__(self, directory: str, reporter: Any = None) -> None:
         self._reporter = reporter
         self.has_failed = False
+        self.directory = directory
         self._path = os.path.join(directory, ERROR_FILE)
         self._records: list[dict[str, Any]] = []
         self._lock = threading.Lock()
@@ -69,6 +91,20 @@ class Recorder:
             except OSError as problem:  # for example a full disk, which must not hide the error
                 print(f"echelon: cannot write {self._path}: {problem}", file=sys.stderr)
 
+    def claim(self, error: BaseException) -> bool:
+        """Return whether this is the first rank on this machine to print ``error``, which differs at most in its numbers."""
+        frames = [(frame["file"], frame["line"]) for frame in _frames(error.__traceback__)]
+        causes = [f"{_type_name(one)}: {_text(one)}" for one in (error, *_causes(error))]
+        digest = hashlib.sha1(repr((frames, _NUMBER.sub("#", "\n".join(causes)))).encode(), usedforsecurity=False)
+        mark = os.path.join(os.path.dirname(self.directory), f".printed-{digest.hexdigest()}")
+        try:
+            os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return False
+        except OSError:  # for example a full disk
+            return True
+        return True
+
 
 def _type_name(error: BaseException) -> str:
     kind = type(error)
@@ -94,7 +130,8 @@ def _text(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return str(error.code)[:_MAX_TEXT]
     try:
-        text = str(error)
+        # The launcher searches the text, and translates it when it shows it.
+        text = error.in_english() if _is_of_echelon(error) else str(error)  # type: ignore[attr-defined]
     except Exception as problem:  # noqa: BLE001 - a broken __str__ of the user must not prevent the record
         text = f"<its __str__ raised {type(problem).__name__}>"
     if isinstance(error, SyntaxError) and error.filename:
@@ -168,6 +205,11 @@ def main(argv: list[str]) -> None:
     except SystemExit as stop:
         if stop.code not in (None, 0):
             recorder.add(_without_worker(stop), where="main")
+            if isinstance(stop.code, str) and _log_of(directory) is None:
+                if mode == "debug" or recorder.claim(stop):
+                    with _progress_bars_cleared():
+                        sys.stderr.write(f"{_line_start()}{stop.code}\n")
+                sys.exit(1)
         raise
     except KeyboardInterrupt:
         recorder.has_failed = True
@@ -177,11 +219,69 @@ def main(argv: list[str]) -> None:
         recorder.add(error, where="main")
         # Do not re-raise, or the traceback would start with this file. The hook may be the user's (rich, IPython).
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-        sys.excepthook(type(error), error, error.__traceback__)
+        _print_traceback(error, recorder, mode=mode)
         if mode == "debug":
             _debug_post_mortem(error)
         # Errors of echelon have an exit code, such as 74 for a checkpoint that cannot be written.
-        sys.exit(error.exit_code if type(error).__module__.startswith("echelon.") else 1)  # type: ignore[attr-defined]
+        sys.exit(error.exit_code if _is_of_echelon(error) else 1)  # type: ignore[attr-defined]
+
+
+def _is_of_echelon(error: BaseException) -> bool:
+    return type(error).__module__.startswith("echelon.") and hasattr(error, "in_english")
+
+
+def _print_traceback(error: BaseException, recorder: Recorder, *, mode: str) -> None:
+    """Print the traceback: in the terminal once for each distinct error of this machine's ranks, in log files always.
+
+    The launcher's report ends with where the error is from and what to do, so the terminal does not show these lines twice.
+    """
+    log = _log_of(recorder.directory)
+    is_first = mode == "debug" or log == "file" or recorder.claim(error)
+    if not is_first and log is None:
+        return
+    details = ""
+    if _is_of_echelon(error) and log != "file":
+        lines = str(error).split("\n")
+        error.where = error.do = None  # type: ignore[attr-defined]
+        details = "".join(f"{line}\n" for line in lines[len(str(error).split("\n")) :])
+    with _progress_bars_cleared():
+        if log is None:
+            sys.stderr.write(_line_start())
+        elif log == "both" and not is_first:
+            sys.stderr.write(f"{HIDE}\n")
+        sys.excepthook(type(error), error, error.__traceback__)
+        if log == "both":
+            sys.stderr.write(f"{HIDE}\n{details}{SHOW}\n")
+
+
+def _log_of(directory: str) -> str | None:
+    """Return whether stderr is this rank's log file (``file``), a pipe that the launcher copies to it (``both``), or neither."""
+    try:
+        log, stderr = os.stat(os.path.join(directory, LOG_FILE)), os.fstat(2)
+    except OSError:
+        return None
+    return "file" if (log.st_dev, log.st_ino) == (stderr.st_dev, stderr.st_ino) else "both"
+
+
+def _line_start() -> str:
+    """Return what to write first if another rank's progress bar may have left an unfinished line."""
+    try:
+        if os.isatty(2):
+            return "" if os.environ.get("TERM") == "dumb" else "\r\x1b[K"  # noqa: TID251 - only the standard library
+        status = os.fstat(2)
+        if not stat.S_ISREG(status.st_mode):  # nobody can know; an empty line does no harm
+            return "\n" if "tqdm.std" in sys.modules and os.environ.get("WORLD_SIZE") != "1" else ""  # noqa: TID251
+        with open("/proc/self/fd/2", "rb") as file:
+            file.seek(max(0, status.st_size - 1))
+            return "\n" if file.read(1) not in (b"", b"\n", b"\r") else ""
+    except OSError:
+        return ""
+
+
+def _progress_bars_cleared() -> Any:
+    """Return a context in which tqdm's bars are cleared, so that a traceback does not begin on the line of a bar."""
+    tqdm = sys.modules.get("tqdm.std")
+    return contextlib.nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(sys.stderr)
 
 
 def _stand_in() -> None:

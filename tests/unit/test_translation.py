@@ -1,0 +1,254 @@
+"""Messages in the user's language: the catalogue cannot rot, and costs nothing in English."""
+
+from __future__ import annotations
+
+import ast
+import gettext
+import io
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import click
+import pytest
+
+from echelon.base.errors import ConfigError
+from echelon.base.messages import catalogue, translation
+from echelon.base.messages.catalogue import Catalogue, placeholders, read_mo, read_po, to_mo
+from echelon.cli.help.launch_groups import ALL, COMMON, EXAMPLES
+from echelon.cli.main import _run, cli
+from echelon.config.schema import RunConfig, field_docs
+from echelon.launch.failures.failure import ErrorRecord, Frame, RankEnd, explain
+
+SOURCE = Path(translation.__file__).parents[2]
+PO = SOURCE / "locale" / "zh_CN" / "LC_MESSAGES" / "echelon.po"
+ENTRIES = read_po(PO.read_text(encoding="utf-8"))
+# Formats rather than sentences: labels, and parts of lines that click or a format composes.
+FORMATS = {
+    *("where:", "do:", "logs:", "others:", "stacks:", "note:", "warning:", "[OPTIONS]", "COMMAND", "[ARGS]..."),
+    *("rank {rank}", "flag {flag}", "flags {flags}", "file {place}", "env {name}", "code {call}"),
+    "{rank} failed first{thread}: echelon.base.errors.{kind}: {what}",
+    *("rank {rank} of {number}", "rank {rank} of {number}, on {machine}"),
+}
+# Sentences of click (8.1 to 8.5), with `{name}` for its values.
+OF_CLICK = {
+    *("Usage:", "Options:", "Commands:", "Show the version and exit.", "Show this message and exit."),
+    "missing argument {name}",
+}
+_SPACES = re.compile(r"\s+")
+
+
+def _canonical(template: str) -> str:
+    """Return ``template`` with nameless placeholders and single spaces."""
+    return _SPACES.sub(" ", re.sub(r"\{\w*\}", "{}", template)).strip()
+
+
+@cache
+def _sentences() -> tuple[frozenset[str], str]:
+    """Return each string of the source as a template, and all of them as one text."""
+    found: set[str] = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= {_canonical(_escape(part)) for part in (node.value, *re.split(r"\n\s*\n", node.value))}
+            elif isinstance(node, ast.JoinedStr):
+                found.add(_canonical("".join(map(_part, node.values))))
+    texts = {*(text.replace("``", "") for text in field_docs(RunConfig).values())}
+    headings = {f"{heading}:" for heading in (*ALL, *COMMON, "Examples")}
+    short = {text for group in COMMON.values() for text in group.values()} | {text for _, text in EXAMPLES}
+    found |= {_canonical(_escape(text)) for text in texts | headings | short}
+    return frozenset(found), "\n".join(sorted(found))
+
+
+def _escape(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _part(node: ast.expr) -> str:
+    return _escape(str(node.value)) if isinstance(node, ast.Constant) else "{}"
+
+
+def test_each_msgid_is_a_sentence_of_the_source() -> None:
+    sentences, text = _sentences()
+
+    def is_known(wanted: str) -> bool:
+        # A sentence may be part of a longer one, or composed of two: `use {} or fewer, or add` and `{} --oversubscribe ...`.
+        return wanted in sentences or wanted in text or _is_composed(wanted)
+
+    gone = [msgid for msgid in ENTRIES if msgid not in FORMATS | OF_CLICK and not is_known(_canonical(msgid))]
+    assert gone == [], f"the source no longer has these sentences; correct the entries in {PO.name}"
+
+
+def _is_composed(wanted: str) -> bool:
+    """Return whether two sentences of the source make ``wanted``, such as `use --num_processes {} or fewer, or add` + `{} ...`."""
+    sentences, _ = _sentences()
+    return any(
+        wanted.startswith(first) and _ends(wanted[len(first) :], sentences) for first in sentences if len(first) > 12
+    )
+
+
+def _ends(rest: str, sentences: frozenset[str]) -> bool:
+    rest = rest.strip()
+    return rest in sentences or f"{{}} {rest}" in sentences
+
+
+def test_placeholders_agree() -> None:
+    for msgid, msgstr in ENTRIES.items():
+        names = placeholders(msgid)
+        assert len(set(names)) == len(names), f"{msgid}: each placeholder has a name of its own"
+        assert set(placeholders(msgstr)) <= set(names), msgid
+        assert set(names) - set(placeholders(msgstr)) <= {"s", "es", "was"}, msgid  # endings of English words
+
+
+def test_a_template_has_enough_fixed_text_to_be_recognized() -> None:
+    templates = [msgid for msgid in ENTRIES if placeholders(msgid) and msgid not in FORMATS]
+    short = [msgid for msgid in templates if len(re.findall(r"\w", re.sub(r"\{\w*\}", "", msgid))) < 5]
+    assert short == []
+
+
+def test_each_template_translates_its_own_message() -> None:
+    chinese = Catalogue(ENTRIES)
+    for msgid, msgstr in ENTRIES.items():
+        values = {name: f"<{number}>" for number, name in enumerate(placeholders(msgid))}
+        assert chinese.translate(msgid.format(**values)) == msgstr.format(**values)
+
+
+def test_the_catalogue_has_the_messages_that_users_meet_most() -> None:
+    templates = [msgid for msgid in ENTRIES if msgid not in FORMATS | OF_CLICK]
+    assert len(templates) > 350
+    assert not [msgid for msgid in templates if not re.search("[\u4e00-\u9fff]", ENTRIES[msgid])]
+
+
+def _commands(group: click.Command, context: click.Context) -> list[tuple[str, click.Command]]:
+    found = [(context.command_path, group)]
+    if isinstance(group, click.Group):
+        for name in group.list_commands(context):
+            one = group.get_command(context, name)
+            assert one is not None
+            found += _commands(one, click.Context(one, parent=context, info_name=name))
+    return found
+
+
+def test_all_of_launchs_help_is_translated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _speak_chinese(monkeypatch)
+    for argv in (["launch", "--help"], ["launch", "--help-all"], ["--help"]):
+        assert _run(argv) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("\u7528\u6cd5\uff1a echelon")
+        prose = [line for line in lines if re.search(r"[a-z]{3,} [a-z]{3,} [a-z]{3,} [a-z]", line)]
+        assert [line for line in prose if "echelon launch" not in line] == []
+
+
+def test_the_help_of_each_command_is_in_the_catalogue() -> None:
+    missing, chinese = [], Catalogue(ENTRIES)
+    for path, one in _commands(cli, click.Context(cli, info_name="echelon")):
+        context = click.Context(one)
+        records = [p.get_help_record(context) for p in one.params if isinstance(p, click.Option)]
+        texts = [re.sub(r"\s+\[[^\]]*\]$", "", record[1]) for record in records if record is not None]
+        texts += [paragraph.replace("\b", "") for paragraph in re.split(r"\n\s*\n", one.help or "")]
+        texts = [_SPACES.sub(" ", text).strip() for text in texts]
+        missing += [f"{path}: {text}" for text in texts if text and chinese.translate(text) == text]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"LANG": "zh_CN.UTF-8"}, "zh_CN"),
+        ({"LANG": "zh"}, "zh_CN"),
+        ({"LANG": "zh_Hans"}, "zh_CN"),
+        ({"LANG": "en_US.UTF-8", "LC_ALL": "zh_CN.utf8"}, "zh_CN"),
+        ({"LANG": "en_US.UTF-8", "LANGUAGE": "zh_CN:en"}, "zh_CN"),
+        ({"LANG": "zh_CN.UTF-8", "LANGUAGE": "en:zh_CN"}, None),
+        ({"LANG": "zh_CN.UTF-8", "LC_ALL": "C.UTF-8"}, None),
+        ({"LANG": "zh_TW.UTF-8"}, None),
+        ({"LANG": "de_DE.UTF-8"}, None),
+        ({}, None),
+    ],
+)
+def test_the_locale_decides(variables: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    _clear(monkeypatch)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert translation.language() == expected
+
+
+def test_a_terminal_that_cannot_show_chinese_gets_english(monkeypatch: pytest.MonkeyPatch) -> None:
+    _speak_chinese(monkeypatch)
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+    assert translation.translate("remove one of them") == "remove one of them"
+
+
+def test_errors_are_translated_when_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ConfigError(
+        "300 processes on 2 cores: the limit is 8 per core",
+        where="flag --num_processes, rank 1",
+        do="use --num_processes 16 or fewer, or add --oversubscribe to start them anyway",
+    )
+    english = str(error)
+    assert english.splitlines()[1] == "  where: flag --num_processes, rank 1"
+    _speak_chinese(monkeypatch)
+    assert str(error).splitlines() == [
+        "2 \u4e2a CPU \u6838\u4e0a\u6709 300 \u4e2a\u8fdb\u7a0b\uff1a\u4e0a\u9650\u662f\u6bcf\u6838 8 \u4e2a",
+        "  \u4f4d\u7f6e\uff1a\u547d\u4ee4\u884c\u53c2\u6570 --num_processes, rank 1",
+        "  \u5efa\u8bae\uff1a\u7528 --num_processes 16 \u6216\u66f4\u5c11\uff0c\u6216\u52a0\u4e0a --oversubscribe \u5f3a\u884c\u542f\u52a8",
+    ]
+    assert error.in_english() == english
+
+
+def test_a_report_keeps_the_users_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = ErrorRecord(
+        time_ns=1,
+        type="ValueError",
+        message="remove one of them {x}",
+        frames=(Frame(file="a.py", line=3, function="f"),),
+    )
+    what, _, do = explain([RankEnd(rank=0, exit_code=1, record=record)], logs="above")
+    _speak_chinese(monkeypatch)
+    assert (
+        translation.translate_lines(what) == "rank 0 \u6700\u5148\u51fa\u9519\uff1aValueError: remove one of them {x}"
+    )
+    assert translation.translate_lines(do).startswith("\u4fee\u6b63\u8fd9\u4e2a\u9519\u8bef")
+
+
+def test_an_error_of_echelon_is_translated_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "backward() got a loss that does not require grad\n  where: rank 0\n  do:    reduce it, for example with loss.mean()"
+    record = ErrorRecord(time_ns=1, type="echelon.base.errors.UsageError", message=message)
+    what, where, do = explain([RankEnd(rank=0, exit_code=1, record=record)], logs="above")
+    assert (where, do) == ("rank 0 of 1", "reduce it, for example with loss.mean()\n  logs:  above")
+    _speak_chinese(monkeypatch)
+    assert translation.translate_lines(what).endswith(ENTRIES["backward() got a loss that does not require grad"])
+
+
+def test_the_compiled_catalogue_is_the_same_and_gettext_reads_it(tmp_path: Path) -> None:
+    assert read_mo(to_mo(ENTRIES)) == ENTRIES
+    compiled = gettext.GNUTranslations(io.BytesIO(to_mo(ENTRIES)))
+    assert compiled.gettext("remove one of them") == ENTRIES["remove one of them"]
+    folder = tmp_path / "zh_CN" / "LC_MESSAGES"
+    folder.mkdir(parents=True)
+    (folder / "echelon.po").write_bytes(PO.read_bytes())
+    assert catalogue.compile_catalogues(tmp_path) == [folder / "echelon.mo"]
+    (folder / "echelon.po").unlink()
+    assert catalogue.load_catalogue(folder).translate("remove one of them") == ENTRIES["remove one of them"]
+
+
+def test_english_loads_no_catalogue() -> None:
+    program = (
+        "import sys, time; from echelon.base.errors import ConfigError; began = time.perf_counter(); "
+        "str(ConfigError('a', do='b')); assert time.perf_counter() - began < 0.002; "
+        "print(sorted({'echelon.base.messages.catalogue', 'gettext'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "[]\n", result.stderr
+
+
+def _clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LANGUAGE", "LC_ALL", "LC_MESSAGES", "LANG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _speak_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
+    _clear(monkeypatch)
+    monkeypatch.setenv("LANG", "zh_CN.UTF-8")
