@@ -30,7 +30,8 @@ _LINES = MappingProxyType(
 @click.command("completion")
 @click.argument("shell", type=click.Choice(tuple(_LINES)))
 @click.option("--script", is_flag=True, help="Print the whole script instead, for a file that the shell reads.")
-def command(shell: str, script: bool) -> None:
+@click.pass_context
+def command(ctx: click.Context, shell: str, script: bool) -> None:
     """Print the line that turns on completion of commands and flags with the Tab key in SHELL: bash, zsh or fish."""
     if not script:
         file, line = _LINES[shell]
@@ -39,9 +40,7 @@ def command(shell: str, script: bool) -> None:
     kind = get_completion_class(shell)
     if kind is None:
         raise UsageError(f"click has no completion for {shell}", do="install click 8.1 or later")
-    from echelon.cli.main import cli  # noqa: PLC0415 - main imports this module
-
-    click.echo(kind(cli, {}, "echelon", VARIABLE).source())
+    click.echo(kind(ctx.find_root().command, {}, "echelon", VARIABLE).source())
 
 
 @contextmanager
