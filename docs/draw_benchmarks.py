@@ -48,6 +48,7 @@ PLOTS = {
     "Cost of exact parity": Plot(name="parity", values={"wall ratio": "exact / off"}, span="range", unit="ratio of wall time", reference=1),
     "A step of sharded models": Plot(name="engines", values={"`fully_shard`, ms": "fully_shard", "echelon, ms": "echelon"}, unit="ms per step"),
     "Saving a checkpoint": Plot(name="checkpoint", values={"s": "median"}, span="min - max", unit="seconds for 1.04 GB"),
+    "Cost of bitwise parity": Plot(name="bitwise", values={"off, whole": "off", "exact": "exact", "bitwise": "bitwise"}, unit="ms of wall time per update"),
     "Time to the first step": Plot(name="first_step", values={"seconds": "median"}, span="min - max", unit="seconds"),
     "Launching, monitoring, restarting": Plot(name="launch", values={"p50": "median", "p95": "95th percentile"}, unit="seconds from SIGKILL to the next saved step"),
 }  # fmt: skip
@@ -55,7 +56,19 @@ PLOTS = {
 
 def names() -> dict[str, str]:
     """Return the names of the plots, by the headings of their sections."""
-    return {heading: plot.name for heading, plot in PLOTS.items()}
+    read = tables(RESULTS.read_text(encoding="utf-8"))
+    return {heading: plot_of(heading, table).name for heading, table in read.items()}
+
+
+def plot_of(heading: str, table: list[dict[str, str]]) -> Plot:
+    """Return the plot of a section: one of PLOTS, or the first column of numbers."""
+    if heading in PLOTS:
+        return PLOTS[heading]
+    columns = [column for column in list(table[0])[1:] if not column.startswith("#")]
+    column = next(
+        column for column in columns if sum(number(row.get(column, "")) is not None for row in table) >= len(table) / 2
+    )
+    return Plot(name=re.sub(r"\W+", "_", heading.lower()), values={column: column}, unit=column)
 
 
 def tables(text: str) -> dict[str, list[dict[str, str]]]:
@@ -81,7 +94,8 @@ def number(cell: str) -> float | None:
 def drawn(text: str | None = None) -> dict[str, bytes]:
     """Return the plots: ``NAME-light`` and ``NAME-dark``."""
     read = tables(RESULTS.read_text(encoding="utf-8") if text is None else text)
-    return {f"{plot.name}-{page}": _draw(plot, read[heading], page) for heading, plot in PLOTS.items() for page in INK}
+    plots = {heading: plot_of(heading, table) for heading, table in read.items()}
+    return {f"{plot.name}-{page}": _draw(plot, read[heading], page) for heading, plot in plots.items() for page in INK}
 
 
 def points(plot: Plot, table: list[dict[str, str]]) -> list[tuple[str, list[float], tuple[float, float] | None]]:
