@@ -34,7 +34,7 @@ OUTSIDE = {
 # exist yet is left out; a page that nobody names is an error of the strict build.
 NAVIGATION: list[tuple[str, list[str | tuple[str, list[str]]]]] = [
     ("Home", ["index.md"]),
-    ("Start", ["levels.md", "install.md", "tour.md", "tracking.md", "faq.md", ("Examples", ["examples/index.md", "examples/*"])]),
+    ("Start", ["levels.md", "install.md", "tour.md", "report.md", "tracking.md", "faq.md", ("Examples", ["examples/index.md", "examples/*"])]),
     (
         "Guides",
         [
