@@ -27,8 +27,9 @@ PROSE := docs $(wildcard *.md)
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
 
-demo: $(VENV)/.stamp ## train a small model on two CPU processes
+demo: $(VENV)/.stamp ## train a small model on two CPU processes, and write a page about the run
 	@$(BIN)/echelon launch --cpu --num_processes 2 examples/mnist_accelerator.py
+	@$(BIN)/echelon report
 
 test: $(VENV)/.stamp ## run all tests that do not require a GPU
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) $(RULES:%=--ignore=%)

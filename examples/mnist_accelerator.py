@@ -54,6 +54,7 @@ def main() -> None:
                 right = model(images).argmax(dim=1) == labels
                 correct += accelerator.gather_for_metrics(right).sum().item()  # each image exactly once
         accuracy = 100 * correct / len(test_set)
+        accelerator.log({"test_accuracy": accuracy}, step=(epoch + 1) * len(train_loader))
 
     weights = b"".join(value.cpu().numpy().tobytes() for value in accelerator.get_state_dict(model).values())
     print(

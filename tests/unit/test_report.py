@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import struct
 from importlib import resources
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from echelon.cli.main import main
 from echelon.report.page import render_page
 from echelon.report.page_data import page_data
 from echelon.report.run_folder import RecordedRun, read_run
-from echelon.report.step_series import MAX_POINTS, StepSeries, step_series
+from echelon.report.step_series import MAX_POINTS, RECORD_TYPE, StepSeries, step_series
 from echelon.status.board import StepPart
-from echelon.status.step_records import StepRecorder
+from echelon.status.step_records import RECORD_FORMAT, StepRecord, StepRecorder
 from tests.recorded_runs import simulated_clock, write_run
 
 
@@ -139,6 +140,11 @@ def test_texts_in_a_run_cannot_become_parts_of_the_page(tmp_path: Path) -> None:
     assert page.count("</script>") == 3
     assert "alert(1)" in page
     assert "<script>alert" not in page
+
+
+def test_the_layout_of_the_records_is_that_of_their_format() -> None:
+    assert RECORD_TYPE.names == StepRecord._fields
+    assert RECORD_TYPE.itemsize == struct.calcsize(RECORD_FORMAT)
 
 
 def test_the_plot_library_is_the_documented_one() -> None:

@@ -140,6 +140,7 @@ def test_dark_colors_follow_the_system_and_the_switch(browser: Browser, page: Pa
     assert browser.problems == []
 
 
+@pytest.mark.soak
 def test_a_mouse_zooms_all_plots(browser: Browser, page: Path) -> None:
     browser.open(page)
     box = browser.run(
@@ -159,6 +160,7 @@ def test_a_mouse_zooms_all_plots(browser: Browser, page: Path) -> None:
 def test_a_telephone_shows_the_page_without_sideways_scrolling(browser: Browser, page: Path) -> None:
     browser.open(page, width=390, height=800)
     assert browser.run("document.documentElement.scrollWidth") <= 390
+    assert browser.run("Math.min(...[...document.querySelectorAll('.panel')].map(panel => panel.offsetWidth))") > 350
 
 
 def test_several_runs_are_overlaid_and_compared(browser: Browser, page: Path, tmp_path: Path) -> None:
@@ -176,6 +178,7 @@ def test_several_runs_are_overlaid_and_compared(browser: Browser, page: Path, tm
     assert browser.problems == []
 
 
+@pytest.mark.soak
 def test_an_empty_run_says_what_is_missing(browser: Browser, tmp_path: Path) -> None:
     browser.open(_write_page(tmp_path / "page.html", tmp_path))
     assert browser.problems == []
@@ -183,6 +186,7 @@ def test_an_empty_run_says_what_is_missing(browser: Browser, tmp_path: Path) -> 
     assert "No goodput was written" in _text(browser, "#panel-goodput")
 
 
+@pytest.mark.soak
 def test_texts_of_a_run_stay_text(browser: Browser, tmp_path: Path) -> None:
     text = "</script><img src=http://127.0.0.1:9/x onerror=document.title='hit'>"
     run = write_run(tmp_path, "run", num_steps=5, facts={"command": [text], "script": text})

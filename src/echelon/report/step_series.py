@@ -11,9 +11,9 @@ import numpy.typing as npt
 from echelon.diagnose.straggler import Steps, steps_of
 from echelon.report.run_folder import RecordedRun
 from echelon.status.board import StepPart
-from echelon.status.step_records import StepFile, read_step_file
+from echelon.status.step_records import read_step_bytes, read_step_file
 
-__all__ = ["MAX_POINTS", "Spread", "StepSeries", "last_step", "step_series"]
+__all__ = ["MAX_POINTS", "RECORD_TYPE", "Spread", "StepSeries", "last_step", "step_series"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -106,7 +106,7 @@ class _Columns:
 
 def step_series(run: RecordedRun) -> StepSeries | None:
     """Return the series of a run, or None if it has no step records."""
-    found = [_columns(attempt, file) for attempt, file in _step_files(run) if file.records]
+    found = list(_read(run))
     if not found:
         return None
     kept = _without_repeated(found)
@@ -222,31 +222,36 @@ class _Sums:
         return np.nansum(_ratio(amounts, seconds), axis=0) if amounts.any() else np.full(amounts.shape[1], np.nan)
 
 
-def _step_files(run: RecordedRun) -> Iterator[tuple[int, StepFile]]:
+def _read(run: RecordedRun) -> Iterator[_Columns]:
+    """Yield the records of each rank in each attempt; files that cannot be read, or have no record yet, are left out."""
     for attempt, _, path in run.step_paths():
         try:
-            yield attempt, read_step_file(path)
+            rank, _, began_ns, data = read_step_bytes(path)
         except (OSError, ValueError):  # the rank was killed while it created the file
             continue
+        if len(data):
+            yield _columns(attempt, rank, began_ns, np.frombuffer(data, dtype=RECORD_TYPE))
 
 
-def _columns(attempt: int, file: StepFile) -> _Columns:
-    time_ns, step, weight, *rest, spent = zip(*file.records)
-    loss, lr, norm, memory, samples, items = (np.array(values, dtype=np.float64) for values in rest)
-    return _Columns(
-        attempt,
-        file.rank,
-        file.began_ns / 1e9 + np.array(time_ns, dtype=np.float64) / 1e9,
-        np.array(step, dtype=np.int64),
-        np.array(weight, dtype=np.float64),
-        loss,
-        lr,
-        norm,
-        memory,
-        samples,
-        items,
-        np.array(spent, dtype=np.float64) / 1e6,
-    )
+# The fields of ``StepRecord`` in ``RECORD_FORMAT``.
+RECORD_TYPE = np.dtype(
+    [
+        ("time_ns", "<u8"),
+        ("step", "<u4"),
+        ("num_losses", "<u4"),
+        *((name, "<f8") for name in ("loss", "lr", "grad_norm", "memory_mb")),
+        ("num_samples", "<u8"),
+        ("num_items", "<f8"),
+        ("spent_ns", "<u8", (len(StepPart),)),
+    ]
+)
+
+
+def _columns(attempt: int, rank: int, began_ns: int, records: npt.NDArray[np.void]) -> _Columns:
+    names = ("num_losses", "loss", "lr", "grad_norm", "memory_mb", "num_samples", "num_items")
+    fields = (records[name].astype(np.float64) for name in names)
+    time_s = began_ns / 1e9 + records["time_ns"] / 1e9
+    return _Columns(attempt, rank, time_s, records["step"].astype(np.int64), *fields, records["spent_ns"] / 1e6)
 
 
 def _without_repeated(found: Sequence[_Columns]) -> list[_Columns]:

@@ -44,7 +44,8 @@ FIRST_RECORDS = 480
 _MAGIC, _VERSION = b"ECHSTEPS", 1
 _HEADER = struct.Struct("<8sIII")
 _HEADER_BYTES = 4096
-_RECORD = struct.Struct("<QIIddddQd8Q")
+RECORD_FORMAT = "<QIIddddQd8Q"
+_RECORD = struct.Struct(RECORD_FORMAT)
 _TIME = struct.Struct("<Q")
 _AFTER_TIME = struct.Struct("<IIddddQd8Q")
 _LOSS = struct.Struct("<Id")
@@ -227,15 +228,32 @@ def read_step_file(path: Path, *, last: int | None = None) -> StepFile:
         OSError: the file cannot be read.
         ValueError: it is not a file of step records.
     """
+    rank, world_size, began_ns, data = read_step_bytes(path)
+    first = 0 if last is None else max(0, len(data) // _RECORD.size - last)
+    fields = _RECORD.iter_unpack(data[first * _RECORD.size :])
+    return StepFile(rank, world_size, began_ns, [StepRecord._make((*one[:9], one[9:])) for one in fields])
+
+
+def read_step_bytes(path: Path) -> tuple[int, int, int, memoryview]:
+    """Return the rank, the number of ranks, and the start time of a file of step records, and its records as bytes.
+
+    A record has the fields of ``StepRecord`` in the format ``RECORD_FORMAT`` of the module ``struct``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a file of step records.
+    """
     data = path.read_bytes()
     numbers = _read_header(data, path)
     offsets = range(_HEADER_BYTES, len(data) - _RECORD.size + 1, _RECORD.size)
+    # The records without a time are at the end.
     number = bisect_left(offsets, True, key=lambda offset: _TIME.unpack_from(data, offset)[0] == 0)
-    records = []
-    for offset in offsets[0 if last is None else max(0, number - last) : number]:
-        fields = _RECORD.unpack_from(data, offset)
-        records.append(StepRecord._make((*fields[:9], fields[9:])))
-    return StepFile(**numbers, records=records)
+    return (
+        numbers["rank"],
+        numbers["world_size"],
+        numbers["began_ns"],
+        memoryview(data)[_HEADER_BYTES : _HEADER_BYTES + number * _RECORD.size],
+    )
 
 
 def sample_step_file(path: Path, *, num_spread: int, num_last: int) -> StepSample:
