@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -249,9 +250,13 @@ RECORD_TYPE = np.dtype(
 
 def _columns(attempt: int, rank: int, began_ns: int, records: npt.NDArray[np.void]) -> _Columns:
     names = ("num_losses", "loss", "lr", "grad_norm", "memory_mb", "num_samples", "num_items")
-    fields = (records[name].astype(np.float64) for name in names)
-    time_s = began_ns / 1e9 + records["time_ns"] / 1e9
-    return _Columns(attempt, rank, time_s, records["step"].astype(np.int64), *fields, records["spent_ns"] / 1e6)
+    fields: list[npt.NDArray[Any]] = [
+        began_ns / 1e9 + records["time_ns"] / 1e9,
+        records["step"].astype(np.int64),
+        *(records[name].astype(np.float64) for name in names),
+        records["spent_ns"] / 1e6,
+    ]
+    return _Columns(attempt, rank, *fields)
 
 
 def _without_repeated(found: Sequence[_Columns]) -> list[_Columns]:
