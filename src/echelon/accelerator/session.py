@@ -25,6 +25,7 @@ from echelon.compat.enums import DistributedType
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.distributed.peer_responder import Watcher
+from echelon.distributed.record.recorder import recorder_of_process
 from echelon.engines.base import Engine
 from echelon.precision.policy import PrecisionPolicy
 from echelon.world.world import World
@@ -143,6 +144,12 @@ class Session:
         if counters is not None:
             self.counters.load_json(counters)
             self._steps_before = self.counters.step - self.objects.num_steps()
+            self._number_steps()
+
+    def _number_steps(self) -> None:
+        recorder = recorder_of_process()
+        if recorder is not None:
+            recorder.resume(self._steps_before)
 
     def resume_epochs(self) -> int:
         """Make the loaders continue at the run's position; return its epoch."""
@@ -160,6 +167,7 @@ class Session:
     def forget_objects(self) -> None:
         """Release all prepared objects, but keep the count of optimizer steps."""
         self._steps_before += self.objects.num_steps()
+        self._number_steps()
         self.objects.clear()
         self.guard.release()
         self.engine.release()

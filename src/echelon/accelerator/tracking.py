@@ -8,6 +8,7 @@ from typing import Any
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
+from echelon.distributed.record.recorder import recorder_of_process
 from echelon.trackers.base import GeneralTracker
 from echelon.trackers.jsonl import JSONLTracker
 from echelon.trackers.registry import filter_trackers, tracker_class
@@ -89,6 +90,9 @@ class Tracking:
             log_kwargs: additional arguments for each tracker's ``log``, by tracker name.
         """
         given = log_kwargs or {}
+        recorder = recorder_of_process()
+        if recorder is not None:
+            recorder.log(values, step=step)
         for tracker in self._active():
             tracker.log(dict(values), step=step, **given.get(tracker.name, {}))
 

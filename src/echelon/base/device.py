@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ __all__ = [
     "free_memory",
     "num_devices",
     "use_device",
+    "used_memory_mb",
 ]
 
 # The functions import torch, not this module, so that the launcher starts in milliseconds.
@@ -214,3 +216,23 @@ def free_memory(index: int) -> DeviceMemory | None:
         return None
     shared = bool(getattr(module.get_device_properties(index), "is_integrated", False))
     return DeviceMemory(num_bytes=free, is_of_host=shared)
+
+
+def used_memory_mb(device: torch.device) -> float:
+    """Return the memory that this process has reserved on ``device``, or for the CPU, its resident memory, in MiB; nan if unknown.
+
+    Does not wait for the device.
+    """
+    import torch  # noqa: PLC0415 - torch-free layer
+
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        if hasattr(module, "memory_reserved"):
+            return float(module.memory_reserved(device)) / 2**20
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:  # not Linux
+        import psutil  # noqa: PLC0415 - takes milliseconds to import
+
+        return float(psutil.Process().memory_info().rss) / 2**20
+    return int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20

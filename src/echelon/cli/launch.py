@@ -38,7 +38,7 @@ from echelon.launch.local.capacity import check_capacity
 from echelon.launch.local.goodput_recorder import process_start_ns
 from echelon.launch.local.local_node import LocalNode
 from echelon.launch.local.output import Outputs, parse_streams
-from echelon.launch.local.run_recorder import NO_RECORD_VARIABLE, run_folder
+from echelon.launch.local.run_recorder import run_folder
 from echelon.launch.local.slots import Slots, is_this_machine, named_slots, no_accelerator
 from echelon.launch.multinode.machines import (
     CliOverrides,
@@ -53,6 +53,7 @@ from echelon.launch.node import Node, RunOver, RunRules
 from echelon.launch.schedulers.slurm import Step, current_step
 from echelon.launch.script import Script, check
 from echelon.launch.supervisor import StallRules
+from echelon.status.run_files import is_recording_off
 from echelon.status.stop_barrier import EXIT_CODE, SIGNALS
 
 __all__ = ["command", "per_machine"]
@@ -162,7 +163,11 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     # On a shared disk, several machines may start in the same second, and pods often have equal process ids.
     machine = "" if plan is None else f"{plan.info.host}-{plan.info.uid[:4]}-"
     with run_folder(
-        flags["log_dir"], script=script, machine=machine, is_recorded=_is_recorded(flags), began_ns=began_ns
+        flags["log_dir"],
+        script=script,
+        machine=machine,
+        is_recorded=not (flags["no_record"] or is_recording_off()),
+        began_ns=began_ns,
     ) as (directory, record):
         (directory / RUN_FILE).write_text(to_run_file(resolved), encoding="utf-8")
         record.describe(
@@ -194,10 +199,6 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     if code == _USAGE_ERROR and not is_noted:
         _note_misplaced_flags(ctx, script, typed, failed=True)
     return code
-
-
-def _is_recorded(flags: Mapping[str, Any]) -> bool:
-    return not flags["no_record"] and environ.get(NO_RECORD_VARIABLE) in (None, "0", "false")
 
 
 def _run(

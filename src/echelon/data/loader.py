@@ -22,6 +22,8 @@ from echelon.data.sharding.batch_source import BatchSource, batches_of
 from echelon.data.to_device import to_device
 from echelon.distributed.checks.already_sharded import SamplerEpochs
 from echelon.distributed.checks.ungathered_metrics import DatasetLength
+from echelon.distributed.record.recorder import recorder_of_process
+from echelon.distributed.structure import ignorant_find_batch_size
 from echelon.status.board import Phase
 from echelon.status.notes import notes_of_process
 from echelon.world.world import World
@@ -484,7 +486,7 @@ class PreparedLoader(DataLoader[Any]):
             is_saved = self.is_stateful
             position.facts = None if tracker is None else tracker.begin_pass(self)
             # Reads one batch ahead, so that the last one is known as such while it is in use.
-            notes = notes_of_process()
+            notes, recorder = notes_of_process(), recorder_of_process()
             if notes is not None:
                 notes.phase(Phase.DATA)
             steps, step = position.open(self.skip_batches, self._begin_planned_pass, resumed_from)
@@ -508,6 +510,12 @@ class PreparedLoader(DataLoader[Any]):
                 step = next(steps, END)
                 if notes is not None:
                     notes.phase(Phase.TRAIN if torch.is_grad_enabled() else Phase.EVALUATE)
+                if recorder is not None and torch.is_grad_enabled():
+                    size = facts.num_items if isinstance(facts, Contribution) else ignorant_find_batch_size(batch)
+                    if size is None:
+                        recorder = None  # nor do the other batches have a size
+                    else:
+                        recorder.add_samples(int(size))
                 if draws is not None:
                     draws.end_batch()
                 if step is END:

@@ -13,6 +13,7 @@ from echelon.base.errors import ConfigError, SetupError
 from echelon.base.fork_repair import repair_fork
 from echelon.config.sources import current
 from echelon.distributed.checks.raw_ddp_guard import RawDDPGuard
+from echelon.distributed.record.recorder import recorder_of_process
 from echelon.distributed.shard import METRICS
 from echelon.world.environment import LaunchEnvironment, check_rank, detect
 from echelon.world.group import DEFAULT_TIMEOUT, close_group, open_group
@@ -53,6 +54,9 @@ def setup(
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     open_group(world, environment, timeout=limit or DEFAULT_TIMEOUT, init_method=init_method)
     RawDDPGuard.begin()
+    recorder = recorder_of_process()
+    if recorder is not None:
+        recorder.watch_plain_optimizers()
     return world
 
 
@@ -63,6 +67,9 @@ def cleanup() -> None:
     """
     METRICS.close()
     RawDDPGuard.end()
+    recorder = recorder_of_process()
+    if recorder is not None:
+        recorder.stop_watching()
     close_group()
 
 

@@ -35,6 +35,7 @@ from echelon.launch.node import AttemptRanks, Node, RunOver, RunRules
 from echelon.launch.script import Script
 from echelon.status.board import Board
 from echelon.status.notes import BOARD_VARIABLE
+from echelon.status.run_files import NO_RECORD_VARIABLE, RECORD_VARIABLE
 
 __all__ = ["Job", "run_job"]
 
@@ -206,6 +207,10 @@ class _Agent(SimpleElasticAgent):
             "TORCHELASTIC_USE_AGENT_STORE": str(group.spec.rdzv_handler.use_agent_store),
         }
         common.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        if (folder := self._job.rules.record.folder) is not None:
+            common[RECORD_VARIABLE] = f"{self._attempt}:{folder}"
+        else:
+            common[NO_RECORD_VARIABLE] = "1"
         for secret in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
             common.pop(secret, None)  # programs may print their environment
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, wraps
 from time import monotonic_ns
@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar
 from echelon.base import environ
 from echelon.status.board import Mark, Phase, Slot, StatusNote, StepPart, Times
 from echelon.status.call_site import is_user_file
+from echelon.status.run_files import is_recording_off
 
 __all__ = [
     "BOARD_VARIABLE",
@@ -51,7 +52,7 @@ _LOOP_PHASES = frozenset({Phase.DATA, Phase.TRAIN, Phase.OPTIMIZER, Phase.EVALUA
 class Notes:
     """Writes the training thread's records. Writing a record takes two microseconds, and each step writes only a few."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot | _NoSlot) -> None:
         self._slot = slot
         self._begun_ns = self._since_ns = self._num_steps = 0
         self._loaded = -1
@@ -62,6 +63,17 @@ class Notes:
         self._phase = Phase.NONE
         self._waits = False
         self._operation = self._detail = self._slow = self._file = ""
+
+    @property
+    def spent_ns(self) -> Sequence[int]:
+        """Nanoseconds by ``StepPart`` since the training loop started, without the current part."""
+        return self._spent_ns
+
+    @property
+    def times(self) -> Times:
+        """The times so far."""
+        numbers = self._begun_ns, self._since_ns, self._loaded, self._num_steps
+        return Times(*numbers, self._part, tuple(self._spent_ns))
 
     def step(self, step: int, phase: Phase) -> None:
         """Record the number of optimizer steps, and the phase that starts after the last of them."""
@@ -183,14 +195,31 @@ class Notes:
         self._slot.note(StatusNote(*numbers, self._phase, self._waits, *texts))
 
     def _write_times(self) -> None:
-        numbers = self._begun_ns, self._since_ns, self._loaded, self._num_steps
-        self._slot.times(Times(*numbers, self._part, tuple(self._spent_ns)))
+        self._slot.times(self.times)
+
+
+class _NoSlot:
+    """Stands in for the slot in a process without a launcher, whose notes only measure its times."""
+
+    def note(self, _note: StatusNote) -> None:
+        """Do nothing."""
+
+    def times(self, _times: Times) -> None:
+        """Do nothing."""
+
+    def mark(self, _mark: Mark) -> None:
+        """Do nothing."""
 
 
 def notes_of_process() -> Notes | None:
-    """Return this process's ``Notes``, or None if echelon launch did not start this process or the board was removed."""
+    """Return this process's ``Notes``.
+
+    None if the board was removed, or if echelon launch did not start this process and it does not record its run.
+    """
     slot = environ.own(BOARD_VARIABLE)
-    return None if slot is None else _open(slot, os.getpid())
+    if slot is not None:
+        return _open(slot, os.getpid())
+    return None if is_recording_off() else _without_slot(os.getpid())
 
 
 # Opened once per process, because two writers would number their records independently.
@@ -201,6 +230,11 @@ def _open(slot: str, _pid: int) -> Notes | None:
         return Notes(Slot(path, int(index)))
     except (OSError, ValueError):
         return None  # the program outlived its launcher, or inherited the variable from another program
+
+
+@lru_cache(maxsize=1)
+def _without_slot(_pid: int) -> Notes:
+    return Notes(_NoSlot())
 
 
 def slow(what: str) -> AbstractContextManager[None]:

@@ -98,6 +98,11 @@ class GitQuery:
         except OSError:  # git is not installed
             self._process = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether ``answer`` returns at once."""
+        return self._process is None or self._process.poll() is not None
+
     def answer(self, *, timeout_s: float = 5.0) -> dict[str, Any] | None:
         """Return the commit, the branch, and whether files differ from the commit; None if ``folder`` is in no repository."""
         if self._process is None:

@@ -4,23 +4,29 @@
 and ``records/<attempt>/rank_<rank>.steps`` the step records of each rank. docs/run_folder.md lists the fields.
 
 A run may be killed at any time. Therefore ``run.json`` is replaced as a whole, a line of the other files is a single write, and
-readers ignore a last line without an end. This file uses only the standard library.
+readers ignore a last line without an end.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from echelon.base import environ
+
 __all__ = [
     "DEFAULT_PARENT",
     "EVENTS_FILE",
     "INFO_FILE",
     "METRICS_FILE",
+    "NO_RECORD_VARIABLE",
+    "RECORD_VARIABLE",
     "append_line",
+    "is_recording_off",
     "read_info",
     "read_lines",
     "steps_path",
@@ -32,8 +38,18 @@ DEFAULT_PARENT = "echelon-runs"
 INFO_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+NO_RECORD_VARIABLE = "ECHELON_NO_RECORD"
+"""Environment variable that turns recording off, like ``--no_record``."""
+RECORD_VARIABLE = "ECHELON_RECORD"
+"""Environment variable with the attempt and the run's folder (``1:/home/me/echelon-runs/...``), which the launcher sets for its
+ranks."""
 
 _VERSION = 1
+
+
+def is_recording_off() -> bool:
+    """Return whether the environment turns recording off."""
+    return environ.own(NO_RECORD_VARIABLE) not in (None, "0", "false")
 
 
 def write_info(folder: Path, info: Mapping[str, Any]) -> None:
@@ -72,11 +88,11 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
         OSError: the file cannot be written.
     """
     data = (json.dumps(record) + "\n").encode()
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
-    try:
-        os.write(file, data)
-    finally:
-        os.close(file)
+    with path.open("ab+", buffering=0) as file:
+        if (size := file.seek(0, os.SEEK_END)) and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            data = b"\n" + data  # the previous writer was killed, or the disk was full
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -50,6 +50,8 @@ _TIME = struct.Struct("<Q")
 _AFTER_TIME = struct.Struct("<IIddddQd8Q")
 _LOSS = struct.Struct("<Id")
 _LOSS_AT = 12
+_NORM = struct.Struct("<d")
+_NORM_AT = 32
 _NAN = math.nan
 
 
@@ -111,6 +113,7 @@ class StepRecorder:
         max_records: largest number of records, an even number.
 
     Raises:
+        FileExistsError: the file exists, because another process records this rank.
         OSError: the file cannot be created.
     """
 
@@ -139,10 +142,10 @@ class StepRecorder:
         self.before_merge: Callable[[], None] | None = None
         """Called before records are merged, to fill in the losses that are still on a device."""
 
-    def add_loss(self, loss: float) -> None:
-        """Add the loss of a micro-step of the current step."""
-        self._losses += loss
-        self._num_losses += 1
+    def add_losses(self, total: float, num_losses: int) -> None:
+        """Add the sum of the losses of ``num_losses`` micro-steps of the current step."""
+        self._losses += total
+        self._num_losses += num_losses
 
     def record(self, step: int, lr: float, spent_ns: Sequence[int]) -> int:
         """Record a finished step; return the place of its record for ``fill_loss``, or 0 if there is none.
@@ -182,6 +185,10 @@ class StepRecorder:
         """Set the loss of a record that was written without it."""
         _LOSS.pack_into(self._memory, place + _LOSS_AT, num_losses, loss)
 
+    def fill_norm(self, place: int, grad_norm: float) -> None:
+        """Set the gradient norm of a record that was written without it."""
+        _NORM.pack_into(self._memory, place + _NORM_AT, grad_norm)
+
     def close(self) -> None:
         """Release the space that is reserved for more records."""
         if os.getpid() == self._pid and not self._memory.closed:
@@ -204,7 +211,7 @@ class StepRecorder:
         return self._num_since >= self._stride
 
     def _merge(self) -> None:
-        aside = f"{self._path}.new"
+        aside = f"{self._path}.{self._stride}.tmp"
         memory = _create(aside, self._header, self._max_records)
         offset = _HEADER_BYTES
         for first in range(_HEADER_BYTES, self._end, 2 * _RECORD.size):
@@ -299,7 +306,8 @@ def _read_header(data: bytes, path: Path) -> dict[str, int]:
 
 
 def _create(path: str, header: bytes, num_records: int) -> mmap.mmap:
-    with open(path, "wb") as file:
+    # Never an existing file: shrinking one that another process has mapped would kill that process.
+    with open(path, "xb") as file:
         try:
             file.write(header)
             file.flush()

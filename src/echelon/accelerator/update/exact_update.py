@@ -327,7 +327,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
                     num_items, inside=inside, sync=state.sync_gradients, trained=trained
                 )
         self.before_backward()
-        self._backpropagate(loss, scale, kwargs)
+        self._backpropagate(loss, scale, kwargs, num_items)
         self.after_backward()
         if factor != 1.0:
             self._finish_gradients(factor)

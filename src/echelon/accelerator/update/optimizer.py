@@ -14,6 +14,7 @@ from echelon.accelerator.update.direct_backward import DirectBackwardCheck
 from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.base.errors import UsageError
 from echelon.distributed.monitored_barrier import monitored_barrier
+from echelon.distributed.record.recorder import recorder_of_process
 from echelon.engines.base import Engine
 from echelon.status.board import Phase
 from echelon.status.notes import notes_of_process
@@ -65,6 +66,9 @@ class AcceleratedOptimizer(Optimizer):
         self._is_used = False  # a step has used the current gradients
         self._is_postponed = False  # a step() was postponed to the end of the window, and so is the next zero_grad()
         self._closures = Closures(gradient_state, world)
+        self._recorder = recorder_of_process()
+        if self._recorder is not None:
+            self._recorder.leave_to_accelerator()
         self.num_postponed = 0
         """Number of ``step`` calls that were postponed to the end of an accumulation window."""
         self.num_steps = 0
@@ -137,6 +141,8 @@ class AcceleratedOptimizer(Optimizer):
             self._is_used = True
             if notes is not None:
                 notes.step(self.num_steps, Phase.TRAIN)
+            if self._recorder is not None and not self._skipped:
+                self._recorder.step(self.num_steps, self.optimizer)
         else:
             if closure is not None:
                 value = self._closures.evaluate_early(self.optimizer, closure)
@@ -270,7 +276,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Both identify optimizers by id, which a copy does not share.
-        return {**self.__dict__, "guard": None, "direct_backward": None}
+        return {**self.__dict__, "guard": None, "direct_backward": None, "_recorder": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

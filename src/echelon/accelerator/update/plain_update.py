@@ -34,7 +34,7 @@ class PlainUpdate(UpdatePolicy):
         else:
             trained = frozenset(map(id, self.trained_models()))
             scale, factor = self.window.weighted(num_items, inside=inside, sync=state.sync_gradients, trained=trained)
-        self._backpropagate(loss, scale, kwargs)
+        self._backpropagate(loss, scale, kwargs, num_items)
         if factor != 1.0:
             self._finish_gradients(factor)
 

@@ -30,6 +30,7 @@ from echelon.config.schema import RunConfig
 from echelon.data.active_loaders import PassDriver
 from echelon.data.exact.exact_batches import ExactOptions
 from echelon.data.loader import PreparedLoader
+from echelon.distributed.record.recorder import recorder_of_process
 from echelon.engines.base import Engine
 from echelon.status.notes import notes_of_process
 from echelon.world.world import World
@@ -81,11 +82,12 @@ class UpdatePolicy(ABC):
         """Number of micro-batches so far; like Accelerate's counter, it restarts at the end of a loader."""
         self.accumulating: tuple[nn.Module, ...] | None = None
         """Models passed to the active ``accumulate()``. (): all models. None: outside ``accumulate()``."""
+        self._recorder = recorder_of_process()
         # Micro-steps of an incomplete window that this rank ends alone because it has no more batches.
         self._num_in_short_window = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "epochs": None}  # the session builds it
+        return {**vars(self), "epochs": None, "_recorder": None}  # the session builds it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpdatePolicy:
         """Return this object itself, so that copying a model that has its methods as hooks does not copy the run."""
@@ -136,7 +138,9 @@ class UpdatePolicy(ABC):
     def backward(self, loss: torch.Tensor, num_items: float | None, kwargs: Mapping[str, Any]) -> None:
         """See ``Accelerator.backward``."""
 
-    def _backpropagate(self, loss: torch.Tensor, scale: float, kwargs: Mapping[str, Any]) -> None:
+    def _backpropagate(
+        self, loss: torch.Tensor, scale: float, kwargs: Mapping[str, Any], num_items: float | None
+    ) -> None:
         for name in kwargs:
             if name not in _BACKWARD_OPTIONS:
                 raise unexpected_keyword("backward", name, _BACKWARD_OPTIONS)
@@ -146,6 +150,10 @@ class UpdatePolicy(ABC):
             state.has_loss_in_closure = True
         else:
             state.has_loss = True
+        if self._recorder is not None and scale != 0.0:
+            self._recorder.add_loss(loss)
+            if num_items is not None:
+                self._recorder.add_items(num_items)
         notes = notes_of_process()
         with NOT_TIMED if notes is None else timed_backward(loss, notes):
             if scale == 0.0:
@@ -207,9 +215,12 @@ class UpdatePolicy(ABC):
         """See ``Accelerator.clip_grad_norm_``; the gradients are already unscaled."""
         for optimizer in self.objects.optimizers:
             optimizer.is_clipped = True
-        return self.engine.clip_grad_norm(
+        norm = self.engine.clip_grad_norm(
             _as_iterable(parameters, "clip_grad_norm_"), max_norm, norm_type, unsynced=self.is_local()
         )
+        if self._recorder is not None:
+            self._recorder.set_norm(norm)
+        return norm
 
     def unfinished_grad_norm(self, parameters: Any, norm_type: float) -> torch.Tensor:
         """Return the norm of the gradients accumulated so far on this rank."""

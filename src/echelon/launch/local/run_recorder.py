@@ -23,14 +23,10 @@ from echelon.launch.script import Script
 from echelon.status.run_facts import GitQuery, machine_facts, mask_secrets, package_versions
 from echelon.status.run_files import DEFAULT_PARENT, EVENTS_FILE, append_line, write_info
 
-__all__ = ["NO_RECORD_VARIABLE", "EventKind", "RunOutcome", "RunRecorder", "run_folder"]
+__all__ = ["EventKind", "RunOutcome", "RunRecorder", "run_folder", "run_name"]
 
 EventKind: TypeAlias = Literal["start", "restart", "failure", "stall", "straggler", "preemption", "end"]
 RunOutcome: TypeAlias = Literal["succeeded", "failed", "preempted", "interrupted"]
-
-
-NO_RECORD_VARIABLE = "ECHELON_NO_RECORD"
-"""Environment variable that turns recording off, like ``--no_record``."""
 
 
 @contextmanager
@@ -52,7 +48,7 @@ def run_folder(
     Raises:
         ConfigError: the folder cannot be created below ``log_dir``.
     """
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{_stem(script)}-{machine}{os.getpid()}"
+    name = run_name(script, f"{machine}{os.getpid()}")
     folder = None
     if log_dir is not None or is_recorded:
         folder = _create(Path(log_dir or DEFAULT_PARENT).absolute() / name, is_requested=log_dir is not None)
@@ -73,6 +69,11 @@ def run_folder(
     finally:
         if not any(folder.glob(f"attempt_*/{STALL_FILE.format('*')}")):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_name(script: Script, unique: str) -> str:
+    """Return the name of a new run's folder, which ends with ``unique``."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{_stem(script)}-{unique}"
 
 
 def _stem(script: Script) -> str:
@@ -116,7 +117,16 @@ class RunRecorder:
         self._git: GitQuery | None = None
         self._attempt = -1
 
-    def describe(self, *, command: Sequence[str], script: Script, num_processes: int, num_machines: int) -> None:
+    def describe(
+        self,
+        *,
+        command: Sequence[str],
+        script: Script,
+        num_processes: int,
+        num_machines: int,
+        launcher: str = "echelon launch",
+        run_id: str | None = None,
+    ) -> None:
         """Record what is known before the processes start.
 
         Args:
@@ -124,14 +134,16 @@ class RunRecorder:
             script: the program.
             num_processes: number of processes on all machines.
             num_machines: number of machines.
+            launcher: what started the processes.
+            run_id: the run's name, which is the same on all machines (default: the folder's name).
         """
         if self.folder is None:
             return
         file = Path(script.target).absolute()
         self._git = GitQuery(file.parent if script.kind != "module" and file.is_file() else Path.cwd())
         self._info = {
-            "run_id": self.folder.name,
-            "launcher": "echelon launch",
+            "run_id": run_id or self.folder.name,
+            "launcher": launcher,
             "command": mask_secrets(command),
             "script": script.target,
             "arguments": mask_secrets(script.args),
@@ -152,12 +164,11 @@ class RunRecorder:
         }
         self._write()
 
-    def start_attempt(self, number: int, *, board: str) -> None:
+    def start_attempt(self, number: int, *, board: str | None) -> None:
         """Record that the processes of an attempt have been started, and the path of their status board."""
         if self.folder is None:
             return
-        if self._git is not None:  # it has had the time in which the processes started
-            self._info["git"], self._git = self._git.answer(), None
+        self._take_commit()
         is_first = self._attempt < 0
         self._attempt = number
         self._info.update(board=board, num_restarts=number)
@@ -204,16 +215,29 @@ class RunRecorder:
         """Record the time breakdown of the run until now."""
         if self.folder is not None:
             seconds = {item: round(s, 6) for item, s in breakdown.seconds.items()}
+            self._take_commit()
             self._info["goodput"] = {"wall_s": round(breakdown.wall_s, 6), "parts": seconds}
             self._write()
 
-    def end(self, outcome: RunOutcome, code: int) -> None:
-        """Record how the run ended."""
+    def update(self) -> None:
+        """Record the commit of the code if it has become known."""
+        if self._git is not None and self._git.is_done:
+            self._take_commit()
+            self._write()
+
+    def _take_commit(self) -> None:
+        if self._git is not None and self._git.is_done:
+            self._info["git"], self._git = self._git.answer(), None
+
+    def end(self, outcome: RunOutcome, code: int | None) -> None:
+        """Record how the run ended; ``code`` is None if the exit code is unknown."""
         if self.folder is None or not self._info:
             return
+        if self._git is not None:
+            self._info["git"], self._git = self._git.answer(timeout_s=1.0), None
         self._info.update(outcome=outcome, exit_code=code, ended=time.time(), board=None)
         self._write()
-        self.event("end", f"the run {_ENDS[outcome]} (exit code {code})")
+        self.event("end", f"the run {_ENDS[outcome]}" + ("" if code is None else f" (exit code {code})"))
 
     def _unix(self, ns: int) -> float:
         return round(time.time() - (time.monotonic_ns() - ns) / 1e9, 6)

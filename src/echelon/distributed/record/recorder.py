@@ -1,0 +1,308 @@
+"""Records this process's part of a run: a record per optimizer step, the values that the program logs, and checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from multiprocessing import util
+from numbers import Real
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+
+from echelon.base import environ
+from echelon.base.device import used_memory_mb
+from echelon.base.rank import known_rank
+from echelon.base.warnings import warn_here
+from echelon.distributed.record.device_values import DeviceValues
+from echelon.distributed.record.run_place import LaunchedRun, Run, RunPlace, RunWithoutLauncher
+from echelon.distributed.torch_hooks import Closure, watch_optimizer_steps
+from echelon.status.board import StepPart
+from echelon.status.notes import Notes, notes_of_process
+from echelon.status.run_files import (
+    EVENTS_FILE,
+    METRICS_FILE,
+    RECORD_VARIABLE,
+    append_line,
+    is_recording_off,
+    steps_path,
+)
+from echelon.status.step_records import StepRecorder
+
+__all__ = ["ProcessRecorder", "recorder_of_process"]
+
+_EVERY_NS = 10**9
+_NO_TIMES = (0,) * len(StepPart)
+_MAX_WAITING = 1000
+
+
+@final
+class ProcessRecorder:
+    """Records this process's part of a run. If a file cannot be written, it warns once and stops; the run continues.
+
+    Args:
+        run: the run that this process belongs to.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._place: RunPlace | None = None
+        self._steps: StepRecorder | None = None
+        self._on_device: DeviceValues | None = None
+        self._notes: Notes | None = None
+        self._device = torch.device("cpu")
+        self._is_off = False
+        self._steps_before = self._last = 0
+        self._leader: Callable[[], Optimizer | None] = _no_optimizer
+        """Returns the optimizer whose steps are recorded."""
+        self._follower: Callable[[], Optimizer | None] = _no_optimizer
+        """Returns another optimizer that has stepped since the last step of the leader."""
+        self._loss_sum, self._num_losses = 0.0, 0
+        self._norm = math.nan
+        self._num_samples, self._num_items = 0, 0.0
+        self._next_ns = 0
+        self._waiting: list[tuple[str, dict[str, Any]]] = []
+        """Lines to write when the folder has been created."""
+        self._plain_steps: _PlainSteps | None = None
+        self._is_prepared = False
+        util.Finalize(None, self._close, exitpriority=1)  # also called in processes that multiprocessing started
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Add the loss of a micro-step. If it is on a device, it is read later."""
+        if type(loss) is not torch.Tensor or loss.numel() != 1:
+            return
+        if loss.is_cpu:
+            self._loss_sum += loss.item()
+            self._num_losses += 1
+        else:
+            self._values_on_device().add_loss(loss)
+
+    def set_norm(self, norm: Any) -> None:
+        """Set the norm of the current step's gradients before clipping. If it is on a device, it is read later."""
+        if type(norm) is not torch.Tensor:
+            return
+        if norm.is_cpu:
+            self._norm = norm.item()
+        else:
+            self._values_on_device().set_norm(norm)
+
+    def _values_on_device(self) -> DeviceValues:
+        if self._on_device is None:
+            self._on_device = DeviceValues()
+        return self._on_device
+
+    def add_items(self, num_items: float) -> None:
+        """Add the items (``num_items=``) of a micro-step of this process."""
+        self._num_items += num_items
+
+    def add_samples(self, num_samples: int) -> None:
+        """Add the samples of a training batch of this process."""
+        self._num_samples += num_samples
+
+    def step(self, num_steps: int, optimizer: Optimizer) -> None:
+        """Record an optimizer step.
+
+        Args:
+            num_steps: number of steps that ``optimizer`` has taken. Only the optimizer with the most steps is recorded.
+            optimizer: the optimizer, for its learning rate.
+        """
+        if self._is_off or not self._leads(optimizer, num_steps):
+            return
+        self._last = number = self._steps_before + num_steps
+        steps = self._steps or self._start(optimizer)
+        if steps is None:
+            return
+        if self._num_losses:
+            steps.add_losses(self._loss_sum, self._num_losses)
+            self._loss_sum, self._num_losses = 0.0, 0
+        steps.grad_norm, self._norm = self._norm, math.nan
+        steps.num_samples, steps.num_items = self._num_samples, self._num_items
+        now = time.monotonic_ns()
+        if now >= self._next_ns:
+            self._next_ns = now + _EVERY_NS
+            steps.memory_mb = used_memory_mb(self._device)
+            self._run.update()
+        spent_ns = _NO_TIMES if self._notes is None else self._notes.spent_ns
+        try:
+            place = steps.record(number, _learning_rate(optimizer), spent_ns)
+        except OSError as error:
+            self._give_up(error)
+            return
+        if place and self._on_device is not None:
+            self._on_device.end_step(steps, place)
+
+    def _leads(self, optimizer: Optimizer, num_steps: int) -> bool:
+        """Return whether ``optimizer`` has the most steps, or has replaced one of a finished training."""
+        if optimizer is self._leader():
+            self._follower = _no_optimizer
+        elif self._leader() is None or num_steps > self._last - self._steps_before or optimizer is self._follower():
+            self._leader, self._follower = weakref.ref(optimizer), _no_optimizer
+            self._steps_before = max(self._steps_before, self._last + 1 - num_steps)
+        else:
+            self._follower = weakref.ref(optimizer)
+            return False
+        return True
+
+    def resume(self, steps_before: int) -> None:
+        """Continue after step ``steps_before`` of the run."""
+        self._steps_before = self._last = steps_before
+
+    def watch_plain_optimizers(self) -> None:
+        """Record the steps of this process's optimizers, until an Accelerator reports its own."""
+        self._run.publish()
+        if not self._is_prepared and self._plain_steps is None:
+            self._plain_steps = _PlainSteps(self)
+
+    def stop_watching(self) -> None:
+        """Stop recording the steps of plain optimizers."""
+        if self._plain_steps is not None:
+            self._plain_steps.stop()
+            self._plain_steps = None
+
+    def leave_to_accelerator(self) -> None:
+        """Record only the steps that an Accelerator reports."""
+        self._run.publish()
+        self._is_prepared = True
+        self.stop_watching()
+
+    def _start(self, optimizer: Optimizer) -> StepRecorder | None:
+        """Create this process's file, or return None if it cannot be created, or not yet."""
+        try:
+            place = self._run.place()
+            if place is None:
+                return None
+            path = steps_path(place.folder, attempt=place.attempt, rank=place.rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            steps = StepRecorder(path, rank=place.rank, world_size=place.world_size)
+        except FileExistsError:
+            self._is_off = True  # a program that a rank has started, with the rank's environment
+            return None
+        except OSError as error:
+            self._give_up(error)
+            return None
+        steps.before_merge = self._before_merge
+        self._place, self._steps, self._notes = place, steps, notes_of_process()
+        self._device = next((p.device for group in optimizer.param_groups for p in group["params"]), self._device)
+        for file, line in self._waiting:
+            self._append(file, line)
+        self._waiting.clear()
+        return steps
+
+    def _before_merge(self) -> None:
+        if self._on_device is not None and self._steps is not None:
+            self._on_device.fill_in_all(self._steps)
+
+    # ---- values and events -------------------------------------------------------------------------------------------
+
+    def log(self, values: Mapping[str, Any], *, step: int | None = None, epoch: float | None = None) -> None:
+        """Record the numbers in ``values``, on rank 0. Waits for those that are on a device."""
+        if known_rank() in (None, 0) and (numbers := _numbers(values)):
+            step = self._last if step is None and self._last else step
+            self._write(METRICS_FILE, {"step": step, "epoch": epoch, "values": numbers})
+
+    def checkpoint(self, path: str | Path, *, step: int, duration_s: float) -> None:
+        """Record that the run's state at ``step`` has been saved, on rank 0."""
+        if known_rank() in (None, 0):
+            facts = {"path": str(path), "duration_s": round(duration_s, 6)}
+            text = f"saved the state of step {step} to {path} in {duration_s:.1f} s"
+            self._write(EVENTS_FILE, {"kind": "checkpoint", "rank": 0, "step": step, "text": text, **facts})
+
+    def _write(self, file: str, line: dict[str, Any]) -> None:
+        if self._is_off:
+            return
+        line = {"time": round(time.time(), 6), "attempt": 0, **line}
+        if self._place is None and isinstance(self._run, LaunchedRun):
+            self._place = self._run.place()
+        if self._place is not None:
+            self._append(file, line)
+        elif len(self._waiting) < _MAX_WAITING:
+            self._waiting.append((file, line))
+
+    def _append(self, file: str, line: dict[str, Any]) -> None:
+        if self._place is None or self._is_off:
+            return
+        try:
+            append_line(self._place.folder / file, {**line, "attempt": self._place.attempt})
+        except OSError as error:
+            self._give_up(error)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def _give_up(self, error: OSError) -> None:
+        self._is_off = True
+        self._on_device = None
+        warn_here(
+            f"this process no longer records its run, because a file cannot be written: {error}. The run continues "
+            "(echelon launch --log_dir DIR chooses another folder, --no_record none)"
+        )
+
+    def _close(self) -> None:
+        steps, self._steps = self._steps, None
+        if steps is None or self._is_off:
+            return
+        self._is_off = True
+        try:
+            if self._on_device is not None:
+                self._on_device.fill_in_all(steps)
+        except RuntimeError:
+            pass  # the device has failed; the error that ends the program says so
+        try:
+            steps.close()
+            self._run.end()
+        except OSError as error:
+            self._give_up(error)
+
+
+class _PlainSteps:
+    """Counts the steps of optimizers that no Accelerator has prepared."""
+
+    def __init__(self, recorder: ProcessRecorder) -> None:
+        self._recorder = recorder
+        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self.stop: Callable[[], object] = watch_optimizer_steps(self, _PlainSteps._before_step)
+
+    def _before_step(self, optimizer: Optimizer, _closure: Closure | None) -> None:
+        self._counts[optimizer] = number = self._counts.get(optimizer, 0) + 1
+        self._recorder.step(number, optimizer)
+
+
+def recorder_of_process() -> ProcessRecorder | None:
+    """Return this process's recorder, or None if its run is not recorded."""
+    if is_recording_off():
+        return None
+    return _open(os.getpid(), environ.own(RECORD_VARIABLE))
+
+
+# One per process, because its counts are those of the process.
+@lru_cache(maxsize=1)
+def _open(_pid: int, place: str | None) -> ProcessRecorder:
+    return ProcessRecorder(RunWithoutLauncher() if place is None else LaunchedRun(place))
+
+
+def _no_optimizer() -> None:
+    return None
+
+
+def _learning_rate(optimizer: Optimizer) -> float:
+    rate = optimizer.param_groups[0].get("lr", math.nan)
+    if isinstance(rate, torch.Tensor):
+        return rate.item() if rate.is_cpu else math.nan  # reading it would wait for the device
+    return float(rate)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, Real):  # also numpy's
+            numbers[str(name)] = int(value) if isinstance(value, int) else float(value)
+    return numbers

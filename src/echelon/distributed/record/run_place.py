@@ -1,0 +1,189 @@
+"""The folder of the run that this process belongs to: the launcher's, or one that rank 0 creates if there is no launcher."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from multiprocessing import parent_process
+from pathlib import Path
+from typing import final
+
+import torch.distributed as dist
+
+from echelon.base import environ
+from echelon.diagnose.goodput import Attempt, RankTimes, break_down_time
+from echelon.distributed.stores import store_of
+from echelon.launch.local.goodput_recorder import process_start_ns
+from echelon.launch.local.run_recorder import RunRecorder, run_name
+from echelon.launch.script import Script
+from echelon.status.notes import notes_of_process
+from echelon.status.run_files import DEFAULT_PARENT
+from echelon.world.environment import LaunchEnvironment, detect
+
+__all__ = ["LaunchedRun", "Run", "RunPlace", "RunWithoutLauncher"]
+
+_KEY = "echelon/run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlace:
+    """Where this process writes its records."""
+
+    folder: Path
+    attempt: int
+    rank: int
+    world_size: int
+
+
+class Run(ABC):
+    """The run that this process belongs to."""
+
+    @abstractmethod
+    def place(self) -> RunPlace | None:
+        """Return the place of this process's records, or None if it is not known yet.
+
+        Raises:
+            OSError: the folder cannot be created.
+        """
+
+    @abstractmethod
+    def publish(self) -> None:
+        """On rank 0, tell the other ranks the run's name. Called before the training starts."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Record what has become known. Called about once a second."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Record how the run ended."""
+
+
+@final
+class LaunchedRun(Run):
+    """A run whose folder the launcher has created.
+
+    Args:
+        place: the value of ``RECORD_VARIABLE``.
+    """
+
+    def __init__(self, place: str) -> None:
+        attempt, _, folder = place.partition(":")
+        self._folder, self._attempt = Path(folder), int(attempt)
+
+    def place(self) -> RunPlace:
+        """Return the place of this process's records."""
+        here = detect()
+        return RunPlace(folder=self._folder, attempt=self._attempt, rank=here.rank, world_size=here.world_size)
+
+    def publish(self) -> None:
+        """Do nothing: the launcher has chosen the folder."""
+
+    def update(self) -> None:
+        """Do nothing: the launcher does it."""
+
+    def end(self) -> None:
+        """Do nothing: the launcher does it."""
+
+
+@final
+class RunWithoutLauncher(Run):
+    """A run that torchrun, Slurm, Python or a notebook started. Its folder is created at the first optimizer step.
+
+    Rank 0 tells the other ranks the run's name through the process group's store, without a collective. The first process on each
+    machine describes the run.
+    """
+
+    def __init__(self) -> None:
+        self._began_ns = process_start_ns()
+        self._place: RunPlace | None = None
+        self._recorder: RunRecorder | None = None
+        self._started_ns = 0
+        name = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
+        is_notebook = "ipykernel" in sys.modules
+        self._script = Script(kind="script", target="notebook" if is_notebook else name, args=tuple(sys.argv[1:]))
+        self._name = run_name(self._script, str(os.getpid()))
+        self._is_published = False
+
+    def publish(self) -> None:
+        """On rank 0, tell the other ranks the run's name."""
+        if not self._is_published and dist.is_initialized() and dist.get_rank() == 0 and (group := dist.group.WORLD):
+            store_of(group).set(_KEY, self._name)
+            self._is_published = True
+
+    def place(self) -> RunPlace | None:
+        """Create the folder, or return None if rank 0 has not told the run's name yet."""
+        if self._place is not None:
+            return self._place
+        here = _environment()
+        if here.rank:
+            name = _published_name()
+            if name is None:
+                return None
+            self._name = name
+        is_other_machine = here.rank >= here.local_world_size
+        folder = Path(DEFAULT_PARENT).absolute() / (
+            f"{self._name}-{socket.gethostname()}" if is_other_machine else self._name
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        self._started_ns = time.monotonic_ns()
+        if here.local_rank == 0:
+            self._recorder = RunRecorder(folder, began_ns=self._began_ns)
+            self._recorder.describe(
+                command=["python", *sys.argv],
+                script=self._script,
+                num_processes=here.world_size,
+                num_machines=-(-here.world_size // here.local_world_size),
+                launcher=_launcher(here),
+                run_id=self._name,
+            )
+            self._recorder.start_attempt(0, board=None)
+        self._place = RunPlace(folder=folder, attempt=0, rank=here.rank, world_size=here.world_size)
+        return self._place
+
+    def update(self) -> None:
+        """Record the commit of the code if it has become known."""
+        if self._recorder is not None:
+            self._recorder.update()
+
+    def end(self) -> None:
+        """Record how the program ended, and where its time went."""
+        if self._recorder is None:
+            return
+        error = getattr(sys, "last_type", None)  # of the exception that ends the program
+        notes, now = notes_of_process(), time.monotonic_ns()
+        if notes is not None:
+            times = RankTimes(rank=0, times=notes.times)
+            attempt = Attempt(started_ns=self._began_ns, failed_ns=now, noticed_ns=now, ranks=[times])
+            self._recorder.breakdown(break_down_time([attempt], began_ns=self._began_ns, ended_ns=now))
+        if error is None:
+            self._recorder.end("succeeded", None)
+        else:
+            self._recorder.end("interrupted" if issubclass(error, KeyboardInterrupt) else "failed", None)
+
+
+def _environment() -> LaunchEnvironment:
+    here = detect()
+    if here.starter == "single" and dist.is_initialized():  # the program has created the group itself, on this machine
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return LaunchEnvironment(starter="single", rank=rank, world_size=size, local_rank=rank, local_world_size=size)
+    return here
+
+
+def _published_name() -> str | None:
+    if not dist.is_initialized() or (group := dist.group.WORLD) is None:
+        return None
+    store = store_of(group)
+    return store.get(_KEY).decode() if store.check([_KEY]) else None
+
+
+def _launcher(here: LaunchEnvironment) -> str:
+    if parent_process() is not None:
+        return "python" if hasattr(sys.modules["__main__"], "__file__") else "notebook_launcher"
+    if here.starter == "torchrun":
+        return "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "python"
+    return "srun" if here.starter == "slurm" else "mpirun" if here.starter == "mpi" else "python"
