@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -32,6 +33,7 @@ from echelon.checkpoint.manifest import (
 from echelon.checkpoint.regions import ChunkBounds, LocalShard, ShardPart, TensorLayout, assign_writers, box_of
 from echelon.checkpoint.storage import LocalStorage, Storage
 from echelon.checkpoint.tensor_file import FileFacts, require_dtype, sync_file, write_file, write_tensors
+from echelon.distributed.record.recorder import recorder_of_process
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
@@ -95,6 +97,7 @@ class Save:
     manifest: Manifest
     """The manifest, whose list of files is still empty."""
     is_part: Callable[[str], bool]
+    began_ns: int = field(default_factory=time.monotonic_ns)
 
     @property
     def target(self) -> Path:
@@ -135,7 +138,14 @@ class Save:
         except BaseException:
             self.give_up()
             raise
+        self._record()
         return self.target
+
+    def _record(self) -> None:
+        progress, recorder = self.manifest.progress, recorder_of_process()
+        if self.rank == 0 and progress is not None and recorder is not None:  # weights alone have no progress
+            duration_s = (time.monotonic_ns() - self.began_ns) / 1e9
+            recorder.checkpoint(self.target, step=progress.get("step"), duration_s=duration_s)
 
     def _write(self, show: BarOpener) -> dict[str, list[Any]]:
         files = {}

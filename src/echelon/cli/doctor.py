@@ -53,7 +53,8 @@ def _test_machines(args: tuple[str, ...]) -> int:
         if any(arg.replace("_", "-").startswith("--rdzv-conf") for arg in args)
         else [f"--rdzv-conf=join_timeout={_JOIN_S}"]
     )
-    argv = ["--nproc-per-node=1", "--stall-timeout=30", "--on-stall=stop", *conf, *args, "-m", "echelon.testing.links"]
+    rules = ["--nproc-per-node=1", "--stall-timeout=30", "--on-stall=stop", "--no-record"]
+    argv = [*rules, *conf, *args, "-m", "echelon.testing.links"]
     from echelon.cli.main import cli  # noqa: PLC0415 - main imports this module
 
     code = cli.main(args=["launch", *argv], prog_name="echelon", standalone_mode=False)

@@ -239,7 +239,18 @@ def _run(layout: Sequence[str], folder: Path, results: _Results, interrupts: Int
     """Run the ranks, then the single process that they are compared with in the bitwise check."""
     program = ["-m", _PROGRAM]
     # One restart, because the restart check kills the ranks of the first attempt.
-    start = [sys.executable, "-m", "echelon", "launch", *_STALL, *layout, "--max_restarts", "1", *program]
+    start = [
+        sys.executable,
+        "-m",
+        "echelon",
+        "launch",
+        "--no_record",
+        *_STALL,
+        *layout,
+        "--max_restarts",
+        "1",
+        *program,
+    ]
     environment = environ.snapshot()
     output = folder / "layout.txt"
     code = _run_part([*start, "layout", str(folder), *["--quick"] * is_quick], environment, output, results, interrupts)

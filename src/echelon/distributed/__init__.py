@@ -12,6 +12,7 @@ from echelon.distributed.collectives import (
 )
 from echelon.distributed.control import agree, barrier, main_first, rank_zero_only
 from echelon.distributed.preemption import should_stop
+from echelon.distributed.record.log import log
 from echelon.distributed.setup import cleanup, process_group, setup
 from echelon.distributed.shard import ShardedLoader, shard
 from echelon.launch.spawn import spawn
@@ -25,6 +26,7 @@ __all__ = [
     "cleanup",
     "gather",
     "gather_object",
+    "log",
     "main_first",
     "mean_over_ranks",
     "pad_across_processes",

@@ -29,6 +29,8 @@ from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
 from echelon.distributed.checks.loader_agreement import gather_loader_facts
 from echelon.distributed.checks.ungathered_metrics import DatasetLength, UngatheredMetricsCheck
 from echelon.distributed.collectives import broadcast
+from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
+from echelon.distributed.structure import ignorant_find_batch_size
 
 __all__ = ["METRICS", "ShardedBatchSampler", "ShardedLoader", "shard"]
 
@@ -369,7 +371,10 @@ class ShardedLoader(DataLoader[T]):
         METRICS.begin_pass()
         self._batches.begin_pass()
         first_pass, self._first_pass = self._first_pass, None
-        batches = super().__iter__()
+        batches: Iterator[Any] = super().__iter__()
+        recorder = recorder_of_process()
+        if recorder is not None:
+            batches = _count_samples(batches, recorder)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return batches
         return _track_pass(batches if first_pass is None else _compare_first_pass(batches, first_pass), self._length)
@@ -383,6 +388,14 @@ def _batching_options(loader: DataLoader[Any], batches: ShardedBatchSampler | Pr
     if loader.batch_sampler is None:
         return {"sampler": batches, "batch_size": None}
     return {"batch_sampler": batches}
+
+
+def _count_samples(batches: Iterator[T], recorder: ProcessRecorder) -> Iterator[T]:
+    """Yield ``batches``, and record the sizes of those that are used for training."""
+    for batch in batches:
+        if torch.is_grad_enabled() and (size := ignorant_find_batch_size(batch)) is not None:
+            recorder.add_samples(size)
+        yield batch
 
 
 def _compare_first_pass(batches: Iterator[T], first_pass: DuplicateSamplesCheck) -> Iterator[T]:

@@ -71,7 +71,7 @@ class ProcessRecorder:
         """Lines to write when the folder has been created."""
         self._plain_steps: _PlainSteps | None = None
         self._is_prepared = False
-        util.Finalize(None, self._close, exitpriority=1)  # also called in processes that multiprocessing started
+        util.Finalize(None, self.close, exitpriority=1)  # also called in processes that multiprocessing started
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -208,12 +208,11 @@ class ProcessRecorder:
             step = self._last if step is None and self._last else step
             self._write(METRICS_FILE, {"step": step, "epoch": epoch, "values": numbers})
 
-    def checkpoint(self, path: str | Path, *, step: int, duration_s: float) -> None:
-        """Record that the run's state at ``step`` has been saved, on rank 0."""
-        if known_rank() in (None, 0):
-            facts = {"path": str(path), "duration_s": round(duration_s, 6)}
-            text = f"saved the state of step {step} to {path} in {duration_s:.1f} s"
-            self._write(EVENTS_FILE, {"kind": "checkpoint", "rank": 0, "step": step, "text": text, **facts})
+    def checkpoint(self, path: Path, *, step: int | None, duration_s: float) -> None:
+        """Record that the run's state at ``step`` has been saved. Called on rank 0, possibly in a thread."""
+        facts = {"path": str(path.absolute()), "duration_s": round(duration_s, 6)}
+        text = f"saved step {step} to {path} in {duration_s:.1f} s"
+        self._write(EVENTS_FILE, {"kind": "checkpoint", "rank": 0, "step": step, "text": text, **facts})
 
     def _write(self, file: str, line: dict[str, Any]) -> None:
         if self._is_off:
@@ -244,7 +243,9 @@ class ProcessRecorder:
             "(echelon launch --log_dir DIR chooses another folder, --no_record none)"
         )
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Complete the records of this process, which is about to end."""
+        self.stop_watching()
         steps, self._steps = self._steps, None
         if steps is None or self._is_off:
             return
