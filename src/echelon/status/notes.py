@@ -50,9 +50,13 @@ _LOOP_PHASES = frozenset({Phase.DATA, Phase.TRAIN, Phase.OPTIMIZER, Phase.EVALUA
 
 
 class Notes:
-    """Writes the training thread's records. Writing a record takes two microseconds, and each step writes only a few."""
+    """Writes the training thread's records. Writing a record takes two microseconds, and each step writes only a few.
 
-    def __init__(self, slot: Slot | _NoSlot) -> None:
+    Args:
+        slot: where the launcher reads them; None in a process without a launcher, which only measures its times.
+    """
+
+    def __init__(self, slot: Slot | None) -> None:
         self._slot = slot
         self._begun_ns = self._since_ns = self._num_steps = 0
         self._loaded = -1
@@ -122,7 +126,8 @@ class Notes:
     def mark(self, step: int) -> None:
         """Record that saving the checkpoint for ``step`` starts. A restart repeats only what happens after this point."""
         self.part(self._part)
-        self._slot.mark(Mark(step, tuple(self._spent_ns)))
+        if self._slot is not None:
+            self._slot.mark(Mark(step, tuple(self._spent_ns)))
 
     def loaded(self, step: int) -> None:
         """Record that the training loop resumes from the checkpoint for ``step``."""
@@ -149,6 +154,8 @@ class Notes:
             detail: structure of the operation's data.
             waits: whether the program waits until the next record in a way that the reporter cannot see in the stack.
         """
+        if self._slot is None:
+            return
         self._file, self._line = _user_line(sys._getframe(1))
         self._num_operations += 1
         self._operation, self._detail, self._waits = name, detail, waits
@@ -190,25 +197,15 @@ class Notes:
         self._slot.write_planned_steps(num_steps)
 
     def _write(self) -> None:
+        if self._slot is None:
+            return
         numbers = monotonic_ns(), self._step, self._num_operations, self._line
         texts = self._operation, self._detail, self._slow, self._file
         self._slot.note(StatusNote(*numbers, self._phase, self._waits, *texts))
 
     def _write_times(self) -> None:
-        self._slot.times(self.times)
-
-
-class _NoSlot:
-    """Stands in for the slot in a process without a launcher, whose notes only measure its times."""
-
-    def note(self, _note: StatusNote) -> None:
-        """Do nothing."""
-
-    def times(self, _times: Times) -> None:
-        """Do nothing."""
-
-    def mark(self, _mark: Mark) -> None:
-        """Do nothing."""
+        if self._slot is not None:
+            self._slot.times(self.times)
 
 
 def notes_of_process() -> Notes | None:
@@ -234,7 +231,7 @@ def _open(slot: str, _pid: int) -> Notes | None:
 
 @lru_cache(maxsize=1)
 def _without_slot(_pid: int) -> Notes:
-    return Notes(_NoSlot())
+    return Notes(None)
 
 
 def slow(what: str) -> AbstractContextManager[None]:
