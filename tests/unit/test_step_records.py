@@ -30,8 +30,8 @@ def _steps(path: Path) -> list[int]:
 def test_written_records_are_read(tmp_path: Path) -> None:
     before = time.time_ns()
     recorder = _recorder(tmp_path)
-    recorder.add_losses(2.0, 1)
-    recorder.add_losses(4.0, 1)
+    recorder.add_loss(2.0)
+    recorder.add_loss(4.0)
     recorder.num_samples, recorder.num_items, recorder.grad_norm, recorder.memory_mb = 64, 512.5, 0.25, 77.0
     recorder.record(1, 0.1, SPENT)
     recorder.record(2, 0.2, SPENT)
@@ -73,7 +73,7 @@ def test_a_long_run_is_merged_and_keeps_its_sums_and_means(tmp_path: Path) -> No
     merged = []
     recorder.before_merge = lambda: merged.append(len(_steps(tmp_path)))
     for step in range(1, 41):
-        recorder.add_losses(float(step), 1)
+        recorder.add_loss(float(step), 1)
         recorder.num_samples += 32
         recorder.grad_norm = float(step % 7)
         recorder.record(step, step / 10, SPENT)
@@ -192,7 +192,7 @@ def test_a_record_costs_at_most_two_microseconds(tmp_path: Path) -> None:
     for _ in range(20):  # the shortest time is that without other programs
         began = time.perf_counter_ns()
         for step in range(500):
-            recorder.add_losses(1.0, 1)
+            recorder.add_loss(1.0, 1)
             recorder.record(step, 0.1, SPENT)
         best = min(best, (time.perf_counter_ns() - began) / 500)
     assert best < 2000

@@ -13,7 +13,7 @@ from echelon.trackers.base import GeneralTracker
 from echelon.trackers.jsonl import JSONLTracker
 from echelon.trackers.registry import filter_trackers, tracker_class
 
-__all__ = ["Tracking"]
+__all__ = ["Tracking", "record_values"]
 
 
 class Tracking:
@@ -90,9 +90,7 @@ class Tracking:
             log_kwargs: additional arguments for each tracker's ``log``, by tracker name.
         """
         given = log_kwargs or {}
-        recorder = recorder_of_process()
-        if recorder is not None:
-            recorder.log(values, step=step)
+        record_values(values, step=step)
         for tracker in self._active():
             tracker.log(dict(values), step=step, **given.get(tracker.name, {}))
 
@@ -126,6 +124,13 @@ class Tracking:
                 f"{argument} contains options for {', '.join(unused)}, but log_with has "
                 f"{', '.join(sorted(used)) or 'no tracker'}, so they have no effect"
             )
+
+
+def record_values(values: Mapping[str, Any], *, step: int | None, epoch: float | None = None) -> None:
+    """Record the numbers in ``values`` in the run's folder, on rank zero."""
+    recorder = recorder_of_process()
+    if recorder is not None:
+        recorder.log(values, step=step, epoch=epoch)
 
 
 def _name_of(kind: Any) -> str:

@@ -194,7 +194,8 @@ class Notes:
 
     def plan(self, num_steps: int) -> None:
         """Record the number of optimizer steps of the whole run."""
-        self._slot.write_planned_steps(num_steps)
+        if self._slot is not None:
+            self._slot.write_planned_steps(num_steps)
 
     def _write(self) -> None:
         if self._slot is None:

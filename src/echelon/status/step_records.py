@@ -142,9 +142,9 @@ class StepRecorder:
         self.before_merge: Callable[[], None] | None = None
         """Called before records are merged, to fill in the losses that are still on a device."""
 
-    def add_losses(self, total: float, num_losses: int) -> None:
-        """Add the sum of the losses of ``num_losses`` micro-steps of the current step."""
-        self._losses += total
+    def add_loss(self, loss: float, num_losses: int = 1) -> None:
+        """Add the loss of a micro-step of the current step, or the sum of several."""
+        self._losses += loss
         self._num_losses += num_losses
 
     def record(self, step: int, lr: float, spent_ns: Sequence[int]) -> int:

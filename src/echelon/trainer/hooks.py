@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.accelerator import Accelerator
-from echelon.distributed.record.recorder import recorder_of_process
+from echelon.accelerator.tracking import record_values
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.callback_handler import CallbackHandler
 from echelon.trainer.model_loss import LabelSmoother
@@ -163,9 +163,6 @@ def record_logs(hooks: TrainerHooks, logs: dict[str, Any], start_time: float | N
         if start_time is not None:
             logs |= speed_metrics("train", start_time, num_tokens=state.num_input_tokens_seen)
     state.log_history.append({**logs, "step": state.global_step})
-    recorder = recorder_of_process()
-    if recorder is not None:
-        recorder.log(
-            {name: value for name, value in logs.items() if name != "epoch"}, step=state.global_step, epoch=state.epoch
-        )
+    values = {name: value for name, value in logs.items() if name != "epoch"}
+    record_values(values, step=state.global_step, epoch=state.epoch)
     notify(hooks, "on_log", logs=logs)

@@ -121,7 +121,7 @@ class ProcessRecorder:
         if steps is None:
             return
         if self._num_losses:
-            steps.add_losses(self._loss_sum, self._num_losses)
+            steps.add_loss(self._loss_sum, self._num_losses)
             self._loss_sum, self._num_losses = 0.0, 0
         steps.grad_norm, self._norm = self._norm, math.nan
         steps.num_samples, steps.num_items = self._num_samples, self._num_items
