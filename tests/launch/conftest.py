@@ -66,7 +66,7 @@ class Command:
             "XDG_CACHE_HOME": str(self.directory / ".cache"),
             "HF_HOME": str(self.directory / ".huggingface"),
         }
-        own = {"ECHELON_NO_RECORD": "1", "CUDA_VISIBLE_DEVICES": "", _TOKEN: self._token}
+        own = {"ECHELON_NO_RECORD": "1", "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", _TOKEN: self._token}
         environment = {**inherited, **homes, **own, **variables}
         process = subprocess.Popen(
             argv,

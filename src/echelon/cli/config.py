@@ -89,7 +89,7 @@ def explain(config_file: str | None, run: str | None, changed: bool, strict: boo
         layers = [from_environment(), *([from_file(path)] if path else [])]
         resolved = derive(resolve(RunConfig, layers, strict=strict))
         if path and not config_file:
-            click.echo(f"settings from {path}")
+            click.echo(translate(f"settings from {path}"))
     shown = with_engine(resolved)
     click.echo((show_changed(shown) or translate("all settings have their defaults")) if changed else show(shown))
     if (json := resolved.value.deepspeed_config_file) is not None and Path(json).is_file():
@@ -115,7 +115,7 @@ def convert(source: str, target: str, overwrite: bool) -> None:
 def diff(ctx: click.Context, first: str, second: str) -> None:
     """Print the settings that differ between two config files or run folders; exit with code 1 if there are any."""
     found = differences(*(of_run(find_run(one)) if Path(one).is_dir() else _of_file(one) for one in (first, second)))
-    click.echo(found or "no differences")
+    click.echo(found or translate("no differences"))
     ctx.exit(1 if found else 0)
 
 

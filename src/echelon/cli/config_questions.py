@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import translate
 from echelon.config.schema import RunConfig, coerce, field_types
 
 __all__ = ["ask_settings", "ask_yes_no"]
@@ -77,8 +78,8 @@ def _put(values: dict[str, Any], field: str, question: str, default: str) -> Non
 
 def _answer(question: str, default: str, kinds: tuple[object, ...], name: str) -> Any:
     while True:
-        text = input(f"{question} [{default}]: ").strip() or default
+        text = input(f"{translate(question)} [{default}]: ").strip() or default
         try:
             return coerce(kinds, name, text, where="the answer")
         except ConfigError as error:
-            print(f"{error.what}; {error.do}")
+            print(f"{translate(error.what)}; {translate(error.do or '')}")
