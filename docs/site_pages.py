@@ -278,7 +278,9 @@ def _with_links(
         inside = sources.get(found) or (found.removeprefix("docs/") if found.startswith("docs/") else None)
         if inside is not None and not (ROOT / found).is_dir():
             default = re.sub(r"\.zh\.md$", ".md", inside)  # the plugin shows a page's language by itself
-            if name != inside and name.replace(".zh.md", ".md") == inside:  # a Chinese page's English page: an address
+            is_translated = inside == default and inside.replace(".md", ".zh.md") in sources.values()
+            # From a Chinese page to its English page, or to a heading of an English page: an address.
+            if name.endswith(".zh.md") and (name.replace(".zh.md", ".md") == inside or (anchor and is_translated)):
                 address = posixpath.relpath(default, posixpath.join("zh", posixpath.dirname(name))).removesuffix(".md")
                 return f"[{text}]({address}.html{'#' if anchor else ''}{anchor})"
             other = default if name.endswith(".zh.md") or inside == default else f"zh/{default}"

@@ -202,6 +202,9 @@ def test_pages_are_adapted_to_the_site() -> None:
     )
     assert adapted("[b](docs/b.md) [b](docs/b.zh.md)", "README.md") == "[b](b.md) [b](zh/b.html)\n"
     assert adapted("[b](a.md)", "docs/b.zh.md") == "[b](a.md)\n"
+    assert adapted("[b](b.md) [b](b.zh.md#c)", "docs/b.zh.md") == "[b](../b.html) [b](b.md#c)\n"
+    sources |= {"docs/a.zh.md": "a.zh.md"}
+    assert adapted("[b](a.md#b) [b](a.md)", "docs/b.zh.md") == "[b](../a.html#b) [b](a.md)\n"
     assert adapted("[b](b.md#c)", "docs/b.zh.md") == "[b](../b.html#c)\n"
     assert adapted("[s](../src/c.py)") == "s\n"
     assert adapted("[s](../src/c.py)", url="https://e.org/r") == "[s](https://e.org/r/blob/main/src/c.py)\n"
