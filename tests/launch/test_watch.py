@@ -12,7 +12,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
+import psutil
 import pytest
 
 from echelon.status.board import Board, BoardReader
@@ -153,3 +156,25 @@ def test_8_ranks_of_which_one_is_slow_and_one_is_stopped(command: Command, tmp_p
     finally:
         launcher.send_signal(signal.SIGINT)
         command.finish(launcher)
+
+
+def test_the_web_view_without_the_token_is_refused(fake_run: tuple[Path, list[subprocess.Popen[bytes]]]) -> None:
+    folder, _ = fake_run
+    server = subprocess.Popen([*ECHELON, "watch", "--web", str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        urls = [server.stdout.readline().split()[1] for _ in range(2)]
+        for url in urls:
+            with urlopen(url, timeout=30) as answer:
+                assert answer.status == 200
+            for wrong in (url.partition("?")[0], url[:-1]):
+                with pytest.raises(HTTPError) as refusal:
+                    urlopen(wrong, timeout=30)
+                assert refusal.value.code == 403
+                refusal.value.close()
+        (connection,) = psutil.Process(server.pid).net_connections()
+        assert (connection.laddr.ip, connection.status) == ("127.0.0.1", psutil.CONN_LISTEN)
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=30)
+    assert server.returncode == 0

@@ -16,7 +16,7 @@ from typing import Any, Literal, final
 from echelon.diagnose.stall import RankView
 from echelon.launch.local.ranks import STOPPED_STATES, read_process
 from echelon.report.rank_rows import RankRow, RankSample, RowTracker
-from echelon.report.run_folder import read_run
+from echelon.report.run_folder import RecordedRun, read_run
 from echelon.status.board import BoardReader
 from echelon.status.run_files import EVENTS_FILE, INFO_FILE, METRICS_FILE
 from echelon.status.step_records import StepSample, sample_step_file
@@ -103,11 +103,11 @@ class LiveRun:
     def read(self) -> Snapshot:
         """Return the current state. Missing files are no error."""
         run = read_run(self.folder)
-        facts = run.facts
+        here, facts = _on_this_machine(self.folder, run)
         why_not = self._open_board(facts, run.outcome)
         board = self._board
         recent = _RecentSteps(run.step_paths())
-        ranks = [] if board is None else _rank_numbers(self.folder, board.num_slots)
+        ranks = [] if board is None else _rank_numbers(here, board.num_slots)
         samples = [_sample(board, i, rank, recent.memory_mb(rank)) for i, rank in enumerate(ranks) if board is not None]
         rows = self._tracker.update(samples, self._clock()) if samples else []
         metrics = _last_lines(run.folder / METRICS_FILE)
@@ -167,6 +167,15 @@ class LiveRun:
         except (OSError, ValueError) as error:
             return f"its status board cannot be read: {error}"
         return ""
+
+
+def _on_this_machine(folder: Path, run: RecordedRun) -> tuple[Path, Mapping[str, Any]]:
+    """Return the run's folder of this machine and its facts, or ``folder`` if the run has no processes here."""
+    for place in (folder, *run.folders) if len(run.folders) > 1 else ():
+        facts = run.facts if place == folder else read_run(place).facts
+        if (facts.get("machine") or {}).get("host") == socket.gethostname():
+            return place, facts
+    return folder, run.facts
 
 
 @final
