@@ -54,15 +54,15 @@ class Browser:
         assert "error" not in answer, f"{method}: {answer['error']}"
         return dict(answer["result"])
 
-    def open(self, path: Path, *, width: int = 1280, height: int = 900, is_dark: bool = False) -> float:
-        """Open a file and wait until it is drawn; return the seconds that this took."""
+    def open(self, path: Path | str, *, width: int = 1280, height: int = 900, is_dark: bool = False) -> float:
+        """Open a file or an address and wait until it is drawn; return the seconds that this took."""
         self.problems.clear()
         self.requests.clear()
         self.resize(width, height)
         self.prefer(is_dark=is_dark)
         self.is_loaded = False
         start = time.monotonic()
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
         while not self.is_loaded:
             self._until(lambda found: found.get("method") == "Page.loadEventFired")
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")

@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -18,7 +19,10 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
+from echelon.report.live_run import LiveRun
+from echelon.report.web_server import WebServer
 from echelon.status.board import Board, BoardReader
+from tests.browser import CHROMIUM, open_browser
 from tests.launch.conftest import Command
 from tests.terminal_screen import TerminalScreen
 
@@ -178,3 +182,41 @@ def test_the_web_view_without_the_token_is_refused(fake_run: tuple[Path, list[su
         server.send_signal(signal.SIGINT)
         server.communicate(timeout=30)
     assert server.returncode == 0
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_the_web_pages_update_in_a_browser(fake_run: tuple[Path, list[subprocess.Popen[bytes]]]) -> None:
+    folder, ranks = fake_run
+    server = WebServer(live := LiveRun(folder / "run-1"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        with open_browser() as browser:
+            browser.open(server.ranks_url)
+            rows = "[...document.querySelectorAll('tbody tr')].map(row => [row.className, row.innerText])"
+            _wait(lambda: len(browser.run(rows)) == 2)
+            ranks[0].send_signal(signal.SIGSTOP)
+            _wait(lambda: browser.run(rows)[0][0] == "stopped")
+            ranks[0].send_signal(signal.SIGCONT)
+            _wait(lambda: browser.run(rows)[0][0] != "stopped")
+            assert browser.problems == []
+            browser.open(server.url)
+            seen = browser.run("document.body.innerText")
+            _wait(lambda: browser.run("document.body.innerText") != seen)
+            assert browser.problems == []
+            assert all(
+                address.startswith((f"http://127.0.0.1:{server.port}/", "data:")) for address in browser.requests
+            )
+    finally:
+        server.stop()
+        thread.join()
+        server.close()
+        live.close()
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -90,6 +90,11 @@ def test_the_picture_fits_the_terminal(num_ranks: int, width: int, height: int) 
     assert any("stopp" in line for line in lines)
 
 
+def test_without_steps_the_line_says_so() -> None:
+    snapshot = _snapshot(step=0, num_steps=0, epoch=math.nan, eta_s=math.nan, steps_per_s=math.nan)
+    assert _drawn(snapshot)[1] == "no step recorded yet"
+
+
 def test_64_ranks_are_folded_and_those_that_differ_are_first() -> None:
     lines = _drawn(_snapshot(64), height=24)
     (first,) = (i for i, line in enumerate(lines) if line.strip().startswith("rank "))

@@ -24,6 +24,7 @@ svg { width: 100%; height: 8rem; }
 svg path { fill: none; stroke: light-dark(#1769aa, #7cc4ff); stroke-width: 1.5; vector-effect: non-scaling-stroke; }
 #lost { color: light-dark(#b3261e, #ff8a80); }
 progress { width: 100%; }
+[hidden] { display: none !important; }
 </style>
 </head>
 <body>

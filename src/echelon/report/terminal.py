@@ -87,7 +87,7 @@ def _head(snapshot: Snapshot, width: int, *, is_ascii: bool) -> Iterator[tuple[s
 
 
 def _progress(snapshot: Snapshot, *, is_ascii: bool) -> str:
-    parts = [f"step {snapshot.step:,}"]
+    parts = [f"step {snapshot.step:,}" if snapshot.step else "no step recorded yet"]
     if snapshot.num_steps:
         part = min(snapshot.step / snapshot.num_steps, 1.0)
         full, empty = ("#", ".") if is_ascii else ("━", "╌")
