@@ -33,7 +33,11 @@ def _record(
         spent = [0] * len(StepPart)
         for i, loss in enumerate(losses):
             clock.now_ns += 10_000_000
-            for part, ms in ((StepPart.DATA, 4), (StepPart.FORWARD, 5 + rank), (StepPart.COMMUNICATION, 1 - rank)):
+            for part, ms in (
+                (StepPart.DATA, 4),
+                (StepPart.FORWARD, 5 + min(rank, 1)),
+                (StepPart.COMMUNICATION, max(0, 1 - rank)),
+            ):
                 spent[part] += ms * 1_000_000
             recorder.add_loss(loss)
             recorder.num_samples += 8
@@ -140,6 +144,26 @@ def test_texts_in_a_run_cannot_become_parts_of_the_page(tmp_path: Path) -> None:
     assert page.count("</script>") == 3
     assert "alert(1)" in page
     assert "<script>alert" not in page
+
+
+def test_numbers_that_are_not_finite_do_not_break_the_page(tmp_path: Path) -> None:
+    lines = [{"time": 1.0, "step": at, "values": {"m": v}} for at, v in ((math.nan, 1.0), (2, math.inf), (3, math.nan))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "events.jsonl").write_text(json.dumps({"time": math.nan, "kind": "stall", "text": "x"}))
+    data = page_data([read_run(tmp_path)])
+    assert data["runs"][0]["metrics"][0]["y"] == [1.0, None, None]
+    assert "</html>" in render_page(data)
+
+
+def test_a_run_whose_number_of_ranks_changes_is_shown(tmp_path: Path) -> None:
+    for attempt, ranks in enumerate((1, 3, 2)):
+        for rank in range(ranks):
+            _record(tmp_path, rank, [1.0] * 5, first=1 + 5 * attempt, attempt=attempt, began=100.0 * attempt)
+    series = _series(tmp_path)
+    assert (series.ranks, series.num_steps, series.num_repeated) == ([0, 1, 2], 15, 0)
+    np.testing.assert_allclose(series.samples_per_s[[2, 7, 12]], [800.0, 2400.0, 1600.0], rtol=1e-9)
+    assert np.isnan(series.own_ms[2, :5]).all()
+    assert "</html>" in render_page(page_data([read_run(tmp_path)]))
 
 
 def test_the_layout_of_the_records_is_that_of_their_format() -> None:

@@ -77,10 +77,8 @@ def list_runs(folder: str, is_json: bool) -> None:
             )
         )
     _print_table(table)
-    click.echo(
-        "\n+ after a commit: there were uncommitted changes" if any("+" in row[7] for row in table) else "", nl=False
-    )
-    click.echo()
+    if any("+" in row[7] for row in table):
+        click.echo("\n+ after a commit: there were uncommitted changes")
 
 
 @command.command("show")

@@ -230,7 +230,7 @@ def _metrics(
         step = line.get("step")
         for name, value in line["values"].items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                at = float(step) if isinstance(step, (int, float)) else None
+                at = _finite(float(step)) if isinstance(step, (int, float)) else None
                 points.setdefault(name, []).append((at, float(line.get("time", began)) - began, float(value)))
     hidden: set[str] = set()
     if series is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -107,7 +108,7 @@ class RecordedRun:
     def events(self) -> list[dict[str, Any]]:
         """The lines of events.jsonl of all machines, in the order of their times."""
         lines = [line for folder in self.folders for line in read_lines(folder / EVENTS_FILE)]
-        found = {json.dumps(line, sort_keys=True): line for line in lines if isinstance(line.get("time"), (int, float))}
+        found = {json.dumps(line, sort_keys=True): line for line in lines if _is_finite(line.get("time"))}
         return sorted(found.values(), key=lambda line: float(line["time"]))
 
     @cached_property
@@ -150,6 +151,10 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _number(value: object) -> float:
