@@ -48,7 +48,7 @@ def test_the_install_command_can_be_pasted_into_a_shell() -> None:
 
 def test_no_message_installs_echelon_by_name() -> None:
     # That name belongs to another project on the public index (docs/install.md).
-    files = [*ROOT.glob("src/**/*.py"), *ROOT.glob("docs/*.md"), *ROOT.glob("*.md")]
+    files = [*ROOT.glob("src/**/*.py"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/**/*.py")]
     by_name = re.compile(r"pip install (?:-\S+ )*['\"]?echelon(?![-\w/])")
     exceptions = {"CHANGELOG.md", "install.md", "install.zh.md", "optional.py"}
     assert [str(path) for path in files if path.name not in exceptions and by_name.search(path.read_text())] == []
