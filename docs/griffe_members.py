@@ -76,6 +76,8 @@ def _copy(member: griffe.Attribute, source: str, package: griffe.Module, *, is_s
     if not target.is_function:
         return
     parameters = list(target.parameters)
+    if not is_static and not parameters:
+        return  # a value: no object could call it as its method
     if not is_static:
         parameters[0] = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
     made = griffe.Function(
