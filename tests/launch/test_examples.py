@@ -95,6 +95,7 @@ STARTERS = {"python": (None, 1, 4), "launch": (LAUNCH, 2, 2), "torchrun": (TORCH
         ("mnist_ddp", ["python"]),
         ("mnist_accelerator", ["python"]),
         ("mnist_trainer", ["launch"]),
+        pytest.param("mnist_trainer", ["python"], marks=pytest.mark.soak),
         *(
             pytest.param(level, ["launch", "torchrun"], marks=pytest.mark.soak)
             for level in ("mnist_ddp", "mnist_accelerator", "mnist_trainer")
