@@ -188,7 +188,8 @@ class _RecentSteps:
         for number, _, path in paths:
             with suppress(OSError, ValueError):  # the rank is creating it
                 if number == attempt:
-                    self._files.append(sample_step_file(path, num_spread=_NUM_LOSSES, num_last=_NUM_LAST))
+                    num_spread = 0 if self._files else _NUM_LOSSES  # the curve is that of one rank
+                    self._files.append(sample_step_file(path, num_spread=num_spread, num_last=_NUM_LAST))
         first = self._files[0] if self._files else None
         self.losses = [record.loss for record in first.spread] if first else []
         """The losses of one rank, evenly spaced over the attempt."""
