@@ -73,7 +73,7 @@ def _copy(member: griffe.Attribute, source: str, package: griffe.Module, *, is_s
         return  # of another package
     if target.is_attribute and member.docstring is None and target.docstring is not None:
         member.docstring, member.value = target.docstring, None
-    if not target.is_function:
+    if not target.is_function or member.annotation is not None:  # the second: a value that happens to be a function
         return
     parameters = list(target.parameters)
     if not is_static and not parameters:
