@@ -23,7 +23,14 @@ from tests.recorded_runs import simulated_clock, write_run
 
 
 def _record(
-    folder: Path, rank: int, losses: list[float], *, first: int = 1, attempt: int = 0, began: float = 0.0
+    folder: Path,
+    rank: int,
+    losses: list[float],
+    *,
+    first: int = 1,
+    attempt: int = 0,
+    began: float = 0.0,
+    has_parts: bool = True,
 ) -> None:
     """Write steps of 10 ms: 4 ms of data wait, 5 + rank ms forward, the rest communication; 8 samples each."""
     path = folder / "records" / str(attempt) / f"rank_{rank}.steps"
@@ -38,7 +45,7 @@ def _record(
                 (StepPart.FORWARD, 5 + min(rank, 1)),
                 (StepPart.COMMUNICATION, max(0, 1 - rank)),
             ):
-                spent[part] += ms * 1_000_000
+                spent[part] += ms * 1_000_000 * has_parts
             recorder.add_loss(loss)
             recorder.num_samples += 8
             recorder.memory_mb = 100.0 + rank + i
@@ -73,6 +80,17 @@ def test_the_time_of_a_step_is_split_by_phase_and_rank(tmp_path: Path) -> None:
     np.testing.assert_allclose(series.own_ms[:, 1:], [[9.0] * 3, [10.0] * 3], rtol=1e-12)
     np.testing.assert_array_equal(series.rank_memory_mb, [103.0, 104.0])
     assert np.isnan(series.items_per_s).all()
+
+
+def test_a_program_that_records_no_phases_has_rates_and_step_times(tmp_path: Path) -> None:
+    for rank in range(2):
+        _record(tmp_path, rank, [1.0] * 4, has_parts=False)
+    series = _series(tmp_path)
+    np.testing.assert_allclose(series.step_ms[1:], 10.0, rtol=1e-9)
+    np.testing.assert_allclose(series.samples_per_s[1:], 1600.0, rtol=1e-9)
+    (data,) = page_data([read_run(tmp_path)])["runs"]
+    assert (list(data["series"]["parts"]), list(data["ranks"]["parts"])) == (["step"], ["step"])
+    assert data["missing"]["stragglers"].startswith("The time by phase")
 
 
 def test_steps_that_were_repeated_after_a_restart_count_once(tmp_path: Path) -> None:

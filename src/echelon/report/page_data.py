@@ -153,6 +153,10 @@ def _series(
         missing["memory"] = _WHY_MISSING["memory"]
     if len(series.ranks) == 1:
         missing["stragglers"] = _WHY_MISSING["stragglers"]
+    elif not series.has_parts:
+        missing["stragglers"] = (
+            "The time by phase, which shows who waits for whom, is recorded by the Accelerator and the Trainer."
+        )
     ranks = {
         "ids": series.ranks,
         "x": {"step": _floats(series.rank_columns), "time": _floats(series.rank_times - began)},

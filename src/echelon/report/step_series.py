@@ -14,13 +14,15 @@ from echelon.report.run_folder import RecordedRun
 from echelon.status.board import StepPart
 from echelon.status.step_records import read_step_bytes, read_step_file
 
-__all__ = ["MAX_POINTS", "RECORD_TYPE", "Spread", "StepSeries", "last_step", "step_series"]
+__all__ = ["MAX_POINTS", "RECORD_TYPE", "WHOLE_STEP", "Spread", "StepSeries", "last_step", "step_series"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MAX_POINTS = 960
 """Largest number of points in a series: about one for each pixel of a plot."""
+WHOLE_STEP = "step"
+"""Name of the only part of a step whose parts were not recorded."""
 _MAX_CELLS = 16_000
 """Largest number of points by rank and time."""
 _MAX_PENDING = 128
@@ -60,7 +62,10 @@ class StepSeries:
     step_ms: Floats
     """Mean time of a step over all ranks."""
     part_ms: dict[str, Floats]
-    """Mean time of a step by part: ``StepPart`` in lower case, with communication split into transfer and ``wait``."""
+    """Mean time of a step by part: ``StepPart`` in lower case, with communication split into transfer and ``wait``; or only
+    ``WHOLE_STEP``."""
+    has_parts: bool
+    """Whether the parts of a step were recorded, which the Accelerator and the Trainer do."""
     rank_columns: Floats
     """Last step of each bucket of the series by rank, which are coarser."""
     rank_times: Floats
@@ -128,6 +133,8 @@ def step_series(run: RecordedRun) -> StepSeries | None:
     totals = {rank: sums.spent_ms[i].sum(axis=0).tolist() for i, rank in enumerate(ranks)}
     counted = int(sums.num_steps.sum(axis=1).max())
     verdict: Steps | None = steps_of(totals, num_steps=counted) if len(ranks) > 1 else None
+    step_ms = _mean(_ratio(sums.elapsed_ms, sums.num_steps), axis=0)
+    has_parts = bool(sums.spent_ms.any())
     return StepSeries(
         ranks=ranks,
         num_steps=last - _start(kept) + 1,
@@ -141,15 +148,18 @@ def step_series(run: RecordedRun) -> StepSeries | None:
         grad_norm=_spread(buckets, *norm),
         samples_per_s=sums.rate(sums.samples),
         items_per_s=sums.rate(sums.items),
-        step_ms=_mean(_ratio(sums.spent_ms.sum(axis=2), sums.num_steps), axis=0),
-        part_ms=_by_part(_ratio(sums.spent_ms, sums.num_steps[:, :, None])),
+        step_ms=step_ms,
+        part_ms=_by_part(_ratio(sums.spent_ms, sums.num_steps[:, :, None])) if has_parts else {WHOLE_STEP: step_ms},
+        has_parts=has_parts,
         rank_columns=_last_of_groups(_last_in(buckets.of(steps), steps.astype(np.float64), number), group),
         rank_times=_last_of_groups(sums.time_s, group),
         memory_mb=_groups(sums.memory_mb, group, np.fmax),
         own_ms=_ratio(
             _groups(sums.spent_ms[:, :, _OWN].sum(axis=2), group, np.add), _groups(sums.num_steps, group, np.add)
         ),
-        rank_part_ms=_of_ranks(_ratio(sums.spent_ms.sum(axis=1), sums.num_steps.sum(axis=1)[:, None])),
+        rank_part_ms=_of_ranks(_ratio(sums.spent_ms.sum(axis=1), sums.num_steps.sum(axis=1)[:, None]))
+        if has_parts
+        else {WHOLE_STEP: _ratio(sums.elapsed_ms.sum(axis=1), sums.num_steps.sum(axis=1))},
         rank_memory_mb=np.fmax.reduce(sums.memory_mb, axis=1),
         num_samples=_total(found, "samples"),
         num_items=float(_total(found, "items")),
@@ -195,6 +205,7 @@ class _Sums:
         self._index = {rank: i for i, rank in enumerate(ranks)}
         shape = (len(ranks), number)
         self.num_steps = np.zeros(shape)
+        self.elapsed_ms = np.zeros(shape)
         self.spent_ms = np.zeros((*shape, len(StepPart)))
         self.samples = np.zeros(shape)
         self.items = np.zeros(shape)
@@ -210,6 +221,7 @@ class _Sums:
             return _sums(bucket[1:], np.diff(totals), number)
 
         self.num_steps[i] += sums(one.step.astype(np.float64))
+        self.elapsed_ms[i] += sums(one.time_s) * 1e3
         self.samples[i] += sums(one.samples)
         self.items[i] += sums(one.items)
         for part in StepPart:
@@ -219,7 +231,7 @@ class _Sums:
 
     def rate(self, amounts: Floats) -> Floats:
         """Return the amount of all ranks per second of training, without evaluation and checkpoints."""
-        seconds = (self.spent_ms.sum(axis=2) - self.spent_ms[:, :, _NOT_TRAINING].sum(axis=2)) / 1e3
+        seconds = (self.elapsed_ms - self.spent_ms[:, :, _NOT_TRAINING].sum(axis=2)) / 1e3
         return np.nansum(_ratio(amounts, seconds), axis=0) if amounts.any() else np.full(amounts.shape[1], np.nan)
 
 

@@ -57,7 +57,7 @@
     ["forward", "forward", "--accent"], ["backward", "backward", "--accent-2"], ["optimizer", "optimizer", "--accent-3"],
     ["other", "rest of the loop", "--grey"], ["communication", "communication", "--teal"],
     ["wait", "wait for slower ranks", "--warm"], ["data", "data wait", "--amber"], ["evaluation", "evaluation", "--rose"],
-    ["checkpoint", "checkpoint", "--violet"],
+    ["checkpoint", "checkpoint", "--violet"], ["step", "whole step", "--accent"],
   ];
   const GOODPUT = {
     compute: "--accent", program: "--accent", communication: "--teal", "data wait": "--amber", checkpoint: "--violet",
