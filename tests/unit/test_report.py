@@ -77,6 +77,7 @@ def test_the_time_of_a_step_is_split_by_phase_and_rank(tmp_path: Path) -> None:
     np.testing.assert_allclose(series.rank_part_ms["wait"], [1.0, 0.0], atol=1e-12)
     np.testing.assert_allclose(series.rank_part_ms["data"], [4.0, 4.0], rtol=1e-12)
     np.testing.assert_allclose(series.samples_per_s[1:], 2 * 8 / 0.010, rtol=1e-12)
+    assert np.isnan(series.samples_per_s[0])
     np.testing.assert_allclose(series.own_ms[:, 1:], [[9.0] * 3, [10.0] * 3], rtol=1e-12)
     np.testing.assert_array_equal(series.rank_memory_mb, [103.0, 104.0])
     assert np.isnan(series.items_per_s).all()

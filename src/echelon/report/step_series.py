@@ -232,7 +232,9 @@ class _Sums:
     def rate(self, amounts: Floats) -> Floats:
         """Return the amount of all ranks per second of training, without evaluation and checkpoints."""
         seconds = (self.elapsed_ms - self.spent_ms[:, :, _NOT_TRAINING].sum(axis=2)) / 1e3
-        return np.nansum(_ratio(amounts, seconds), axis=0) if amounts.any() else np.full(amounts.shape[1], np.nan)
+        rates = _ratio(amounts, seconds)
+        is_known = amounts.any() & ~np.isnan(rates).all(axis=0)
+        return np.where(is_known, np.nansum(rates, axis=0), np.nan)
 
 
 def _read(run: RecordedRun) -> Iterator[_Columns]:

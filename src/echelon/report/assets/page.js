@@ -288,7 +288,8 @@
     const title = "Stragglers";
     if (run.missing.stragglers) return grid.append(missingPanel("stragglers", title, run.missing.stragglers));
     const rows = ranks.own, number = rows.length, width = rows[0].length;
-    const medians = rows[0].map((_, k) => { const all = rows.map((row) => row[k]).filter((v) => v !== null).sort((a, b) => a - b); return all.length ? all[all.length >> 1] : null; });
+    // Of two ranks, the median is the faster one's time, so that the slower one can be seen.
+    const medians = rows[0].map((_, k) => { const all = rows.map((row) => row[k]).filter((v) => v !== null).sort((a, b) => a - b); return all.length ? all[(all.length - 1) >> 1] : null; });
     const rowHeight = Math.max(2, Math.min(34, Math.floor(272 / number)));
     const canvas = h("canvas", { width, height: number, style: { height: `${rowHeight * number}px` }, "aria-hidden": "true" });
     const context = canvas.getContext("2d");
