@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from echelon.report.run_folder import read_run
 from echelon.status import run_files
+from echelon.status.step_records import read_step_file
 from tests.launch.conftest import Command
 
 # The second start succeeds.
@@ -85,3 +90,133 @@ def test_a_stopped_run_says_so(number: str, outcome: str, code: int | None, comm
     info = run_files.read_info(folder)
     assert (info["outcome"], info["exit_code"]) == (outcome, code)
     assert read_run(folder).outcome == ("ended without a record" if number == "SIGKILL" else outcome)
+
+
+# Saves after every fourth step; the attempt n is killed during step KILLS[n].
+KILLED = """
+import os, signal, sys, time
+import torch
+from torch import nn
+from echelon import Accelerator
+
+class Count:
+    step = 0
+    def state_dict(self): return {"step": self.step}
+    def load_state_dict(self, state): self.step = state["step"]
+
+kills, num_steps, pause = [*map(int, sys.argv[1].split(","))], int(sys.argv[2]), float(sys.argv[3])
+attempt, accelerator, count = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), Accelerator(cpu=True), Count()
+rank = accelerator.process_index
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+accelerator.register_for_checkpointing(count)
+if os.path.exists("saved"):
+    accelerator.load_state("saved")
+with open(f"losses_{rank}.txt", "a") as file:
+    while count.step < num_steps:
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * count.step + rank))
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        if attempt < len(kills) and count.step + 1 == kills[attempt] and rank == accelerator.num_processes - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        optimizer.zero_grad()
+        count.step += 1
+        print(count.step, loss.item().hex(), file=file, flush=True)
+        time.sleep(pause)
+        if count.step % 4 == 0:
+            accelerator.save_state("saved")
+torch.save(accelerator.unwrap_model(model).state_dict(), f"weights_{rank}.pt")
+"""
+
+
+def _losses(folder: Path, rank: int) -> dict[int, str]:
+    lines = [line.split() for line in (folder / f"losses_{rank}.txt").read_text().splitlines()]
+    losses = {int(step): value for step, value in lines}
+    assert [losses[int(step)] for step, _ in lines] == [
+        value for _, value in lines
+    ]  # repeated steps repeat their losses
+    return losses
+
+
+def _check_killed_run(command: Command, kills: list[int], num_steps: int, num_processes: int, wall_s: float) -> Path:
+    """Check the record of a run of KILLED, and return its folder."""
+    (folder,) = (command.directory / "echelon-runs").iterdir()
+    run = read_run(folder)
+    assert (run.outcome, run.facts["num_restarts"]) == ("succeeded", len(kills))
+    goodput = run.goodput
+    assert goodput is not None
+    assert sum(goodput["parts"].values()) == pytest.approx(goodput["wall_s"], rel=0.005)
+    assert goodput["wall_s"] == pytest.approx(run.facts["ended"] - run.facts["began"], rel=0.005, abs=0.1)
+    # The interpreter has started before the clock, and ends after it.
+    assert goodput["wall_s"] == pytest.approx(wall_s, rel=0.005, abs=1.0)
+    kinds = [(event["kind"], event["attempt"]) for event in run.events if event["kind"] != "checkpoint"]
+    expected = [("start", 0)]
+    for attempt in range(len(kills)):
+        expected += [("failure", attempt), ("restart", attempt + 1)]
+    last = [("straggler", len(kills))] if ("straggler", len(kills)) in kinds else []
+    assert kinds == [*expected, *last, ("end", len(kills))]
+    assert [event["rank"] for event in run.events if event["kind"] == "failure"] == [num_processes - 1] * len(kills)
+    saved = {event["step"] for event in run.events if event["kind"] == "checkpoint"}
+    assert saved == set(range(4, num_steps + 1, 4))
+    # Each attempt continues from the last checkpoint, and ends before the step in which it was killed.
+    for attempt, rank, path in run.step_paths():
+        records = read_step_file(path).records
+        first = (kills[attempt - 1] - 1) // 4 * 4 + 1 if attempt else 1
+        end = kills[attempt] if attempt < len(kills) else num_steps + 1
+        steps = [record.step for record in records]
+        # The others may finish the step in which the last rank was killed.
+        assert steps in ([*range(first, end)], [*range(first, end + (rank < num_processes - 1 and end <= num_steps))])
+        losses = _losses(command.directory, rank)
+        assert [record.loss.hex() for record in records] == [losses[record.step] for record in records]
+        assert all(record.grad_norm > 0 for record in records)
+    assert len(run.step_paths()) == num_processes * (len(kills) + 1)
+    return folder
+
+
+def test_a_run_with_a_kill_is_recorded_and_equals_a_plain_loop(command: Command) -> None:
+    command.write("killed.py", KILLED)
+    began = time.monotonic()
+    result = command.launch("--max_restarts=1", "killed.py", "6", "10", "0", **RECORD)
+    assert result.code == 0, result.err
+    _check_killed_run(command, [6], 10, 1, result.ended - began)
+    # The reference: plain PyTorch.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), {}
+    for step in range(10):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step))
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses[step + 1] = loss.item().hex()
+    assert _losses(command.directory, 0) == losses
+    weights = torch.load(command.directory / "weights_0.pt", weights_only=True)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.soak
+def test_a_run_with_five_kills_is_recorded_and_equals_one_without(command: Command, tmp_path: Path) -> None:
+    kills, num_steps = [6, 11, 18, 22, 35], 40
+    command.write("killed.py", KILLED)
+    began = time.monotonic()
+    words = ["killed.py", ",".join(map(str, kills)), str(num_steps), "0.1"]
+    result = command.launch("--num_processes=2", "--max_restarts=5", *words, **RECORD)
+    assert result.code == 0, result.err
+    _check_killed_run(command, kills, num_steps, 2, result.ended - began)
+    found = [_losses(command.directory, rank) for rank in range(2)]
+    weights = [torch.load(command.directory / f"weights_{rank}.pt", weights_only=True) for rank in range(2)]
+    for path in (*command.directory.glob("losses_*.txt"), *command.directory.glob("weights_*.pt")):
+        path.unlink()
+    shutil.rmtree(command.directory / "saved")
+    result = command.launch("--num_processes=2", "--no_record", "killed.py", "0", str(num_steps), "0")
+    assert result.code == 0, result.err
+    assert [_losses(command.directory, rank) for rank in range(2)] == found
+    for rank in range(2):
+        without = torch.load(command.directory / f"weights_{rank}.pt", weights_only=True)
+        assert all(torch.equal(without[name], value) for name, value in weights[rank].items())
+    assert len(list((command.directory / "echelon-runs").iterdir())) == 1

@@ -26,6 +26,7 @@ from echelon.launch.multinode.roster import NodeInfo
 from echelon.launch.node import AttemptRanks, GenerationResult, NodeGeneration, RunOver, RunRules
 from echelon.launch.supervisor import StallRules
 from echelon.status.board import Board, Mark
+from echelon.status.run_files import read_lines
 from echelon.status.stop_barrier import EXIT_CODE, RankState, StopCommand
 
 TOKEN = b"sixteen bytes at least"
@@ -117,7 +118,7 @@ class Stage:
             logs="above",
             directory=self._tmp_path,
             began_ns=time.monotonic_ns(),
-            record=RunRecorder(None, began_ns=0),
+            record=RunRecorder(self._tmp_path, began_ns=time.monotonic_ns()),
         )
         self._coordinator = Coordinator(
             self.info("head"), listener=self._listener, token=TOKEN, times=times, rules=rules, new_store=self._store
@@ -227,13 +228,14 @@ def test_two_machines_start_a_generation_and_end_together(stage: Stage) -> None:
 
 
 def test_a_failure_is_reported_with_its_machine_and_restarted_max_restarts_times(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
+    stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage.open(max_restarts=1)
     head, other = stage.node("head"), stage.node("other")
     for number in range(2):
         mine, its = stage.generations(head, other)
         assert (mine.number, its.num_restarts) == (number, number)
+        assert mine.run_name == its.run_name == tmp_path.name
         record = ErrorRecord(time_ns=time.monotonic_ns(), type="ValueError", message="bad sample 17")
         lost = ErrorRecord(time_ns=1, type="RuntimeError", message="Connection closed by peer")
         stage.ranks_of(head).fail(RankEnd(rank=0, exit_code=1, record=lost), RankEnd(rank=1, exit_code=1, record=lost))
@@ -245,6 +247,8 @@ def test_a_failure_is_reported_with_its_machine_and_restarted_max_restarts_times
     assert "rank 3 of 4, on other (127.0.0.1)" in told
     assert "restart 1 of 1" in told
     assert "the run ends" in told
+    events = [(event["kind"], event["rank"]) for event in read_lines(tmp_path / "events.jsonl")]
+    assert events == [("failure", 3), ("failure", 3)]
 
 
 def test_a_run_continues_without_a_lost_machine_if_enough_are_left(

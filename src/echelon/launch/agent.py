@@ -185,7 +185,13 @@ class _Agent(SimpleElasticAgent):
         started = self._workers.start(self._environments)
         ranks = AttemptRanks(board=self._board, workers=self._workers, directory=directory, numbers=self._rank_numbers)
         self._node.watch(ranks)
-        job.rules.record.start_attempt(self._attempt, board=self._board.path)
+        job.rules.record.start_attempt(
+            self._attempt,
+            board=self._board.path,
+            num_processes=generation.world_size,
+            num_machines=generation.group_world_size,
+            run_id=generation.run_name or None,
+        )
         return started
 
     def _rank_environments(

@@ -51,6 +51,8 @@ class NodeGeneration:
     port: int
     """The store's port if the store is on this machine, otherwise 0."""
     num_restarts: int
+    run_name: str = ""
+    """The name that all machines record for the run; empty on a single machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,15 +133,16 @@ class RunWithoutLauncher(Run):
         self._started_ns = time.monotonic_ns()
         if here.local_rank == 0:
             self._recorder = RunRecorder(folder, began_ns=self._began_ns)
+            size, num_machines = here.world_size, -(-here.world_size // here.local_world_size)
             self._recorder.describe(
                 command=["python", *sys.argv],
                 script=self._script,
-                num_processes=here.world_size,
-                num_machines=-(-here.world_size // here.local_world_size),
+                num_processes=size,
+                num_machines=num_machines,
                 launcher=_launcher(here),
                 run_id=self._name,
             )
-            self._recorder.start_attempt(0, board=None)
+            self._recorder.start_attempt(0, board=None, num_processes=size, num_machines=num_machines)
         self._place = RunPlace(folder=folder, attempt=0, rank=here.rank, world_size=here.world_size)
         return self._place
 

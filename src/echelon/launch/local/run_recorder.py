@@ -164,16 +164,38 @@ class RunRecorder:
         }
         self._write()
 
-    def start_attempt(self, number: int, *, board: str | None) -> None:
-        """Record that the processes of an attempt have been started, and the path of their status board."""
+    def start_attempt(
+        self,
+        number: int,
+        *,
+        board: str | None,
+        num_processes: int,
+        num_machines: int,
+        run_id: str | None = None,
+    ) -> None:
+        """Record that the processes of an attempt have been started.
+
+        Args:
+            number: number of the attempt.
+            board: path of the status board of this machine's processes.
+            num_processes: number of processes on all machines.
+            num_machines: number of machines.
+            run_id: the run's name on all machines (default: unchanged).
+        """
         if self.folder is None:
             return
         self._take_commit()
         is_first = self._attempt < 0
         self._attempt = number
-        self._info.update(board=board, num_restarts=number)
+        self._info.update(
+            board=board,
+            num_restarts=number,
+            num_processes=num_processes,
+            num_machines=num_machines,
+            run_id=run_id or self._info["run_id"],
+        )
         self._write()
-        count = self._info["num_processes"]
+        count = num_processes
         what = "started" if is_first else f"restarted (restart {number})"
         self.event("start" if is_first else "restart", f"{count} process{'es' if count > 1 else ''} {what}")
 

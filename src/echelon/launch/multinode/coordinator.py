@@ -375,6 +375,7 @@ class Coordinator:
                 world_size=world_size,
                 port=generation.store.port if self._is_own(member) else 0,
                 num_restarts=self._num_restarts,
+                run_name=self._rules.directory.name,
             )
 
     # Methods during a generation.
@@ -412,6 +413,8 @@ class Coordinator:
     def _poll_stall(self, generation: Generation) -> None:
         assert generation.supervisor is not None
         stall = generation.supervisor.poll()
+        if stall is not None and stall.is_alarm:
+            self._rules.record.event("stall", stall.what, rank=next(iter(stall.culprits or stall.ranks), None))
         if stall is None or not stall.is_alarm or self._rules.stall.on_stall == "report":
             return
         failed_ns = time.monotonic_ns() - int(stall.waited_s * 1e9)
@@ -432,6 +435,7 @@ class Coordinator:
     def _start_barrier(self, generation: Generation, reason: str, then: Then) -> None:
         grace_s = self._rules.preemption_grace.total_seconds()
         _print(f"{reason}: all ranks save at the same step and exit (within {grace_s:g} s)")
+        self._rules.record.event("preemption", f"{reason}: all ranks save at the same step and exit")
         generation.barrier_reason, generation.then = reason, then
         generation.barrier = BarrierCoordinator(NodeCommands(generation), grace_s)
 
@@ -464,6 +468,7 @@ class Coordinator:
         restarts = self._num_restarts < self._rules.max_restarts and not is_exiting
         what, where, do = explain(ends, logs=self._rules.logs, machines=generation.machines)
         error = LaunchError(what, where=where, do=do)
+        self._rules.record.event("failure", what.splitlines()[0], rank=first.rank, at_ns=first_sign(ends))
         culprit = generation.machines[first.rank]
         then = f"restart {self._num_restarts + 1} of {self._rules.max_restarts}" if restarts else "the run ends"
         for member in generation.members:
