@@ -78,7 +78,9 @@ def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
     run_files.append_line(path, {"kind": "end", "text": "\u00fc"})
     with path.open("ab") as file:
         file.write(b'{"kind": "chec')
-    assert run_files.read_lines(path) == [{"kind": "start"}, {"kind": "end", "text": "\u00fc"}]
+    assert [line["kind"] for line in run_files.read_lines(path)] == ["start", "end"]
+    run_files.append_line(path, {"kind": "restart"})  # by the next attempt
+    assert run_files.read_lines(path) == [{"kind": "start"}, {"kind": "end", "text": "\u00fc"}, {"kind": "restart"}]
 
 
 def test_a_description_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,7 @@ def test_a_forked_process_does_not_write(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         recorder.record(100, 0.1, SPENT)
+        recorder.record(101, 0.1, SPENT)
         recorder.close()
         os._exit(0)
     os.waitpid(child, 0)
