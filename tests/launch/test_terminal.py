@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
+import struct
+import termios
 import threading
 
 import pytest
@@ -36,7 +39,7 @@ import os, sys, time
 from pathlib import Path
 from tqdm import tqdm
 rank = int(os.environ["RANK"])
-bar = tqdm(total=10, disable=rank != 0)
+bar = tqdm(total=10, ncols=60, disable=rank != 0)
 bar.update(4)
 bar.refresh()
 Path(f"ready{rank}").touch()
@@ -117,6 +120,7 @@ def test_a_message_of_one_rank_is_not_glued_to_the_bar_of_another_with_tee(comma
 def _on_a_terminal(command: Command, *argv: str) -> list[str]:
     """Return the lines that a terminal shows after ``echelon launch``."""
     leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))  # tqdm shows nothing on 0 lines
     process = command.start_launch(*argv, TERM="xterm", NO_COLOR="1", terminal=follower)
     os.close(follower)
     written = bytearray()
@@ -133,6 +137,7 @@ def _on_a_terminal(command: Command, *argv: str) -> list[str]:
     process.wait(timeout=120)
     thread.join(timeout=10)
     os.close(leader)
+    assert b"4/10" in written
     return _shown(written.decode())
 
 
