@@ -119,6 +119,7 @@ SUITES: dict[str, Suite] = {
                     "test_can_resume_training",
                     "test_log_level",
                     "test_metric_for_best_model_behavior",
+                    "test_label_smoothing_multi_label_incompatibility",
                 ),
                 _TEXT,
             ),
