@@ -30,8 +30,8 @@ EXTRAS = ("notebook", "rich", "schedulefree")
 SECRETS = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_\w{30,}|\bhf_\w{30,}|\bpypi-\w{30,}|//[^/\s\"'{}<>]+:[^/\s\"'{}<>]+@"
 )
-# Folders of a person or of a machine. `/root/...` and `/home/user/...` may be examples in documents, never in the package.
-FOLDERS = re.compile(rb"(?<![\w.}*])/(?:root|work|builds|home/\w+|Users/\w+)/")
+# Folders of a person or of a machine; /home/me and /home/user may stand in examples.
+FOLDERS = re.compile(rb"(?<![\w.}*])/(?:root|work|builds|home/(?!me/|user/)\w+|Users/\w+)/")
 # What a program prints whose environment is not that of the tests.
 SCRIPT = """
 import torch
