@@ -13,6 +13,7 @@ import pytest
 from echelon.base import environ
 from echelon.cli.main import main
 from echelon.config.files import from_file
+from echelon.config.write import write
 from tests.launch.conftest import Command
 from tests.launch.test_launch import NOTE, notes
 
@@ -238,3 +239,22 @@ def test_a_script_started_by_deepspeeds_own_launcher_finds_its_place(command: Co
         "PLACE 0 2 2 --local_rank=0 --epochs 3",
         "PLACE 1 2 2 --local_rank=1 --epochs 3",
     ], result.err
+
+
+def test_all_defaults_write_a_file_that_says_so(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write("echelon.toml", {})
+    assert Path("echelon.toml").read_text().startswith("# All settings have their defaults.")
+    write("run.yaml", {})
+    assert Path("run.yaml").read_text().startswith("# All settings have their defaults.")
+    assert _echelon("config", "explain", "--changed") == 0
+    assert capsys.readouterr().out == "settings from echelon.toml\nall settings have their defaults\n"
+
+
+def test_explain_changed_shows_what_is_not_the_default(
+    inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("echelon.toml").write_text('mixed_precision = "bf16"\nseed = 3\n')
+    monkeypatch.setenv("ECHELON_SEED", "4")
+    assert _echelon("config", "explain", "--changed") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[:2] for row in rows] == [["mixed_precision", "'bf16'"], ["seed", "4"]]
