@@ -27,6 +27,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
 RECORD = {"ECHELON_NO_RECORD": ""}
 
 
+@pytest.mark.soak
 def test_a_run_is_described_with_its_restart(command: Command) -> None:
     command.write("once.py", ONCE)
     result = command.launch(
@@ -56,7 +57,12 @@ def test_a_run_is_described_with_its_restart(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "variable"), [(["--no_record"], ""), ([], "1"), (["--no_record", "--log_dir", "logs"], "")]
+    ("flags", "variable"),
+    [
+        pytest.param(["--no_record"], "", marks=pytest.mark.soak),
+        pytest.param([], "1", marks=pytest.mark.soak),
+        (["--no_record", "--log_dir", "logs"], ""),
+    ],
 )
 def test_nothing_is_recorded_if_the_user_does_not_want_it(flags: list[str], variable: str, command: Command) -> None:
     result = command.launch(*flags, "--no_python", "true", ECHELON_NO_RECORD=variable)
@@ -75,7 +81,10 @@ def test_a_folder_that_cannot_be_created_is_one_warning(command: Command) -> Non
     assert "(--log_dir DIR chooses another one, --no_record none)" in warnings[0]
 
 
-@pytest.mark.parametrize(("number", "outcome", "code"), [("SIGINT", "interrupted", 130), ("SIGKILL", "running", None)])
+@pytest.mark.parametrize(
+    ("number", "outcome", "code"),
+    [("SIGINT", "interrupted", 130), pytest.param("SIGKILL", "running", None, marks=pytest.mark.soak)],
+)
 def test_a_stopped_run_says_so(number: str, outcome: str, code: int | None, command: Command) -> None:
     launcher = command.start_launch("--no_python", "sh", "-c", "echo ready; sleep 60", **RECORD)
     assert launcher.stdout is not None
@@ -179,9 +188,11 @@ def _check_killed_run(command: Command, kills: list[int], num_steps: int, num_pr
 def test_a_run_with_a_kill_is_recorded_and_equals_a_plain_loop(command: Command) -> None:
     command.write("killed.py", KILLED)
     began = time.monotonic()
-    result = command.launch("--max_restarts=1", "killed.py", "6", "10", "0", **RECORD)
+    result = command.launch("--max_restarts=1", "killed.py", "6", "10", "0", "--api_key", "abc", **RECORD)
     assert result.code == 0, result.err
-    _check_killed_run(command, [6], 10, 1, result.ended - began)
+    info = run_files.read_info(_check_killed_run(command, [6], 10, 1, result.ended - began))
+    assert info["command"][2:] == ["--max_restarts=1", "killed.py", "6", "10", "0", "--api_key", "***"]
+    assert (info["script"], info["cwd"], info["board"]) == ("killed.py", str(command.directory), None)
     # The reference: plain PyTorch.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
