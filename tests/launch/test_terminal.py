@@ -61,7 +61,8 @@ def test_the_same_error_on_four_ranks_is_printed_once(command: Command) -> None:
     assert _tracebacks(result.err) == 1, result.err
     assert result.err.count("do:") == 1
     assert len(re.findall(r"^ValueError: index \d is out of range$", result.err, flags=re.MULTILINE)) == 1
-    assert re.search(r"others: ranks? [\d, -]+ failed with the same error$", result.err, flags=re.MULTILINE)
+    if "stopped by echelon" not in result.err:  # on a busy machine, the launcher may stop a rank before it fails
+        assert re.search(r"others: ranks? [\d, -]+ failed with the same error$", result.err, flags=re.MULTILINE)
 
 
 def test_two_errors_are_printed_once_each(command: Command) -> None:
@@ -98,8 +99,9 @@ def test_log_files_have_the_whole_error_of_their_rank(command: Command) -> None:
     assert "\n  do:    pass another batch\n" in result.err
     assert "\0" not in result.err
     logs = [path.read_text() for path in sorted(command.directory.glob("logs/*/attempt_0/rank_*/stderr.log"))]
-    assert [_tracebacks(log) for log in logs] == [1, 1]
-    assert [log.count("  do:    pass another batch\n") for log in logs] == [1, 1]
+    whole = [1, 0] if "stopped by echelon" in result.err else [1, 1]  # it may stop a rank before it fails
+    assert sorted((_tracebacks(log) for log in logs), reverse=True) == whole
+    assert sorted((log.count("  do:    pass another batch\n") for log in logs), reverse=True) == whole
     assert not any("\0" in log for log in logs)
 
 
