@@ -237,6 +237,7 @@ VARIANTS: dict[str, tuple[str | None, Callable[[Batches], None]]] = {
 def serve(name: str, rounds: int, turn: Connection) -> None:
     """Run the process of one variant."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["ECHELON_NO_RECORD"] = "1"  # peers record nothing; record_cost.py measures what a record costs
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

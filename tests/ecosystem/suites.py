@@ -137,6 +137,10 @@ SUITES: dict[str, Suite] = {
                 ),
                 _PRIVATE + " (Accelerator.prepare)",
             ),
+            "test_compare_trainer_and_checkpoint_args_logging": (
+                "resumes in the middle of an epoch with other data, which is an error without allow_changed_data=True"
+            ),
+            "test_integration_with_trainer": "looks for JITCheckpointCallback; echelon's Trainer saves on the signal itself",
             "test_logging_inf_nan_filter": "expects the loss 0 where no loss is finite; it is nan here",
         },
     ),
