@@ -87,7 +87,7 @@ def test_the_picture_fits_the_terminal(num_ranks: int, width: int, height: int) 
     lines = _drawn(_snapshot(num_ranks), width=width, height=height)
     assert len(lines) <= height
     assert max(map(cell_len, lines)) <= width
-    assert any("stopp" in line for line in lines)
+    assert any("stop" in line for line in lines)
 
 
 def test_without_steps_the_line_says_so() -> None:
