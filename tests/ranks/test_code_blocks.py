@@ -173,8 +173,8 @@ def test_a_wrong_command_is_reported() -> None:
     assert wrong_command("echelon lunch train.py") == "echelon has no command lunch"
     assert "--prozesses" in str(wrong_command("echelon launch --prozesses 2 train.py"))
     assert "--nodse" in str(wrong_command("X=1 srun -N 2 echelon launch --nodse 2 train.py"))
-    assert wrong_command("make chceks") == "the Makefile has no target chceks"
-    assert wrong_command("cd a && make chceks") == "the Makefile has no target chceks"
+    assert wrong_command("make nothing") == "the Makefile has no target nothing"
+    assert wrong_command("cd a && make nothing") == "the Makefile has no target nothing"
     assert wrong_command("pip install 'echelon[tensorbord]'") == "pyproject.toml has no extra tensorbord"
     assert wrong_command("python nothing.py") == "there is no nothing.py"
     assert wrong_command("echlon env") == "unknown program echlon"
