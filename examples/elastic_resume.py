@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -54,6 +55,7 @@ def train(folder, preempt_at):
                 optimizer.zero_grad()
             if accelerator.is_main_process and accelerator.progress.step == preempt_at:
                 os.kill(os.getpid(), signal.SIGTERM)  # as Slurm, Kubernetes and spot instances do
+                time.sleep(1)  # a small model finishes the run before the launcher reacts
     loss = accelerator.update_loss()
     accelerator.print(f"finished after {accelerator.progress.step} updates, last loss {loss:.6f}")
     Path(folder).mkdir(exist_ok=True)
