@@ -94,7 +94,7 @@ _REFUSALS: list[_Refusal] = [
             and p.optimizers == 2
             and (p.accumulation > 1 or at.max_micro is not None or at.parity == "bitwise")
         ),
-        "another optimizer also evaluated closures",
+        "another optimizer also evaluated a closure",
     ),
     _Refusal(
         "zipped batches of other sizes, cut in pieces",

@@ -22,6 +22,7 @@ from echelon.cli import launch
 from echelon.cli.environment_facts import system, versions
 from echelon.compat.machine import convert_bytes
 from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
+from echelon.status.run_files import NO_RECORD_VARIABLE
 from echelon.testing.evidence import OWNED_FILE, CheckFinding, TestStart, read_findings, write_evidence
 
 __all__ = ["command"]
@@ -270,6 +271,7 @@ def _run(layout: Sequence[str], folder: Path, results: _Results, interrupts: Int
             for name, value in environment.items()
             if not name.startswith(_OF_LAYOUT) and name not in _OF_A_RANK
         }
+        alone[NO_RECORD_VARIABLE] = "1"
         output = folder / "alone.txt"
         code = _run_part([sys.executable, *program, "alone", str(folder)], alone, output, results, interrupts)
         if code != 0:
