@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,9 +23,10 @@ from echelon.base.warnings import EchelonWarning
 from echelon.distributed.record.device_values import DeviceValues
 from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
 from echelon.distributed.record.run_place import RunWithoutLauncher
+from echelon.launch.local import run_recorder
 from echelon.status import step_records
 from echelon.status.notes import notes_of_process
-from echelon.status.run_files import NO_RECORD_VARIABLE, RECORD_VARIABLE, read_lines, steps_path
+from echelon.status.run_files import NO_RECORD_VARIABLE, RECORD_VARIABLE, read_info, read_lines, steps_path
 from echelon.status.step_records import StepFile, StepRecorder, read_step_file
 from echelon.trainer import Trainer
 from tests.trainer_models import DATA, Line, arguments
@@ -235,3 +238,151 @@ def test_values_on_a_device_are_filled_in_later(tmp_path: Path) -> None:
         assert (record.loss, record.num_losses) == (record.step + 0.5, 2)
         assert record.grad_norm == pytest.approx(record.step / 10, rel=1e-6) if record.step % 2 else True  # float32
         assert math.isnan(record.grad_norm) == (record.step % 2 == 0)
+
+
+def _optimizer(**options: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer.param_groups[0].update(options)
+    return optimizer
+
+
+@pytest.mark.parametrize("rate", [None, "auto", torch.tensor([1.0, 2.0])])
+def test_a_learning_rate_that_is_no_number_is_unknown(rate: Any, tmp_path: Path) -> None:
+    with recording(tmp_path):
+        recorder_of_process().step(1, _optimizer(lr=rate))  # type: ignore[union-attr]
+    assert [math.isnan(record.lr) for record in _steps(tmp_path).records] == [True]
+
+
+def test_the_step_of_a_log_may_be_of_any_kind(tmp_path: Path) -> None:
+    with recording(tmp_path):
+        for step in (numpy.int64(3), torch.tensor(4), 5.5, "last"):
+            recorder_of_process().log({"loss": 1}, step=step)  # type: ignore[union-attr, arg-type]
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [3, 4, 5.5, None]
+
+
+def test_losses_on_a_device_that_no_step_takes_use_no_memory(tmp_path: Path) -> None:
+    loss = torch.zeros((), device="meta")
+    values = DeviceValues()
+    for _ in range(3000):
+        values.add_loss(loss)
+    assert len(values._losses) < 1100
+    with recording(tmp_path):
+        recorder = recorder_of_process()
+        assert recorder is not None
+        with pytest.warns(EchelonWarning, match="no longer records"):
+            recorder._give_up(OSError(28, "No space left on device"))
+        recorder.add_loss(loss)
+        recorder.set_norm(loss)
+        assert recorder._on_device is None
+
+
+def test_losses_that_were_added_up_keep_their_mean(tmp_path: Path) -> None:
+    values, steps = DeviceValues(), StepRecorder(tmp_path / "r.steps", rank=0, world_size=1)
+    for i in range(3000):
+        values.add_loss(torch.tensor(float(i)))
+    values.end_step(steps, steps.record(1, 0.1, [0] * 8))
+    values.fill_in_all(steps)
+    (record,) = read_step_file(tmp_path / "r.steps").records
+    assert (record.loss, record.num_losses) == (pytest.approx(1499.5, rel=1e-6), 3000)  # float32 sums of 1024 integers
+
+
+def test_the_values_of_a_model_on_several_devices_are_gathered_on_one() -> None:
+    values = DeviceValues()
+    values.add_loss(torch.zeros((), device="meta"))
+    values.set_norm(torch.ones(()))
+    assert values._norm is not None
+    assert values._norm.device == values._losses[0].device
+
+
+def _in_child(recorder: ProcessRecorder) -> None:
+    recorder.step(1, _optimizer())
+    raise ValueError("of the program")
+
+
+def _run_without_launcher() -> None:
+    with environ.patch({NO_RECORD_VARIABLE: None, RECORD_VARIABLE: None}):
+        recorder = recorder_of_process()
+        assert recorder is not None
+        recorder.step(1, _optimizer())
+        raise ValueError("of the program")
+
+
+def test_a_forked_process_records_nothing(tmp_path: Path) -> None:
+    with recording(tmp_path):
+        child = multiprocessing.get_context("fork").Process(target=_in_child, args=(recorder_of_process(),))
+        child.start()
+        child.join(60)
+    assert child.exitcode == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_failure_of_a_process_of_multiprocessing_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    child = multiprocessing.get_context("fork").Process(target=_run_without_launcher)
+    child.start()
+    child.join(60)
+    (folder,) = (tmp_path / "echelon-runs").iterdir()
+    assert (child.exitcode, read_info(folder)["outcome"]) == (1, "failed")
+
+
+def test_without_a_launcher_a_full_disk_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_recorder, "write_info", full)
+    monkeypatch.setattr(step_records.os, "posix_fallocate", full)
+    recorder = ProcessRecorder(RunWithoutLauncher())
+    with pytest.warns(EchelonWarning, match="no longer records its run.*No space left"):
+        recorder.step(1, _optimizer())
+    recorder.step(2, _optimizer())  # a second warning would be an error
+    recorder.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_runs_of_the_same_name_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = RunWithoutLauncher(), RunWithoutLauncher()
+    runs[1]._name = runs[0]._name  # started in the same second, in containers where both have the same process id
+    folders = []
+    for run in runs:
+        recorder = ProcessRecorder(run)
+        recorder.step(1, _optimizer())
+        recorder.close()
+        assert recorder._place is not None
+        folders.append(recorder._place.folder)
+    assert folders[1].name == f"{folders[0].name}-2"
+    assert [len(_steps(folder).records) for folder in folders] == [1, 1]
+    assert [read_info(folder)["run_id"] for folder in folders] == [folder.name for folder in folders]
+
+
+def test_the_name_of_the_run_is_not_asked_for_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, asked = RunWithoutLauncher(), []
+    monkeypatch.setattr(run, "place", lambda: asked.append(1))
+    recorder, optimizer = ProcessRecorder(run), _optimizer()
+    for step in range(1, 101):
+        recorder.step(step, optimizer)
+    assert 1 <= len(asked) < 10
+
+
+def test_the_batches_of_level_1_stay_an_iterator_of_a_loader(tmp_path: Path) -> None:
+    class Once(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 1:
+                raise ValueError("a damaged sample")
+            return torch.ones(2)
+
+    with recording(tmp_path):
+        batches = iter(ed.shard(DataLoader(Once(), batch_size=1)))
+        assert len(batches) == 3
+        next(batches)
+        with pytest.raises(ValueError, match="a damaged sample"):
+            next(batches)
+        assert len(next(batches)) == 1  # the loop goes on, as with torch's own iterator

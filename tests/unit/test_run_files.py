@@ -34,10 +34,30 @@ from echelon.status.run_facts import GitQuery, machine_facts, mask_secrets, pack
         ("https://me:secret@host/x", "https://me:***@host/x"),
         ('{"api_key":"abc","lr":3}', '{"api_key":***,"lr":3}'),
         ("--name hf_abcdefghijklmnop", "--name ***"),
+        ("--hftoken abc --token2 abc API_KEY1=abc --num_tokens 5", "--hftoken *** --token2 *** API_KEY1=*** --num_tokens 5"),
+        ("--api_keys a b --lr 3", "--api_keys *** *** --lr 3"),
+        ("+db={host:x,password:abc}", "+db={host:x,password:***}"),
+        (r'{"token":"a\"b","lr":3}', '{"token":***,"lr":3}'),
+        ("https://host/x?id=3&token=abc&n=1", "https://host/x?id=3&token=***&n=1"),
+        ("https://me:p@ss@host/x", "https://me:***@host/x"),
+        ("s3://bucket/monkey:x http://host:80/a", "s3://bucket/monkey:x http://host:80/a"),
     ],
 )
 def test_secrets_in_a_command_line_are_masked(words: str, masked: str) -> None:
     assert mask_secrets(words.split()) == masked.split()
+
+
+@pytest.mark.parametrize(
+    ("word", "masked"),
+    [
+        ("cd /x && HF_TOKEN=abc python train.py", "cd /x && HF_TOKEN=*** python train.py"),
+        ("python train.py --token abc --lr 3", "python train.py --token *** --lr 3"),
+        ("Authorization: Bearer abcdefgh.ij", "Authorization: Bearer ***"),
+        ("the lr = 3 and --note: a b", "the lr = 3 and --note: a b"),
+    ],
+)
+def test_secrets_in_a_word_with_spaces_are_masked(word: str, masked: str) -> None:
+    assert mask_secrets(["-c", word]) == ["-c", masked]
 
 
 def test_the_commit_and_its_changes_are_found(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "choose_device",
     "has_fp8",
     "has_tf32",
+    "is_capturing",
     "limit_devices",
     "nccl_version",
     "numa_node_of",
@@ -216,6 +217,13 @@ def free_memory(index: int) -> DeviceMemory | None:
         return None
     shared = bool(getattr(module.get_device_properties(index), "is_integrated", False))
     return DeviceMemory(num_bytes=free, is_of_host=shared)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the current stream of ``device`` is recording a CUDA graph."""
+    import torch  # noqa: PLC0415 - torch-free layer
+
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def used_memory_mb(device: torch.device) -> float:

@@ -374,7 +374,7 @@ class ShardedLoader(DataLoader[T]):
         batches: Iterator[Any] = super().__iter__()
         recorder = recorder_of_process()
         if recorder is not None:
-            batches = _count_samples(batches, recorder)
+            batches = _CountedBatches(batches, recorder)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return batches
         return _track_pass(batches if first_pass is None else _compare_first_pass(batches, first_pass), self._length)
@@ -390,12 +390,23 @@ def _batching_options(loader: DataLoader[Any], batches: ShardedBatchSampler | Pr
     return {"batch_sampler": batches}
 
 
-def _count_samples(batches: Iterator[T], recorder: ProcessRecorder) -> Iterator[T]:
-    """Yield ``batches``, and record the sizes of those that are used for training."""
-    for batch in batches:
+class _CountedBatches(Iterator[T]):
+    """Returns ``batches``, and records the sizes of those that are used for training.
+
+    Not a generator, which an exception of the dataset would end: a loop may go on with the next batch.
+    """
+
+    def __init__(self, batches: Iterator[T], recorder: ProcessRecorder) -> None:
+        self._batches, self._recorder = batches, recorder
+
+    def __next__(self) -> T:
+        batch = next(self._batches)
         if torch.is_grad_enabled() and (size := ignorant_find_batch_size(batch)) is not None:
-            recorder.add_samples(size)
-        yield batch
+            self._recorder.add_samples(size)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
 
 
 def _compare_first_pass(batches: Iterator[T], first_pass: DuplicateSamplesCheck) -> Iterator[T]:

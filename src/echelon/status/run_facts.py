@@ -48,12 +48,24 @@ _SECRET_PARTS = frozenset(
         "key",
         "keys",
         "apikey",
+        "accesskey",
+        "secretkey",
+        "privatekey",
+        "passphrase",
+        "pwd",
+        "signature",
     }
 )
+_SECRET_ENDS = ("token", "password", "passwd", "secret")  # of names without capitals, such as hftoken
+_PLURALS = re.compile(r"(?i)(?:keys|secrets|passwords|credentials|tokens)\d*$")
 _ASSIGNMENT = re.compile(r"(?P<name>-{0,2}[+~]*[A-Za-z_][\w.\-]*)=(?P<value>.*)", re.DOTALL)
 _FLAG = re.compile(r"--?[A-Za-z][\w.\-]*")
-_JSON_FIELD = re.compile(r"""(?P<begin>["'](?P<name>[\w.\-]+)["']\s*:\s*)(?P<value>"[^"]*"|'[^']*'|[^\s,}\]]+)""")
-_URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]+@")
+_VALUE = r"""(?P<value>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s,;&}\]]+)"""
+# Within a word: fields of JSON and YAML, and parameters of an address or of a shell's command.
+_FIELD = re.compile(r"""(?P<begin>(?P<quote>["']?)\b(?P<name>[A-Za-z_][\w.\-]*)(?P=quote)\s*(?::(?!//)|=)\s*)""" + _VALUE)
+_FLAG_IN_TEXT = re.compile(r"(?P<begin>(?<!\S)--?(?P<name>[A-Za-z][\w.\-]*)\s+)(?!-)" + _VALUE)
+_BEARER = re.compile(r"(?P<begin>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{8,}")
+_URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]+@")
 # The prefixes of the tokens of Hugging Face, OpenAI, GitHub, GitLab and AWS.
 _KNOWN_TOKEN = re.compile(r"\b(?:hf_|sk-|gh[opsu]_|github_pat_|glpat-|AKIA)[\w-]{12,}")
 
@@ -61,10 +73,13 @@ _KNOWN_TOKEN = re.compile(r"\b(?:hf_|sk-|gh[opsu]_|github_pat_|glpat-|AKIA)[\w-]
 def mask_secrets(words: Sequence[str]) -> list[str]:
     """Return a command line's words, with ``***`` for the values of flags and variables whose names suggest a secret."""
     masked: list[str] = []
-    is_secret = False
+    is_secret = has_several = False
     for word in words:
-        masked.append(_HIDDEN if is_secret and not word.startswith("--") else _masked(word))
-        is_secret = _FLAG.fullmatch(word) is not None and _is_secret(word)
+        is_value = is_secret and not word.startswith("--")
+        masked.append(_HIDDEN if is_value else _masked(word))
+        if not (is_value and has_several):
+            is_secret = _FLAG.fullmatch(word) is not None and _is_secret(word)
+            has_several = is_secret and _PLURALS.search(word) is not None
     return masked
 
 
@@ -72,12 +87,15 @@ def _masked(word: str) -> str:
     found = _ASSIGNMENT.fullmatch(word)
     if found is not None:
         return f"{found['name']}={_HIDDEN if _is_secret(found['name']) else _masked(found['value'])}"
-    word = _JSON_FIELD.sub(lambda found: found["begin"] + _HIDDEN if _is_secret(found["name"]) else found[0], word)
+    for pattern in (_FIELD, _FLAG_IN_TEXT):
+        word = pattern.sub(lambda found: found["begin"] + _HIDDEN if _is_secret(found["name"]) else found[0], word)
+    word = _BEARER.sub(rf"\g<begin>{_HIDDEN}", word)
     return _KNOWN_TOKEN.sub(_HIDDEN, _URL_PASSWORD.sub(rf"\1:{_HIDDEN}@", word))
 
 
 def _is_secret(name: str) -> bool:
-    return any(part.lower() in _SECRET_PARTS for part in _NAME_PARTS.findall(name))
+    parts = [part.lower().rstrip("0123456789") for part in _NAME_PARTS.findall(name)]
+    return any(part in _SECRET_PARTS or part.endswith(_SECRET_ENDS) for part in parts)
 
 
 @final

@@ -128,8 +128,9 @@ class StepRecorder:
         self._end = len(self._memory)
         self._stride = 1
         self._num_since = 0  # steps since the last record
-        self._losses = 0.0
-        self._num_losses = 0
+        self.loss_sum = 0.0
+        """Sum of the losses of the current step's micro-steps."""
+        self.num_losses = 0
         self._largest_norm = _NAN
         self.num_samples = 0
         """Number of samples that this rank has read so far."""
@@ -144,8 +145,8 @@ class StepRecorder:
 
     def add_loss(self, loss: float, num_losses: int = 1) -> None:
         """Add the loss of a micro-step of the current step, or the sum of several."""
-        self._losses += loss
-        self._num_losses += num_losses
+        self.loss_sum += loss
+        self.num_losses += num_losses
 
     def record(self, step: int, lr: float, spent_ns: Sequence[int]) -> int:
         """Record a finished step; return the place of its record for ``fill_loss``, or 0 if there is none.
@@ -169,15 +170,15 @@ class StepRecorder:
             return 0
         if self._offset == self._end and not self._make_room():
             return 0
-        number, place, memory = self._num_losses, self._offset, self._memory
+        number, place, memory = self.num_losses, self._offset, self._memory
         _AFTER_TIME.pack_into(
-            memory, place + _TIME.size, step, number, self._losses / number if number else _NAN, lr, self.grad_norm,
+            memory, place + _TIME.size, step, number, self.loss_sum / number if number else _NAN, lr, self.grad_norm,
             self.memory_mb, self.num_samples, self.num_items, *spent_ns,
         )  # fmt: skip
         _TIME.pack_into(memory, place, time.monotonic_ns() - self._began_ns)
         self._offset = place + _RECORD.size
-        self._losses = 0.0
-        self._num_losses = self._num_since = 0
+        self.loss_sum = 0.0
+        self.num_losses = self._num_since = 0
         self.grad_norm = self._largest_norm = _NAN
         return place
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +12,7 @@ from torch import nn
 from echelon.status.board import StepPart
 from echelon.status.notes import Notes, notes_of_process
 
-__all__ = ["NOT_TIMED", "record_planned_steps", "time_forward", "timed_backward"]
-
-NOT_TIMED: AbstractContextManager[None] = nullcontext()
-"""Used instead of ``timed_backward`` if no launcher reads the times."""
+__all__ = ["begin_backward", "record_planned_steps", "time_forward"]
 
 
 def record_planned_steps(number: int) -> None:
@@ -44,18 +41,21 @@ def _end_forward(_model: nn.Module, _inputs: Any, _outputs: Any) -> None:
         notes.end_forward()
 
 
-@contextmanager
-def timed_backward(loss: torch.Tensor, notes: Notes) -> Iterator[None]:
-    """Time the backward pass of ``loss``; the time after the local gradients are computed counts as communication.
+def begin_backward(loss: torch.Tensor, notes: Notes, *, communicates: bool) -> Callable[[], object]:
+    """Record that the backward pass of ``loss`` starts, and return a function that records its end.
 
-    DDP waits for the other ranks in a callback that autograd runs after all gradients are computed. A callback that was
-    queued earlier, at the start of the backward pass, runs before it.
+    If it ``communicates``, the time after the local gradients are computed counts as communication. DDP waits for the other
+    ranks in a callback that autograd runs after all gradients are computed. A callback that was queued earlier, at the start of
+    the backward pass, runs before it.
     """
-    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
     before = notes.part(StepPart.BACKWARD)
+    if not communicates:
+        return partial(notes.part, before)
+    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
     hook = loss.register_hook(lambda _: queue(lambda: notes.part(StepPart.COMMUNICATION)))  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
+
+    def end() -> None:
         hook.remove()
         notes.part(before)
+
+    return end

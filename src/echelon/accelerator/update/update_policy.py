@@ -21,7 +21,7 @@ from echelon.accelerator.prepare.prepared_objects import PreparedObjects
 from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.update.gradient_normalization import AccumulationWindow
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
-from echelon.accelerator.update.step_timing import NOT_TIMED, timed_backward
+from echelon.accelerator.update.step_timing import begin_backward
 from echelon.base.errors import UsageError
 from echelon.base.keywords import unexpected_keyword
 from echelon.base.progress import Progress
@@ -151,15 +151,20 @@ class UpdatePolicy(ABC):
         else:
             state.has_loss = True
         if self._recorder is not None and scale != 0.0:
-            self._recorder.add_loss(loss)
+            if not kwargs or (loss.numel() == 1 and not loss.is_complex()):  # gradient= also allows other losses
+                self._recorder.add_loss(loss)
             if num_items is not None:
                 self._recorder.add_items(num_items)
         notes = notes_of_process()
-        with NOT_TIMED if notes is None else timed_backward(loss, notes):
+        end = None if notes is None else begin_backward(loss, notes, communicates=self.world.world_size > 1)
+        try:
             if scale == 0.0:
                 self.engine.backward_zeros(loss, self.objects.parameters(), **kwargs)
             else:
                 self.engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
+        finally:
+            if end is not None:
+                end()
 
     def trained_models(self) -> list[nn.Module]:
         """Return the models passed to the active ``accumulate()``, or else all."""

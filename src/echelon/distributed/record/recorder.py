@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data import get_worker_info
 
 from echelon.base import environ
 from echelon.base.device import used_memory_mb
@@ -38,6 +39,7 @@ from echelon.status.step_records import StepRecorder
 __all__ = ["ProcessRecorder", "recorder_of_process"]
 
 _EVERY_NS = 10**9
+_RETRY_NS = 10**8
 _NO_TIMES = (0,) * len(StepPart)
 _MAX_WAITING = 1000
 
@@ -52,6 +54,7 @@ class ProcessRecorder:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._pid = os.getpid()
         self._place: RunPlace | None = None
         self._steps: StepRecorder | None = None
         self._on_device: DeviceValues | None = None
@@ -76,8 +79,8 @@ class ProcessRecorder:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Add the loss of a micro-step. If it is on a device, it is read later."""
-        if type(loss) is not torch.Tensor or loss.numel() != 1:
+        """Add the loss of a micro-step, a real number. If it is on a device, it is read later."""
+        if self._is_off or type(loss) is not torch.Tensor:
             return
         if loss.is_cpu:
             self._loss_sum += loss.item()
@@ -87,7 +90,7 @@ class ProcessRecorder:
 
     def set_norm(self, norm: Any) -> None:
         """Set the norm of the current step's gradients before clipping. If it is on a device, it is read later."""
-        if type(norm) is not torch.Tensor:
+        if self._is_off or type(norm) is not torch.Tensor:
             return
         if norm.is_cpu:
             self._norm = norm.item()
@@ -101,7 +104,7 @@ class ProcessRecorder:
 
     def add_items(self, num_items: float) -> None:
         """Add the items (``num_items=``) of a micro-step of this process."""
-        self._num_items += num_items
+        self._num_items += float(num_items)  # it may be a tensor
 
     def add_samples(self, num_samples: int) -> None:
         """Add the samples of a training batch of this process."""
@@ -114,36 +117,47 @@ class ProcessRecorder:
             num_steps: number of steps that ``optimizer`` has taken. Only the optimizer with the most steps is recorded.
             optimizer: the optimizer, for its learning rate.
         """
-        if self._is_off or not self._leads(optimizer, num_steps):
+        if self._is_off or os.getpid() != self._pid:
+            return  # only the process itself records its steps, not one that it has forked
+        if optimizer is self._leader():
+            self._follower = _no_optimizer
+        elif not self._takes_over(optimizer, num_steps):
             return
         self._last = number = self._steps_before + num_steps
-        steps = self._steps or self._start(optimizer)
+        now = time.monotonic_ns()
+        is_due = now >= self._next_ns
+        if is_due:
+            self._next_ns = now + _EVERY_NS
+        steps = self._steps
         if steps is None:
-            return
-        if self._num_losses:
-            steps.add_loss(self._loss_sum, self._num_losses)
-            self._loss_sum, self._num_losses = 0.0, 0
+            steps = self._start(optimizer) if is_due else None
+            if steps is None:
+                if is_due:  # not at each step, because it asks the store whether rank 0 has told the run's name
+                    self._next_ns = now + _RETRY_NS
+                return
+        steps.loss_sum, steps.num_losses = steps.loss_sum + self._loss_sum, steps.num_losses + self._num_losses
+        self._loss_sum, self._num_losses = 0.0, 0
         steps.grad_norm, self._norm = self._norm, math.nan
         steps.num_samples, steps.num_items = self._num_samples, self._num_items
-        now = time.monotonic_ns()
-        if now >= self._next_ns:
-            self._next_ns = now + _EVERY_NS
-            steps.memory_mb = used_memory_mb(self._device)
-            self._run.update()
-        spent_ns = _NO_TIMES if self._notes is None else self._notes.spent_ns
+        rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
         try:
-            place = steps.record(number, _learning_rate(optimizer), spent_ns)
+            if is_due:
+                steps.memory_mb = used_memory_mb(self._device)
+                self._run.update()
+            place = steps.record(
+                number,
+                rate if type(rate) is float else _learning_rate(rate),
+                _NO_TIMES if self._notes is None else self._notes.spent_ns,
+            )
         except OSError as error:
             self._give_up(error)
             return
         if place and self._on_device is not None:
             self._on_device.end_step(steps, place)
 
-    def _leads(self, optimizer: Optimizer, num_steps: int) -> bool:
-        """Return whether ``optimizer`` has the most steps, or has replaced one of a finished training."""
-        if optimizer is self._leader():
-            self._follower = _no_optimizer
-        elif self._leader() is None or num_steps > self._last - self._steps_before or optimizer is self._follower():
+    def _takes_over(self, optimizer: Optimizer, num_steps: int) -> bool:
+        """Return whether ``optimizer`` has the most steps now, or has replaced one of a finished training."""
+        if self._leader() is None or num_steps > self._last - self._steps_before or optimizer is self._follower():
             self._leader, self._follower = weakref.ref(optimizer), _no_optimizer
             self._steps_before = max(self._steps_before, self._last + 1 - num_steps)
         else:
@@ -194,7 +208,7 @@ class ProcessRecorder:
         for file, line in self._waiting:
             self._append(file, line)
         self._waiting.clear()
-        return steps
+        return None if self._is_off else steps
 
     def _before_merge(self) -> None:
         if self._on_device is not None and self._steps is not None:
@@ -205,7 +219,7 @@ class ProcessRecorder:
     def log(self, values: Mapping[str, Any], *, step: int | None = None, epoch: float | None = None) -> None:
         """Record the numbers in ``values``, on rank 0. Waits for those that are on a device."""
         if known_rank() in (None, 0) and (numbers := _numbers(values)):
-            step = self._last if step is None and self._last else step
+            step = (self._last or None) if step is None else _step_number(step)
             self._write(METRICS_FILE, {"step": step, "epoch": epoch, "values": numbers})
 
     def checkpoint(self, path: Path, *, step: int | None, duration_s: float) -> None:
@@ -284,7 +298,9 @@ def recorder_of_process() -> ProcessRecorder | None:
 
 # One per process, because its counts are those of the process.
 @lru_cache(maxsize=1)
-def _open(_pid: int, place: str | None) -> ProcessRecorder:
+def _open(_pid: int, place: str | None) -> ProcessRecorder | None:
+    if get_worker_info() is not None:  # a DataLoader's worker, which has inherited the rank's environment
+        return None
     return ProcessRecorder(RunWithoutLauncher() if place is None else LaunchedRun(place))
 
 
@@ -292,11 +308,18 @@ def _no_optimizer() -> None:
     return None
 
 
-def _learning_rate(optimizer: Optimizer) -> float:
-    rate = optimizer.param_groups[0].get("lr", math.nan)
+def _learning_rate(rate: Any) -> float:
+    """Return ``rate`` as a number; nan if it is none, as in optimizers that compute their rate (Adafactor's is None)."""
     if isinstance(rate, torch.Tensor):
-        return rate.item() if rate.is_cpu else math.nan  # reading it would wait for the device
-    return float(rate)
+        # Reading it on a device would wait for the device.
+        return float(rate.item()) if rate.is_cpu and rate.numel() == 1 and not rate.is_complex() else math.nan
+    return float(rate) if isinstance(rate, Real) else math.nan
+
+
+def _step_number(step: Any) -> int | float | None:
+    """Return ``step``, also numpy's or a tensor, as a number that JSON can contain; None if it is none."""
+    number = _numbers({"step": step}).get("step")
+    return int(number) if number is not None and number == number // 1 else number
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

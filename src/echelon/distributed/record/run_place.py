@@ -18,7 +18,7 @@ from echelon.base import environ
 from echelon.diagnose.goodput import Attempt, RankTimes, break_down_time
 from echelon.distributed.stores import store_of
 from echelon.launch.local.goodput_recorder import process_start_ns
-from echelon.launch.local.run_recorder import RunRecorder, run_name
+from echelon.launch.local.run_recorder import RunOutcome, RunRecorder, new_folder, run_name
 from echelon.launch.script import Script
 from echelon.status.notes import notes_of_process
 from echelon.status.run_files import DEFAULT_PARENT
@@ -102,7 +102,6 @@ class RunWithoutLauncher(Run):
         self._began_ns = process_start_ns()
         self._place: RunPlace | None = None
         self._recorder: RunRecorder | None = None
-        self._started_ns = 0
         name = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
         is_notebook = "ipykernel" in sys.modules
         self._script = Script(kind="script", target="notebook" if is_notebook else name, args=tuple(sys.argv[1:]))
@@ -129,10 +128,13 @@ class RunWithoutLauncher(Run):
         folder = Path(DEFAULT_PARENT).absolute() / (
             f"{self._name}-{socket.gethostname()}" if is_other_machine else self._name
         )
-        folder.mkdir(parents=True, exist_ok=True)
-        self._started_ns = time.monotonic_ns()
+        if here.world_size == 1:
+            folder = new_folder(folder)
+            self._name = folder.name
+        else:  # another rank on this machine may have created it
+            folder.mkdir(parents=True, exist_ok=True)
         if here.local_rank == 0:
-            self._recorder = RunRecorder(folder, began_ns=self._began_ns)
+            self._recorder = RunRecorder(folder, began_ns=self._began_ns, raises=True)
             size, num_machines = here.world_size, -(-here.world_size // here.local_world_size)
             self._recorder.describe(
                 command=["python", *sys.argv],
@@ -155,16 +157,27 @@ class RunWithoutLauncher(Run):
         """Record how the program ended, and where its time went."""
         if self._recorder is None:
             return
-        error = getattr(sys, "last_type", None)  # of the exception that ends the program
+        outcome, code = _end_of_program()
         notes, now = notes_of_process(), time.monotonic_ns()
         if notes is not None:
             times = RankTimes(rank=0, times=notes.times)
             attempt = Attempt(started_ns=self._began_ns, failed_ns=now, noticed_ns=now, ranks=[times])
             self._recorder.breakdown(break_down_time([attempt], began_ns=self._began_ns, ended_ns=now))
-        if error is None:
-            self._recorder.end("succeeded", None)
-        else:
-            self._recorder.end("interrupted" if issubclass(error, KeyboardInterrupt) else "failed", None)
+        self._recorder.end(outcome, code)
+
+
+def _end_of_program() -> tuple[RunOutcome, int | None]:
+    """Return how the program ends, as far as the interpreter tells: not the code of ``sys.exit`` in the main process."""
+    # A process of multiprocessing ends while the exception is being handled.
+    error = sys.exc_info()[1]
+    kind = getattr(sys, "last_type", None) if error is None else type(error)
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return "succeeded", 0
+        return "failed", error.code if isinstance(error.code, int) else 1
+    if kind is None:
+        return "succeeded", None
+    return "interrupted" if issubclass(kind, KeyboardInterrupt) else "failed", None
 
 
 def _environment() -> LaunchEnvironment:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, final
@@ -23,10 +24,12 @@ from echelon.launch.script import Script
 from echelon.status.run_facts import GitQuery, machine_facts, mask_secrets, package_versions
 from echelon.status.run_files import DEFAULT_PARENT, EVENTS_FILE, append_line, write_info
 
-__all__ = ["EventKind", "RunOutcome", "RunRecorder", "run_folder", "run_name"]
+__all__ = ["EventKind", "RunOutcome", "RunRecorder", "new_folder", "run_folder", "run_name"]
 
 EventKind: TypeAlias = Literal["start", "restart", "failure", "stall", "straggler", "preemption", "end"]
 RunOutcome: TypeAlias = Literal["succeeded", "failed", "preempted", "interrupted"]
+
+_MAX_SAME_NAME = 100
 
 
 @contextmanager
@@ -76,6 +79,20 @@ def run_name(script: Script, unique: str) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{_stem(script)}-{unique}"
 
 
+def new_folder(path: Path) -> Path:
+    """Create the folder ``path``, or ``path-2`` and so on if it exists: containers often have equal process ids.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    for name in (path.name, *(f"{path.name}-{number}" for number in range(2, _MAX_SAME_NAME))):
+        folder = path.with_name(name)
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+
+
 def _stem(script: Script) -> str:
     name = script.target.rpartition(".")[2] if script.kind == "module" else Path(script.target).stem
     return re.sub(r"[^\w.-]", "_", name)[:60] or "run"
@@ -83,7 +100,7 @@ def _stem(script: Script) -> str:
 
 def _create(path: Path, *, is_requested: bool) -> Path | None:
     try:
-        path.mkdir(parents=True)
+        path = new_folder(path)
     except OSError as error:
         if is_requested:
             raise ConfigError(
@@ -107,12 +124,14 @@ class RunRecorder:
     Args:
         folder: the run's folder; None to record nothing.
         began_ns: ``time.monotonic_ns()`` when the launcher started.
+        raises: whether to raise the OSError instead of warning.
     """
 
-    def __init__(self, folder: Path | None, *, began_ns: int) -> None:
+    def __init__(self, folder: Path | None, *, began_ns: int, raises: bool = False) -> None:
         self.folder = folder
         """The run's folder, or None if nothing is recorded."""
         self._began_ns = began_ns
+        self._raises = raises
         self._info: dict[str, Any] = {}
         self._git: GitQuery | None = None
         self._attempt = -1
@@ -140,7 +159,6 @@ class RunRecorder:
         if self.folder is None:
             return
         file = Path(script.target).absolute()
-        self._git = GitQuery(file.parent if script.kind != "module" and file.is_file() else Path.cwd())
         self._info = {
             "run_id": run_id or self.folder.name,
             "launcher": launcher,
@@ -163,6 +181,8 @@ class RunRecorder:
             "goodput": None,
         }
         self._write()
+        if self.folder is not None:
+            self._git = GitQuery(file.parent if script.kind != "module" and file.is_file() else Path.cwd())
 
     def start_attempt(
         self,
@@ -273,6 +293,8 @@ class RunRecorder:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
+        if self._raises:
+            raise error
         say(f"warning: the run is no longer recorded in {self.folder}: {error.strerror}", kind="warning")
         self.folder = None
 
