@@ -54,6 +54,7 @@ def test_a_run_is_described_with_its_restart(command: Command) -> None:
     ]
     assert events[1]["text"] == "rank 1 failed first: ValueError: once"
     assert (folder / "config.json").is_file()
+    assert "echelon report" not in result.err  # nothing was trained
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,9 @@ def test_a_run_with_a_kill_is_recorded_and_equals_a_plain_loop(command: Command)
     began = time.monotonic()
     result = command.launch("--max_restarts=1", "killed.py", "6", "10", "0", "--api_key", "abc", **RECORD)
     assert result.code == 0, result.err
-    info = run_files.read_info(_check_killed_run(command, [6], 10, 1, result.ended - began))
+    folder = _check_killed_run(command, [6], 10, 1, result.ended - began)
+    assert result.err.splitlines()[-1] == f"echelon: recorded in echelon-runs/{folder.name}; echelon report shows it"
+    info = run_files.read_info(folder)
     assert info["command"][2:] == ["--max_restarts=1", "killed.py", "6", "10", "0", "--api_key", "***"]
     assert (info["script"], info["cwd"], info["board"]) == ("killed.py", str(command.directory), None)
     # The reference: plain PyTorch.
@@ -216,8 +219,9 @@ def test_a_run_with_five_kills_is_recorded_and_equals_one_without(command: Comma
     command.write("killed.py", KILLED)
     began = time.monotonic()
     words = ["killed.py", ",".join(map(str, kills)), str(num_steps), "0.1"]
-    result = command.launch("--num_processes=2", "--max_restarts=5", *words, **RECORD)
+    result = command.launch("--num_processes=2", "--max_restarts=5", "--quiet", *words, **RECORD)
     assert result.code == 0, result.err
+    assert "recorded in" not in result.err
     _check_killed_run(command, kills, num_steps, 2, result.ended - began)
     found = [_losses(command.directory, rank) for rank in range(2)]
     weights = [torch.load(command.directory / f"weights_{rank}.pt", weights_only=True) for rank in range(2)]

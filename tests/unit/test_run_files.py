@@ -34,7 +34,10 @@ from echelon.status.run_facts import GitQuery, machine_facts, mask_secrets, pack
         ("https://me:secret@host/x", "https://me:***@host/x"),
         ('{"api_key":"abc","lr":3}', '{"api_key":***,"lr":3}'),
         ("--name hf_abcdefghijklmnop", "--name ***"),
-        ("--hftoken abc --token2 abc API_KEY1=abc --num_tokens 5", "--hftoken *** --token2 *** API_KEY1=*** --num_tokens 5"),
+        (
+            "--hftoken abc --token2 abc API_KEY1=abc --num_tokens 5",
+            "--hftoken *** --token2 *** API_KEY1=*** --num_tokens 5",
+        ),
         ("--api_keys a b --lr 3", "--api_keys *** *** --lr 3"),
         ("+db={host:x,password:abc}", "+db={host:x,password:***}"),
         (r'{"token":"a\"b","lr":3}', '{"token":***,"lr":3}'),

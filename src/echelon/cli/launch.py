@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -53,7 +54,7 @@ from echelon.launch.node import Node, RunOver, RunRules
 from echelon.launch.schedulers.slurm import Step, current_step
 from echelon.launch.script import Script, check
 from echelon.launch.supervisor import StallRules
-from echelon.status.run_files import is_recording_off
+from echelon.status.run_files import DEFAULT_PARENT, is_recording_off
 from echelon.status.stop_barrier import EXIT_CODE, SIGNALS
 
 __all__ = ["command", "per_machine"]
@@ -196,6 +197,8 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
         except RunOver as over:
             code = over.result.code
         record.end("succeeded" if code == 0 else "preempted" if code == EXIT_CODE else "failed", code)
+    if record.has_steps and not flags["quiet"]:
+        _say_where(directory, flags["log_dir"])
     if code == _USAGE_ERROR and not is_noted:
         _note_misplaced_flags(ctx, script, typed, failed=True)
     return code
@@ -240,6 +243,13 @@ def _run(
         for line in goodput.lines():
             say(line)
     return node.report_end()
+
+
+def _say_where(folder: Path, log_dir: str | None) -> None:
+    """Print where the run is recorded, and the command that shows it."""
+    shown = Path(log_dir or DEFAULT_PARENT) / folder.name
+    run = f" {shlex.quote(str(shown))}" if log_dir else ""  # without a folder, it shows the newest run in echelon-runs
+    say(f"recorded in {shown}; echelon report{run} shows it")
 
 
 def _note_misplaced_flags(ctx: click.Context, script: Script, typed: Mapping[str, str], *, failed: bool) -> bool:

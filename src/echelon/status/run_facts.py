@@ -62,7 +62,9 @@ _ASSIGNMENT = re.compile(r"(?P<name>-{0,2}[+~]*[A-Za-z_][\w.\-]*)=(?P<value>.*)"
 _FLAG = re.compile(r"--?[A-Za-z][\w.\-]*")
 _VALUE = r"""(?P<value>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s,;&}\]]+)"""
 # Within a word: fields of JSON and YAML, and parameters of an address or of a shell's command.
-_FIELD = re.compile(r"""(?P<begin>(?P<quote>["']?)\b(?P<name>[A-Za-z_][\w.\-]*)(?P=quote)\s*(?::(?!//)|=)\s*)""" + _VALUE)
+_FIELD = re.compile(
+    r"""(?P<begin>(?P<quote>["']?)\b(?P<name>[A-Za-z_][\w.\-]*)(?P=quote)\s*(?::(?!//)|=)\s*)""" + _VALUE
+)
 _FLAG_IN_TEXT = re.compile(r"(?P<begin>(?<!\S)--?(?P<name>[A-Za-z][\w.\-]*)\s+)(?!-)" + _VALUE)
 _BEARER = re.compile(r"(?P<begin>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{8,}")
 _URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]+@")

@@ -219,8 +219,8 @@ class ProcessRecorder:
     def log(self, values: Mapping[str, Any], *, step: int | None = None, epoch: float | None = None) -> None:
         """Record the numbers in ``values``, on rank 0. Waits for those that are on a device."""
         if known_rank() in (None, 0) and (numbers := _numbers(values)):
-            step = (self._last or None) if step is None else _step_number(step)
-            self._write(METRICS_FILE, {"step": step, "epoch": epoch, "values": numbers})
+            number = (self._last or None) if step is None else _step_number(step)
+            self._write(METRICS_FILE, {"step": number, "epoch": epoch, "values": numbers})
 
     def checkpoint(self, path: Path, *, step: int | None, duration_s: float) -> None:
         """Record that the run's state at ``step`` has been saved. Called on rank 0, possibly in a thread."""

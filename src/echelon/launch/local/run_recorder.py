@@ -136,6 +136,11 @@ class RunRecorder:
         self._git: GitQuery | None = None
         self._attempt = -1
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a process on this machine has recorded an optimizer step."""
+        return self.folder is not None and any(self.folder.glob("records/*/*.steps"))
+
     def describe(
         self,
         *,
