@@ -1,4 +1,4 @@
-"""A run leaves a folder that says what ran, how it ended, and where its time went; nothing is left if nothing shall be command."""
+"""A run leaves a folder that says what ran, how it ended, and where its time went; without recording, it leaves nothing."""
 
 from __future__ import annotations
 
