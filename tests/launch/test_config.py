@@ -190,6 +190,18 @@ def test_default_update_convert_and_diff(inside: Path, capsys: pytest.CaptureFix
     assert "'fsdp' (file new.toml:3)" in rows["sharded_by"]
 
 
+def test_the_groups_config_file_is_that_of_the_subcommand_or_an_error(
+    inside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _echelon("config", "--config_file", "x.toml", "default") == 0
+    assert [path.name for path in inside.rglob("*.toml")] == ["x.toml"]
+    assert "wrote x.toml" in capsys.readouterr().out
+    assert _echelon("config", "--config_file", "x.toml", "default", "--config_file", "y.toml") == 0
+    assert "wrote y.toml" in capsys.readouterr().out
+    assert _echelon("config", "--config_file", "x.toml", "diff", "x.toml", "y.toml") == 2
+    assert "echelon config diff does not take --config_file" in capsys.readouterr().err
+
+
 def test_explain_shows_all_before_it_refuses(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.toml").write_text('engine = "ddp"\nsharded_by = "fsdp"\n[fsdp]\nversion = 2\n')
     with environ.patch({"FSDP_VERSION": "1"}):

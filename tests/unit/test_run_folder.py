@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from echelon.base.errors import UsageError
+from echelon.cli.main import _run as _run_command
 from echelon.report.run_folder import find_run, read_run, runs_below
 
 
@@ -55,6 +56,19 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
         find_run(tmp_path)
     with pytest.raises(UsageError, match="gone is not a folder"):
         find_run(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("argv", [("report",), ("runs", "ls"), ("runs", "show"), ("watch",), ("doctor",)])
+def test_where_nothing_was_recorded_the_commands_say_how_to_record_a_run(
+    argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # without the folder, and with an empty one
+        assert _run_command(argv) == 2
+        err = capsys.readouterr().err
+        assert "no runs are recorded here yet: ./echelon-runs contains no run" in err
+        assert "record one with echelon launch SCRIPT" in err
+        (tmp_path / "echelon-runs").mkdir(exist_ok=True)
 
 
 def test_the_folders_of_several_machines_are_one_run(tmp_path: Path) -> None:

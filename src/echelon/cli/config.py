@@ -34,6 +34,7 @@ def _file_option(text: str) -> Callable[[Callable[..., None]], Callable[..., Non
 def command(ctx: click.Context, config_file: str | None) -> None:
     """Create a config file by answering a few questions, or show, convert and compare settings."""
     if ctx.invoked_subcommand is not None:
+        _pass_on(ctx, ctx.invoked_subcommand, config_file)
         return
     path = Path(config_file or PROJECT_FILE)
     try:
@@ -46,6 +47,17 @@ def command(ctx: click.Context, config_file: str | None) -> None:
             where="standard input",
             do="run echelon config default to write a file without questions",
         ) from error
+
+
+def _pass_on(ctx: click.Context, subcommand: str, config_file: str | None) -> None:
+    """Let ``--config_file`` before a subcommand count as if it followed it."""
+    if config_file is None:
+        return
+    if all(param.name != "config_file" for param in command.commands[subcommand].params):
+        raise UsageError(
+            f"echelon config {subcommand} does not take --config_file", where="flag --config_file", do="remove it"
+        )
+    ctx.default_map = {subcommand: {"config_file": config_file}}
 
 
 @command.command("default")
