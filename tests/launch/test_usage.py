@@ -54,7 +54,7 @@ CASES = {
     "unknown flag": (
         ["--nproc_per_nodes=2", "ok.py"],
         "unknown flag --nproc_per_nodes",
-        "did you mean --nproc-per-node?",
+        "did you mean --nproc_per_node?",
     ),
     "two names": (
         ["--num_processes", "2", "--nproc-per-node=3", "ok.py"],
@@ -106,7 +106,7 @@ CASES = {
     "misspelt sharding flag": (
         ["--use_fsdp", "--fsdp_offload_parms", "true", "ok.py"],
         "unknown flag --fsdp_offload_parms",
-        "did you mean --fsdp-offload-params?",
+        "did you mean --fsdp_offload_params?",
     ),
     "wrong stage": (
         ["--use_deepspeed", "--zero_stage", "4", "ok.py"],

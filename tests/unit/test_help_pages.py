@@ -59,6 +59,34 @@ def test_flags_are_spelled_as_in_the_documents(capsys: pytest.CaptureFixture[str
     assert re.findall(r"--[a-z0-9]+-[\w-]+", page) == []
 
 
+@pytest.mark.parametrize(
+    "argv", [("config",), ("config", "default"), ("submit", "slurm"), ("checkpoint", "merge"), ("merge-weights",)]
+)
+def test_flags_of_other_commands_are_spelled_so_too(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    page = _page(capsys, *argv, "--help")
+    assert re.findall(r"^  (?:-\w, )?--[a-z0-9]+-.*", page, flags=re.MULTILINE) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "what", "where"),
+    [
+        (("launch", "--cpu", "--mixed_precision"), "option '--mixed_precision' requires an argument", "launch"),
+        (("launch", "--mixed-precision"), "option '--mixed_precision' requires an argument", "launch"),
+        (("config", "--config_file", "x", "default", "--mixed_precision"), "'--mixed_precision'", "config default"),
+        (("config", "--config_file"), "option '--config_file' requires an argument", "config"),
+        (("launch", "--max_restarts", "no-num", "x.py"), "invalid value for '--max_restarts': 'no-num'", "launch"),
+    ],
+)
+def test_errors_of_click_name_the_flag_as_the_documents_and_the_command(
+    argv: tuple[str, ...], what: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(argv) == 2
+    error = capsys.readouterr().err
+    assert what in error
+    assert f"  where: echelon {where}\n" in error
+    assert f"  do:    see echelon {where} --help\n" in error
+
+
 def test_both_spellings_are_accepted() -> None:
     for spelling in ("--num_processes", "--num-processes"):
         parent = click.Context(cli, **cli.context_settings)

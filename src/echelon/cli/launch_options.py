@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from echelon.base.errors import ConfigError, UsageError
 from echelon.cli.help.completion import complete_folders, complete_paths
 from echelon.cli.help.launch_groups import ALL, COMMON, EXAMPLES, LAUNCHER_FIELDS, METAVARS, group_of, position_of
+from echelon.cli.help.pages import spelled
 from echelon.compat.unsupported import TPU_ALTERNATIVE
 from echelon.config.key_table import KEYS, Key
 from echelon.config.resolve import Layer
@@ -103,7 +104,7 @@ def _name(option: click.Parameter) -> str:
 
 def _names(option: click.Option, *, with_aliases: bool) -> str:
     """Return the option's names, spelled as in the documents."""
-    names = [name if name == "--help-all" else f"{name[:2]}{name[2:].replace('-', '_')}" for name in option.opts]
+    names = [spelled(name) for name in option.opts]
     short, long = ([name for name in names if name.startswith("--") is is_long] for is_long in (False, True))
     metavar = "" if option.is_flag or option.metavar is None else f" {option.metavar}"
     return ", ".join([*short, *(long if with_aliases else long[:1])]) + metavar

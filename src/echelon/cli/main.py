@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from echelon.base.errors import ConfigError, EchelonError, UsageError
 from echelon.base.messages.terminal import has_colour, say
 from echelon.base.optional import explain_missing_torch
 from echelon.cli.help.completion import words_normalized
-from echelon.cli.help.pages import PageContext, page_colour, with_pages
+from echelon.cli.help.pages import PageContext, page_colour, spelled, with_pages
 
 __all__ = ["cli", "main"]
 
@@ -139,16 +140,32 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _from_click(error: click.ClickException, argv: Sequence[str]) -> UsageError:
     context = error.ctx if isinstance(error, click.UsageError) else None
-    command = context.command_path if context else "echelon"
-    do = f"see {command} --help"
+    path, command = (context.command_path, context.command) if context else _command_of(argv)
+    do = f"see {path} --help"
     if isinstance(error, click.NoSuchOption):
         near = error.possibilities
         typed = (token.partition("=")[0] for token in argv)  # click reports the normalized name
         name = next((flag for flag in typed if flag.replace("_", "-") == error.option_name), error.option_name)
-        do = f"did you mean {near[0]}?" if near else do
-        return UsageError(f"unknown flag {name}", where=command, do=do)
+        do = f"did you mean {spelled(near[0])}?" if near else do
+        return UsageError(f"unknown flag {name}", where=path, do=do)
     text = error.format_message().strip().rstrip(".")
-    return UsageError(text[:1].lower() + text[1:], where=command, do=do)
+    flags = {name for param in command.params for name in param.opts}
+    text = re.sub(r"--[\w-]+", lambda flag: spelled(flag[0]) if flag[0] in flags else flag[0], text)
+    return UsageError(text[:1].lower() + text[1:], where=path, do=do)
+
+
+def _command_of(argv: Sequence[str]) -> tuple[str, click.Command]:
+    """Return the command that ``argv`` calls, with its path: click does not say where a flag's value is missing."""
+    path, context = "echelon", click.Context(cli)
+    found: click.Command = cli
+    for word in argv:
+        if not isinstance(found, click.Group):
+            break
+        name = word.replace("_", "-")
+        below = found.get_command(context, name)
+        if below is not None:
+            path, found = f"{path} {name}", below
+    return path, found
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from click.shell_completion import CompletionItem
 from echelon.base.messages.terminal import has_colour
 from echelon.base.messages.translation import translate
 
-__all__ = ["HelpPage", "PageContext", "with_pages"]
+__all__ = ["HelpPage", "PageContext", "page_colour", "spelled", "with_pages"]
 
 _EXTRA = re.compile(r"(.*?)(\s+\[[^\]]*\])?", re.DOTALL)
+_FLAG = re.compile(r"(?<![^\s/])--[a-z0-9-]+")
 _STYLE = re.compile("\x1b\\[[0-9;]*m")
 
 
@@ -44,7 +45,7 @@ class HelpPage(click.HelpFormatter):
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         """Write names on the left, and their descriptions on the right."""
-        rows = [(first, _description(second)) for first, second in rows]
+        rows = [(_FLAG.sub(lambda flag: spelled(flag[0]), first), _description(second)) for first, second in rows]
         left = min(max((_width(first) for first, _ in rows), default=0), col_max) + col_spacing
         for first, second in rows:
             name = f"{'':>{self.current_indent}}{click.style(first, fg='cyan')}"
@@ -83,9 +84,15 @@ def _complete(
     if not incomplete.startswith("-") or "-" in incomplete[2:]:
         return found
     for item in found:
-        if item.value != "--help-all" and item.value.startswith("--"):
-            item.value = f"--{item.value[2:].replace('-', '_')}"
+        item.value = spelled(item.value)
     return found
+
+
+def spelled(flag: str) -> str:
+    """Return ``flag`` as the documents spell it, with ``_``."""
+    if flag == "--help-all" or not flag.startswith("--"):
+        return flag
+    return f"--{flag[2:].replace('-', '_')}"
 
 
 def page_colour() -> bool:
