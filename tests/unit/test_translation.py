@@ -31,6 +31,7 @@ FORMATS = {
     *("rank {rank}", "flag {flag}", "flags {flags}", "file {place}", "env {name}", "code {call}"),
     "{rank} failed first{thread}: echelon.base.errors.{kind}: {what}",
     *("rank {rank} of {number}", "rank {rank} of {number}, on {machine}"),
+    *("directory {folder}", "set {name} to one of {names}"),
 }
 # Sentences of click (8.1 to 8.5), with `{name}` for its values.
 OF_CLICK = {
@@ -111,7 +112,7 @@ def test_a_template_has_enough_fixed_text_to_be_recognized() -> None:
 def test_each_template_translates_its_own_message() -> None:
     chinese = Catalogue(ENTRIES)
     for msgid, msgstr in ENTRIES.items():
-        values = {name: f"<{number}>" for number, name in enumerate(placeholders(msgid))}
+        values = {name: str(number + 70) for number, name in enumerate(placeholders(msgid))}
         assert chinese.translate(msgid.format(**values)) == msgstr.format(**values)
 
 
@@ -151,6 +152,69 @@ def test_the_help_of_each_command_is_in_the_catalogue() -> None:
         texts = [_SPACES.sub(" ", text).strip() for text in texts]
         missing += [f"{path}: {text}" for text in texts if text and chinese.translate(text) == text]
     assert missing == []
+
+
+# Messages that a new user saw half in Chinese, with a part of the expected translation, or None for English.
+_SEEN: dict[str, str | None] = {
+    "  where: rank 1 of 2, /tmp/run/noprep_dl.py:10": "rank 1\uff08\u5171 2 \u4e2a\uff09, /tmp/run/noprep_dl.py:10",
+    "rank 0: in gather of float32[]; step 4, train.py:3": None,
+    "    rank 0: in reduce(mean) of float32[4]; at train.py:10: values = reduce(values)": None,
+    "  where: a tensor of 2, /tmp/run/train.py:10": None,
+    "mixed_precision='fp7' is not one of no, fp16, bf16, fp8": "\u4e0d\u662f no, fp16, bf16, fp8 \u4e4b\u4e00",
+    "parity='exakt' is not one of off, exact, bitwise": "\u4e0d\u662f off, exact, bitwise \u4e4b\u4e00",
+    "parity='exakt' is not the name of a parity": None,
+    "  do:    set mixed_precision to one of no, fp16": "\u628a mixed_precision \u8bbe\u4e3a no, fp16 \u4e4b\u4e00",
+    "  do:    use one of these": "\u5e94\u4e3a\u5176\u4e2d\u4e4b\u4e00",
+    "  do:    use one of the columns of the data set": None,
+    "TrainingArguments has no setting 'lerning_rate'": "\u6ca1\u6709\u540d\u4e3a 'lerning_rate' \u7684\u914d\u7f6e\u9879",
+    "GPT has no parameter or buffer weight": None,
+    "'a.b' has no '='": "'a.b' \u91cc\u7f3a\u5c11 '='",
+    "0,1 names accelerators, but this machine has no accelerator that torch can use": "0,1 \u5199\u4e86\u52a0\u901f\u5668",
+    "0,1 picks accelerators, but this machine has no accelerator that torch can use": None,
+    "  where: directory /tmp/run": "\uff1a\u76ee\u5f55 /tmp/run",
+    "  where: the middle of a file": None,
+    "zero_stage=3 would have no effect: the model is not sharded": "\u6a21\u578b\u6ca1\u6709\u5206\u7247",
+    "zero_stage=3 would have no effect: the moon is full": None,
+    "max_steps='x' is not an integer": "max_steps='x' \u4e0d\u662f\u6574\u6570",
+    "  do:    do what no catalogue knows": None,
+}
+
+
+@pytest.mark.parametrize(("english", "expected"), _SEEN.items())
+def test_a_message_is_translated_completely_or_not_at_all(english: str, expected: str | None) -> None:
+    shown = Catalogue(ENTRIES).translate_lines(english)
+    assert shown == english if expected is None else expected in shown
+    assert not _is_mixed(shown)
+
+
+def test_no_known_message_is_translated_by_half() -> None:
+    chinese = Catalogue(ENTRIES)
+    sentences, _ = _sentences()
+    values = ("'v'", "rank 2", "a.toml, /tmp/b.py")
+    filled = {text.replace("{}", value) for text in sentences for value in values if len(text) < 400}
+    pages = [page for folder in ("", "guides") for page in (SOURCE.parents[1] / "docs" / folder).glob("*.md")]
+    filled |= {line for page in pages for line in _output(page.read_text(encoding="utf-8"))}
+    shown = {text: chinese.translate_lines(text) for text in filled if not re.search(_CHINESE, text)}
+    assert sum(text != translated for text, translated in shown.items()) > 400
+    assert [translated for translated in shown.values() if _is_mixed(translated)] == []
+
+
+_CHINESE = "[\u4e00-\u9fff]"
+# Not English: quoted values, commands, the arguments of flags, terms that Chinese text uses too, and another library's exception.
+_CODE = re.compile(
+    r"'[^']*'|\"[^\"]*\"|`[^`]*`|\b(?:echelon|accelerate|pip|rm|chmod|python|kubectl) [^\u4e00-\u9fff]*|--\w+ \w+|"
+    r"\b(?:world size|state dict|local rank|srun task|fork|hostfile)\b|\b(?!echelon)\w+Error: .*"
+)
+
+
+def _is_mixed(shown: str) -> bool:
+    lines = [_CODE.sub("", line) for line in shown.split("\n") if re.search(_CHINESE, line)]
+    return any(re.search(r"(?<![\w./=-])[a-z]{2,} [a-z]{2,}(?![\w/=(])", line) for line in lines)
+
+
+def _output(page: str) -> list[str]:
+    blocks = re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,31 @@ _MAGIC = 0x950412DE
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w*)\}")
 # Labels of lines in errors and reports, and the lines that they start.
 _LABEL = re.compile(r"(\s*(?:echelon: )?)((?:where|do|logs|others|stacks|note|warning):)( +)(.*)", re.DOTALL)
-_WORD, _FOREIGN = "name", "message"
-"""Placeholders with a meaning: ``{name}`` stands for a value without spaces, ``{message}`` for a text that is not echelon's."""
+_WORD = "name"
+"""The placeholder ``{name}`` stands for a value without spaces."""
+_FOREIGN = frozenset({"message", "error"})
+"""Placeholders for a text that is not echelon's: ``{message}`` is never translated, ``{error}`` if it can be."""
+_CODE = frozenset({"command", "same"})
+"""Placeholders for code and command lines, which are not English even if they look like it."""
+_NUMBERS = frozenset({"number", "count", "cores", "port", "pid", "seconds"})
 _MIN_VALUE = 12
-"""Only a placeholder's value of at least this length may itself be a message."""
+"""Only a placeholder's value of at least this length may itself be a message, unless it is English."""
+_MIN_LETTERS = 12
+"""The values of a template with fewer fixed letters are single words or lists of them."""
+_VERBATIM = re.compile(
+    r"""(?<!\w)'[^'\n]*'(?!\w)|"[^"\n]*"|`[^`\n]*`|(?<![\w/.])echelon (?:submit )?[a-z]+\b|--[\w-]+(?: [a-z]+)?"""
+)
+_LETTER = re.compile("[A-Za-z]")
+_PLAIN = re.compile(
+    r"""\s*(?:'[^'\n]*'|"[^"\n]*"|rank \d+|[^\s,;]*)(?:(?:, | and | or )(?:'[^'\n]*'|"[^"\n]*"|rank \d+|[^\s,;]+))*"""
+)
+_ENGLISH_WORD = re.compile(r"\(?([A-Za-z][a-z]*(?:[-'][a-z]+)*)([,;:.?!)]*)")
+_FUNCTION_WORDS = frozenset(
+    {
+        *("a", "an", "are", "as", "at", "be", "but", "by", "for", "from", "has", "have", "in", "is", "it", "its"),
+        *("not", "of", "on", "one", "than", "that", "the", "these", "this", "to", "was", "were", "with"),
+    }
+)
 
 
 def read_po(text: str) -> dict[str, str]:
@@ -117,6 +138,16 @@ class _Template:
         found = self.pattern.fullmatch(text)
         return None if found is None else list(found.groups())
 
+    def accepts(self, values: Mapping[str, str], translated: Mapping[str, str]) -> bool:
+        """Return whether no value contains English that would stay in the translation, and none matches by coincidence."""
+        is_short = len(_LETTER.findall("".join(_pieces(self.msgid)))) < _MIN_LETTERS
+        for name, value in values.items():
+            if name in _FOREIGN or name in _CODE or translated[name] != value:
+                continue
+            if _is_english(value) or (is_short and not _PLAIN.fullmatch(value)):
+                return False
+        return True
+
 
 @final
 class Catalogue:
@@ -143,7 +174,9 @@ class Catalogue:
             values = template.match(text)
             if values is not None:
                 named = dict(zip(placeholders(template.msgid), values))
-                return _fill(template.msgstr, {name: self._value(name, value) for name, value in named.items()})
+                filled = {name: self._value(name, value) for name, value in named.items()}
+                if template.accepts(named, filled):
+                    return _fill(template.msgstr, filled)
         return text
 
     def translate_lines(self, text: str) -> str:
@@ -157,7 +190,9 @@ class Catalogue:
         label = _LABEL.fullmatch(line)
         if label is not None:
             indent, name, _, rest = label.groups()
-            return f"{indent}{self.translate(name)}{self._place(rest) if name == 'where:' else self.translate(rest)}"
+            translated = self._place(rest) if name == "where:" else self.translate(rest)
+            # A label in Chinese before a sentence in English would be a mixture.
+            return line if translated == rest and _is_english(rest) else f"{indent}{self.translate(name)}{translated}"
         rest = line.lstrip()
         indent = line[: len(line) - len(rest)]
         prefix = "echelon: " if rest.startswith("echelon: ") else ""
@@ -165,16 +200,24 @@ class Catalogue:
 
     def _place(self, where: str) -> str:
         whole = self.translate(where)
-        return whole if whole != where else ", ".join(map(self.translate, where.split(", ")))
+        if whole != where:
+            return whole
+        parts = [(part, self.translate(part)) for part in where.split(", ")]
+        is_mixed = any(part == translated and _is_english(part) for part, translated in parts)
+        return where if is_mixed else ", ".join(translated for _, translated in parts)
 
     def _value(self, name: str, value: str) -> str:
-        return value if name == _FOREIGN or len(value) < _MIN_VALUE else self.translate(value)
+        if name == "message" or name in _CODE or (len(value) < _MIN_VALUE and not _is_english(value)):
+            return value
+        return self.translate(value)
 
 
 def _patterns(template: str) -> Iterator[str]:
     for piece, name in zip(_pieces(template), [*placeholders(template), None]):
         yield re.escape(piece)
-        if name is not None:
+        if name in _NUMBERS or (name == "rank" and piece.endswith("rank ")):
+            yield r"(-?\d[\d.,e+-]*?)"
+        elif name is not None:
             yield r"(\S+?)" if name == _WORD else "(.*?)"  # a value is part of one line
 
 
@@ -205,3 +248,15 @@ def _filled(template: str, values: Mapping[str, str]) -> Iterator[str]:
         yield piece
         if name is not None:
             yield values[name]
+
+
+def _is_english(text: str) -> bool:
+    """Return whether ``text`` contains words of an English sentence, rather than only names, paths, numbers and quoted values."""
+    before = ""  # the word before, if no punctuation follows it
+    for token in _VERBATIM.sub("''", text).split():
+        match = _ENGLISH_WORD.fullmatch(token)
+        word = match[1] if match is not None else ""
+        if word in _FUNCTION_WORDS or (before and word and word.islower()):
+            return True
+        before = word if match is not None and not match[2] else ""
+    return False
