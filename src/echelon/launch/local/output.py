@@ -98,15 +98,20 @@ def _relay(pipe: int, file: BinaryIO, terminal: Literal["stdout", "stderr"], pre
                     continue
                 file.write(line[num_written:])
                 num_written = 0
-                shown += [] if is_hidden else [prefix + line]
+                shown += [] if is_hidden else [_prefixed(line, prefix)]
             if not rest.startswith(b"\0"):  # the beginning of _HIDE
                 file.write(rest[num_written:])
                 num_written = len(rest)
             file.flush()
             _SCREEN.write(target, shown, prefix)
         file.write(rest[num_written:])
-        _SCREEN.write(target, [prefix + rest + b"\n"] if rest and not is_hidden else [], prefix)
+        _SCREEN.write(target, [_prefixed(rest, prefix) + b"\n"] if rest and not is_hidden else [], prefix)
     os.close(pipe)
+
+
+def _prefixed(line: bytes, prefix: bytes) -> bytes:
+    """Return ``line`` after ``prefix``, which torch has already written before each line of a traceback in a process group."""
+    return line if line.startswith(prefix) else prefix + line
 
 
 class _Screen:
