@@ -72,6 +72,7 @@ def test_nothing_is_recorded_if_the_user_does_not_want_it(flags: list[str], vari
     assert not list(command.directory.rglob("run.json"))
 
 
+@pytest.mark.soak
 def test_a_folder_that_cannot_be_created_is_one_warning(command: Command) -> None:
     (command.directory / "echelon-runs").write_text("a file")
     result = command.launch("--num_processes=2", "--no_python", "sh", "-c", "echo ran", **RECORD)
@@ -84,7 +85,10 @@ def test_a_folder_that_cannot_be_created_is_one_warning(command: Command) -> Non
 
 @pytest.mark.parametrize(
     ("number", "outcome", "code"),
-    [("SIGINT", "interrupted", 130), pytest.param("SIGKILL", "running", None, marks=pytest.mark.soak)],
+    [
+        pytest.param("SIGINT", "interrupted", 130, marks=pytest.mark.soak),
+        pytest.param("SIGKILL", "running", None, marks=pytest.mark.soak),
+    ],
 )
 def test_a_stopped_run_says_so(number: str, outcome: str, code: int | None, command: Command) -> None:
     launcher = command.start_launch("--no_python", "sh", "-c", "echo ready; sleep 60", **RECORD)

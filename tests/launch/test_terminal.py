@@ -65,6 +65,7 @@ def test_the_same_error_on_four_ranks_is_printed_once(command: Command) -> None:
         assert re.search(r"others: ranks? [\d, -]+ failed with the same error$", result.err, flags=re.MULTILINE)
 
 
+@pytest.mark.soak
 def test_two_errors_are_printed_once_each(command: Command) -> None:
     result = command.launch("--cpu", "--num_processes=4", command.write("fails.py", FAILS), "two")
     assert 1 <= _tracebacks(result.err) <= 2, result.err  # the launcher may stop the ranks of the second one first
@@ -91,6 +92,7 @@ def test_a_text_of_sys_exit_is_printed_once(command: Command) -> None:
     assert result.err.splitlines().count("no data") == 1, result.err
 
 
+@pytest.mark.soak
 def test_log_files_have_the_whole_error_of_their_rank(command: Command) -> None:
     script = command.write("fails.py", FAILS)
     result = command.launch("--cpu", "--num_processes=2", "--log_dir=logs", script, "echelon")
