@@ -240,6 +240,7 @@ def test_runs_compare_names_what_differs(runs: Path, capsys: pytest.CaptureFixtu
     assert _echelon(capsys, "runs", "compare", "one", "two") == text
     (runs / "two").rename(runs.parent / "elsewhere")
     assert "contains one run, and a comparison needs two" in _echelon(capsys, "runs", "compare", code=2)
+    assert "absent is not a folder" in _echelon(capsys, "runs", "compare", "absent", code=2)
 
 
 def test_report_writes_a_page_and_prints_its_path(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,8 @@ def compare(folders: tuple[str, ...]) -> None:
         paths = [find_run(folder) for folder in folders]
     else:
         parent = Path(*folders) if folders else Path(DEFAULT_PARENT)
+        if not parent.is_dir():
+            find_run(parent)  # raises an error that says what is missing, unless it is the name of a run
         paths = runs_below(parent)[-2:]
         if len(paths) < 2:
             raise UsageError(
