@@ -1,0 +1,390 @@
+"""The recorded steps of one run: one file per rank, one JSON object per line.
+
+``Trace`` is what the comparison reads; ``TraceWriter`` is what a recorder writes. Arrays are base64 of little-endian float64. A torn
+last line (of a rank that was killed) is ignored.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import numpy as np
+
+from echelon.verify.sketch import Sketch
+
+__all__ = [
+    "Batch",
+    "Buffers",
+    "Clip",
+    "Event",
+    "Forward",
+    "Gradients",
+    "Loss",
+    "Model",
+    "Note",
+    "OptimizerState",
+    "OptimizerStep",
+    "Rng",
+    "Row",
+    "RecordedProcess",
+    "SavedState",
+    "Trace",
+    "TraceWriter",
+    "ModelWeights",
+    "file_of_rank",
+    "read_trace",
+]
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Identity of one sample: hashes of its contents, which also match if only the padding at the end differs."""
+
+    whole: int
+    """Hash of all leaves of the sample."""
+    prefix: int
+    """The same hash without the run of equal values at the end of each integer leaf (padding)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedProcess:
+    """First event of a file: which process this is."""
+
+    kind: ClassVar[str] = "run"
+    rank: int
+    world_size: int
+    script: str
+    arguments: list[str]
+    dtype: Literal["own", "float64"]
+    batch_factor: int
+    """How many of the loader's batches were merged into one (1: none)."""
+    first_update: int = 0
+    """Index of the first update of this process; greater than 0 after a resume."""
+    torch: str = ""
+    deterministic_masks: bool = True
+    """Whether dropout masks were keyed by sample, so that they are the same on every layout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model, when its first forward pass begins. ``model`` is its index, equal on all ranks and layouts."""
+
+    kind: ClassVar[str] = "model"
+    model: int
+    class_name: str
+    parameters: list[str]
+    """Plain names, without prefixes of wrappers (``module.``, ``_orig_mod.``)."""
+    shapes: list[list[int]]
+    """Shapes of the whole parameters."""
+    dtypes: list[str]
+    requires_grad: list[bool]
+    tied: dict[str, str] = field(default_factory=dict)
+    """Other names of a parameter, and its first name."""
+    buffers: list[str] = field(default_factory=list)
+    module_classes: dict[str, str] = field(default_factory=dict)
+    """Module name to class name, for BatchNorm and dropout modules and for the leaves that record their outputs."""
+    training: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A batch that the user's loop received (``loader``), or the inputs of the root model if no loader was seen (``inputs``)."""
+
+    kind: ClassVar[str] = "batch"
+    update: int
+    micro_step: int
+    source: Literal["loader", "inputs"]
+    rows: list[Row]
+    num_items: int | None = None
+    """Number of labels that are not -100, if the batch has an integer leaf named ``labels``."""
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """The output of one module in one forward pass."""
+
+    kind: ClassVar[str] = "forward"
+    update: int
+    micro_step: int
+    model: int
+    module: str
+    """``""`` is the root."""
+    shape: list[int]
+    rows: np.ndarray
+    """``(number of rows, 4)``: a projection of each row of the output, in the order of the batch; ``(0, 4)`` if dim 0 is not the batch."""
+    total: np.ndarray
+    """``(NUM_BUCKETS,)``: projection of the whole output."""
+    is_training: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A value on which ``backward`` was called."""
+
+    kind: ClassVar[str] = "loss"
+    update: int
+    micro_step: int
+    value: float
+    weight: float | None
+    """What the caller said that the loss is averaged over (``num_items=``), if it did."""
+    gradient_scale: float = 1.0
+    """The gradient that backward began with, if it is not 1."""
+    line: str = ""
+    """``file:line`` of the user's call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """Gradients of a model at one stage.
+
+    ``local``: what backward added on this rank in one micro-step, before any reduction between ranks.
+    ``reduced``: in the optimizer (before the first clipping, if any).
+    ``clipped``: what the optimizer used, if clipping changed it.
+    """
+
+    kind: ClassVar[str] = "gradients"
+    stage: Literal["local", "reduced", "clipped"]
+    update: int
+    micro_step: int
+    model: int
+    names: list[str]
+    """Parameters that have a gradient (on this rank a shard of one, if the engine shards)."""
+    sketches: list[Sketch]
+    is_sharded: bool = False
+    """Whether the sketches of all ranks add up to the whole tensor (else each rank has the whole)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """A call of a clipping function."""
+
+    kind: ClassVar[str] = "clip"
+    update: int
+    micro_step: int
+    norm: float
+    """What the call returned."""
+    max_norm: float
+    norm_type: float = 2.0
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStep:
+    """A step of an optimizer. It ends the update if no optimizer of the run has stepped in it before."""
+
+    kind: ClassVar[str] = "optimizer_step"
+    update: int
+    optimizer: int
+    class_name: str
+    lrs: list[float]
+    """One per parameter group, before the step."""
+    settings: list[dict[str, Any]]
+    """The other scalar settings of each group."""
+    group_of: dict[str, int]
+    """Parameter name (``model.name``: ``"0:weight"``) to the index of its group."""
+    is_skipped: bool = False
+    """Whether a loss scaler skipped the step."""
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWeights:
+    """Parameters after an update (read when the next forward pass begins, or at the end); update -1: before the first."""
+
+    kind: ClassVar[str] = "weights"
+    update: int
+    model: int
+    names: list[str]
+    sketches: list[Sketch]
+    is_sharded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffers:
+    """Buffers of a model after an update."""
+
+    kind: ClassVar[str] = "buffers"
+    update: int
+    model: int
+    names: list[str]
+    sketches: list[Sketch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """Optimizer state after an update, by parameter: ``names`` are ``"0:weight/exp_avg"``."""
+
+    kind: ClassVar[str] = "optimizer_state"
+    update: int
+    optimizer: int
+    names: list[str]
+    sketches: list[Sketch]
+    is_sharded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rng:
+    """Random number generators of this rank when a forward pass of the root begins."""
+
+    kind: ClassVar[str] = "rng"
+    update: int
+    micro_step: int
+    torch: int
+    python: int
+    numpy: int
+    draws_masks: bool
+    """Whether the model draws random numbers in this pass (dropout in training mode)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """The training state when it is saved, or at the first forward pass after it was loaded."""
+
+    kind: ClassVar[str] = "saved_state"
+    action: Literal["save", "load"]
+    update: int
+    path: str
+    names: list[str]
+    """``"0:weight"``, ``"0:weight/exp_avg"``, ``"buffer 0:bn.running_mean"``, ``"rng"``, ``"lr 0"``, ``"position"``."""
+    sketches: list[Sketch]
+    is_sharded: bool = False
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something that limits the comparison (for example: ``no local gradients under this engine``), or that ended the recording."""
+
+    kind: ClassVar[str] = "note"
+    update: int
+    text: str
+
+
+Event: TypeAlias = (
+    RecordedProcess
+    | Model
+    | Batch
+    | Forward
+    | Loss
+    | Gradients
+    | Clip
+    | OptimizerStep
+    | ModelWeights
+    | Buffers
+    | OptimizerState
+    | Rng
+    | SavedState
+    | Note
+)
+_KINDS: dict[str, Any] = {
+    one.kind: one
+    for one in (
+        RecordedProcess,
+        Model,
+        Batch,
+        Forward,
+        Loss,
+        Gradients,
+        Clip,
+        OptimizerStep,
+        ModelWeights,
+        Buffers,
+        OptimizerState,
+        Rng,
+        SavedState,
+        Note,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """All events of one run, by rank, in the order in which they happened on that rank."""
+
+    ranks: list[list[Event]]
+
+
+class TraceWriter:
+    """Appends events to the file of one rank."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = file_of_rank(folder, rank).open("w", encoding="utf-8")
+
+    def add(self, event: Event) -> None:
+        """Append ``event``; it reaches the disk with ``flush`` or ``close``."""
+        self._file.write(json.dumps({"kind": event.kind, **_encoded(event)}, separators=(",", ":")) + "\n")
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._file.close()
+
+
+def file_of_rank(folder: Path, rank: int) -> Path:
+    """Return the path of the trace of ``rank`` in ``folder``."""
+    return folder / f"rank_{rank}.trace.jsonl"
+
+
+def read_trace(folder: Path) -> Trace:
+    """Read the traces of all ranks in ``folder``; missing ranks have no events."""
+    files = {int(path.name.split(".")[0].removeprefix("rank_")): path for path in folder.glob("rank_*.trace.jsonl")}
+    num_ranks = max(files, default=-1) + 1
+    return Trace(ranks=[list(_events(files[rank])) if rank in files else [] for rank in range(num_ranks)])
+
+
+def _events(path: Path) -> Iterator[Event]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                return
+            values = json.loads(line)
+            kind = _KINDS[values.pop("kind")]
+            yield kind(**{one.name: _decoded(one.name, values[one.name]) for one in fields(kind) if one.name in values})
+
+
+def _encoded(event: Any) -> dict[str, Any]:
+    return {one.name: _encoded_value(getattr(event, one.name)) for one in fields(event)}
+
+
+def _encoded_value(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"shape": list(value.shape), "data": base64.b64encode(value.astype("<f8").tobytes()).decode("ascii")}
+    if isinstance(value, list) and value and isinstance(value[0], Sketch):
+        numbers = np.stack([np.append(one.projection, [one.square_sum]) for one in value])
+        rest = [[str(one.bits), one.num_elements, one.num_nonfinite] for one in value]
+        return {"numbers": _encoded_value(numbers), "rest": rest}
+    if isinstance(value, list) and value and isinstance(value[0], Row):
+        return [[str(one.whole), str(one.prefix)] for one in value]
+    return value
+
+
+def _decoded(name: str, value: Any) -> Any:
+    if name == "rows" and isinstance(value, list):
+        return [Row(whole=int(whole), prefix=int(prefix)) for whole, prefix in value]
+    if isinstance(value, dict) and value.keys() == {"shape", "data"}:
+        return np.frombuffer(base64.b64decode(value["data"]), dtype="<f8").reshape(value["shape"]).copy()
+    if isinstance(value, dict) and value.keys() == {"numbers", "rest"}:
+        numbers = _decoded("", value["numbers"])
+        return [
+            Sketch(
+                projection=row[:-1],
+                square_sum=float(row[-1]),
+                bits=int(bits),
+                num_elements=num_elements,
+                num_nonfinite=num_nonfinite,
+            )
+            for row, (bits, num_elements, num_nonfinite) in zip(numbers, value["rest"], strict=True)
+        ]
+    return value
