@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import struct
 from importlib import resources
 from pathlib import Path
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 from echelon.cli.main import main
+from echelon.report.live_run import LiveRun
 from echelon.report.page import render_page
 from echelon.report.page_data import page_data
 from echelon.report.run_folder import RecordedRun, read_run
 from echelon.report.step_series import MAX_POINTS, RECORD_TYPE, StepSeries, step_series
 from echelon.status.board import StepPart
+from echelon.status.run_files import append_line
 from echelon.status.step_records import RECORD_FORMAT, StepRecord, StepRecorder
 from tests.recorded_runs import simulated_clock, write_run
 
@@ -230,6 +233,40 @@ def test_runs_show_describes_the_newest_run(runs: Path, capsys: pytest.CaptureFi
     for expected in ("failed", "30", "--lr 0.0005 --epochs 3", "mixed_precision", "(file echelon.toml:3)", "2.13.0"):
         assert expected in text
     assert "rank 0 was killed by signal 9" in _echelon(capsys, "runs", "show", "one")
+
+
+def test_a_metric_whose_last_value_is_not_a_number_is_shown(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for at, value in ((28, 0.25), (29, math.nan)):
+        append_line(runs / "two" / "metrics.jsonl", {"time": 2e9, "step": at, "values": {"eval_loss": value}})
+    for output in (_echelon(capsys, "runs", "show", "two"), _echelon(capsys, "runs", "compare")):
+        assert re.search(r"eval_loss +(0\.\d+ +|- +)?nan\n", output), output
+
+
+def test_a_loss_that_is_not_a_number_is_not_hidden_by_earlier_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _record(tmp_path, 0, [1.0, 0.5, math.nan, math.nan])
+    append_line(tmp_path / "metrics.jsonl", {"time": 2e9, "step": 2, "values": {"loss": 0.5}})
+    assert re.search(
+        r"last loss +0\.5, nan or infinite from step 3 on\n", _echelon(capsys, "runs", "show", str(tmp_path))
+    )
+    (row,) = json.loads(_echelon(capsys, "runs", "ls", "--json", str(tmp_path)), parse_constant=pytest.fail)
+    assert row["loss"] == {"float": "nan"}
+    assert LiveRun(tmp_path).read().to_json()["loss"] == "nan"
+
+
+def test_an_error_about_a_missing_run_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for argv, folder in (
+        (("runs", "show"), "echelon-runs"),
+        (("runs", "show", "gone"), "gone"),
+        (("report", "."), "."),
+        (("runs", "compare", "a", "b"), "a"),
+        (("runs", "compare", "."), "."),
+    ):
+        assert f"\n  where: {(tmp_path / folder)}\n" in _echelon(capsys, *argv, code=2)
 
 
 def test_runs_compare_names_what_differs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import socket
 import subprocess
 from pathlib import Path
@@ -104,6 +106,25 @@ def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
     assert [line["kind"] for line in run_files.read_lines(path)] == ["start", "end"]
     run_files.append_line(path, {"kind": "restart"})  # by the next attempt
     assert run_files.read_lines(path) == [{"kind": "start"}, {"kind": "end", "text": "\u00fc"}, {"kind": "restart"}]
+
+
+def test_numbers_that_are_not_finite_are_strict_json_and_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    values = {"loss": math.nan, "best": math.inf, "worst": [-math.inf, 1.5], "name": {"float": "x"}}
+    run_files.append_line(path, {"values": values})
+    run_files.write_info(tmp_path, {"goodput": math.nan})
+
+    def refuse(word: str) -> float:
+        raise AssertionError(f"{word} is not JSON")
+
+    for file in (path, tmp_path / "run.json"):
+        json.loads(file.read_text(), parse_constant=refuse)
+    with path.open("a") as file:
+        file.write('{"values": {"loss": NaN}}\n')  # as earlier versions wrote it
+    new, old = run_files.read_lines(path)
+    assert repr(new["values"]) == repr(values)
+    assert math.isnan(old["values"]["loss"])
+    assert math.isnan(run_files.read_info(tmp_path)["goodput"])
 
 
 def test_a_description_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

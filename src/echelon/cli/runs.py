@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from echelon.base.errors import UsageError
 from echelon.base.printable import printable
 from echelon.report.run_folder import RecordedRun, find_run, read_run, runs_below
 from echelon.status.run_files import DEFAULT_PARENT
+from echelon.status.strict_json import dumps
 
 if TYPE_CHECKING:
     from echelon.report.step_series import StepSeries
@@ -58,7 +58,7 @@ def list_runs(folder: str, is_json: bool) -> None:
             }
         )
     if is_json:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(dumps(rows, indent=2))
         return
     table = [("run", "began", "took", "ranks", "steps", "last loss", "ended", "commit", "script and arguments")]
     for row in rows:
@@ -92,11 +92,13 @@ def show_run(folder: str) -> None:
 
     run = read_run(find_run(folder))
     group = ""
-    for fact in describe_run(run, _series(run)):
+    facts = describe_run(run, _series(run))
+    width = max((len(fact.name) for fact in facts), default=0) + 2
+    for fact in facts:
         if fact.group != group:
             click.echo(f"\n{fact.group}" if group else fact.group)
             group = fact.group
-        click.echo(printable(f"  {fact.name:<26}{fact.values[0]}"))
+        click.echo(printable(f"  {fact.name:<{width}}{fact.values[0]}"))
     shown = [event for event in run.events if event.get("kind") != "checkpoint"][-_MAX_EVENTS:]
     if shown:
         click.echo("\nevents")
@@ -124,6 +126,7 @@ def compare(folders: tuple[str, ...]) -> None:
         if len(paths) < 2:
             raise UsageError(
                 f"{parent} contains {'one run' if paths else 'no run'}, and a comparison needs two",
+                where=str(parent.absolute()),
                 do="pass two run folders, or a folder that contains at least two runs",
             )
     runs = [read_run(path) for path in paths]

@@ -89,8 +89,11 @@ def results(run: RecordedRun, series: StepSeries | None) -> dict[str, str]:
         parts = run.goodput["parts"]
         good = sum(parts.get(name, 0.0) for name in ("compute", "communication", "program"))
         found["goodput"] = f"{good / run.goodput['wall_s']:.1%}"
-    found.update({name: _significant(value) for name, value in last_metrics(run).items()})
-    return {name: UNKNOWN if text.startswith("nan") else text for name, text in found.items()}
+    found = {name: UNKNOWN if text.startswith("nan") else text for name, text in found.items()}
+    if series is not None and series.not_finite_from is not None:
+        found["last loss"] = f"{found['last loss']}, nan or infinite from step {series.not_finite_from:,} on"
+    # A metric that is nan is known, unlike the numbers above.
+    return found | {name: _significant(value) for name, value in last_metrics(run).items()}
 
 
 def last_metrics(run: RecordedRun) -> dict[str, float]:

@@ -74,7 +74,7 @@ function draw(run) {
   const numbers = [`step ${run.step.toLocaleString("en")}${run.num_steps ? ` of ${run.num_steps.toLocaleString("en")}` : ""}`];
   for (const [field, label] of [["epoch", "epoch"], ["steps_per_s", "steps/s"], ["samples_per_s", "samples/s"], ["items_per_s", "items/s"],
       ["loss", "loss"], ["lr", "learning rate"], ["grad_norm", "gradient norm"], ["eta_s", "seconds left"]])
-    if (run[field] !== null) numbers.push(`${label} ${short(run[field])}`);
+    if (run[field] !== null) numbers.push(`${label} ${typeof run[field] === "string" ? run[field] : short(run[field])}`);
   $("numbers").textContent = numbers.join(" \\u00b7 ");
   $("why").textContent = run.why_not_live;
   drawLoss(run.losses);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -20,6 +19,7 @@ from echelon.report.run_folder import RecordedRun, read_run
 from echelon.status.board import BoardReader
 from echelon.status.run_files import EVENTS_FILE, INFO_FILE, METRICS_FILE
 from echelon.status.step_records import StepSample, sample_step_file
+from echelon.status.strict_json import loads
 
 __all__ = ["LiveRun", "Snapshot"]
 
@@ -58,7 +58,8 @@ class Snapshot:
     items_per_s: float
     """Items (tokens) of the ranks on this machine."""
     eta_s: float
-    loss: float
+    loss: float | None
+    """The last loss, which may be nan or infinite; None if unknown."""
     lr: float
     grad_norm: float
     losses: Sequence[float]
@@ -69,13 +70,14 @@ class Snapshot:
     """The last events, oldest first."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as JSON data, with None for numbers that are unknown."""
+        """Return the record as JSON data, with None for numbers that are unknown; a loss that is not finite is text."""
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "rows"}
         rows = []
         for row in self.rows:
             rows.append({name: _plain(getattr(row, name)) for name in row.__slots__})
             rows[-1]["difference"] = row.difference.name.lower()
-        return {**{name: _plain(value) for name, value in fields.items()}, "rows": rows}
+        loss = self.loss if self.loss is None or math.isfinite(self.loss) else str(self.loss)
+        return {**{name: _plain(value) for name, value in fields.items()}, "loss": loss, "rows": rows}
 
 
 @final
@@ -135,7 +137,7 @@ class LiveRun:
             samples_per_s=recent.per_second("num_samples") if samples else math.nan,
             items_per_s=recent.per_second("num_items") if samples else math.nan,
             eta_s=(planned - step) / steps_per_s if planned >= step and planned and steps_per_s > 0 else math.nan,
-            loss=_first_known(recent.loss, values.get("loss")),
+            loss=recent.loss if recent.loss is not None else _number(values.get("loss")),
             lr=_first_known(recent.lr, values.get("learning_rate")),
             grad_norm=_first_known(recent.grad_norm, values.get("grad_norm")),
             losses=recent.losses,
@@ -196,7 +198,7 @@ class _RecentSteps:
         self.loss_from = f"rank {first.rank}" if first else ""
         last = list(reversed(first.last)) if first else []
         # On an accelerator, losses and norms are known some steps later.
-        self.loss = next((record.loss for record in last if record.num_losses), math.nan)
+        self.loss = next((record.loss for record in last if record.num_losses), None)
         self.grad_norm = next((record.grad_norm for record in last if not math.isnan(record.grad_norm)), math.nan)
         self.lr = last[0].lr if last else math.nan
         self.step = max((file.last[-1].step for file in self._files if file.last), default=0)
@@ -266,13 +268,17 @@ def _last_lines(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in lines:
         with suppress(ValueError):  # the first line may lack its beginning, and the last its end
-            records.append(json.loads(line))
+            records.append(loads(line))
     return [record for record in records if isinstance(record, dict)]
 
 
 def _first_known(*values: object) -> float:
     known = (float(value) for value in values if isinstance(value, (int, float)))
     return next((value for value in known if not math.isnan(value)), math.nan)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _plain(value: Any) -> Any:

@@ -42,10 +42,12 @@ def find_run(folder: str | Path | None = None) -> Path:
     if path == Path(DEFAULT_PARENT):
         raise UsageError(
             f"no runs are recorded here yet: ./{path} contains no run",
+            where=str(path.absolute()),
             do="record one with echelon launch SCRIPT, or pass the folder of a run, or a folder that contains runs (--log_dir)",
         )
     raise UsageError(
         f"{path} contains no run" if path.is_dir() else f"{path} is not a folder",
+        where=str(path.absolute()),
         do="pass the folder of a run, or a folder that contains runs (echelon launch writes to ./echelon-runs, or to --log_dir)",
     )
 

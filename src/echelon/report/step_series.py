@@ -299,11 +299,9 @@ def _num_steps(found: Sequence[_Columns]) -> int:
 
 
 def _first_not_finite(kept: Sequence[_Columns]) -> int | None:
-    # The losses of the last steps on a device may not have been filled in.
     firsts = []
-    for one in kept:
+    for one in kept:  # without losses: a loss that is still on a device
         is_bad = (one.weight > 0) & ~np.isfinite(one.loss)
-        is_bad[-_MAX_PENDING:] &= np.isinf(one.loss[-_MAX_PENDING:])
         firsts += one.step[is_bad][:1].tolist()
     return min(firsts, default=None)
 

@@ -107,7 +107,7 @@ def _progress(snapshot: Snapshot, *, is_ascii: bool) -> str:
 def _numbers(snapshot: Snapshot) -> str:
     here = " on this machine" if snapshot.num_machines > 1 else ""
     parts = [
-        f"loss {snapshot.loss:.4g}" if math.isfinite(snapshot.loss) else "",
+        "" if snapshot.loss is None else f"loss {snapshot.loss:.4g}",
         f"learning rate {snapshot.lr:.3g}" if math.isfinite(snapshot.lr) else "",
         f"gradient norm {snapshot.grad_norm:.3g}" if math.isfinite(snapshot.grad_norm) else "",
         f"{snapshot.samples_per_s:,.0f} samples/s{here}" if math.isfinite(snapshot.samples_per_s) else "",

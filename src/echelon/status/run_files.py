@@ -10,13 +10,13 @@ readers ignore a last line without an end.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from echelon.base import environ
+from echelon.status import strict_json
 
 __all__ = [
     "DEFAULT_PARENT",
@@ -60,7 +60,7 @@ def write_info(folder: Path, info: Mapping[str, Any]) -> None:
     """
     aside = folder / f"{INFO_FILE}.{os.getpid()}.tmp"
     try:
-        aside.write_text(json.dumps({"version": _VERSION, **info}, indent=2) + "\n", encoding="utf-8")
+        aside.write_text(strict_json.dumps({"version": _VERSION, **info}, indent=2) + "\n", encoding="utf-8")
         aside.replace(folder / INFO_FILE)
     except OSError:
         aside.unlink(missing_ok=True)
@@ -75,7 +75,7 @@ def read_info(folder: Path) -> dict[str, Any]:
         ValueError: it is not a description of a run.
     """
     path = folder / INFO_FILE
-    info = json.loads(path.read_text(encoding="utf-8"))
+    info = strict_json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(info, dict) or info.get("version") != _VERSION:
         raise ValueError(f"{path} is not a description of a run in format version {_VERSION}")
     return info
@@ -87,7 +87,7 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    data = (json.dumps(record) + "\n").encode()
+    data = (strict_json.dumps(record) + "\n").encode()
     with path.open("ab+", buffering=0) as file:
         if (size := file.seek(0, os.SEEK_END)) and os.pread(file.fileno(), 1, size - 1) != b"\n":
             data = b"\n" + data  # the previous writer was killed, or the disk was full
@@ -104,7 +104,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in data.split(b"\n"):
         try:
-            record = json.loads(line)
+            record = strict_json.loads(line)
         except ValueError:
             continue  # the writer was killed, or the disk was full
         if isinstance(record, dict):

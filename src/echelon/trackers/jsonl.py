@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from echelon.status.strict_json import decode
 from echelon.trackers.base import GeneralTracker, on_main_process
 from echelon.trackers.values import hide_secrets, plain
 
@@ -82,7 +83,7 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             except json.JSONDecodeError:
                 continue
             if isinstance(record, dict) and "values" in record:
-                yield {**record, "values": _decode(record["values"])}
+                yield {**record, "values": decode(record["values"])}
 
 
 def _ends_with_newline(path: Path) -> bool:
@@ -101,11 +102,3 @@ def _encode(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     return value if value is None or isinstance(value, (str, int, float)) else repr(value)
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {"float"} and value["float"] in ("nan", "inf", "-inf"):
-            return float(value["float"])
-        return {key: _decode(item) for key, item in value.items()}
-    return [_decode(item) for item in value] if isinstance(value, list) else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from echelon.base.printable import printable
 from echelon.diagnose.goodput import Attempt, RankTimes, TimeBreakdown, break_down_time, spent_in
 from echelon.diagnose.straggler import Steps, steps_of
 from echelon.launch.failures.failure import RankEnd
+from echelon.status import strict_json
 from echelon.status.board import Board, Doing, StepPart
 
 __all__ = [
@@ -155,7 +155,7 @@ class GoodputRecorder:
 
     def _write(self, record: Mapping[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(strict_json.dumps(record) + "\n")
 
 
 def times_on(board: Board, ranks: Sequence[int]) -> list[RankTimes]:
@@ -191,7 +191,9 @@ def read_goodput(run: Path) -> GoodputReport | None:
     """Return a finished run's goodput report, for all machines if possible, or None if there is no report."""
     try:
         path = run / ALL_MACHINES_FILE
-        last = json.loads((path if path.exists() else run / GOODPUT_FILE).read_text(encoding="utf-8").splitlines()[-1])
+        last = strict_json.loads(
+            (path if path.exists() else run / GOODPUT_FILE).read_text(encoding="utf-8").splitlines()[-1]
+        )
         if last["kind"] != "run":
             return None
         steps = None if last["steps"] is None else Steps.from_json(last["steps"])
