@@ -1,0 +1,120 @@
+"""What a comparison found: whether two runs are the same run, and if not, where they first differ."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+__all__ = ["STAGES", "Cell", "Coverage", "Finding", "Result", "Stage", "Verdict"]
+
+Stage: TypeAlias = Literal[
+    "load",
+    "initial weights",
+    "data",
+    "rng",
+    "forward",
+    "loss weight",
+    "backward",
+    "reduce",
+    "clip",
+    "scheduler",
+    "optimizer",
+    "buffers",
+    "save",
+]
+"""Stages of an update, in the order in which one follows from the other.
+
+``load`` and ``initial weights`` come before the first update of a process, all others occur in each update. ``reduce`` holds the
+gradient that the optimizer received, ``scheduler`` the learning rates of the step, ``optimizer`` the weights and the optimizer state
+after it, ``loss weight`` what the loss was averaged over.
+"""
+
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+Result: TypeAlias = Literal["same", "different", "not comparable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One difference between the layout and the reference, or within the layout."""
+
+    update: int
+    """Update (optimizer step) in which it occurs, counted from 0; -1: before the first."""
+    stage: Stage
+    what: str
+    """One sentence: what differs, with its values."""
+    tensors: list[str] = field(default_factory=list)
+    """Names of the tensors that differ, the most different first; empty where the stage has none (``data``, ``rng``)."""
+    ranks: list[int] = field(default_factory=list)
+    """Ranks on which it shows; empty: all ranks together."""
+    difference: float | None = None
+    """Norm of the difference divided by the norm of the reference's tensor."""
+    allowed: float | None = None
+    """The greatest ``difference`` that rounding explains; 0.0 where bits must be equal."""
+    ratio: float | None = None
+    """The layout's tensor divided by the reference's, if the two are proportional."""
+    cause: str = ""
+    """Short name of the likely cause (``"loss averaged per rank"``); empty if none of the known causes explains the values."""
+    why: str = ""
+    """The cause in words, with the values that support it."""
+    do: str = ""
+    """The remedy."""
+    line: str = ""
+    """``file:line`` of the user's script."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Result of one stage in one update."""
+
+    update: int
+    stage: Stage
+    state: Literal["equal bits", "within rounding", "different", "not compared"]
+    largest: float = 0.0
+    """The greatest difference as a fraction of what rounding explains."""
+    num_compared: int = 0
+    """Number of values or tensors that were compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Whether a stage was compared at all."""
+
+    stage: Stage
+    num_compared: int
+    """Number of values or tensors, over all updates; 0: the stage was not compared."""
+    missing: list[str] = field(default_factory=list)
+    """What was not compared, and why; may be non-empty although other values of the stage were compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether the layout is the same run as the reference."""
+
+    result: Result
+    num_updates: int
+    """Number of updates that were compared."""
+    world_size: int
+    finding: Finding | None = None
+    """The first difference: the earliest update, and in it the earliest stage."""
+    also: list[Finding] = field(default_factory=list)
+    """Other differences that do not follow from the first one."""
+    reason: str = ""
+    """Why the runs are not comparable."""
+    coverage: list[Coverage] = field(default_factory=list)
+    """One per stage, in the order of ``STAGES``."""
+    cells: list[Cell] = field(default_factory=list)
+    """One per update and stage."""
+    notes: list[str] = field(default_factory=list)
+    """What limits the comparison, in sentences (for example that tolerances are bounds, because the float64 run failed)."""
+
+    @property
+    def exit_code(self) -> int:
+        """Return 0 if the runs are the same, 1 if they differ, 2 if they are not comparable."""
+        return {"same": 0, "different": 1, "not comparable": 2}[self.result]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the verdict as values that ``json`` writes."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return values
