@@ -25,7 +25,7 @@ class Sketch:
     """What is kept of one tensor, or of the shards of it that one rank holds."""
 
     projection: np.ndarray
-    """float64, ``(NUM_BUCKETS,)``: bucket ``j % NUM_BUCKETS`` sums element ``j`` times a random sign."""
+    """float64, ``(NUM_BUCKETS,)``: each bucket sums the elements that a hash of their index gives it, each times a random sign."""
     square_sum: float
     """Sum of the squared elements."""
     bits: int
@@ -66,11 +66,8 @@ def sketch_of(tensor: torch.Tensor, *, offset: int = 0) -> Sketch:
     num_nonfinite = int(values.numel() - int(finite.sum()))
     if num_nonfinite:
         values = torch.where(finite, values, torch.zeros((), dtype=torch.float64))
-    front = offset % NUM_BUCKETS
-    back = -(front + values.numel()) % NUM_BUCKETS
-    rows = torch.nn.functional.pad(values, (front, back)).view(-1, NUM_BUCKETS)
-    first_row = offset // NUM_BUCKETS
-    projection = _signs(first_row, rows.shape[0]) @ rows if rows.shape[0] else torch.zeros(NUM_BUCKETS)
+    signs, buckets = _signs_and_buckets(offset, values.numel())
+    projection = torch.bincount(buckets, weights=values * signs, minlength=NUM_BUCKETS)
     return Sketch(
         projection=projection.numpy(),
         square_sum=float(values @ values),
@@ -80,9 +77,17 @@ def sketch_of(tensor: torch.Tensor, *, offset: int = 0) -> Sketch:
     )
 
 
-def _signs(first: int, count: int) -> torch.Tensor:
-    mixed = _mixed(torch.arange(first, first + count))
-    return ((mixed >> 33) & 1).to(torch.float64) * 2 - 1
+def _signs_and_buckets(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sign and the bucket of each element of a tensor.
+
+    Each element has a sign of its own, and each run of NUM_BUCKETS elements its own rotation of the buckets: with one sign per run, or
+    with bucket ``j % NUM_BUCKETS``, the estimates of rank-one matrices and of matrices with few columns (most gradients) would have one
+    degree of freedom in place of NUM_BUCKETS. Tensors of up to NUM_BUCKETS elements are kept exactly.
+    """
+    indices = torch.arange(first, first + count)
+    signs = ((_mixed(indices) >> 33) & 1).to(torch.float64) * 2 - 1
+    rotation = _mixed(indices // NUM_BUCKETS) >> 40
+    return signs, (indices + rotation) % NUM_BUCKETS
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
