@@ -7,6 +7,8 @@ adapted. The home page, the benchmarks, the examples and the API reference are g
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 import logging
 import posixpath
 import re
@@ -56,6 +58,7 @@ NAVIGATION: list[tuple[str, list[str | tuple[str, list[str]]]]] = [
     (
         "Reference",
         [
+            "command_reference.md",
             "configuration.md",
             "errors.md",
             ("API reference", ["api/index.md", "api/*"]),
@@ -205,6 +208,7 @@ def pages() -> Iterator[tuple[str, bytes]]:
             text = with_figures(text)
         yield name, text.encode()
     yield "examples/index.md", examples_index().encode()
+    yield "command_reference.md", _beside("command_reference").page().encode()
     yield from ((f"api/{name}", text.encode()) for name, text in api_pages().items())
 
 
@@ -319,6 +323,10 @@ def examples_index() -> str:
         rows.append(
             f"| [{name}]({Path(name).stem}.md) | {' '.join(said.partition(chr(10) * 2)[0].split()).replace('|', '&#124;')} |"
         )
+    url = repository_url()
+    for path in sorted((ROOT / "examples").glob("*.ipynb")) + sorted((ROOT / "examples").glob("*.sh")):
+        shown = f"[{path.name}]({url}/blob/main/examples/{path.name})" if url else path.name
+        rows.append(f"| {shown} | {first_line_of(path)} |")
     return "\n".join(
         [
             "# Examples",
@@ -331,6 +339,14 @@ def examples_index() -> str:
             "",
         ]
     )
+
+
+def first_line_of(path: Path) -> str:
+    """Return what a notebook or a shell script says about itself in its first line."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        return "".join(json.loads(text)["cells"][0]["source"]).splitlines()[0].lstrip("# ")
+    return next(line.lstrip("# ") for line in text.splitlines() if line.startswith("# "))
 
 
 def public_names(module: str) -> list[str]:
@@ -418,13 +434,13 @@ def api_pages() -> dict[str, str]:
 
 def figures() -> dict[str, bytes]:
     """Return the plots of the benchmarks."""
-    draw = _drawing()
+    draw = _beside("draw_benchmarks")
     return {f"figures/{name}.svg": svg for name, svg in draw.drawn().items()} if draw else {}
 
 
 def with_figures(text: str) -> str:
     """Put each plot behind the first table of its section."""
-    draw = _drawing()
+    draw = _beside("draw_benchmarks")
     parts = re.split(r"(?m)^(?=## )", text)
     for number, part in enumerate(parts):
         name = draw.names().get(part.partition("\n")[0].removeprefix("## ")) if draw else None
@@ -437,13 +453,13 @@ def with_figures(text: str) -> str:
     return "".join(parts)
 
 
-def _drawing() -> Any:
+def _beside(module: str) -> Any:
+    """Import a module of this folder, when it is needed: matplotlib is in the environment of the site only."""
     sys.path.insert(0, str(DOCS))
     try:
-        import draw_benchmarks  # noqa: PLC0415 - matplotlib is in the environment of the site only
+        return importlib.import_module(module)
     finally:
         sys.path.remove(str(DOCS))
-    return draw_benchmarks
 
 
 def navigation(exists: Callable[[str], bool], folder: Callable[[str], list[str]]) -> list[Any]:

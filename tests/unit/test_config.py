@@ -147,3 +147,26 @@ def test_a_variable_that_only_the_launcher_translates_is_refused_without_it() ->
         pytest.raises(ConfigError, match="or set ACCELERATE_USE_FSDP, "),
     ):
         Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "source", "is_reported"),
+    [
+        ("bf16", "FLAG", True),
+        ("bf16", "ENV", True),
+        ("bf16", "FILE", True),
+        ("no", "FLAG", True),  # the default, but requested
+        ("no", "ENV", False),  # the default, which launchers export
+    ],
+)
+def test_a_request_that_the_scripts_code_overrides_is_reported(
+    value: str, source: str, is_reported: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from echelon import Accelerator
+
+    code = "bf16" if value == "no" else "no"
+    setting = [value, int(SettingSource[source]), "x"]
+    with environ.patch({"ECHELON_CONFIG": json.dumps({"mixed_precision": setting})}):
+        Accelerator(cpu=True, mixed_precision=code)
+    expected = f"mixed_precision={code!r} (from code Accelerator(mixed_precision=)) overrides {value!r}"
+    assert (expected in capsys.readouterr().err) is is_reported

@@ -26,6 +26,7 @@ from echelon.cli.help.completion import complete_paths
 from echelon.cli.launch_options import ARGV, NUMBERS, LaunchCommand, flag_layer, options, typed_flags
 from echelon.cli.misplaced_flags import note_about_flags
 from echelon.config.derive import check as check_settings, check_installed, derive
+from echelon.config.explain import overridden
 from echelon.config.files import find_accelerator_request, from_file
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Layer, Resolved, resolve
@@ -493,8 +494,7 @@ def _print_notes(request: _Request, chosen_threads: str | None) -> None:
     if request.file is not None:
         say(f"using settings from {request.file}; pass --config_file to use a different file")
     for lost in request.resolved.shadowed:
-        winner = getattr(request.resolved.value, lost.name)
-        say(f"{lost.name}={winner!r} (from {lost.winner}) overrides {lost.value!r} (from {lost.origin})")
+        say(overridden(request.resolved, lost))
     if chosen_threads is not None and is_first_time("omp-num-threads"):
         say(
             f"OMP_NUM_THREADS={chosen_threads} for each process ({usable_cores()} usable cores), because processes that "

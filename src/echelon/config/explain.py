@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from echelon.config.documents import read
-from echelon.config.resolve import Resolved
+from echelon.config.resolve import Resolved, Shadowed
 from echelon.config.schema import RunConfig, field_names
 
-__all__ = ["differences", "show", "show_changed", "show_json"]
+__all__ = ["differences", "overridden", "show", "show_changed", "show_json"]
 
 
 def show(resolved: Resolved[RunConfig]) -> str:
@@ -23,6 +23,11 @@ def show_changed(resolved: Resolved[RunConfig]) -> str:
     lost = {setting.name for setting in resolved.shadowed}
     names = [n for n in field_names(RunConfig) if n in lost or getattr(resolved.value, n) != getattr(default, n)]
     return _rows_of(resolved, names)
+
+
+def overridden(resolved: Resolved[RunConfig], lost: Shadowed) -> str:
+    """Return a sentence about a value that is not used, because a source with a higher precedence set another one."""
+    return f"{lost.name}={getattr(resolved.value, lost.name)!r} (from {lost.winner}) overrides {lost.value!r} (from {lost.origin})"
 
 
 def _rows_of(resolved: Resolved[RunConfig], names: Sequence[str]) -> str:

@@ -28,9 +28,12 @@ from echelon.base.device import numa_node_of
 from echelon.base.errors import ConfigError
 from echelon.base.fork_repair import repair_fork
 from echelon.base.logging import get_logger
+from echelon.base.messages.terminal import say
+from echelon.base.rank import known_rank
 from echelon.base.warnings import warn
 from echelon.compat.variables import parse_flag_from_env
-from echelon.config.origin import Origin
+from echelon.config.explain import overridden
+from echelon.config.origin import Origin, SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import current, from_code, refuse_launchers_variables
@@ -80,7 +83,19 @@ def resolve_settings(
     }
     resolved = current(from_code("Accelerator", given))
     refuse_launchers_variables(resolved)
+    _report_overridden_requests(resolved)
     return resolved
+
+
+def _report_overridden_requests(resolved: Resolved[RunConfig]) -> None:
+    """Print which flags, variables and file entries the script overrides; launchers export defaults, which nobody requested."""
+    if known_rank() not in (None, 0):
+        return
+    default = RunConfig()
+    for lost in resolved.shadowed:
+        is_request = lost.origin.source is SettingSource.FLAG or lost.value != getattr(default, lost.name)
+        if lost.winner.source is SettingSource.CODE and is_request:
+            say(overridden(resolved, lost))
 
 
 def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str, object]:
