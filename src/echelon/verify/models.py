@@ -1,0 +1,82 @@
+"""Models as a recording knows them: plain names of their parameters, and shapes of the whole parameters."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from echelon.verify.trace import Model
+
+__all__ = ["RecordedModel", "model_event", "plain_name", "without_wrappers"]
+
+_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPER_LIBRARIES = ("torch", "deepspeed", "echelon")
+
+
+class RecordedModel:
+    """A model without its wrappers, and the names of its parameters.
+
+    ``parameters`` maps names to parameters, each under its first name; a parameter that an earlier model has is listed there.
+    """
+
+    def __init__(self, root: nn.Module, *, index: int) -> None:
+        self.root = root
+        self.index = index
+        self.roots: list[nn.Module] = []
+        self.tied: dict[str, str] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.names: dict[int, str] = {}
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            first = self.names.setdefault(id(parameter), plain_name(name))
+            if first == plain_name(name):
+                self.parameters[first] = parameter
+            else:
+                self.tied[plain_name(name)] = first
+
+    def contains(self, module: nn.Module) -> bool:
+        """Return whether all parameters of ``module`` are parameters of this model."""
+        return all(id(parameter) in self.names for parameter in module.parameters())
+
+    def buffers(self) -> dict[str, nn.Parameter]:
+        """Return the buffers by name."""
+        return {plain_name(name): buffer for name, buffer in self.root.named_buffers()}  # type: ignore[misc]
+
+
+def model_event(model: RecordedModel) -> Model:
+    """Return the event that describes ``model``."""
+    parameters = model.parameters
+    classes = {}
+    for name, module in model.root.named_modules():
+        if isinstance(module, (_BatchNorm, _DropoutNd)) or not any(True for _ in module.children()):
+            classes[plain_name(name)] = type(module).__name__
+    return Model(
+        model=model.index,
+        class_name=type(model.root).__name__,
+        parameters=list(parameters),
+        shapes=[list(one.shape) for one in parameters.values()],
+        dtypes=[str(one.dtype).removeprefix("torch.") for one in parameters.values()],
+        requires_grad=[one.requires_grad for one in parameters.values()],
+        tied=model.tied,
+        buffers=list(model.buffers()),
+        module_classes=classes,
+        training=model.root.training,
+    )
+
+
+def plain_name(name: str) -> str:
+    """Return ``name`` without prefixes of wrappers."""
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def without_wrappers(module: nn.Module) -> nn.Module:
+    """Return the user's module inside ``DistributedDataParallel``, ``torch.compile`` and the like."""
+    while True:
+        inner = module._modules.get("_orig_mod")
+        if inner is None and type(module).__module__.split(".")[0] in _WRAPPER_LIBRARIES:
+            inner = module._modules.get("module") or module._modules.get("_fsdp_wrapped_module")
+        if inner is None:
+            return module
+        module = inner

@@ -1,0 +1,305 @@
+"""Records the steps of a training script in this process, without changes to the script.
+
+``recording`` patches torch for the time of its block; the parts (batches, forward passes, gradients, ...) are told through a
+``Recording`` which update and micro-step the script is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from echelon.verify.models import RecordedModel, model_event, without_wrappers
+from echelon.verify.trace import Event, Note, RecordedProcess, TraceWriter
+
+__all__ = ["Part", "Recording", "RecordingDone", "recording"]
+
+OnTrainingForward = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], None]
+OnForwardEnd = Callable[[int, nn.Module, Any], None]
+OnBackward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
+InputTransform = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+class RecordingDone(BaseException):
+    """Ends the script after the last recorded update; ``recording`` catches it."""
+
+
+class Part(Protocol):
+    """Records one aspect of a run."""
+
+    def install(self, recording: Recording) -> Callable[[], None]:
+        """Register callbacks, patch what is needed, and return a function that undoes the patches."""
+
+
+class Recording:
+    """Where the script is: its update, micro-step and models.
+
+    An update is complete after an optimizer step. It is closed (weights are read) when the next training forward pass begins, because
+    a sharded engine may still be sending before that.
+    """
+
+    def __init__(
+        self,
+        writer: TraceWriter,
+        *,
+        rank: int,
+        world_size: int,
+        steps: int,
+        dtype: Literal["own", "float64"] = "own",
+        batch_factor: int = 1,
+        first_update: int = 0,
+        on_done: Callable[[], None] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.steps = steps
+        self.dtype = dtype
+        self.batch_factor = batch_factor
+        self.first_update = first_update
+        self.update = first_update
+        """The update that the script is in, or that it completed last if no training forward pass has begun since."""
+        self.micro_step = 0
+        """Number of backward passes that have ended in this update."""
+        self.models: list[RecordedModel] = []
+        self.training_model: int | None = None
+        """Index of the model whose training forward pass is running."""
+        self.is_in_backward = False
+        self._writer = writer
+        self._on_done = on_done
+        self._is_complete = False
+        self._was_closed = False
+        self._depth = 0
+        self._notes: set[str] = set()
+        self._model_of_root: dict[int, RecordedModel] = {}
+        self._on_model: list[Callable[[nn.Module], None]] = []
+        self._input_transforms: list[InputTransform] = []
+        self._on_training_forward: list[OnTrainingForward] = []
+        self._on_forward_end: list[OnForwardEnd] = []
+        self._on_backward: list[OnBackward] = []
+        self._on_micro_step_end: list[Callable[[], None]] = []
+        self._on_update_closed: list[Callable[[int], None]] = []
+        self._on_model_recorded: list[Callable[[RecordedModel], None]] = []
+
+    # What parts call.
+
+    def add(self, event: Event) -> None:
+        """Write ``event`` to the trace of this rank."""
+        self._writer.add(event)
+
+    def note(self, text: str) -> None:
+        """Write a ``Note``, once per text."""
+        if text not in self._notes:
+            self._notes.add(text)
+            self.add(Note(update=self.update, text=text))
+
+    def on_model(self, callback: Callable[[nn.Module], None]) -> None:
+        """Call ``callback(root)`` before a new model is recorded; it may convert the model in place."""
+        self._on_model.append(callback)
+
+    def on_model_recorded(self, callback: Callable[[RecordedModel], None]) -> None:
+        """Call ``callback(model)`` after the ``Model`` event of a new model."""
+        self._on_model_recorded.append(callback)
+
+    def transform_inputs(self, transform: InputTransform) -> None:
+        """Replace the arguments of each root forward pass (training and evaluation) by ``transform(root, args, kwargs)``."""
+        self._input_transforms.append(transform)
+
+    def on_training_forward(self, callback: OnTrainingForward) -> None:
+        """Call ``callback(model_index, root, args, kwargs)`` when a training forward pass begins."""
+        self._on_training_forward.append(callback)
+
+    def on_forward_end(self, callback: OnForwardEnd) -> None:
+        """Call ``callback(model_index, root, output)`` when a training forward pass has ended."""
+        self._on_forward_end.append(callback)
+
+    def on_backward(self, callback: OnBackward) -> None:
+        """Call ``callback(tensors, gradients)`` before an outermost backward pass."""
+        self._on_backward.append(callback)
+
+    def on_micro_step_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` after an outermost backward pass; ``micro_step`` is still its index."""
+        self._on_micro_step_end.append(callback)
+
+    def on_update_closed(self, callback: Callable[[int], None]) -> None:
+        """Call ``callback(update)`` when nothing in the update can change anymore."""
+        self._on_update_closed.append(callback)
+
+    def complete_update(self) -> None:
+        """Mark the update as complete: an optimizer has stepped, or a loss scaler has skipped its step."""
+        self._is_complete = True
+
+    # What ``recording`` calls.
+
+    def install(self) -> Callable[[], None]:
+        """Patch module calls and backward passes; return a function that undoes it."""
+        call_module, run_backward = nn.Module.__call__, torch.autograd.backward
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._depth or self.is_in_backward or not _has_trainable_parameters(module):
+                return call_module(module, *args, **kwargs)
+            return self._run_root(call_module, module, args, kwargs)
+
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            if self.is_in_backward:  # of a checkpointed block
+                run_backward(tensors, grad_tensors, *args, **kwargs)
+            else:
+                self._run_backward(run_backward, tensors, grad_tensors, args, kwargs)
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        torch.autograd.backward = backward
+
+        def remove() -> None:
+            nn.Module.__call__ = call_module  # type: ignore[method-assign]
+            torch.autograd.backward = run_backward
+
+        return remove
+
+    def finish(self) -> None:
+        """Close the last update if it is complete."""
+        if self._is_complete:
+            self._close()
+
+    def _run_root(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        root = without_wrappers(module)
+        is_training = root.training and torch.is_grad_enabled()
+        if self._is_complete and (is_training or self.update + 1 >= self.first_update + self.steps):
+            self._close()
+            self._end_if_done()
+        if is_training:
+            self._begin_update_if_needed()
+        model = self._find_model(root) if is_training else None
+        for transform in self._input_transforms:
+            args, kwargs = transform(root, args, kwargs)
+        if model is not None:
+            for on_forward in self._on_training_forward:
+                on_forward(model.index, root, args, kwargs)
+            self.training_model = model.index
+        self._depth += 1
+        try:
+            output = call(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+            self.training_model = None
+        if model is not None:
+            for on_end in self._on_forward_end:
+                on_end(model.index, root, output)
+        return output
+
+    def _run_backward(self, run: Callable[..., None], tensors: Any, gradients: Any, args: Any, kwargs: Any) -> None:
+        losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = [gradients] if gradients is None or isinstance(gradients, torch.Tensor) else list(gradients)
+        for on_backward in self._on_backward:
+            on_backward(losses, given + [None] * (len(losses) - len(given)))
+        self.is_in_backward = True
+        try:
+            run(tensors, gradients, *args, **kwargs)
+        finally:
+            self.is_in_backward = False
+        for on_end in self._on_micro_step_end:
+            on_end()
+        self.micro_step += 1
+
+    def _find_model(self, root: nn.Module) -> RecordedModel:
+        known = self._model_of_root.get(id(root))
+        if known is None:
+            known = next((model for model in self.models if model.contains(root)), None)
+            if known is None:
+                for convert in self._on_model:
+                    convert(root)
+                known = RecordedModel(root, index=len(self.models))
+                self.models.append(known)
+                self.add(model_event(known))
+                for on_recorded in self._on_model_recorded:
+                    on_recorded(known)
+            self._model_of_root[id(root)] = known
+            known.roots.append(root)  # keeps the id valid
+        return known
+
+    def _begin_update_if_needed(self) -> None:
+        if self._was_closed:
+            self._was_closed = False
+            self.update += 1
+            self.micro_step = 0
+
+    def _close(self) -> None:
+        self._is_complete = False
+        self._was_closed = True
+        for on_closed in self._on_update_closed:
+            on_closed(self.update)
+        self._writer.flush()
+
+    def _end_if_done(self) -> None:
+        if self.update + 1 >= self.first_update + self.steps:
+            if self._on_done is not None:
+                self._on_done()
+            raise RecordingDone
+
+
+@contextmanager
+def recording(
+    folder: Path,
+    *,
+    parts: Sequence[Part],
+    rank: int,
+    world_size: int,
+    steps: int,
+    script: str = "",
+    arguments: Sequence[str] = (),
+    dtype: Literal["own", "float64"] = "own",
+    batch_factor: int = 1,
+    first_update: int = 0,
+    on_done: Callable[[], None] | None = None,
+) -> Iterator[Recording]:
+    """Record what happens in the block, until ``steps`` updates are complete.
+
+    Args:
+        folder: the folder of the run; this process writes ``rank_<rank>.trace.jsonl``.
+        parts: what is recorded (``parts.default_parts()``: everything).
+        steps: number of updates; the next forward pass after the last one raises ``RecordingDone``, which ends the block.
+        dtype: ``"float64"`` converts models and batches.
+        batch_factor: number of the loader's batches that are merged into one.
+        first_update: index of the first update of this process.
+        on_done: function that is called after the last update, before ``RecordingDone`` is raised; it may leave the process.
+    """
+    writer = TraceWriter(folder, rank)
+    one = Recording(
+        writer,
+        rank=rank,
+        world_size=world_size,
+        steps=steps,
+        dtype=dtype,
+        batch_factor=batch_factor,
+        first_update=first_update,
+        on_done=on_done,
+    )
+    writer.add(
+        RecordedProcess(
+            rank=rank,
+            world_size=world_size,
+            script=script,
+            arguments=list(arguments),
+            dtype=dtype,
+            batch_factor=batch_factor,
+            first_update=first_update,
+            torch=torch.__version__,
+        )
+    )
+    with ExitStack() as stack:
+        stack.callback(writer.close)
+        stack.callback(one.install())
+        for part in parts:
+            stack.callback(part.install(one))
+        try:
+            yield one
+        except RecordingDone:
+            return
+        one.finish()
+
+
+def _has_trainable_parameters(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
