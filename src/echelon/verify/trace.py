@@ -91,6 +91,8 @@ class Model:
     module_classes: dict[str, str] = field(default_factory=dict)
     """Module name to class name, for BatchNorm and dropout modules and for the leaves that record their outputs."""
     training: bool = True
+    parity: str = "off"
+    """The parity of the Accelerator or Trainer that runs the model, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
