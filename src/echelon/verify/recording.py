@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from echelon.verify.models import RecordedModel, model_event, without_wrappers
+from echelon.verify.recorders.models import RecordedModel, model_event, without_wrappers
 from echelon.verify.trace import Event, Note, RecordedProcess, TraceWriter
 
 __all__ = ["Part", "Recording", "RecordingDone", "recording"]

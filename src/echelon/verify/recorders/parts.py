@@ -1,4 +1,4 @@
-"""Everything that a recording consists of."""
+"""All parts of a recording. The parts are in this folder, because a folder holds at most 20 files."""
 
 from __future__ import annotations
 

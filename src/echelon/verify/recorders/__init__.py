@@ -1,0 +1,1 @@
+"""The parts of a recording: each records one aspect of a run."""
