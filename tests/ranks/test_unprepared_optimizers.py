@@ -386,6 +386,44 @@ def test_a_backward_pass_without_a_prepared_model_is_named_once() -> None:
     assert "Write model = accelerator.prepare(model)" in said[0]
 
 
+def _only_optimizer_prepared(engine: str, parity: str, has_second_model: bool) -> tuple[list[torch.Tensor], Said]:
+    accelerator = Accelerator(engine=engine, parity=parity)
+    model, second = _model(), _model() if has_second_model else None
+    loader = DataLoader(list(_batches(2).flatten(0, 3)), batch_size=8)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer, loader = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        for x in loader:
+            optimizer.zero_grad()
+            loss = mean_square(model(x)) + (mean_square(second(x)) if second is not None else 0)
+            accelerator.backward(loss)  # ALONE
+            optimizer.step()  # OPTIMIZER ONLY
+    return [p.detach() for p in model.parameters()], _ours(caught)
+
+
+@pytest.mark.parametrize(("engine", "parity"), [("ddp", "exact"), ("zero1", "exact"), ("fsdp2", "off")])
+def test_a_prepared_optimizer_of_an_unprepared_model_gives_one_true_warning(engine: str, parity: str) -> None:
+    """In exact mode, the weights are a plain loop's (float64, SGD: 1e-12); fsdp2 averages nothing, and says so."""
+    (weights, said), (others, silent) = run_on_ranks(_only_optimizer_prepared, engine, parity, False, world_size=2)
+    assert (len(said), silent) == (1, [])
+    text, line = said[0]
+    if engine == "fsdp2":
+        assert "each process trains a separate model" in text and line in _lines("# ALONE")
+        assert not torch.equal(weights[0], others[0])
+        return
+    assert line in _lines("# OPTIMIZER ONLY")
+    assert "averages their gradients across ranks at each step" in text
+    assert text.endswith("model, optimizer = accelerator.prepare(model, optimizer)")
+    expected = _plain(_batches(2).flatten(0, 3).view(-1, 1, 8, 6), torch.optim.SGD)
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_model_without_a_prepared_optimizer_is_named_beside_one_with_it() -> None:
+    (_, said), _ = run_on_ranks(_only_optimizer_prepared, "ddp", "off", True, world_size=2)
+    assert [line in _lines("# ALONE") for _, line in said] == [True, False]
+    assert "Write second = accelerator.prepare(second)" in said[0][0]
+
+
 @pytest.mark.parametrize("form", ["DDP by hand", "prepared"])
 def test_averaged_gradients_give_no_warning(form: str) -> None:
     assert run_on_ranks(_without_prepare, form, world_size=2) == [[], []]

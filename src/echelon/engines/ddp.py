@@ -314,8 +314,10 @@ class DDPEngine(Engine):
             )
         else:
             warn(
-                f"{len(new)} parameter(s) of this optimizer do not belong to a prepared model. echelon averages their gradients "
-                "across ranks at each step. To overlap this with the backward pass, prepare the model that contains them."
+                f"{len(new)} parameter(s) of this optimizer do not belong to a prepared model. echelon copies their values from "
+                "rank zero before the first step and averages their gradients across ranks at each step. To start all ranks with "
+                "the same values and overlap averaging with the backward pass, prepare the model with its optimizer: model, "
+                "optimizer = accelerator.prepare(model, optimizer)"
             )
         for parameter in new:
             dist.broadcast(parameter.data, src=0)  # the ranks may have initialized them differently

@@ -44,9 +44,12 @@ class UnpreparedModelCheck:
         """Allow every process to read all of ``loader``."""
         self._unsharded.append(loader)
 
-    def run(self, models: Sequence[nn.Module]) -> None:
-        """Run the check; ``models`` are the prepared models.
+    def run(self, models: Sequence[nn.Module], *, averaged: Sequence[nn.Parameter]) -> None:
+        """Run the check.
 
+        Args:
+            models: the prepared models.
+            averaged: parameters of no prepared model whose gradients the engine averages before the step.
         Raises:
             UsageError: a loader yields the same data on every process.
         """
@@ -54,7 +57,8 @@ class UnpreparedModelCheck:
         if not self._state.in_dataloader:
             _refuse_unprepared_loader(num_processes=self._num_processes, unsharded=self._unsharded)
         if not models:
-            _warn_of_unprepared_model("backward()", num_processes=self._num_processes)
+            ids = frozenset(map(id, averaged))
+            _warn_of_unprepared_model("backward()", num_processes=self._num_processes, averaged=ids)
 
     def run_before_step(self) -> None:
         """Run the check before an optimizer step in a prepared loader's loop, if no model or optimizer was prepared."""
@@ -76,22 +80,27 @@ def _refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> No
             raise _error(name, place, num_processes)
 
 
-def _warn_of_unprepared_model(call: str, *, num_processes: int) -> None:
+def _warn_of_unprepared_model(call: str, *, num_processes: int, averaged: frozenset[int] = frozenset()) -> None:
     """Warn if the user's frames contain a trainable model, but none whose gradients are averaged.
 
-    Called at the first ``call`` on an Accelerator that has no prepared models.
+    Called at the first ``call`` on an Accelerator that has no prepared models. Of a model whose parameters' ids are in
+    ``averaged``, the engine warns at the first step, when it averages their gradients.
     """
     place = user_line()
     models = [(name, value) for name, value in _variables_of_script(place) if isinstance(value, nn.Module)]
     if any(map(_averages_gradients, (model for _, model in models))):
         return
-    trained = [name for name, model in models if any(p.requires_grad for p in model.parameters())]
+    trained = [name for name, model in models if any(_is_trained_alone(p, averaged) for p in model.parameters())]
     if trained:
         warn(
             f"{call} runs on {num_processes} processes, but no model was passed to this Accelerator's prepare(): each "
             f"process trains a separate model, because nothing averages the gradients. Write {trained[0]} = "
             f"accelerator.prepare({trained[0]})"
         )
+
+
+def _is_trained_alone(parameter: nn.Parameter, averaged: frozenset[int]) -> bool:
+    return parameter.requires_grad and id(parameter) not in averaged
 
 
 def _averages_gradients(model: nn.Module) -> bool:

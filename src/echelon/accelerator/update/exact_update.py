@@ -296,7 +296,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad or (loss.dim() > 0 and loss.numel() != 1):
             loss = checked_loss(loss, kwargs, num_devices=self.engine.capabilities.num_devices)
         if self.unprepared.is_pending:
-            self.unprepared.run(self.objects.models)
+            self.check_unprepared()
         state, objects = self.state, self.objects
         if state.sync_gradients:
             self.require_every_rank("backward()")

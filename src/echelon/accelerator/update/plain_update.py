@@ -24,7 +24,7 @@ class PlainUpdate(UpdatePolicy):
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad or (loss.dim() > 0 and loss.numel() != 1):
             loss = checked_loss(loss, kwargs, num_devices=self.engine.capabilities.num_devices)
         if self.unprepared.is_pending:
-            self.unprepared.run(self.objects.models)
+            self.check_unprepared()
         state = self.state
         if state.sync_gradients:
             self.require_every_rank("backward()")

@@ -238,6 +238,11 @@ class UpdatePolicy(ABC):
         """See ``Accelerator.clip_grad_value_``; the gradients are already unscaled."""
         self.engine.clip_grad_value(_as_iterable(parameters, "clip_grad_value_"), clip_value, unsynced=self.is_local())
 
+    def check_unprepared(self) -> None:
+        """At the first backward pass, check that the loader and the model were prepared."""
+        averaged = self.objects.stray_parameters() if self.engine.capabilities.replicates else []
+        self.unprepared.run(self.objects.models, averaged=averaged)
+
     # ---- ranks without further batches -------------------------------------------------------------------------------
 
     def require_every_rank(self, operation: str) -> None:
