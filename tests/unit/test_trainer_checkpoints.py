@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,37 @@ def test_a_second_training_of_one_trainer_and_an_evaluation_before_it_change_not
     found = [entry for entry in again.state.log_history if ("loss" in entry or "eval_loss" in entry) and entry["step"]]
     names = ("loss", "eval_loss", "grad_norm", "learning_rate", "step", "epoch")
     assert [[e.get(n) for n in names] for e in found] == [[e.get(n) for n in names] for e in wanted]
+
+
+def test_a_resumed_run_says_where_it_resumes_and_its_table_has_the_same_columns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(resume: bool) -> list[str]:
+        args = _args(tmp_path, save_strategy="epoch", eval_strategy="epoch", disable_tqdm=True)
+        trainer = Trainer(
+            Net(3),
+            args,
+            train_dataset=Noisy(noise=False),
+            eval_dataset=Noisy(noise=False),
+            compute_metrics=lambda _: {"zeta": 1.0, "accuracy": 0.5},
+            callbacks=[],
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return capsys.readouterr().out.splitlines()
+
+    table = run(False)[-3:]
+    assert table[0].split("  ") == ["epoch", "training loss", "validation loss", "accuracy", "zeta"]
+    first = min(tmp_path.glob("checkpoint-*"), key=lambda folder: int(folder.name.partition("-")[2]))
+    last = [folder for folder in tmp_path.glob("checkpoint-*") if folder != first]
+    assert caplog.messages == []
+    assert run(True)[-3:] == table
+    shutil.rmtree(last[0])
+    assert run(True)[-3:] == table
+    steps = int(first.name.partition("-")[2])
+    assert caplog.messages == [
+        f"resuming from {last[0]}: epoch 2, step {2 * steps} of {2 * steps}",
+        f"resuming from {first}: epoch 1, step {steps} of {2 * steps}",
+    ]
 
 
 def test_data_that_begin_anew_and_other_batches(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from echelon.base.capabilities import Capabilities
 from echelon.base.warnings import warn
 from echelon.distributed.ddp.replica import Replica, average_gradients
 from echelon.distributed.ddp.sparse_gradients import copy_sparse_gradients, refuse_to_join_sparse
+from echelon.distributed.ddp.unused_parameters_warning import silence_unused_parameters_warning
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
@@ -104,6 +105,8 @@ class DDPEngine(Engine):
         if wrapper.find_unused_parameters or wrapper.static_graph:
             where = "DistributedDataParallelKwargs(find_unused_parameters=True), or static_graph=True"
             hooks = OutputFlattener(wrapper, wrapper.module, where=where).hooks
+            if wrapper.find_unused_parameters and self._world.rank > 0:
+                silence_unused_parameters_warning(self._world.device)  # torch would repeat it on every rank
         self._replicas[id(wrapper)] = Replica(wrapper, reduces=self._reduces, hooks=hooks)
         self._strays.clear()
         return wrapper

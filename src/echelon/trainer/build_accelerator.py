@@ -19,6 +19,7 @@ from echelon.accelerator import (
 )
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
+from echelon.accelerator.prepare.unused_parameters import search_silently
 from echelon.base.device import has_tf32
 from echelon.base.errors import ConfigError
 from echelon.trainer.arguments.deepspeed import deepspeed_plugin
@@ -64,6 +65,8 @@ def build_accelerator(args: TrainingArguments, build_arguments: Callable[..., di
     is_exact = args.parity not in (None, "off")
     if accelerator.parity != "off" and not is_exact:  # set outside the script, as is the micro-batch size
         accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+    if args.ddp_find_unused_parameters is None:
+        search_silently(accelerator.session)
     if args.tf32 is not None:
         _set_tf32(args.tf32, accelerator.device)
     return accelerator

@@ -45,11 +45,12 @@ class UnpreparedModelCheck:
         self._unsharded.append(loader)
 
     def run(self, models: Sequence[nn.Module], *, averaged: Sequence[nn.Parameter]) -> None:
-        """Run the check.
+        """Run the check at the first backward pass.
 
         Args:
             models: the prepared models.
             averaged: parameters of no prepared model whose gradients the engine averages before the step.
+
         Raises:
             UsageError: a loader yields the same data on every process.
         """

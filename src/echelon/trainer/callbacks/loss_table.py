@@ -37,7 +37,10 @@ def loss_rows(log_history: Sequence[Mapping[str, Any]], *, by: str) -> list[list
             row.update({_heading(name): value for name, value in found.items()})
     if not rows:
         return None
-    headings = list(dict.fromkeys(name for row in rows.values() for name in row))
+    # Sorted, because a checkpoint stores the log with sorted keys: a resumed run has the same columns as one that was not.
+    losses = {"training loss": None, "validation loss": None}
+    names = {name for row in rows.values() for name in row}
+    headings = [*(name for name in losses if name in names), *sorted(names - losses.keys())]
     table = [[by, *headings]]
     table += [[_text(key), *(_text(row.get(name)) for name in headings)] for key, row in rows.items()]
     return table

@@ -245,7 +245,12 @@ class ResumedTraining:
         """
         start = (self._load_own if is_own_format(self._folder) else self._load_transformers)(loader, plan)
         start = replace(start, checkpoint=str(self._folder))
-        logger.info("resuming from %s: epoch %d, step %d", self._folder, start.epoch, self._hooks.state.global_step)
+        state = self._hooks.state
+        epoch = start.epoch if state.epoch is None else state.epoch
+        # A warning, because only these are visible by default.
+        logger.warning(
+            "resuming from %s: epoch %.4g, step %d of %d", self._folder, epoch, state.global_step, plan.max_steps
+        )
         return start
 
     def _load_own(self, loader: Any, plan: TrainingPlan) -> ResumePoint:
