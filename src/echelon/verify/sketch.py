@@ -6,18 +6,26 @@ is compared with an unsharded one without gathering anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["NUM_BUCKETS", "Sketch", "sketch_of"]
+__all__ = ["NUM_BUCKETS", "Positions", "Sketch", "sketch_of", "sketches_of"]
 
 NUM_BUCKETS = 32
 """Length of the projection; the norm of a difference is estimated with a relative error of about sqrt(2 / NUM_BUCKETS)."""
 
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed 64-bit integer
-_MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
+Positions = int | np.ndarray
+"""Where a shard's elements are in the flattened whole tensor: the index of the first one, or the index of each (int64)."""
+
+_CHUNK = 2**15  # elements; signs and keys of all chunks are made from those of the first one
+_SMALL = 2**12  # elements; smaller tensors are summarized together
+_MODULUS = 1 << 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +33,11 @@ class Sketch:
     """What is kept of one tensor, or of the shards of it that one rank holds."""
 
     projection: np.ndarray
-    """float64, ``(NUM_BUCKETS,)``: each bucket sums the elements that a hash of their index gives it, each times a random sign."""
+    """float64, ``(NUM_BUCKETS,)``: bucket ``j % NUM_BUCKETS`` sums element ``j`` times a random sign."""
     square_sum: float
     """Sum of the squared elements."""
     bits: int
-    """Sum of a hash of each element's bits and index, modulo 2**64: equal for bit-equal tensors of one dtype."""
+    """Sum of a hash of each element's value and index, modulo 2**64: equal for bit-equal tensors."""
     num_elements: int
     num_nonfinite: int
 
@@ -38,7 +46,7 @@ class Sketch:
         return Sketch(
             projection=self.projection + other.projection,
             square_sum=self.square_sum + other.square_sum,
-            bits=(self.bits + other.bits) % (1 << 64),
+            bits=(self.bits + other.bits) % _MODULUS,
             num_elements=self.num_elements + other.num_elements,
             num_nonfinite=self.num_nonfinite + other.num_nonfinite,
         )
@@ -49,62 +57,177 @@ class Sketch:
         return float(np.sqrt(self.square_sum))
 
     def distance(self, other: Sketch) -> float:
-        """Return an unbiased estimate of the L2 norm of the difference; exactly 0.0 if the bits are equal."""
+        """Return an estimate of the L2 norm of the difference (unbiased in its square); exactly 0.0 if the bits are equal."""
         if self.bits == other.bits and self.num_elements == other.num_elements:
             return 0.0
         return float(np.linalg.norm(self.projection - other.projection))
 
 
-def sketch_of(tensor: torch.Tensor, *, offset: int = 0) -> Sketch:
-    """Return the sketch of a dense tensor, whose first element is element ``offset`` of the flattened whole tensor.
+def sketch_of(tensor: torch.Tensor, *, offset: Positions = 0) -> Sketch:
+    """Return the sketch of a dense tensor, whose elements are at ``offset`` in the flattened whole tensor.
 
     Source: Charikar, Chen and Farach-Colton, "Finding frequent items in data streams" (count sketch).
     """
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    values = flat.to(torch.float64)
-    finite = torch.isfinite(values)
-    num_nonfinite = int(values.numel() - int(finite.sum()))
-    if num_nonfinite:
-        values = torch.where(finite, values, torch.zeros((), dtype=torch.float64))
-    signs, buckets = _signs_and_buckets(offset, values.numel())
-    projection = torch.bincount(buckets, weights=values * signs, minlength=NUM_BUCKETS)
+    return sketches_of([tensor], [offset])[0]
+
+
+def sketches_of(tensors: Sequence[torch.Tensor], positions: Sequence[Positions] | None = None) -> list[Sketch]:
+    """Return the sketch of each tensor. One call for many small tensors takes much less time than many calls.
+
+    Args:
+        tensors: dense tensors of any dtype and device.
+        positions: where each tensor's elements are in the whole tensor; None: each is a whole tensor.
+    """
+    sketches: list[Any] = [None] * len(tensors)
+    small = []
+    for number, tensor in enumerate(tensors):
+        if tensor.numel() <= _SMALL and (positions is None or isinstance(positions[number], int)):
+            small.append(number)
+        else:
+            sketches[number] = _sketch_by_chunks(_flat(tensor), 0 if positions is None else positions[number])
+    if small:
+        offsets: Any = [0] * len(small) if positions is None else [positions[number] for number in small]
+        for number, sketch in zip(small, _sketch_together([tensors[number] for number in small], offsets), strict=True):
+            sketches[number] = sketch
+    return sketches
+
+
+class _Layout:
+    """A buffer with room for several tensors, each from a multiple of ``NUM_BUCKETS``, and its signs and keys."""
+
+    def __init__(self, sizes: Sequence[tuple[torch.Size, int]]) -> None:
+        fronts = [offset % NUM_BUCKETS for _, offset in sizes]
+        self.counts = [shape.numel() for shape, _ in sizes]
+        num_rows = [
+            max(1, -(-(front + count) // NUM_BUCKETS)) for front, count in zip(fronts, self.counts, strict=True)
+        ]
+        self.starts = np.cumsum([0, *num_rows[:-1]])
+        self.values = np.zeros((sum(num_rows), NUM_BUCKETS))
+        self.signs = np.zeros_like(self.values)
+        self.keys = np.zeros(self.values.shape, dtype=np.int64)
+        self.slots = []
+        flat = torch.from_numpy(self.values).view(-1)
+        for start, front, (shape, offset) in zip(self.starts, fronts, sizes, strict=True):
+            first = int(start) * NUM_BUCKETS + front
+            here = slice(first, first + shape.numel())
+            signs, keys = _signs_and_keys(np.arange(offset, offset + shape.numel()))
+            self.signs.reshape(-1)[here] = signs
+            self.keys.reshape(-1)[here] = keys
+            self.slots.append(flat[here].view(shape))
+
+
+_layout = lru_cache(maxsize=64)(_Layout)
+
+
+def _sketch_together(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> list[Sketch]:
+    tensors = [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
+    layout = _layout(tuple((one.shape, offset) for one, offset in zip(tensors, offsets, strict=True)))
+    with torch.no_grad():
+        torch._foreach_copy_(layout.slots, tensors)
+    values, starts = layout.values, layout.starts
+    bits = np.add.reduceat(_mixed(values.view(np.int64)) * layout.keys, starts, axis=0).sum(axis=1)
+    squares = np.add.reduceat(np.einsum("ij,ij->i", values, values), starts)
+    num_nonfinite = [0] * len(tensors)
+    if not np.isfinite(squares).all():
+        num_nonfinite = np.add.reduceat((~np.isfinite(values)).sum(axis=1), starts).tolist()
+        values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+        squares = np.add.reduceat(np.einsum("ij,ij->i", values, values), starts)
+    projections = np.add.reduceat(values * layout.signs, starts, axis=0)
+    return [
+        Sketch(projection=projection, square_sum=square, bits=bit % _MODULUS, num_elements=count, num_nonfinite=wrong)
+        for projection, square, bit, count, wrong in zip(
+            projections, squares.tolist(), bits.tolist(), layout.counts, num_nonfinite, strict=True
+        )
+    ]
+
+
+def _sketch_by_chunks(values: np.ndarray, positions: Positions) -> Sketch:
+    """Return the sketch of float64 ``values``, chunk by chunk, so that no signs and keys of the whole tensor are needed."""
+    projection = np.zeros(NUM_BUCKETS)
+    square_sum, bits, num_nonfinite = 0.0, 0, 0
+    for part, where in _chunks(values, positions):
+        if isinstance(where, int):
+            number, begin = divmod(where, _CHUNK)
+            signs, keys = (one[begin : begin + len(part)] for one in _first_chunk())
+            chunk_signs, chunk_key = _chunk(number)
+        else:
+            signs, keys = _signs_and_keys(where)
+            chunk_signs, chunk_key = _chunk(0)
+        bits += int(_mixed(part.view(np.int64)) @ keys) * chunk_key
+        square = float(part @ part)
+        if not np.isfinite(square):
+            num_nonfinite += int((~np.isfinite(part)).sum())
+            part = np.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0)
+            square = float(part @ part)
+        square_sum += square
+        projection += chunk_signs * _sum_into_buckets(part * signs, where)
     return Sketch(
-        projection=projection.numpy(),
-        square_sum=float(values @ values),
-        bits=_bit_sum(flat, offset),
-        num_elements=flat.numel(),
+        projection=projection,
+        square_sum=square_sum,
+        bits=bits % _MODULUS,
+        num_elements=len(values),
         num_nonfinite=num_nonfinite,
     )
 
 
-def _signs_and_buckets(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sign and the bucket of each element of a tensor.
-
-    Each element has a sign of its own, and each run of NUM_BUCKETS elements its own rotation of the buckets: with one sign per run, or
-    with bucket ``j % NUM_BUCKETS``, the estimates of rank-one matrices and of matrices with few columns (most gradients) would have one
-    degree of freedom in place of NUM_BUCKETS. Tensors of up to NUM_BUCKETS elements are kept exactly.
-    """
-    indices = torch.arange(first, first + count)
-    signs = ((_mixed(indices) >> 33) & 1).to(torch.float64) * 2 - 1
-    rotation = _mixed(indices // NUM_BUCKETS) >> 40
-    return signs, (indices + rotation) % NUM_BUCKETS
+def _chunks(values: np.ndarray, positions: Positions) -> list[tuple[np.ndarray, Positions]]:
+    """Cut ``values`` into parts that are within one chunk, or (if the positions are listed) of a chunk's length."""
+    if not isinstance(positions, int):
+        cuts = [*range(0, len(values), _CHUNK), len(values)]
+        return [(values[begin:end], positions[begin:end]) for begin, end in pairwise(cuts)]
+    first, last = positions, positions + len(values)
+    cuts = [first, *range((first // _CHUNK + 1) * _CHUNK, last, _CHUNK), last]
+    return [(values[begin - first : end - first], begin) for begin, end in pairwise(cuts)]
 
 
-def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """Return a hash of each int64 number (the finalizer of splitmix64, without its last rounds)."""
-    numbers = (numbers + 1) * _GOLDEN
-    numbers = (numbers ^ (numbers >> 30)) * _MIX
-    return numbers ^ (numbers >> 27)
+def _sum_into_buckets(values: np.ndarray, positions: Positions) -> np.ndarray:
+    if not isinstance(positions, int):
+        return np.bincount(positions % NUM_BUCKETS, weights=values, minlength=NUM_BUCKETS)
+    front = positions % NUM_BUCKETS
+    rows = np.zeros((-(-(front + len(values)) // NUM_BUCKETS), NUM_BUCKETS))
+    rows.reshape(-1)[front : front + len(values)] = values
+    sums: np.ndarray = rows.sum(axis=0)
+    return sums
 
 
-def _bit_sum(flat: torch.Tensor, offset: int) -> int:
-    if not flat.numel():
-        return 0
-    if flat.dtype.is_complex:
-        flat = torch.view_as_real(flat).reshape(-1)
-    if flat.dtype is torch.bool:
-        flat = flat.to(torch.uint8)
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    numbers = flat.view(sizes[flat.element_size()]).to(torch.int64)
-    keys = _mixed(torch.arange(offset, offset + numbers.numel()))
-    return int(_mixed(numbers ^ keys).sum()) % (1 << 64)
+def _flat(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat: np.ndarray = tensor.to(device="cpu", dtype=torch.float64).contiguous().reshape(-1).numpy()
+    return flat
+
+
+def _mixed(bits: np.ndarray) -> np.ndarray:
+    """Return the bits of float64 numbers with the upper half, in which most differences are, added to the lower half."""
+    mixed: np.ndarray = bits ^ ((bits >> 32) & 0xFFFFFFFF)
+    return mixed
+
+
+@lru_cache(maxsize=1)
+def _first_chunk() -> tuple[np.ndarray, np.ndarray]:
+    """Return random signs (float64) and odd keys (int64) for the elements of the first chunk."""
+    random = np.random.default_rng(0x5EED)
+    signs = random.integers(0, 2, _CHUNK).astype(np.float64) * 2 - 1
+    keys = random.integers(-(2**63), 2**63, _CHUNK, dtype=np.int64) | 1
+    return signs, keys
+
+
+@lru_cache(maxsize=4096)
+def _chunk(number: int) -> tuple[np.ndarray, int]:
+    """Return the sign of each bucket and the odd key by which those of the first chunk are multiplied; 1 for the first chunk."""
+    if number == 0:
+        return np.ones(NUM_BUCKETS), 1
+    random = np.random.default_rng((0xC4A7, number))
+    return random.integers(0, 2, NUM_BUCKETS).astype(np.float64) * 2 - 1, int(random.integers(0, 2**63)) | 1
+
+
+def _signs_and_keys(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    signs, keys = (one[positions % _CHUNK] for one in _first_chunk())
+    for number in np.unique(positions // _CHUNK).tolist():
+        if number:
+            here = positions // _CHUNK == number
+            chunk_signs, chunk_key = _chunk(number)
+            signs[here] *= chunk_signs[positions[here] % NUM_BUCKETS]
+            keys[here] *= np.int64(chunk_key)
+    return signs, keys

@@ -150,6 +150,9 @@ class Gradients:
     ``local``: what backward added on this rank in one micro-step, before any reduction between ranks.
     ``reduced``: in the optimizer (before the first clipping, if any).
     ``clipped``: what the optimizer used, if clipping changed it.
+
+    If an engine shards only some of the parameters, there are two events for a stage: of the shards, and of the others. The same
+    applies to ``ModelWeights``, ``OptimizerState`` and ``SavedState``.
     """
 
     kind: ClassVar[str] = "gradients"

@@ -1,0 +1,99 @@
+"""Sketches add up over shards and estimate the norm of a difference."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.verify.sketch import NUM_BUCKETS, Sketch, sketch_of, sketches_of
+
+SHAPE = (300, 371)
+
+
+def _assert_equal(one: Sketch, other: Sketch) -> None:
+    assert (one.bits, one.num_elements, one.num_nonfinite) == (other.bits, other.num_elements, other.num_nonfinite)
+    # Both sum the same float64 numbers in another order.
+    np.testing.assert_allclose(one.projection, other.projection, rtol=1e-10, atol=1e-10)
+    assert one.square_sum == pytest.approx(other.square_sum, rel=1e-12)
+
+
+@pytest.mark.parametrize("cuts", [(0, 100, 300), (0, 1, 150, 299, 300), (0, 0, 300)])
+def test_sketches_of_row_shards_add_up(cuts: tuple[int, ...]) -> None:
+    whole = torch.randn(SHAPE)
+    parts = [sketch_of(whole[a:b], offset=a * SHAPE[1]) for a, b in pairwise(cuts)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    _assert_equal(total, sketch_of(whole))
+
+
+def test_sketches_of_column_shards_add_up() -> None:
+    whole, index = torch.randn(SHAPE), np.arange(SHAPE[0] * SHAPE[1]).reshape(SHAPE)
+    first, second = (
+        sketch_of(whole[:, part], offset=index[:, part].reshape(-1)) for part in (slice(0, 5), slice(5, None))
+    )
+    _assert_equal(first + second, sketch_of(whole))
+
+
+def test_small_shards_far_into_a_tensor_add_up() -> None:
+    whole = torch.randn(100_000)
+    parts = [sketch_of(whole[a : a + 1000], offset=a) for a in range(0, 100_000, 1000)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    _assert_equal(total, sketch_of(whole))
+
+
+def test_many_tensors_in_one_call() -> None:
+    tensors = [torch.randn(3, 4), torch.tensor(7), torch.zeros(0, 2), torch.randn(5000), torch.randn(8, 2).t()]
+    for one, sketch in zip(tensors, sketches_of(tensors), strict=True):
+        _assert_equal(sketch, sketch_of(one))
+        assert sketch.norm == pytest.approx(float(one.double().norm()), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])),
+        (torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0])),
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (torch.ones(40_000), -torch.ones(40_000)),
+        (torch.tensor([1.0]), torch.tensor([1.0 + 2**-23])),
+        (torch.tensor([1.0], dtype=torch.float64), torch.tensor([1.0 + 2**-52], dtype=torch.float64)),
+    ],
+)
+def test_bits_differ(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert sketch_of(one).bits != sketch_of(other).bits
+    assert sketch_of(one).bits == sketch_of(one.clone()).bits
+
+
+@pytest.mark.parametrize("size", [10, 40_000])
+def test_nonfinite_elements_are_counted(size: int) -> None:
+    tensor = torch.ones(size)
+    tensor[:3] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    sketch = sketch_of(tensor)
+    assert (sketch.num_nonfinite, sketch.square_sum) == (3, size - 3)
+    assert np.isfinite(sketch.projection).all()
+
+
+@pytest.mark.parametrize("kind", ["random", "constant", "rank one", "repeated rows"])
+def test_the_distance_estimates_the_norm_of_the_difference(kind: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    zero = Sketch(projection=np.zeros(NUM_BUCKETS), square_sum=0.0, bits=-1, num_elements=0, num_nonfinite=0)
+    ratios = []
+    for number in range(100):
+        difference = {
+            "random": torch.randn(50, 64, generator=generator),
+            "constant": torch.ones(7 + number, 96) * (1 + number),
+            "rank one": torch.randn(50, 1, generator=generator) * torch.randn(1, 64, generator=generator),
+            "repeated rows": torch.randn(1, 100, generator=generator).repeat(1000, 1),
+        }[kind]
+        # An offset gives each trial other signs, so that the trials are independent.
+        sketch = sketch_of(difference, offset=number * (2**15 + 320))
+        ratios.append(sketch.distance(zero) / float(difference.norm()))
+    squares = np.square(ratios)
+    # The squared ratio has mean 1 and a variance of at most 2 / NUM_BUCKETS (more for few elements), so the mean of 100 is within
+    # 5 * 0.25 / 10 of 1.
+    assert abs(squares.mean() - 1) < 0.125
+    assert squares.std() < 0.5
