@@ -77,7 +77,7 @@ def test_nonfinite_elements_are_counted(size: int) -> None:
     assert np.isfinite(sketch.projection).all()
 
 
-@pytest.mark.parametrize("kind", ["random", "constant", "rank one", "repeated rows"])
+@pytest.mark.parametrize("kind", ["random", "constant", "rank one", "repeated rows", "one column"])
 def test_the_distance_estimates_the_norm_of_the_difference(kind: str) -> None:
     generator = torch.Generator().manual_seed(3)
     zero = Sketch(projection=np.zeros(NUM_BUCKETS), square_sum=0.0, bits=-1, num_elements=0, num_nonfinite=0)
@@ -87,6 +87,7 @@ def test_the_distance_estimates_the_norm_of_the_difference(kind: str) -> None:
             "random": torch.randn(50, 64, generator=generator),
             "constant": torch.ones(7 + number, 96) * (1 + number),
             "rank one": torch.randn(50, 1, generator=generator) * torch.randn(1, 64, generator=generator),
+            "one column": torch.randn(200, 32, generator=generator) * torch.eye(32)[5],
             "repeated rows": torch.randn(1, 100, generator=generator).repeat(1000, 1),
         }[kind]
         # An offset gives each trial other signs, so that the trials are independent.

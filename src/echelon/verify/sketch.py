@@ -23,7 +23,9 @@ NUM_BUCKETS = 32
 Positions = int | np.ndarray
 """Where a shard's elements are in the flattened whole tensor: the index of the first one, or the index of each (int64)."""
 
-_CHUNK = 2**15  # elements; signs and keys of all chunks are made from those of the first one
+_CHUNK = (
+    2**15
+)  # elements; what is drawn for the first chunk is used for all chunks, each with other signs and keys of its own
 _SMALL = 2**12  # elements; smaller tensors are summarized together
 _MODULUS = 1 << 64
 
@@ -33,7 +35,7 @@ class Sketch:
     """What is kept of one tensor, or of the shards of it that one rank holds."""
 
     projection: np.ndarray
-    """float64, ``(NUM_BUCKETS,)``: bucket ``j % NUM_BUCKETS`` sums element ``j`` times a random sign."""
+    """float64, ``(NUM_BUCKETS,)``: each bucket sums the elements that a hash of their index gives it, each times a random sign."""
     square_sum: float
     """Sum of the squared elements."""
     bits: int
@@ -104,15 +106,18 @@ class _Layout:
         self.starts = np.cumsum([0, *num_rows[:-1]])
         self.values = np.zeros((sum(num_rows), NUM_BUCKETS))
         self.signs = np.zeros_like(self.values)
+        self.buckets = np.zeros(self.values.shape, dtype=np.int64)
+        """Bucket of each element, numbered over all tensors."""
         self.keys = np.zeros(self.values.shape, dtype=np.int64)
         self.slots = []
         flat = torch.from_numpy(self.values).view(-1)
-        for start, front, (shape, offset) in zip(self.starts, fronts, sizes, strict=True):
+        for number, (start, front, (shape, offset)) in enumerate(zip(self.starts, fronts, sizes, strict=True)):
             first = int(start) * NUM_BUCKETS + front
             here = slice(first, first + shape.numel())
-            signs, keys = _signs_and_keys(np.arange(offset, offset + shape.numel()))
-            self.signs.reshape(-1)[here] = signs
-            self.keys.reshape(-1)[here] = keys
+            drawn = _drawn_at(np.arange(offset, offset + shape.numel()))
+            self.signs.reshape(-1)[here] = drawn.signs
+            self.keys.reshape(-1)[here] = drawn.keys
+            self.buckets.reshape(-1)[here] = number * NUM_BUCKETS + drawn.buckets
             self.slots.append(flat[here].view(shape))
 
 
@@ -132,7 +137,9 @@ def _sketch_together(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) ->
         num_nonfinite = np.add.reduceat((~np.isfinite(values)).sum(axis=1), starts).tolist()
         values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
         squares = np.add.reduceat(np.einsum("ij,ij->i", values, values), starts)
-    projections = np.add.reduceat(values * layout.signs, starts, axis=0)
+    signed = (values * layout.signs).reshape(-1)
+    sums = np.bincount(layout.buckets.reshape(-1), weights=signed, minlength=len(tensors) * NUM_BUCKETS)
+    projections = sums.reshape(-1, NUM_BUCKETS)
     return [
         Sketch(projection=projection, square_sum=square, bits=bit % _MODULUS, num_elements=count, num_nonfinite=wrong)
         for projection, square, bit, count, wrong in zip(
@@ -148,19 +155,19 @@ def _sketch_by_chunks(values: np.ndarray, positions: Positions) -> Sketch:
     for part, where in _chunks(values, positions):
         if isinstance(where, int):
             number, begin = divmod(where, _CHUNK)
-            signs, keys = (one[begin : begin + len(part)] for one in _first_chunk())
-            chunk_signs, chunk_key = _chunk(number)
+            drawn = _first_chunk().part(begin, begin + len(part))
+            chunk_signs, chunk_key = _signs_and_key_of_chunk(number)
         else:
-            signs, keys = _signs_and_keys(where)
-            chunk_signs, chunk_key = _chunk(0)
-        bits += int(_mixed(part.view(np.int64)) @ keys) * chunk_key
+            drawn = _drawn_at(where)
+            chunk_signs, chunk_key = _signs_and_key_of_chunk(0)
+        bits += int(_mixed(part.view(np.int64)) @ drawn.keys) * chunk_key
         square = float(part @ part)
         if not np.isfinite(square):
             num_nonfinite += int((~np.isfinite(part)).sum())
             part = np.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0)
             square = float(part @ part)
         square_sum += square
-        projection += chunk_signs * _sum_into_buckets(part * signs, where)
+        projection += chunk_signs * np.bincount(drawn.buckets, weights=part * drawn.signs, minlength=NUM_BUCKETS)
     return Sketch(
         projection=projection,
         square_sum=square_sum,
@@ -180,16 +187,6 @@ def _chunks(values: np.ndarray, positions: Positions) -> list[tuple[np.ndarray, 
     return [(values[begin - first : end - first], begin) for begin, end in pairwise(cuts)]
 
 
-def _sum_into_buckets(values: np.ndarray, positions: Positions) -> np.ndarray:
-    if not isinstance(positions, int):
-        return np.bincount(positions % NUM_BUCKETS, weights=values, minlength=NUM_BUCKETS)
-    front = positions % NUM_BUCKETS
-    rows = np.zeros((-(-(front + len(values)) // NUM_BUCKETS), NUM_BUCKETS))
-    rows.reshape(-1)[front : front + len(values)] = values
-    sums: np.ndarray = rows.sum(axis=0)
-    return sums
-
-
 def _flat(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach()
     if tensor.is_complex():
@@ -204,17 +201,40 @@ def _mixed(bits: np.ndarray) -> np.ndarray:
     return mixed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """What was drawn at random for some elements of a whole tensor.
+
+    Each element has a sign of its own, and each run of NUM_BUCKETS elements its own rotation of the buckets: with one sign per run, or
+    with bucket ``j % NUM_BUCKETS``, the estimates of rank-one matrices and of matrices with few columns (most gradients) would have one
+    degree of freedom in place of NUM_BUCKETS. Tensors of up to NUM_BUCKETS elements are kept exactly.
+    """
+
+    signs: np.ndarray
+    """float64: 1 or -1."""
+    keys: np.ndarray
+    """int64, odd."""
+    buckets: np.ndarray
+    """int64."""
+
+    def part(self, begin: int, end: int) -> _Drawn:
+        here = slice(begin, end)
+        return _Drawn(signs=self.signs[here], keys=self.keys[here], buckets=self.buckets[here])
+
+
 @lru_cache(maxsize=1)
-def _first_chunk() -> tuple[np.ndarray, np.ndarray]:
-    """Return random signs (float64) and odd keys (int64) for the elements of the first chunk."""
+def _first_chunk() -> _Drawn:
     random = np.random.default_rng(0x5EED)
-    signs = random.integers(0, 2, _CHUNK).astype(np.float64) * 2 - 1
-    keys = random.integers(-(2**63), 2**63, _CHUNK, dtype=np.int64) | 1
-    return signs, keys
+    rotations = random.integers(0, NUM_BUCKETS, _CHUNK // NUM_BUCKETS)
+    return _Drawn(
+        signs=random.integers(0, 2, _CHUNK).astype(np.float64) * 2 - 1,
+        keys=random.integers(-(2**63), 2**63, _CHUNK, dtype=np.int64) | 1,
+        buckets=(np.arange(_CHUNK) + rotations.repeat(NUM_BUCKETS)) % NUM_BUCKETS,
+    )
 
 
 @lru_cache(maxsize=4096)
-def _chunk(number: int) -> tuple[np.ndarray, int]:
+def _signs_and_key_of_chunk(number: int) -> tuple[np.ndarray, int]:
     """Return the sign of each bucket and the odd key by which those of the first chunk are multiplied; 1 for the first chunk."""
     if number == 0:
         return np.ones(NUM_BUCKETS), 1
@@ -222,12 +242,13 @@ def _chunk(number: int) -> tuple[np.ndarray, int]:
     return random.integers(0, 2, NUM_BUCKETS).astype(np.float64) * 2 - 1, int(random.integers(0, 2**63)) | 1
 
 
-def _signs_and_keys(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    signs, keys = (one[positions % _CHUNK] for one in _first_chunk())
-    for number in np.unique(positions // _CHUNK).tolist():
-        if number:
-            here = positions // _CHUNK == number
-            chunk_signs, chunk_key = _chunk(number)
-            signs[here] *= chunk_signs[positions[here] % NUM_BUCKETS]
-            keys[here] *= np.int64(chunk_key)
-    return signs, keys
+def _drawn_at(positions: np.ndarray) -> _Drawn:
+    """Return what was drawn for the elements at ``positions``."""
+    first, numbers = _first_chunk(), positions // _CHUNK
+    signs, keys, buckets = (one[positions % _CHUNK] for one in (first.signs, first.keys, first.buckets))
+    for number in np.unique(numbers).tolist():
+        chunk_signs, chunk_key = _signs_and_key_of_chunk(number)
+        here = numbers == number
+        signs[here] *= chunk_signs[buckets[here]]
+        keys[here] *= np.int64(chunk_key)
+    return _Drawn(signs=signs, keys=keys, buckets=buckets)
