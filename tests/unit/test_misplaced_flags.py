@@ -13,6 +13,7 @@ from echelon.launch.script import Script
 
 def _note(tmp_path: Path, source: str, *argv: str, failed: bool = False, kind: str = "script") -> str | None:
     script = tmp_path / "train.py"
+    (tmp_path / "beside_the_script.py").write_text("parser.add_argument('--debug')\n")
     script.write_text(source)
     place = argv.index("SCRIPT")
     context = command.make_context("launch", [*argv[:place], str(script), *argv[place + 1 :]])
@@ -32,6 +33,15 @@ def test_a_flag_that_only_a_launcher_has_is_noted(flag: str, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize("flag", ["--cpu", "--debug", "--quiet", "--use_fsdp", "--strict"])
+def test_a_flag_without_a_value_that_the_script_does_not_define_is_noted(flag: str, tmp_path: Path) -> None:
+    source = "import torch\nmodel = Net().cpu()  # the debug, quiet and strict modes of the cpu\ntorch.device('cpu')\n"
+    assert _note(tmp_path, source, "--num-processes", "2", "SCRIPT", flag) == (
+        f"{flag} after the script was passed to train.py, not to the launcher; put launcher flags before the script: "
+        f"echelon launch {flag} ... train.py"
+    )
+
+
 @pytest.mark.parametrize(
     ("source", "argv"),
     [
@@ -40,8 +50,17 @@ def test_a_flag_that_only_a_launcher_has_is_noted(flag: str, tmp_path: Path) -> 
         ("", ("--num-processes", "2", "SCRIPT", "--num_processes", "2")),
         (
             "",
-            ("SCRIPT", "--mixed_precision", "bf16", "--cpu", "--parity", "exact", "--log_dir=x", "--config_file", "y"),
+            ("SCRIPT", "--mixed_precision", "bf16", "--parity", "exact", "--log_dir=x", "--config_file", "y"),
         ),
+        ("parser.add_argument('--cpu')\n", ("SCRIPT", "--cpu")),
+        ("is_cpu = '--use_cpu' in sys.argv\n", ("SCRIPT", "--use-cpu")),
+        ("flags.DEFINE_bool('debug', False)\n", ("SCRIPT", "--debug")),
+        ("class Arguments:\n    debug: bool = False\n", ("SCRIPT", "--debug")),
+        ("for name in names:\n    parser.add_argument(f'--{name}')\n", ("SCRIPT", "--quiet")),
+        ("HfArgumentParser(TrainingArguments).parse_args()\n", ("SCRIPT", "--use_cpu")),
+        ("from project.training import main\nmain()\n", ("SCRIPT", "--debug")),
+        ("import beside_the_script\n", ("SCRIPT", "--debug")),
+        ("", ("SCRIPT", "--cpu=1")),
         ("", ("SCRIPT", "num_processes", "2", "-m", "-q", "--no_such_flag")),
         ("", ("SCRIPT", "--", "--num_processes", "2")),
         ("", ("SCRIPT",)),
@@ -55,7 +74,7 @@ def test_arguments_that_may_be_those_of_the_script_are_not_noted(
 
 @pytest.mark.parametrize("kind", ["module", "program"])
 def test_a_program_that_cannot_be_read_gets_no_note(kind: str, tmp_path: Path) -> None:
-    assert _note(tmp_path, "", "SCRIPT", "--num_processes", "2", kind=kind) is None
+    assert _note(tmp_path, "", "SCRIPT", "--num_processes", "2", "--cpu", kind=kind) is None
 
 
 def test_each_flag_of_the_launcher_is_noted_after_a_usage_error_of_the_script(tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ def test_a_resumed_run_continues_its_numbers(tmp_path: Path) -> None:
     _train(save=tmp_path / "saved")
     with recording(tmp_path, attempt=2):
         _train(resume=tmp_path / "saved")
+    (event,) = [line for line in read_lines(tmp_path / "events.jsonl") if line["kind"] == "resume"]
+    assert (event["attempt"], event["step"], event["text"]) == (2, 3, "resumed at step 3")
     # The saved pass is complete: the resumed loop has no batch left; the next one begins after step 3.
     recorder = None
     with recording(tmp_path, attempt=3):

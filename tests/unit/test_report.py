@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 import struct
 from importlib import resources
 from pathlib import Path
@@ -226,6 +227,24 @@ def test_runs_ls_shows_when_what_and_how_it_ended(runs: Path, capsys: pytest.Cap
     rows = json.loads(_echelon(capsys, "runs", "ls", str(runs), "--json"))
     assert [(row["run"], row["ranks"], row["step"]) for row in rows] == [("one", 2, 20), ("two", 1, 30)]
     assert rows[0]["loss"] == pytest.approx(_series(runs / "one").last_loss)
+
+
+def test_a_run_that_resumed_at_the_end_says_that_it_took_no_step(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the rerun of a finished training: it writes no step records."""
+    shutil.rmtree(runs / "two" / "records")
+    append_line(
+        runs / "two" / "events.jsonl", {"time": 2e9, "kind": "resume", "step": 16, "text": "resumed at step 16"}
+    )
+    append_line(runs / "one" / "events.jsonl", {"time": 2e9, "kind": "resume", "step": 4, "text": "resumed at step 4"})
+    _, one, two, *_ = _echelon(capsys, "runs", "ls").splitlines()
+    assert "0 (already at step 16)" in two
+    assert "already" not in one
+    rows = json.loads(_echelon(capsys, "runs", "ls", str(runs), "--json"))
+    assert [(row["step"], row["resumed_at"]) for row in rows] == [(20, 4), (None, 16)]
+    assert re.search(r"steps +0 \(already at step 16\)\n", _echelon(capsys, "runs", "show", "two"))
+    assert re.search(r"steps +20 +0 \(already at step 16\)\n", _echelon(capsys, "runs", "compare"))
 
 
 def test_runs_show_describes_the_newest_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,9 @@ class Session:
             self.counters.load_json(counters)
             self._steps_before = self.counters.step - self.objects.num_steps()
             self._number_steps()
+            recorder = recorder_of_process()
+            if recorder is not None:
+                recorder.resumed(self.counters.step)
 
     def _number_steps(self) -> None:
         recorder = recorder_of_process()

@@ -35,7 +35,7 @@ def command() -> None:
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def list_runs(folder: str, is_json: bool) -> None:
     """List the runs in FOLDER, oldest first: when, what, how far, and how they ended."""
-    from echelon.report.comparison import commit, duration_s, format_duration, format_time  # noqa: PLC0415 - imports numpy
+    from echelon.report.comparison import commit, duration_s, format_duration, format_time, steps_text  # noqa: PLC0415 - imports numpy
     from echelon.report.step_series import last_step  # noqa: PLC0415
 
     find_run(folder)
@@ -50,6 +50,7 @@ def list_runs(folder: str, is_json: bool) -> None:
                 "duration_s": duration_s(run),
                 "ranks": run.facts.get("num_processes"),
                 "step": step,
+                "resumed_at": run.resumed_at,
                 "loss": loss,
                 "outcome": run.outcome,
                 "commit": None if commit(run) == "-" else commit(run),
@@ -69,7 +70,7 @@ def list_runs(folder: str, is_json: bool) -> None:
                 format_time(row["began"]),
                 format_duration(row["duration_s"]),
                 _text(row["ranks"]),
-                _text(row["step"]),
+                steps_text(row["step"], resumed_at=row["resumed_at"]),
                 "-" if row["loss"] is None else f"{row['loss']:.4g}",
                 row["outcome"],
                 row["commit"] or "-",

@@ -29,6 +29,7 @@ __all__ = [
     "last_metrics",
     "results",
     "settings_of",
+    "steps_text",
 ]
 
 UNKNOWN = "-"
@@ -79,6 +80,8 @@ def describe_run(run: RecordedRun, series: StepSeries | None) -> list[ComparedFa
 def results(run: RecordedRun, series: StepSeries | None) -> dict[str, str]:
     """Return a run's results as text: how it ended, steps, last loss, rates, goodput and last metrics."""
     found = {"outcome": run.outcome, "duration": format_duration(duration_s(run)), "restarts": _restarts(run)}
+    if series is None and run.resumed_at is not None:
+        found["steps"] = steps_text(None, resumed_at=run.resumed_at)
     if series is not None:
         found["steps"] = f"{series.last_step:,}"
         found["last loss"] = _significant(series.last_loss)
@@ -94,6 +97,13 @@ def results(run: RecordedRun, series: StepSeries | None) -> dict[str, str]:
         found["last loss"] = f"{found['last loss']}, nan or infinite from step {series.not_finite_from:,} on"
     # A metric that is nan is known, unlike the numbers above.
     return found | {name: _significant(value) for name, value in last_metrics(run).items()}
+
+
+def steps_text(step: int | None, *, resumed_at: int | None) -> str:
+    """Return the run's last step as text, or that it took none after it resumed from a finished training's checkpoint."""
+    if step is None:
+        return UNKNOWN if resumed_at is None else f"0 (already at step {resumed_at})"
+    return str(step)
 
 
 def last_metrics(run: RecordedRun) -> dict[str, float]:

@@ -118,6 +118,12 @@ class RecordedRun:
         found = {json.dumps(line, sort_keys=True): line for line in lines if _is_finite(line.get("time"))}
         return sorted(found.values(), key=lambda line: float(line["time"]))
 
+    @property
+    def resumed_at(self) -> int | None:
+        """The step at which the run, or its last restart, continued; None if it began at the start."""
+        steps = [event.get("step") for event in self.events if event.get("kind") == "resume"]
+        return steps[-1] if steps and isinstance(steps[-1], int) else None
+
     @cached_property
     def goodput(self) -> dict[str, Any] | None:
         """Wall time in seconds (``wall_s``) and its parts (``parts``), which add up to it; None if none was written."""

@@ -228,6 +228,11 @@ class ProcessRecorder:
         text = f"saved step {step} to {path} in {duration_s:.1f} s"
         self._write(EVENTS_FILE, {"kind": "checkpoint", "rank": 0, "step": step, "text": text, **facts})
 
+    def resumed(self, step: int) -> None:
+        """Record, on rank 0, that the run continues after step ``step``."""
+        if known_rank() in (None, 0):
+            self._write(EVENTS_FILE, {"kind": "resume", "rank": 0, "step": step, "text": f"resumed at step {step}"})
+
     def _write(self, file: str, line: dict[str, Any]) -> None:
         if self._is_off:
             return
