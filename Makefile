@@ -12,6 +12,8 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 export OMP_NUM_THREADS ?= 1
+# With this variable, each of the processes that the tests start compiles echelon anew: a minute of `make test`.
+unexport PYTHONDONTWRITEBYTECODE
 # Each test process keeps up to 8 rank processes. Three on two cores, because tests of time limits and restarts mostly wait.
 TEST_PROCESSES ?= 3
 # In the order of tests/order.py.

@@ -17,6 +17,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # With this variable each part of a `print` is a separate write, so the lines of ranks that share a pipe are mixed.
 os.environ.pop("PYTHONUNBUFFERED", None)
+# With this variable each process that a test starts would compile echelon anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # The tests of recording remove it; the programs of all others leave no folder.
 os.environ["ECHELON_NO_RECORD"] = "1"
 # Tests quote messages in English, without colours.

@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.harness import run_on_ranks
+from tests.launch.warm_launcher import run_echelon
 
 _TOKEN = "MARK_OF_TESTS"
 _LIMIT_S = 180.0  # eight times what the longest takes on a quiet machine
@@ -44,7 +47,7 @@ class Command:
         path.write_bytes(text.encode() if isinstance(text, str) else text)
         return name
 
-    def start(self, argv: list[str], terminal: int | None = None, **variables: str) -> subprocess.Popen[str]:
+    def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         foreign = (
             "ECHELON_",
             "ACCELERATE_",
@@ -67,11 +70,13 @@ class Command:
             "HF_HOME": str(self.directory / ".huggingface"),
         }
         own = {"ECHELON_NO_RECORD": "1", "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", _TOKEN: self._token}
-        environment = {**inherited, **homes, **own, **variables}
+        return {**inherited, **homes, **own, **variables}
+
+    def start(self, argv: list[str], terminal: int | None = None, **variables: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             argv,
             cwd=self.directory,
-            env=environment,
+            env=self._environment(variables),
             stdin=subprocess.DEVNULL if terminal is None else terminal,
             stdout=subprocess.PIPE if terminal is None else terminal,
             stderr=subprocess.PIPE if terminal is None else terminal,
@@ -94,7 +99,18 @@ class Command:
         return self.start([sys.executable, "-m", "echelon", "launch", *args], **variables)
 
     def launch(self, *args: str, **variables: str) -> Result:
-        return self.echelon("launch", *args, **variables)
+        """Run ``echelon launch ARGS`` in a process that has imported torch already; ``echelon`` and ``start_launch`` start a new one."""
+        folder, environment = str(self.directory), self._environment(variables)
+        (found,) = run_on_ranks(
+            run_echelon,
+            ["launch", *args],
+            folder,
+            environment,
+            world_size=1,
+            timeout=_LIMIT_S,
+            init_group=False,
+        )
+        return Result(*found, time.monotonic())
 
     def left_over(self) -> list[psutil.Process]:
         """Return the processes that carry the mark and still run."""
