@@ -94,9 +94,9 @@ STARTERS = {"python": (None, 1, 4), "launch": (LAUNCH, 2, 2), "torchrun": (TORCH
     ("example", "starters"),
     [
         ("mnist_ddp", ["python"]),
-        ("mnist_accelerator", ["python"]),
-        ("mnist_trainer", ["launch"]),
-        pytest.param("mnist_trainer", ["python"], marks=pytest.mark.soak),
+        ("mnist_accelerator", ["launch"]),
+        ("mnist_trainer", ["python"]),
+        pytest.param("mnist_accelerator", ["python"], marks=pytest.mark.soak),
         *(
             pytest.param(level, ["launch", "torchrun"], marks=pytest.mark.soak)
             for level in ("mnist_ddp", "mnist_accelerator", "mnist_trainer")

@@ -55,8 +55,7 @@ def note(rank: int, directory: str) -> None:
 
 
 def test_every_way_to_set_up_works(tmp_path: Path) -> None:
-    # One after the other in the same processes, too; and plain torch in new ones below.
-    ways = ["setup", "setup with a rank"]
+    ways = ["plain torch", "setup", "setup with a rank"]  # one after the other in the same processes
     assert spawn(set_up, args=(ways, str(tmp_path)), nprocs=2) is None
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"{way} {rank} 3" for way in ways for rank in (0, 1)]
     assert "RANK" not in os.environ  # the parent's environment is left alone
@@ -78,6 +77,7 @@ def test_failure_names_the_rank_that_began(manner: str, text: str) -> None:
         assert "Traceback (most recent call last):" in message
 
 
+@pytest.mark.soak
 def test_context_is_joined_later(tmp_path: Path) -> None:
     context = spawn(set_up, (["plain torch"], str(tmp_path)), nprocs=2, join=False)
     assert context is not None
@@ -127,5 +127,6 @@ def test_a_culprit_that_torch_stopped_at_its_end_is_told_by_its_exception(tmp_pa
 def test_victim_seen_first_does_not_hide_the_culprit(tmp_path: Path) -> None:
     context = spawn(fail_after_the_victim_is_gone, (str(tmp_path),), nprocs=2, join=False)
     assert context is not None
+    assert len(context.pids()) == 2
     with pytest.raises(LaunchError, match="rank 1 failed first: ValueError: bad sample 17"):
         context.join(grace_period=30.0)  # one second is little beside other work

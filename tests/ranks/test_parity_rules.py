@@ -257,7 +257,7 @@ _LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 4))])
 def test_every_loop_variant_makes_the_update_of_the_whole_batch(world_size: int) -> None:
     loops = _LOOPS if world_size < 4 else [loop for loop in _LOOPS if loop.batch_size < 4]  # ranks without samples
     _expect_plain(loops, world_size, timeout=120)
