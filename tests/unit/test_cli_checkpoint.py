@@ -19,6 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import echelon.checkpoint.stored_weights as merging
 from echelon import Accelerator
@@ -29,8 +30,11 @@ from echelon.checkpoint.regions import ShardPart
 from echelon.checkpoint.save import Content, save
 from echelon.checkpoint.storage import LocalStorage
 from echelon.cli.main import _run
+from echelon.trainer import Trainer
 from echelon.utils import merge_fsdp_weights
 from tests.checkpoint_ranks import no_code_and_no_other_files, on_threads
+from tests.harness import run_on_ranks
+from tests.trainer_models import Net, arguments, net_data
 
 Echelon = Callable[..., "Result"]
 
@@ -223,6 +227,49 @@ def test_show_prints_tensors_optimizers_settings_and_progress(echelon: Echelon, 
     assert any(line.split() == ["models.0.embed.weight", "float32", "[6,", "4]", "ranks", "0"] for line in lines)
     assert any(line.split()[:2] == ["cpu", "True"] and "(code Accelerator(cpu=))" in line for line in lines)
     assert "  models.0.head.weight is an alias of models.0.embed.weight" in lines
+
+
+def _train_to_the_middle_of_epoch_1(level: str, parity: str, folder: str) -> None:
+    """Save 64 samples' second epoch after 32 samples: half of it, in 4 batches of each of two ranks without parity."""
+    if level == "trainer":
+        settings = {"max_steps": 6, "save_steps": 6, "gradient_accumulation_steps": 2, "parity": parity}
+        options = arguments(Path(folder), per_device_train_batch_size=4, save_strategy="steps", **settings)
+        Trainer(Net(), options, train_dataset=net_data(64)).train()
+        return
+    accelerator = Accelerator(cpu=True, parity=parity)
+    model = nn.Linear(1, 1)
+    # In exact modes the batch size is that of all ranks.
+    data = DataLoader(TensorDataset(torch.arange(64.0)[:, None]), batch_size=4 if parity == "off" else 8, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6), data)
+    for epoch in accelerator.epochs(2):
+        num_samples = 0
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            num_samples += 8 if parity == "off" else 2 * len(x)
+            if epoch == 1 and num_samples == 32:
+                accelerator.save_state(folder)
+                return
+
+
+@pytest.mark.parametrize("parity", ["off", "exact"])
+@pytest.mark.parametrize("level", ["accelerator", "trainer"])
+def test_show_tells_the_position_in_the_epoch(
+    level: str, parity: str, echelon: Echelon, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_on_ranks(_train_to_the_middle_of_epoch_1, level, parity, str(tmp_path / "run"))
+    capsys.readouterr()  # what the ranks have printed
+    shown = json.loads(echelon("checkpoint", "show", tmp_path / "run", "--json").out)
+    progress, batches = shown["progress"], 4 if parity == "off" else None
+    assert shown["loaders"] == [{"epoch": 1, "batches": batches, "samples": 32, "num_samples": 64, "trains": True}]
+    assert (progress["epoch"], progress["position"]) == (1, 32)
+    assert progress["samples_seen"] == (None if parity == "off" else 96)  # only exact modes count them
+    text = echelon("checkpoint", "show", tmp_path / "run").out
+    how_many = " (4 batches of each rank)" if parity == "off" else ""
+    assert f"loader 0: in epoch 1, after 32 of 64 samples{how_many}\n" in text
+    assert not re.search("_seen=(0|None)|micro_step", text)
 
 
 def test_the_commands_in_the_document_run(

@@ -6,7 +6,7 @@ Exit codes: 0 on success, 1 if a checkpoint is damaged or cannot be converted, 2
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -319,6 +319,7 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
     from echelon.checkpoint.manifest import OBJECTS  # noqa: PLC0415 - torch
     from echelon.checkpoint.stored_weights import weights_in  # noqa: PLC0415 - torch
     from echelon.checkpoint.tensor_file import itemsize  # noqa: PLC0415 - torch
+    from echelon.data.data_facts import position_in_epoch  # noqa: PLC0415 - torch
 
     manifest = checkpoint.manifest
     files = sorted(manifest.files)
@@ -327,6 +328,7 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
             "; ".join(wrong), do="run echelon checkpoint ls --verify on its folder to find an intact checkpoint"
         )
     objects = checkpoint.objects() if OBJECTS in files else {}
+    loaders = [position_in_epoch(state, num_ranks=manifest.world_size) for state in objects.get("orders", [])]
     # A Trainer stores its weights only in files that other programs can read.
     beside = [file for file in weight_files(checkpoint.folder) if file.suffix == ".safetensors"]
     return {
@@ -336,7 +338,8 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
         "written_by": manifest.written_by,
         "world_size": manifest.world_size,
         "num_bytes": sum(facts.size for facts in manifest.files.values()),
-        "progress": manifest.progress,
+        "progress": _progress(manifest.progress or {}, loaders),
+        "loaders": loaders,
         "layout": manifest.layout,
         "config": manifest.config,
         "objects": sorted(objects),
@@ -360,6 +363,30 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
         ],
         "aliases": dict(manifest.aliases),
     }
+
+
+def _progress(saved: Mapping[str, Any], loaders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the saved counters, with None for those that this run has not counted."""
+    found = {name: value for name, value in saved.items() if name != "micro_step"}  # always 0
+    if not found.get("samples_seen"):  # only exact modes count them
+        found["samples_seen"] = None
+        known = [one["samples"] for one in loaders if one["trains"] and one["samples"] is not None]
+        found["position"] = known[0] if len(known) == 1 else None
+    found["tokens_seen"] = found.get("tokens_seen") or None  # no num_items= was given
+    return found
+
+
+def _loader_text(index: int, loader: Mapping[str, Any]) -> str:
+    name, epoch = f"loader {index}", f"epoch {loader['epoch']}"
+    if loader["trains"] is False:
+        return f"{name}: evaluation"
+    if loader["samples"] == 0:
+        return f"{name}: at the start of {epoch}"
+    of = "" if loader["num_samples"] is None else f" of {loader['num_samples']}"
+    samples = "" if loader["samples"] is None else f", after {loader['samples']}{of} samples"
+    return f"{name}: in {epoch}{samples}" + (
+        f" ({loader['batches']} batches of each rank)" if loader["batches"] else ""
+    )
 
 
 def _foreign_content(folder: Path, files: list[Path]) -> dict[str, Any]:
@@ -386,7 +413,10 @@ def _readable(content: dict[str, Any]) -> str:
         lines += [(key, content[key])] if key in content else []
     lines.append(("size", _size(content["num_bytes"])))
     for key in ("progress", "layout"):
-        lines += [(key, ", ".join(f"{name}={value}" for name, value in (content.get(key) or {}).items()))]
+        facts = {name: value for name, value in (content.get(key) or {}).items() if value is not None}
+        lines.append((key, ", ".join(f"{name}={value}" for name, value in facts.items())))
+        if key == "progress":
+            lines += [("", _loader_text(i, one)) for i, one in enumerate(content.get("loaders", []))]
     parts: list[str] = [_table([(name, str(value)) for name, value in lines if value])]
     if content.get("config"):
         chosen = [(f"  {name}", str(value), f"({origin})") for name, (value, origin) in content["config"].items()]

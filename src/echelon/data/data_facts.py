@@ -206,6 +206,36 @@ def is_of_evaluation(state: Mapping[str, Any]) -> bool:
     return record is not None and not record["trains"]
 
 
+def position_in_epoch(state: Mapping[str, Any], *, num_ranks: int) -> dict[str, Any]:
+    """Return where a loader's saved ``order_state`` continues.
+
+    Args:
+        state: the loader's state.
+        num_ranks: number of ranks that saved it.
+
+    Returns:
+        ``epoch``; ``batches``, the number of batches that each rank has read in this epoch (None in exact modes, where it depends on
+        the number of ranks); ``samples``, the number that all ranks together have read; ``num_samples``, the number of samples of an
+        epoch; ``trains``, whether the loader's last pass was a training pass. Numbers that are unknown are None.
+    """
+    facts, record, exact = state.get("data") or {}, state.get("pass"), state.get("exact")
+    total = facts.get("num_samples") if facts.get("num_drawn") is None else facts["num_drawn"]
+    found = {"num_samples": total, "trains": None if record is None else bool(record["trains"])}
+    if exact is not None:
+        return {"epoch": exact["epoch"], "batches": None, "samples": exact["position"], **found}
+    if not state.get("is_within"):
+        return {"epoch": state["iteration"], "batches": 0, "samples": 0, **found}
+    if record is None:  # a checkpoint was loaded, and no pass has started since
+        return {"epoch": state["iteration"], "batches": None, "samples": None, **found}
+    size, given = _samples_of_a_step(DataFacts.from_json(facts), num_ranks) if facts else None, record["num_given"]
+    return {
+        "epoch": record["epoch"],
+        "batches": given,
+        "samples": None if size is None else given * size,
+        **found,
+    }
+
+
 def moved_position(
     state: Mapping[str, Any], saved: DataFacts, here: DataFacts, changes: Sequence[DataChange], *, num_ranks: int
 ) -> tuple[dict[str, Any], str]:
