@@ -19,6 +19,7 @@ from echelon.base.messages import catalogue, translation
 from echelon.base.messages.catalogue import Catalogue, placeholders, read_mo, read_po, to_mo
 from echelon.cli.help.launch_groups import ALL, COMMON, EXAMPLES
 from echelon.cli.main import _run, cli
+from echelon.cli.verify import GROUPS
 from echelon.config.schema import RunConfig, field_docs
 from echelon.launch.failures.failure import ErrorRecord, Frame, RankEnd, explain
 
@@ -57,7 +58,7 @@ def _sentences() -> tuple[frozenset[str], str]:
             elif isinstance(node, ast.JoinedStr):
                 found.add(_canonical("".join(map(_part, node.values))))
     texts = {*(text.replace("``", "") for text in field_docs(RunConfig).values())}
-    headings = {f"{heading}:" for heading in (*ALL, *COMMON, "Examples")}
+    headings = {f"{heading}:" for heading in (*ALL, *COMMON, *GROUPS, "Examples")}
     short = {text for group in COMMON.values() for text in group.values()} | {text for _, text in EXAMPLES}
     found |= {_canonical(_escape(text)) for text in texts | headings | short}
     return frozenset(found), "\n".join(sorted(found))

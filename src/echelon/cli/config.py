@@ -9,10 +9,10 @@ import click
 
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import translate
-from echelon.cli.config_questions import ask_settings, ask_yes_no
 from echelon.config.derive import check, derive, with_engine
 from echelon.config.explain import differences, show, show_changed, show_json
 from echelon.config.files import from_file
+from echelon.config.questions import ask_settings, ask_yes_no
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.run_record import of_run
 from echelon.config.schema import RunConfig

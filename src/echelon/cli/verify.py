@@ -1,0 +1,305 @@
+"""``echelon verify``: runs a script on several layouts, and shows whether each is the same run as one process."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import click
+from tqdm import tqdm
+
+from echelon.base.cores import usable_cores
+from echelon.base.errors import UsageError
+from echelon.base.messages.terminal import has_colour, say
+from echelon.base.printable import printable
+from echelon.cli.help.completion import complete_folders, complete_paths
+from echelon.cli.help.pages import spelled
+from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
+from echelon.status.strict_json import dumps
+
+if TYPE_CHECKING:  # these import torch
+    from echelon.verify.command.run_layouts import RunRequest
+    from echelon.verify.command.verification import Verification, VerifyPlan
+
+__all__ = ["GROUPS", "command"]
+
+GROUPS = MappingProxyType(
+    {
+        "Layouts": ("procs", "engines"),
+        "Run": ("steps", "seed", "timeout"),
+        "Reference (default: the same script on one process)": ("against", "against_run"),
+        "Resume": ("resume_after", "resume_args"),
+        "Output": ("html", "json", "keep"),
+        "Help": ("help",),
+    }
+)
+"""Heading of ``--help`` -> the parameters below it."""
+_EXAMPLES = (
+    ("echelon verify train.py --lr 0.1", "Is training on two processes the same as on one?"),
+    ("echelon verify --procs 1,2,4 --engines ddp,zero1,fsdp2 train.py", "The same for other layouts:"),
+    ("echelon verify --against plain.py ddp.py", "Is a script with DistributedDataParallel the same as a plain one?"),
+)
+_MAX_WIDTH = 110
+_PIPE_WIDTH = 100
+
+
+class VerifyCommand(click.Command):
+    """Command whose flags may also follow the script: from the first ``--procs`` or ``--engines`` on."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Move flags behind the script's arguments to the front."""
+        start = self._position_of_script(args)
+        later = (i for i, word in enumerate(args) if i > start and word.partition("=")[0] in ("--procs", "--engines"))
+        end = next(later, len(args))
+        return super().parse_args(ctx, [*args[end:], *args[:end]])
+
+    def _position_of_script(self, args: list[str]) -> int:
+        switches = {name for one in self.params if isinstance(one, click.Option) and one.is_flag for name in one.opts}
+        i = 0
+        while i < len(args) and args[i].startswith("-"):
+            is_whole = "=" in args[i] or args[i].replace("_", "-") in switches | {"-h", "--help"}
+            i += 1 if is_whole else 2
+        return i
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in groups, and examples."""
+        options = {_name(one): one for one in self.get_params(ctx) if isinstance(one, click.Option)}
+        records = {name: one.get_help_record(ctx) for name, one in options.items()}
+        rows = {name: (spelled(record[0]), record[1]) for name, record in records.items() if record is not None}
+        left = max(len(first) for first, _ in rows.values())
+        for heading, names in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(rows[name][0].ljust(left), rows[name][1]) for name in names])
+        with formatter.section("Examples"):
+            for line, text in _EXAMPLES:
+                formatter.write_text(text)
+                formatter.write(f"    {line}\n")
+
+
+def _name(option: click.Option) -> str:
+    return "help" if "--help" in option.opts else str(option.name)
+
+
+@click.command("verify", cls=VerifyCommand, context_settings={"allow_interspersed_args": False})
+@click.option("--procs", metavar="N,N,...", default="1,2", help="Numbers of processes (default: 1,2).")
+@click.option(
+    "--engines",
+    metavar="NAMES",
+    help="Engines to run with each number of processes, such as ddp,zero1,fsdp2 (default: the one that the script and its "
+    "settings choose). Scripts that do not use echelon's Accelerator or Trainer ignore the engine.",
+)
+@click.option(
+    "--steps", metavar="N", type=click.IntRange(min=1), default=20, help="Number of optimizer steps (default: 20)."
+)
+@click.option(
+    "--seed",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Seed of all random number generators when the script starts; rank R gets N + R (default: 0).",
+)
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(min=1.0),
+    default=600.0,
+    help="Time after which a run is stopped; its ranks' positions are shown (default: 600).",
+)
+@click.option(
+    "--against", metavar="SCRIPT", help="Compare with this script on one process.", shell_complete=complete_paths
+)
+@click.option(
+    "--against_run",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Compare with a run on one process that --keep recorded in DIR.",
+    shell_complete=complete_folders,
+)
+@click.option(
+    "--resume_after",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="End each layout after N steps and start the script again; together they must be the same as one run.",
+)
+@click.option(
+    "--resume_args",
+    metavar="ARGS",
+    default="",
+    help="Arguments with which the script is started again, in one string (default: the same arguments).",
+)
+@click.option(
+    "--html", metavar="FILE", help="Write a page with a row for each step and a column for each stage.",
+    shell_complete=complete_paths,
+)  # fmt: skip
+@click.option("--json", "json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--keep",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Keep the recorded steps and the output of all runs in DIR (default: a temporary folder).",
+    shell_complete=complete_folders,
+)
+@click.argument("script", metavar="SCRIPT", shell_complete=complete_paths)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=complete_paths)
+@click.pass_context
+def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> None:
+    """Show whether SCRIPT on several processes is the same run as on one, and if not, where they first differ.
+
+    Runs SCRIPT unchanged on the CPU for some steps, on one process and on each layout, and compares every step: samples,
+    outputs, loss, gradients, clipping, learning rates, weights, optimizer state, buffers and random number generators.
+    Differences that rounding explains are allowed; the reference is also run in float64 to measure rounding.
+
+    All arguments after SCRIPT are passed to the script, up to --procs or --engines. {layout} in an argument becomes the name of
+    the layout. Exit codes: 0 if all layouts are the same run, 1 if one differs, 2 if one could not be run or compared.
+    """
+    _check(script, flags)
+    folder = Path(tempfile.mkdtemp(prefix="echelon-verify-")) if flags["keep"] is None else _empty(flags["keep"])
+    is_needed = flags["keep"] is not None
+    try:
+        with handle_signals() as interrupts, _progress(is_shown=not flags["json"]) as bars:
+            interrupts.hold()
+            plan = _plan(script, args, flags, folder)
+            found = _verify(plan, flags, interrupts, bars)
+        is_needed |= found.reference_failure is not None or any(one.failure for one in found.layouts)
+        _show(found, flags)
+    except Interrupted as stop:
+        say(f"stopped by {signal.Signals(stop.number).name}; all processes have ended")
+        ctx.exit(128 + stop.number)
+    finally:
+        if not is_needed:
+            shutil.rmtree(folder, ignore_errors=True)
+    ctx.exit(found.exit_code)
+
+
+def _check(script: str, flags: dict[str, Any]) -> None:
+    """Raise an error for what can be seen before torch is imported."""
+    for name, path in (("SCRIPT", script), ("--against", flags["against"])):
+        if path is not None and not Path(path).is_file():
+            raise UsageError(f"{path} is not a file", where=name, do="pass the path of a Python script")
+    if flags["against"] is not None and flags["against_run"] is not None:
+        raise UsageError(
+            "--against and --against_run are mutually exclusive",
+            where="flags --against, --against_run",
+            do="remove one of them",
+        )
+    after = flags["resume_after"]
+    if after is not None and after >= flags["steps"]:
+        raise UsageError(
+            f"the run ends after {flags['steps']} steps, before it could be resumed after step {after}",
+            where="flag --resume_after",
+            do=f"pass --steps {2 * after}",
+        )
+    if flags["resume_args"] and after is None:
+        raise UsageError(
+            "--resume_args is set without --resume_after", where="flag --resume_args", do="add --resume_after N"
+        )
+
+
+def _empty(folder: Path) -> Path:
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"{folder} is not empty", where="flag --keep", do="pass a new folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot create {folder}: {error.strerror}", where="flag --keep", do="pass a folder that you can write"
+        ) from error
+    return folder.resolve()
+
+
+def _plan(script: str, args: tuple[str, ...], flags: dict[str, Any], folder: Path) -> VerifyPlan:
+    from echelon.verify.command.layouts import parse_layouts  # noqa: PLC0415 - imports torch, as below
+    from echelon.verify.command.verification import VerifyPlan  # noqa: PLC0415
+
+    return VerifyPlan(
+        script=script,
+        arguments=args,
+        layouts=tuple(parse_layouts(flags["procs"], flags["engines"])),
+        steps=flags["steps"],
+        folder=folder,
+        against=flags["against"],
+        against_run=flags["against_run"],
+        resume_after=flags["resume_after"],
+        resume_arguments=tuple(shlex.split(flags["resume_args"])),
+    )
+
+
+def _verify(plan: VerifyPlan, flags: dict[str, Any], interrupts: Interrupts, bars: _Bars) -> Verification:
+    from echelon.verify.command.run_layouts import LayoutRunner, RunLimits  # noqa: PLC0415
+    from echelon.verify.command.verification import verify  # noqa: PLC0415
+
+    most = max(layout.num_processes for layout in plan.layouts)
+    limits = RunLimits(seed=flags["seed"], timeout_s=flags["timeout"], num_threads=max(usable_cores() // most, 1))
+    recorder = LayoutRunner(limits, interrupts, on_update=bars.show)
+    return verify(plan, recorder.record)
+
+
+def _show(found: Verification, flags: dict[str, Any]) -> None:
+    if flags["html"] is not None:
+        from echelon.verify.command.page import render_verification  # noqa: PLC0415
+
+        path = Path(flags["html"])
+        try:
+            path.write_text(render_verification(found), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"cannot write {path}: {error.strerror}", where="flag --html", do="pass a file that you can write"
+            ) from error
+    if flags["json"]:
+        click.echo(dumps(found.as_json(), indent=2))
+        return
+    from echelon.verify.command.terminal_output import Palette, render  # noqa: PLC0415
+
+    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH) if sys.stdout.isatty() else _PIPE_WIDTH
+    palette = Palette.for_terminal() if has_colour(sys.stdout) else Palette()
+    click.echo(render(found, palette=palette, width=width), nl=False, color=True)
+    if flags["html"] is not None:
+        click.echo(f"\npage: {printable(flags['html'])}")
+
+
+class _Bars:
+    """A bar for each run, on a terminal; elsewhere, nothing."""
+
+    def __init__(self, *, is_shown: bool) -> None:
+        self._is_shown = is_shown
+        self._bar: tqdm[Any] | None = None
+        self._name = ""
+
+    def show(self, request: RunRequest, count: int) -> None:
+        """Show that ``count`` updates of a run have been recorded."""
+        if not self._is_shown:
+            return
+        if self._bar is None or self._name != request.name:
+            self.close()
+            self._name = request.name
+            self._bar = tqdm(
+                total=request.steps,
+                desc=f"{request.name:<32}",
+                leave=False,
+                disable=None,  # where stderr is not a terminal
+                bar_format="{desc} {bar:24} {n_fmt}/{total_fmt} updates {elapsed}",
+            )
+        self._bar.update(count - self._bar.n)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+@contextmanager
+def _progress(*, is_shown: bool) -> Iterator[_Bars]:
+    bars = _Bars(is_shown=is_shown)
+    try:
+        yield bars
+    finally:
+        bars.close()

@@ -1,0 +1,176 @@
+"""The one-process runs that layouts are compared with: one for each number of merged batches, and its twin in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+from echelon.base.errors import UsageError
+from echelon.verify.command.layouts import Layout
+from echelon.verify.command.run_layouts import LayoutRun, RunFailure, RunRequest
+from echelon.verify.trace import Batch, OptimizerStep, RecordedProcess, Trace, read_trace
+
+__all__ = ["MergeError", "Reference", "References", "batch_factor", "saved_traces"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A run on one process."""
+
+    batch_factor: int
+    trace: Trace
+    seconds: float
+    float64: Trace | None = None
+    """The same run in float64; None if it was not run, or failed."""
+    float64_failure: RunFailure | None = None
+
+
+class MergeError(Exception):
+    """The updates of a layout and of one process do not have the same number of samples, whatever batches are merged."""
+
+
+class References:
+    """Runs each reference when it is first needed.
+
+    Args:
+        base: the request of the run on one process, whose folder contains the folders of all references.
+        record: runs a request.
+        saved: folder of a reference that was recorded earlier; nothing is run then.
+    """
+
+    def __init__(
+        self, base: RunRequest, record: Callable[[RunRequest], LayoutRun], *, saved: Path | None = None
+    ) -> None:
+        self._base, self._record = base, record
+        self._saved = {} if saved is None else saved_traces(saved)
+        self._found: dict[int, Reference | LayoutRun] = {}
+        self._twins: dict[int, Reference] = {}
+
+    @property
+    def runs_nothing(self) -> bool:
+        """Whether the references were recorded earlier."""
+        return bool(self._saved)
+
+    def first(self) -> Reference | LayoutRun:
+        """Return the reference without merged batches, or the run that failed."""
+        return self.find(min(self._saved, default=1))
+
+    def find(self, factor: int) -> Reference | LayoutRun:
+        """Return the reference in which ``factor`` batches of the loader are one, or the run that failed.
+
+        Raises:
+            MergeError: the saved references have none with this factor.
+        """
+        if factor not in self._found:
+            self._found[factor] = self._load(factor) if self._saved else self._run(factor)
+        return self._found[factor]
+
+    def with_float64(self, reference: Reference) -> Reference:
+        """Return ``reference`` with its twin in float64, if that can be run."""
+        factor = reference.batch_factor
+        if factor not in self._twins:
+            twin = reference if self._saved else self._run_float64(reference)
+            self._twins[factor] = twin
+        return self._twins[factor]
+
+    def repeat(self, reference: Reference) -> Trace | LayoutRun:
+        """Run ``reference`` once more, to see whether the script repeats itself."""
+        request = self._request(reference.batch_factor, name="one process again", suffix="-again")
+        run = self._record(request)
+        return run if run.failure is not None else read_trace(request.folder)
+
+    def _load(self, factor: int) -> Reference:
+        if factor not in self._saved:
+            known = ", ".join(map(str, sorted(self._saved)))
+            raise MergeError(
+                f"this layout needs a reference with {factor} merged batches, and the recorded run has {known}; "
+                f"record one with echelon verify --keep, or leave out --against_run"
+            )
+        own, float64 = self._saved[factor]
+        trace = None if float64 is None else read_trace(float64)
+        return Reference(batch_factor=factor, trace=read_trace(own), seconds=0.0, float64=trace)
+
+    def _run(self, factor: int) -> Reference | LayoutRun:
+        name = "one process" if factor == 1 else f"one process, {factor} batches as one"
+        run = self._record(self._request(factor, name=name))
+        if run.failure is not None:
+            return run
+        return Reference(batch_factor=factor, trace=read_trace(run.request.folder), seconds=run.seconds)
+
+    def _run_float64(self, reference: Reference) -> Reference:
+        request = self._request(reference.batch_factor, name="one process, float64", suffix="-float64")
+        run = self._record(replace(request, is_float64=True))
+        if run.failure is not None:
+            return replace(reference, float64_failure=run.failure)
+        return replace(reference, float64=read_trace(request.folder))
+
+    def _request(self, factor: int, *, name: str, suffix: str = "") -> RunRequest:
+        folder = self._base.folder / f"reference-{factor}{suffix}"
+        return replace(self._base, name=name, layout=Layout(num_processes=1), folder=folder, batch_factor=factor)
+
+
+def saved_traces(folder: Path) -> dict[int, tuple[Path, Path | None]]:
+    """Return the references in ``folder``, which ``--keep`` wrote, by the number of merged batches: own dtype, float64.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if _has_traces(folder):
+        return {_factor_of(folder): (folder, None)}
+    found: dict[int, tuple[Path, Path | None]] = {}
+    for path in folder.glob("reference-*"):
+        number = path.name.removeprefix("reference-")
+        if number.isdigit() and _has_traces(path):
+            twin = path.with_name(f"{path.name}-float64")
+            found[int(number)] = (path, twin if _has_traces(twin) else None)
+    if not found:
+        raise UsageError(
+            f"{folder} contains no recorded run",
+            where="flag --against_run",
+            do="pass a folder that echelon verify --keep FOLDER wrote",
+        )
+    return found
+
+
+def _has_traces(folder: Path) -> bool:
+    return any(folder.glob("rank_*.trace.jsonl"))
+
+
+def _factor_of(folder: Path) -> int:
+    events = (event for rank in read_trace(folder).ranks for event in rank)
+    return next((event.batch_factor for event in events if isinstance(event, RecordedProcess)), 1)
+
+
+def batch_factor(layout: Trace, one_process: Trace) -> int:
+    """Return how many batches one process must take as one, so that each update has the samples of all ranks.
+
+    Raises:
+        MergeError: no whole number does.
+    """
+    update = min(_updates(one_process) & _updates(layout), default=None)
+    if update is None:
+        raise MergeError("no update was recorded on both")
+    in_layout, in_one = _num_samples(layout, update), _num_samples(one_process, update)
+    if not in_layout or not in_one:
+        return 1  # no batch was seen; the other stages can be compared
+    factor = Fraction(in_layout, in_one)
+    if factor.denominator != 1:
+        raise MergeError(
+            f"update {update} has {in_layout} samples on {len(layout.ranks)} processes and {in_one} in one process, "
+            "and no whole number of batches makes them equal"
+        )
+    return factor.numerator
+
+
+def _updates(trace: Trace) -> set[int]:
+    return {event.update for events in trace.ranks for event in events if isinstance(event, OptimizerStep)}
+
+
+def _num_samples(trace: Trace, update: int) -> int:
+    events = [event for events in trace.ranks for event in events]
+    batches = [event for event in events if isinstance(event, Batch) and event.update == update]
+    sources = {batch.source for batch in batches}
+    source = "loader" if "loader" in sources else "inputs"
+    return sum(len(batch.rows) for batch in batches if batch.source == source)
