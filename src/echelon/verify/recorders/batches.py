@@ -1,0 +1,282 @@
+"""Records which samples a training forward pass used: the batches that the script's loop received, or else the model's inputs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.data import DataLoader
+
+from echelon.distributed.tree import leaves
+from echelon.verify.recorders.sample_rows import SampleRows, num_rows, rows_of
+from echelon.verify.recorders.user_code import line_of_user
+from echelon.verify.recording import Recording
+from echelon.verify.trace import Batch
+
+__all__ = ["Batches"]
+
+# Loaders that are no subclasses of DataLoader, by module. They are patched when they are found to be imported.
+_OTHER_LOADERS = {"accelerate.data_loader": ("DataLoaderShard", "DataLoaderDispatcher", "MpDeviceLoaderWrapper", "SkipDataLoader")}
+_MAX_HELD = 4096
+"""Batches that one loader may hand out before a forward pass uses them."""
+
+
+class Batches:
+    """Recognizes each batch of a loader when a training forward pass uses it.
+
+    Only the outermost loader counts: accelerate's and echelon's loaders read one batch ahead from the loader inside them.
+    """
+
+    def __init__(self) -> None:
+        self._recording: Recording | None = None
+        self._held: list[_Batch] = []
+        self._used: list[_Batch] = []
+        """Batches of the latest training forward pass that used a new one."""
+        self._place_of_used: tuple[int, int] | None = None
+        self._num_used_rows = 0
+        self._is_looped_over: bool | None = None
+        """Whether the script trains on batches of loaders; None before the first training forward pass."""
+        self._inputs: Any = None
+        self._rows: SampleRows | None = None
+        self._transforms: list[Callable[[Any], Any]] = []
+        self._nested = threading.local()
+        self._num_iterators = 0
+
+    def transform_batches(self, transform: Callable[[Any], Any]) -> None:
+        """Hand ``transform(batch)`` to the script in place of each batch."""
+        self._transforms.append(transform)
+
+    @property
+    def rows(self) -> SampleRows | None:
+        """The samples of the training forward pass that is running; None if its inputs have no samples along dimension 0."""
+        if self._rows is None and self._inputs is not None:
+            self._rows, self._inputs = rows_of(self._inputs), None
+        return self._rows
+
+    def install(self, recording: Recording) -> Callable[[], None]:
+        """Patch the loaders."""
+        self._recording = recording
+        patched: dict[type, Any] = {}
+        thread = threading.get_ident()
+
+        def patch(kind: type) -> None:
+            if "__iter__" not in vars(kind) or kind in patched:
+                return
+            begin = patched[kind] = vars(kind)["__iter__"]
+
+            @wraps(begin)
+            def iterate(loader: Any) -> Any:
+                patch_loaders()
+                iterator = begin(loader)
+                if threading.get_ident() != thread:
+                    return iterator
+                self._num_iterators += 1
+                return _Iterator(iterator, self, self._num_iterators)
+
+            kind.__iter__ = iterate  # type: ignore[attr-defined]
+
+        def patch_loaders() -> None:
+            kinds: list[type] = [DataLoader]
+            while kinds:
+                kind = kinds.pop()
+                patch(kind)
+                kinds += kind.__subclasses__()
+            for module, names in _OTHER_LOADERS.items():
+                for name in names:
+                    other = getattr(sys.modules.get(module), name, None)
+                    if other is not None:
+                        patch(other)
+
+        construct = DataLoader.__init__
+
+        @wraps(construct)
+        def patched_init(loader: Any, *args: Any, **kwargs: Any) -> None:
+            patch_loaders()
+            construct(loader, *args, **kwargs)
+
+        def init_subclass(kind: type, **kwargs: Any) -> None:
+            super(DataLoader, kind).__init_subclass__(**kwargs)
+            patch(kind)
+
+        patch_loaders()
+        DataLoader.__init__ = patched_init  # type: ignore[method-assign]
+        DataLoader.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+        recording.transform_inputs(self._before_forward)
+
+        def remove() -> None:
+            for kind, begin in patched.items():
+                kind.__iter__ = begin  # type: ignore[attr-defined]
+            DataLoader.__init__ = construct  # type: ignore[method-assign]
+            del DataLoader.__init_subclass__
+
+        return remove
+
+    def next_of(self, iterator: _Iterator) -> Any:
+        """Return the next batch of ``iterator``, and hold it until a forward pass uses it."""
+        depth = getattr(self._nested, "depth", 0)
+        self._nested.depth = depth + 1
+        try:
+            batch = next(iterator.inner)
+        finally:
+            self._nested.depth = depth
+        if depth:
+            return batch
+        rows = rows_of(batch) if torch.is_grad_enabled() else None
+        for transform in self._transforms:
+            batch = transform(batch)
+        if rows is not None:
+            self._hold(batch, rows, iterator.index)
+        return batch
+
+    def _hold(self, batch: Any, rows: SampleRows, iterator: int) -> None:
+        storages = {_key(leaf): StorageWeakRef(leaf.untyped_storage()) for leaf in leaves(batch) if _has_storage(leaf)}
+        # An earlier batch whose tensors do not exist anymore was skipped.
+        self._held = [one for one in self._held if one.iterator != iterator or one.is_alive()][-_MAX_HELD:]
+        self._held.append(_Batch(iterator=iterator, rows=rows, storages=storages, line=line_of_user()))
+
+    def _before_forward(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Record the batches of a forward pass; return the arguments unchanged."""
+        recording = self._recording
+        assert recording is not None
+        inputs = {"args": args, **kwargs}
+        storages = {_key(leaf) for leaf in leaves(inputs) if _has_storage(leaf)}
+        if not (root.training and torch.is_grad_enabled()):
+            for one in self._found(storages) or self._held[-1:]:
+                one.is_evaluated = True
+            return args, kwargs
+        place = (recording.update, recording.micro_step)
+        if self._is_looped_over is None:
+            self._is_looped_over = any(not one.is_evaluated for one in self._held) or bool(self._found(storages))
+        if not self._is_looped_over:
+            rows = rows_of(inputs)
+            self._rows, self._inputs = rows, None
+            if rows is not None:
+                self._record(rows, "inputs", line_of_user())
+            return args, kwargs
+        found = self._found(storages)
+        if not found and self._place_of_used != place and not any(one.holds(storages) for one in self._used):
+            found = self._oldest()
+        if found:
+            self._use(found, place)
+        self._choose_rows(inputs)
+        return args, kwargs
+
+    def _found(self, storages: set[int]) -> list[_Batch]:
+        return [one for one in self._held if one.holds(storages)]
+
+    def _oldest(self) -> list[_Batch]:
+        """Return the batches that a forward pass probably uses whose inputs were computed from them: one of each loader."""
+        held = [one for one in self._held if not one.is_evaluated] or self._held
+        alive = [one for one in held if one.is_alive()]
+        first: dict[int, _Batch] = {}
+        for one in alive or held[-1:]:
+            first.setdefault(one.iterator, one)
+        return list(first.values())
+
+    def _use(self, found: list[_Batch], place: tuple[int, int]) -> None:
+        for one in found:
+            self._record(one.rows, "loader", one.line)
+        self._held = [one for one in self._held if one not in found]
+        self._used = found if self._place_of_used != place else self._used + found
+        self._place_of_used = place
+        self._num_used_rows = 0
+
+    def _record(self, rows: SampleRows, source: Any, line: str) -> None:
+        recording = self._recording
+        assert recording is not None
+        recording.add(
+            Batch(
+                update=recording.update,
+                micro_step=recording.micro_step,
+                source=source,
+                rows=rows.rows,
+                num_items=rows.num_items,
+                line=line,
+            )
+        )
+
+    def _choose_rows(self, inputs: Any) -> None:
+        """Find the samples among the inputs of the model: those of a batch, the next part of one, or else what the inputs contain."""
+        self._rows, self._inputs = None, None
+        count = num_rows(inputs)
+        if count is None:
+            return
+        for rows in [one.rows for one in reversed(self._used)] + [_together([one.rows for one in self._used])]:
+            if len(rows.rows) == count:
+                self._rows = rows
+                return
+        start, rows = self._num_used_rows, self._used[-1].rows if self._used else None
+        if rows is not None and start + count <= len(rows.rows):
+            self._rows, self._num_used_rows = rows.part(start, start + count), start + count
+            return
+        self._inputs = inputs
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Batch:
+    """A batch that the script has received."""
+
+    iterator: int
+    rows: SampleRows
+    storages: dict[int, StorageWeakRef]
+    line: str
+    is_evaluated: bool = False
+
+    def is_alive(self) -> bool:
+        """Whether the script still has a tensor of the batch, or a view of one."""
+        return not self.storages or any(not one.expired() for one in self.storages.values())
+
+    def holds(self, storages: set[int]) -> bool:
+        """Whether one of ``storages`` belongs to the batch."""
+        return any(key in storages and not one.expired() for key, one in self.storages.items())
+
+
+class _Iterator:
+    """The iterator that a patched loader returns."""
+
+    def __init__(self, inner: Iterator[Any], batches: Batches, index: int) -> None:
+        self.inner = inner
+        self.index = index
+        self._batches = batches
+
+    def __iter__(self) -> _Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self._batches.next_of(self)
+
+    def __len__(self) -> int:
+        return len(self.inner)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def _together(parts: list[SampleRows]) -> SampleRows:
+    if not parts:
+        return SampleRows(rows=[], keys=np.zeros(0, dtype=np.uint64), lengths={})
+    return replace(
+        parts[0],
+        rows=[row for part in parts for row in part.rows],
+        keys=np.concatenate([part.keys for part in parts]),
+        lengths={},
+        num_items=None,
+    )
+
+
+def _has_storage(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,238 @@
+"""Draws dropout masks from the content of each sample, so that a sample has the same mask on every layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn import functional as F
+
+from echelon.verify.recorders.batches import Batches
+from echelon.verify.recorders.sample_rows import SampleRows
+from echelon.verify.recording import Recording
+
+__all__ = ["KeyedDropout"]
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as signed 64-bit integers
+_MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+_RESOLUTION = 1 << 31
+# Standard deviation and shift of alpha dropout: Klambauer et al., "Self-normalizing neural networks", equations 4 to 7.
+_ALPHA = 1.7580993408473766
+
+_DROPOUTS = ("dropout", "dropout_", "feature_dropout", "feature_dropout_", "alpha_dropout", "alpha_dropout_")
+_DROPOUTS += ("feature_alpha_dropout", "feature_alpha_dropout_")
+
+
+class KeyedDropout:
+    """Replaces the masks of torch's dropout functions in training forward passes. The random number generators are not used.
+
+    A mask depends on the update, on the number of earlier masks in this forward pass, on the sample, and on the element's position in the
+    sample. In a checkpointed block, the second pass draws the masks of the first.
+
+    Args:
+        batches: which samples the forward pass uses.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self.num_masks = 0
+        """Number of masks drawn so far."""
+        self._batches = batches
+        self._recording: Recording | None = None
+        self._call = 0
+        self._rows: SampleRows | None = None
+        self._key = 0
+        self._is_active = False
+
+    def install(self, recording: Recording) -> Callable[[], None]:
+        """Patch torch's dropout functions, attention with dropout, and checkpointing."""
+        self._recording = recording
+        recording.on_training_forward(self._begin)
+        recording.on_forward_end(self._end)
+        restored: list[tuple[Any, str, Any]] = []
+
+        def patch(owner: Any, name: str, function: Any) -> None:
+            restored.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, function)
+
+        for name in _DROPOUTS:
+            for owner in (torch, torch._VF):
+                if hasattr(owner, name):
+                    patch(owner, name, self._keyed(getattr(owner, name), name))
+        for owner in (F, torch._C._nn):
+            patch(owner, "scaled_dot_product_attention", self._attention(owner.scaled_dot_product_attention))
+        blocks = torch.utils.checkpoint
+        patch(blocks, "_checkpoint_without_reentrant_generator", self._checkpoint(blocks._checkpoint_without_reentrant_generator))
+        apply = blocks.CheckpointFunction.apply
+        patch(blocks.CheckpointFunction, "apply", self._checkpoint(apply))
+
+        def remove() -> None:
+            for owner, name, function in reversed(restored):
+                if function is None:  # inherited, or found by __getattr__
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, function)
+
+        return remove
+
+    def _begin(self, model: int, root: nn.Module, args: Any, kwargs: Any) -> None:
+        recording = self._recording
+        assert recording is not None
+        self._call, self._is_active, self._rows = 0, True, None
+        self._key = _mixed_number(recording.update)
+
+    def _end(self, model: int, root: nn.Module, output: Any) -> None:
+        self._is_active = False
+
+    def _keyed(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        is_in_place, is_feature, is_alpha = name.endswith("_"), name.startswith("feature"), "alpha" in name
+
+        @wraps(original)
+        def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002 - torch's name
+            if not train or not 0 < p < 1:
+                return original(input, p, train)  # type: ignore[no-any-return]
+            shape = input.shape[:2] + (1,) * (input.dim() - 2) if is_feature else input.shape
+            keep = self._mask(torch.Size(shape), input.device, p)
+            if keep is None:
+                return original(input, p, train)  # type: ignore[no-any-return]
+            if is_alpha:
+                scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+                noise = keep.to(input.dtype) * scale
+                shift = (~keep).to(input.dtype) * (-_ALPHA * scale) + _ALPHA * scale * p
+                return input.mul_(noise).add_(shift) if is_in_place else input * noise + shift
+            noise = keep.to(input.dtype) / (1 - p)
+            return input.mul_(noise) if is_in_place else input * noise
+
+        return dropout
+
+    def _attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def attention(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attn_mask: torch.Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> torch.Tensor:
+            if not dropout_p or not (self._is_active or self._is_in_recomputed_block()):
+                return original(  # type: ignore[no-any-return]
+                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
+            if enable_gqa:
+                key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+                value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+            weights = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
+            if is_causal:
+                attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+            if attn_mask is not None:
+                is_bool = attn_mask.dtype is torch.bool
+                weights = weights.masked_fill(~attn_mask, -math.inf) if is_bool else weights + attn_mask
+            weights = torch._safe_softmax(weights, -1)  # rows that are masked as a whole give zeros, as in torch
+            return F.dropout(weights, dropout_p) @ value
+
+        return attention
+
+    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Let the second pass of a checkpointed function draw the masks of its first pass."""
+
+        @wraps(original)
+        def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not self._is_active:
+                return original(function, *args, **kwargs)
+            begin = (self._call, self._rows or self._batches.rows, self._key)
+
+            @wraps(function)
+            def keyed(*inputs: Any, **options: Any) -> Any:
+                if not self._is_in_recomputed_block():
+                    return function(*inputs, **options)
+                with self._from(begin):
+                    return function(*inputs, **options)
+
+            return original(keyed, *args, **kwargs)
+
+        return checkpoint
+
+    @contextmanager
+    def _from(self, begin: tuple[int, SampleRows | None, int]) -> Iterator[None]:
+        before = self._call, self._rows, self._key, self._is_active
+        self._call, self._rows, self._key = begin
+        self._is_active = True
+        try:
+            yield
+        finally:
+            self._call, self._rows, self._key, self._is_active = before
+
+    def _is_in_recomputed_block(self) -> bool:
+        return self._recording is not None and self._recording.is_in_backward
+
+    def _mask(self, shape: torch.Size, device: torch.device, p: float) -> torch.Tensor | None:
+        """Return which elements are kept, or None where an ordinary mask must be drawn."""
+        recording = self._recording
+        assert recording is not None
+        if not self._is_active:
+            return None
+        rows = self._rows or self._batches.rows
+        self._rows = rows
+        self._call += 1
+        layout = None if rows is None else _layout(shape, len(rows.rows))
+        if rows is None or layout is None:
+            recording.note(f"a dropout mask of shape {list(shape)} has no dimension of samples, so it depends on the layout")
+            return None
+        self.num_masks += 1
+        keys = torch.as_tensor(rows.keys.view("int64"), device=device)
+        return keyed_mask(keys, shape, layout=layout, key=_mixed_number(self._key + self._call), p=p)
+
+
+def keyed_mask(keys: torch.Tensor, shape: torch.Size, *, layout: tuple[int, int], key: int, p: float) -> torch.Tensor:
+    """Return a mask that is False with probability ``p``.
+
+    Args:
+        keys: int64, ``(num_samples,)``.
+        layout: the dimension of the samples, and how many consecutive entries of it belong to one sample.
+        key: identifies the call.
+    """
+    samples, num_each = layout
+    numbers = _mixed(keys + key)
+    if num_each > 1:  # samples times heads
+        within = torch.arange(num_each, device=keys.device)
+        numbers = _mixed(numbers[:, None] + within * _GOLDEN).reshape(-1)
+    numbers = numbers.reshape(-1, *[1] * (len(shape) - samples - 1))
+    # Coordinates are hashed one by one: a flat index would depend on the padded length of attention weights.
+    for dim, size in enumerate(shape):
+        if dim != samples and size > 1:
+            positions = torch.arange(size, device=keys.device) + (dim + 1) * (1 << 40)
+            numbers = numbers + _mixed(positions).reshape(-1, *[1] * (len(shape) - dim - 1))
+    numbers = _mixed(numbers.expand(shape))
+    return (numbers >> 20) & (_RESOLUTION - 1) >= round(p * _RESOLUTION)
+
+
+def _layout(shape: torch.Size, num_samples: int) -> tuple[int, int] | None:
+    """Return the dimension of the samples and the number of entries for each sample; None if there is none."""
+    if not shape or not num_samples:
+        return None
+    if shape[0] == num_samples:
+        return 0, 1
+    is_multiple = shape[0] % num_samples == 0
+    if len(shape) > 2 and shape[1] == num_samples and not (is_multiple and shape[1] == shape[2]):
+        return 1, 1  # (length, samples, ...)
+    return (0, shape[0] // num_samples) if is_multiple else None
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """Return a hash of each int64 number (the finalizer of splitmix64)."""
+    numbers = (numbers + 1) * _GOLDEN
+    numbers = (numbers ^ (numbers >> 30)) * _MIX[0]
+    numbers = (numbers ^ (numbers >> 27)) * _MIX[1]
+    return numbers ^ (numbers >> 31)
+
+
+def _mixed_number(number: int) -> int:
+    return int(_mixed(torch.tensor(number)))

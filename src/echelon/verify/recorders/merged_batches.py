@@ -1,0 +1,172 @@
+"""Merges consecutive batches of the script's loaders, so that one process takes in one step what several take together."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from echelon.base.errors import UsageError
+from echelon.data.batch import join_batches
+from echelon.verify.recording import Recording
+
+__all__ = ["MergedBatches"]
+
+# Libraries that rebuild a loader from the attributes of the script's loader, which has been merged already.
+_REBUILDERS = ("accelerate.", "echelon.data.", "echelon.distributed.", "echelon.accelerator.", "torch.", "torchdata.")
+
+
+class MergedBatches:
+    """Makes each DataLoader that the script builds return batches that are ``factor`` times as large.
+
+    The result is what a loader with the larger batch size returns: the same order, and at the end a smaller batch or, with drop_last, none.
+    """
+
+    def __init__(self, factor: int) -> None:
+        self._factor = factor
+
+    def install(self, recording: Recording) -> Callable[[], None]:
+        """Patch the constructor of DataLoader."""
+        construct, factor = DataLoader.__init__, self._factor
+        if factor == 1:
+            return lambda: None
+        signature = inspect.signature(construct)
+
+        @wraps(construct)
+        def merged(loader: Any, *args: Any, **kwargs: Any) -> None:
+            if not _is_rebuilt():
+                given = signature.bind(loader, *args, **kwargs)
+                given.apply_defaults()
+                options = _merged_options(given.arguments, factor)
+                given.arguments.update(options)
+                args, kwargs = given.args[1:], given.kwargs
+            construct(loader, *args, **kwargs)
+
+        DataLoader.__init__ = merged  # type: ignore[method-assign]
+
+        def remove() -> None:
+            DataLoader.__init__ = construct  # type: ignore[method-assign]
+
+        return remove
+
+
+def _merged_options(given: dict[str, Any], factor: int) -> dict[str, Any]:
+    """Return the arguments of DataLoader that are replaced."""
+    batch_sampler, sampler, dataset = given["batch_sampler"], given["sampler"], given["dataset"]
+    if batch_sampler is not None:
+        return {"batch_sampler": _merged_sampler(batch_sampler, factor)}
+    if given["batch_size"] is not None:
+        return {"batch_size": given["batch_size"] * factor}
+    if isinstance(sampler, BatchSampler):  # each item of it is a batch
+        return {"sampler": _merged_sampler(sampler, factor)}
+    if isinstance(dataset, IterableDataset):  # it makes the batches itself
+        return {"dataset": _MergedStream(dataset, factor)}
+    if sampler is None:
+        sampler = RandomSampler(dataset, generator=given["generator"]) if given["shuffle"] else SequentialSampler(dataset)
+    groups = BatchSampler(sampler, factor, drop_last=False)
+    return {"dataset": _MergedItems(dataset), "sampler": groups, "shuffle": None}
+
+
+def _merged_sampler(sampler: Any, factor: int) -> Any:
+    if type(sampler) is BatchSampler:
+        return BatchSampler(sampler.sampler, sampler.batch_size * factor, sampler.drop_last)
+    return _MergedSampler(sampler, factor)
+
+
+class _MergedSampler(Sampler[list[Any]]):
+    """Joins ``factor`` consecutive batches of a batch sampler. Other attributes are those of the batch sampler."""
+
+    def __init__(self, batches: Any, factor: int) -> None:
+        self._batches = batches
+        self._factor = factor
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        batches = iter(self._batches)
+        while group := list(islice(batches, self._factor)):
+            if len(group) < self._factor and self._drops_last():
+                return
+            yield [index for batch in group for index in batch]
+
+    def __len__(self) -> int:
+        count = len(self._batches)
+        return count // self._factor if self._drops_last() else -(-count // self._factor)
+
+    @property
+    def batch_size(self) -> Any:
+        """The larger batch size, if the batch sampler has one."""
+        return self._batches.batch_size * self._factor
+
+    def _drops_last(self) -> bool:
+        return bool(getattr(self._batches, "drop_last", False))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # not yet set, in a worker
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+
+class _MergedStream(IterableDataset[Any]):
+    """Joins ``factor`` consecutive batches of an iterable dataset."""
+
+    def __init__(self, dataset: Any, factor: int) -> None:
+        self._dataset = dataset
+        self._factor = factor
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._dataset)
+        while group := list(islice(batches, self._factor)):
+            yield _joined(group)
+
+    def __len__(self) -> int:
+        return -(-len(self._dataset) // self._factor)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_dataset", "_factor"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+class _MergedItems(Dataset[Any]):
+    """A dataset whose items are batches; it joins those that it is asked for at once. Other attributes are those of the dataset."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, indices: list[Any]) -> Any:
+        return _joined([self._dataset[index] for index in indices])
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+def _joined(batches: list[Any]) -> Any:
+    try:
+        return join_batches(batches)
+    except UsageError as error:
+        raise UsageError(
+            "the script's loader (batch_size=None) returns batches that cannot be concatenated, so one process cannot take in one step "
+            "the batches of several",
+            do="pass a script that trains on the larger batches as --against, or let the DataLoader collate the batches",
+        ) from error
+
+
+def _is_rebuilt() -> bool:
+    """Return whether a library builds the loader from another loader; the constructors of subclasses are left out."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", "")) + "."
+        in_constructor = frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), DataLoader)
+        if not in_constructor and not name.startswith("echelon.verify."):
+            return name.startswith(_REBUILDERS)
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -1,0 +1,190 @@
+"""Recognizes samples by their content, also if they are padded to different lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.distributed.tree import contents
+from echelon.verify.trace import Row
+
+__all__ = ["SampleRows", "num_rows", "rows_of"]
+
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MAX_COLUMNS = 1 << 16
+"""Columns that are hashed at once: bounds the memory for images and the like."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleRows:
+    """The samples of one batch."""
+
+    rows: list[Row]
+    keys: np.ndarray
+    """uint64, ``(num_samples,)``: hash of each sample that does not depend on its padding (as far as that can be recognized)."""
+    lengths: dict[int, np.ndarray]
+    """For each length of integer leaves of shape ``(num_samples, length)``: the sample's length without its padding, ``(num_samples,)``."""
+    num_items: int | None = None
+    """Number of labels that are not -100, if there is an integer leaf named ``labels``."""
+
+    def part(self, start: int, stop: int) -> SampleRows:
+        """Return the samples ``start`` to ``stop``."""
+        lengths = {length: each[start:stop] for length, each in self.lengths.items()}
+        return SampleRows(rows=self.rows[start:stop], keys=self.keys[start:stop], lengths=lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    path: str
+    values: np.ndarray
+    """int64, ``(num_samples, num_values)``: the bits of float64 values, integers, or hashes of other objects."""
+    length: int | None
+    """Length of the dimension that may be padded, or None."""
+
+    @property
+    def num_values_per_position(self) -> int:
+        assert self.length is not None
+        return self.values.shape[1] // self.length
+
+
+def num_rows(data: Any) -> int | None:
+    """Return the number of samples of a batch: the length of its first tensor with dimensions, or else of its first list of objects."""
+    counts = [leaf.size(0) for _, leaf in _leaves(data) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    if not counts:
+        counts = [len(leaf) for _, leaf in _leaves(data) if isinstance(leaf, list)]
+    return counts[0] if counts else None
+
+
+def rows_of(batch: Any) -> SampleRows | None:
+    """Return the samples of ``batch``, or None if it has no samples along dimension 0."""
+    count = num_rows(batch)
+    if count is None:
+        return None
+    found = [one for path, leaf in _leaves(batch) if (one := _leaf(path, leaf, count)) is not None]
+    lengths, stops = {}, {}
+    for length in {leaf.length for leaf in found if leaf.length is not None}:
+        padded = [leaf for leaf in found if leaf.length == length]
+        lengths[length], stops[length] = _lengths(padded)
+    whole, keys, prefix = (np.zeros(count, dtype=np.uint64) for _ in range(3))
+    for leaf in found:
+        if leaf.length is None or (lengths[leaf.length] == stops[leaf.length]).all() and (stops[leaf.length] == leaf.length).all():
+            (of_leaf,) = _hashes(leaf, ())
+            at_length = at_stop = of_leaf
+        else:
+            of_leaf, at_length, at_stop = _hashes(leaf, (lengths[leaf.length], stops[leaf.length]))
+        whole += of_leaf
+        keys += at_length
+        prefix += at_stop
+    rows = [Row(whole=int(a), prefix=int(b)) for a, b in zip(_mixed(whole).tolist(), _mixed(prefix).tolist(), strict=True)]
+    return SampleRows(rows=rows, keys=_mixed(keys), lengths=lengths, num_items=_num_items(batch))
+
+
+def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf); a list without tensors or containers is one leaf, with an object per sample."""
+    held = contents(data)
+    if held is None or (isinstance(data, list) and not any(isinstance(one, torch.Tensor) or contents(one) is not None for one in data)):
+        yield path, data
+        return
+    items = held.items() if isinstance(held, dict) else enumerate(held)
+    for key, value in items:
+        yield from _leaves(value, f"{path}.{key}")
+
+
+def _leaf(path: str, leaf: Any, count: int) -> _Leaf | None:
+    """Return the leaf as integers; None if it is not per sample."""
+    if isinstance(leaf, list) and len(leaf) == count:
+        return _Leaf(path, np.array([[_hash_of_object(one)] for one in leaf], dtype=np.uint64).view(np.int64), None)
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.dim() == 0 or leaf.size(0) != count:
+        return None
+    flat = leaf.detach().reshape(count, -1) if leaf.numel() else leaf.detach().new_zeros(count, 0)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(count, -1)
+    if flat.is_floating_point():
+        return _Leaf(path, flat.to("cpu", torch.float64).numpy().view(np.int64), None)
+    length = leaf.size(1) if leaf.dim() in (2, 3) and leaf.size(1) > 1 and flat.size(1) > 0 else None
+    if leaf.dim() == 3 and leaf.size(1) == leaf.size(2):  # a matrix over pairs of positions
+        length = None
+    return _Leaf(path, flat.to("cpu", torch.int64).numpy(), length)
+
+
+def _hash_of_object(one: Any) -> int:
+    data = one if isinstance(one, bytes) else repr(one).encode() if isinstance(one, (str, int, float, bool)) else b""
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+def _lengths(leaves: list[_Leaf]) -> tuple[np.ndarray, np.ndarray]:
+    """Return each sample's length without padding, and the same where the last run of equal values counts as padding, too.
+
+    The first must be the same for a sample that is padded in one batch and not in another, so it relies on an attention mask, or on
+    labels of -100, zeros, or a repeated value at the end. The second can be compared with the whole of a sample without padding.
+    """
+    assert leaves[0].length is not None
+    tables = [leaf.values.reshape(leaf.values.shape[0], leaf.length, -1) for leaf in leaves]
+    length = leaves[0].length
+    masks = [table for leaf, table in zip(leaves, tables, strict=True) if _is_mask(leaf)]
+    if masks:
+        lengths = np.max([_end(mask != 0) for mask in masks], axis=0)
+        return lengths, lengths
+    lengths = np.max([_end(table != 0) for table in tables], axis=0)
+    for table in tables:
+        if (table == -100).any():
+            lengths = np.minimum(lengths, _end(table != -100))
+    runs = np.max([_end(table != table[:, -1:]) for table in tables], axis=0)
+    if (lengths == length).all():
+        last = tables[0][:, -1, 0]
+        padding = set(last[runs < length - 1].tolist())  # values that some sample repeats at its end
+        if padding:
+            lengths = np.where(np.isin(last, list(padding)), runs, lengths)
+    return lengths, np.where(lengths == length, runs, lengths)
+
+
+def _is_mask(leaf: _Leaf) -> bool:
+    return leaf.path.endswith("mask") and bool(((leaf.values == 0) | (leaf.values == 1)).all())
+
+
+def _end(is_kept: np.ndarray) -> np.ndarray:
+    """Return the index after the last position of each row where any value is kept; ``(rows, positions, values)`` to ``(rows,)``."""
+    kept = is_kept.any(axis=2)
+    return np.where(kept.any(axis=1), kept.shape[1] - kept[:, ::-1].argmax(axis=1), 0)
+
+
+def _hashes(leaf: _Leaf, stops: tuple[np.ndarray, ...]) -> list[np.ndarray]:
+    """Return a hash of each row of ``leaf``, then of each row up to each of ``stops``."""
+    values, seed = leaf.values.view(np.uint64), _seed_of_path(leaf.path)
+    found = [np.zeros(values.shape[0], dtype=np.uint64) for _ in range(1 + len(stops))]
+    for start in range(0, values.shape[1], _MAX_COLUMNS):
+        part = values[:, start : start + _MAX_COLUMNS]
+        columns = np.arange(start, start + part.shape[1], dtype=np.uint64)
+        mixed = _mixed(part ^ _mixed((columns + seed) * _GOLDEN))
+        found[0] += mixed.sum(axis=1, dtype=np.uint64)
+        for index, stop in enumerate(stops, start=1):
+            ends = (stop * leaf.num_values_per_position).astype(np.uint64)
+            found[index] += np.where(columns < ends[:, None], mixed, np.uint64(0)).sum(axis=1, dtype=np.uint64)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _seed_of_path(path: str) -> np.uint64:
+    return np.uint64(_hash_of_object(path) >> 8)
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """Return a hash of each uint64 number (the finalizer of splitmix64)."""
+    numbers = (numbers ^ (numbers >> _SHIFTS[0])) * _MIX[0]
+    numbers = (numbers ^ (numbers >> _SHIFTS[1])) * _MIX[1]
+    return numbers ^ (numbers >> _SHIFTS[2])
+
+
+def _num_items(batch: Any) -> int | None:
+    for path, leaf in _leaves(batch):
+        if path.endswith(".labels") and isinstance(leaf, torch.Tensor) and not leaf.is_floating_point():
+            return int((leaf != -100).sum())
+    return None
