@@ -24,7 +24,9 @@ from echelon.verify.trace import Batch
 __all__ = ["Batches"]
 
 # Loaders that are no subclasses of DataLoader, by module. They are patched when they are found to be imported.
-_OTHER_LOADERS = {"accelerate.data_loader": ("DataLoaderShard", "DataLoaderDispatcher", "MpDeviceLoaderWrapper", "SkipDataLoader")}
+_OTHER_LOADERS = {
+    "accelerate.data_loader": ("DataLoaderShard", "DataLoaderDispatcher", "MpDeviceLoaderWrapper", "SkipDataLoader")
+}
 _MAX_HELD = 4096
 """Batches that one loader may hand out before a forward pass uses them."""
 
@@ -275,7 +277,9 @@ def _together(parts: list[SampleRows]) -> SampleRows:
 
 
 def _has_storage(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided
+    return (
+        isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided
+    )
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -24,7 +24,9 @@ _LOW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
 # Functions that draw. They draw in float32 as they do in the script's own dtype: in float64 they would draw other numbers.
 _DRAWS_NEW = frozenset({torch.rand, torch.randn, torch.rand_like, torch.randn_like})
-_DRAWS_FROM = frozenset({torch.normal, torch.bernoulli, torch.Tensor.bernoulli, torch.multinomial, torch.Tensor.multinomial})
+_DRAWS_FROM = frozenset(
+    {torch.normal, torch.bernoulli, torch.Tensor.bernoulli, torch.multinomial, torch.Tensor.multinomial}
+)
 _DRAWS_IN_PLACE = frozenset(
     getattr(torch.Tensor, name)
     for name in ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_")
@@ -138,7 +140,11 @@ def _convert(module: nn.Module) -> None:
     """Convert the tensors of ``module`` itself in place."""
     tensors = [*module._parameters.values(), *module._buffers.values()]
     for tensor in tensors:
-        if tensor is None or tensor.dtype not in _LOW or isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        if (
+            tensor is None
+            or tensor.dtype not in _LOW
+            or isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+        ):
             continue
         gradient = tensor.grad if tensor.is_leaf else None
         tensor.grad = None

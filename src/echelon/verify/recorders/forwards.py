@@ -121,7 +121,9 @@ def _value(output: Any, count: int | None) -> torch.Tensor | None:
         found = [output]
     else:
         found = [leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
-    found = [one for one in found if one.is_floating_point() and not isinstance(one, DTensor) and one.layout is torch.strided]
+    found = [
+        one for one in found if one.is_floating_point() and not isinstance(one, DTensor) and one.layout is torch.strided
+    ]
     per_sample = [one for one in found if one.dim() > 0 and one.size(0) == count]
     chosen = (per_sample or found)[:1]
     return chosen[0].detach() if chosen else None
@@ -144,7 +146,11 @@ def _without_padding(value: torch.Tensor, lengths: dict[int, np.ndarray]) -> tor
 
 @lru_cache(maxsize=8)
 def _signs(device: torch.device) -> torch.Tensor:
-    """Return ``(_BLOCK, NUM_PROJECTIONS)`` random signs, the same in every process."""
+    """Return ``(_BLOCK, NUM_PROJECTIONS)`` random signs, the same in every process.
+
+    Each four rows are orthogonal, so that nothing is lost of samples with up to four elements.
+    """
     generator = torch.Generator().manual_seed(0x5EED)
-    signs = torch.randint(0, 2, (_BLOCK, NUM_PROJECTIONS), generator=generator) * 2 - 1
-    return signs.to(device, torch.float64)
+    hadamard = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
+    signs = torch.randint(0, 2, (_BLOCK, 1), generator=generator) * 2 - 1
+    return (signs * hadamard.repeat(_BLOCK // NUM_PROJECTIONS, 1)).to(device, torch.float64)

@@ -67,7 +67,11 @@ class KeyedDropout:
         for owner in (F, torch._C._nn):
             patch(owner, "scaled_dot_product_attention", self._attention(owner.scaled_dot_product_attention))
         blocks = torch.utils.checkpoint
-        patch(blocks, "_checkpoint_without_reentrant_generator", self._checkpoint(blocks._checkpoint_without_reentrant_generator))
+        patch(
+            blocks,
+            "_checkpoint_without_reentrant_generator",
+            self._checkpoint(blocks._checkpoint_without_reentrant_generator),
+        )
         apply = blocks.CheckpointFunction.apply
         patch(blocks.CheckpointFunction, "apply", self._checkpoint(apply))
 
@@ -184,7 +188,9 @@ class KeyedDropout:
         self._call += 1
         layout = None if rows is None else _layout(shape, len(rows.rows))
         if rows is None or layout is None:
-            recording.note(f"a dropout mask of shape {list(shape)} has no dimension of samples, so it depends on the layout")
+            recording.note(
+                f"a dropout mask of shape {list(shape)} has no dimension of samples, so it depends on the layout"
+            )
             return None
         self.num_masks += 1
         keys = torch.as_tensor(rows.keys.view("int64"), device=device)

@@ -9,7 +9,15 @@ from functools import wraps
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from echelon.base.errors import UsageError
 from echelon.data.batch import join_batches
@@ -22,17 +30,14 @@ _REBUILDERS = ("accelerate.", "echelon.data.", "echelon.distributed.", "echelon.
 
 
 class MergedBatches:
-    """Makes each DataLoader that the script builds return batches that are ``factor`` times as large.
+    """Makes each DataLoader that the script builds return batches that are ``recording.batch_factor`` times as large.
 
     The result is what a loader with the larger batch size returns: the same order, and at the end a smaller batch or, with drop_last, none.
     """
 
-    def __init__(self, factor: int) -> None:
-        self._factor = factor
-
     def install(self, recording: Recording) -> Callable[[], None]:
         """Patch the constructor of DataLoader."""
-        construct, factor = DataLoader.__init__, self._factor
+        construct, factor = DataLoader.__init__, recording.batch_factor
         if factor == 1:
             return lambda: None
         signature = inspect.signature(construct)
@@ -67,7 +72,9 @@ def _merged_options(given: dict[str, Any], factor: int) -> dict[str, Any]:
     if isinstance(dataset, IterableDataset):  # it makes the batches itself
         return {"dataset": _MergedStream(dataset, factor)}
     if sampler is None:
-        sampler = RandomSampler(dataset, generator=given["generator"]) if given["shuffle"] else SequentialSampler(dataset)
+        sampler = (
+            RandomSampler(dataset, generator=given["generator"]) if given["shuffle"] else SequentialSampler(dataset)
+        )
     groups = BatchSampler(sampler, factor, drop_last=False)
     return {"dataset": _MergedItems(dataset), "sampler": groups, "shuffle": None}
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from echelon.verify.recorders.batches import Batches
+from echelon.verify.recorders.float64 import Float64
+from echelon.verify.recorders.forwards import Forwards
+from echelon.verify.recorders.keyed_dropout import KeyedDropout
+from echelon.verify.recorders.losses import Losses
+from echelon.verify.recorders.merged_batches import MergedBatches
+from echelon.verify.recorders.rng_states import RngStates
 from echelon.verify.recording import Part
 
 __all__ = ["default_parts"]
@@ -9,4 +16,11 @@ __all__ = ["default_parts"]
 
 def default_parts() -> list[Part]:
     """Return new parts that record everything."""
-    return []
+    return [*_parts_of_data()]
+
+
+def _parts_of_data() -> list[Part]:
+    batches = Batches()
+    dropout = KeyedDropout(batches)
+    # Samples are recognized before they are cast to float64.
+    return [MergedBatches(), batches, Float64(batches), dropout, Forwards(batches), RngStates(dropout), Losses()]

@@ -75,7 +75,11 @@ def rows_of(batch: Any) -> SampleRows | None:
         lengths[length], stops[length] = _lengths(padded)
     whole, keys, prefix = (np.zeros(count, dtype=np.uint64) for _ in range(3))
     for leaf in found:
-        if leaf.length is None or (lengths[leaf.length] == stops[leaf.length]).all() and (stops[leaf.length] == leaf.length).all():
+        if (
+            leaf.length is None
+            or (lengths[leaf.length] == stops[leaf.length]).all()
+            and (stops[leaf.length] == leaf.length).all()
+        ):
             (of_leaf,) = _hashes(leaf, ())
             at_length = at_stop = of_leaf
         else:
@@ -83,14 +87,18 @@ def rows_of(batch: Any) -> SampleRows | None:
         whole += of_leaf
         keys += at_length
         prefix += at_stop
-    rows = [Row(whole=int(a), prefix=int(b)) for a, b in zip(_mixed(whole).tolist(), _mixed(prefix).tolist(), strict=True)]
+    rows = [
+        Row(whole=int(a), prefix=int(b)) for a, b in zip(_mixed(whole).tolist(), _mixed(prefix).tolist(), strict=True)
+    ]
     return SampleRows(rows=rows, keys=_mixed(keys), lengths=lengths, num_items=_num_items(batch))
 
 
 def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (path, leaf); a list without tensors or containers is one leaf, with an object per sample."""
     held = contents(data)
-    if held is None or (isinstance(data, list) and not any(isinstance(one, torch.Tensor) or contents(one) is not None for one in data)):
+    if held is None or (
+        isinstance(data, list) and not any(isinstance(one, torch.Tensor) or contents(one) is not None for one in data)
+    ):
         yield path, data
         return
     items = held.items() if isinstance(held, dict) else enumerate(held)
@@ -102,7 +110,12 @@ def _leaf(path: str, leaf: Any, count: int) -> _Leaf | None:
     """Return the leaf as integers; None if it is not per sample."""
     if isinstance(leaf, list) and len(leaf) == count:
         return _Leaf(path, np.array([[_hash_of_object(one)] for one in leaf], dtype=np.uint64).view(np.int64), None)
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.dim() == 0 or leaf.size(0) != count:
+    if (
+        not isinstance(leaf, torch.Tensor)
+        or leaf.layout is not torch.strided
+        or leaf.dim() == 0
+        or leaf.size(0) != count
+    ):
         return None
     flat = leaf.detach().reshape(count, -1) if leaf.numel() else leaf.detach().new_zeros(count, 0)
     if flat.is_complex():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["line_of_user"]
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 _STANDARD_LIBRARY = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
 
 
