@@ -89,7 +89,8 @@ def test_ranks_draw_the_masks_of_one_process(tmp_path: Path) -> None:
     parts = run_on_ranks(_sharded, str(tmp_path), x, world_size=2)
     with _recorded(tmp_path / "one"):
         whole = _Body(lambda x: F.dropout(x, 0.3))(x)
-    assert torch.equal(parts[0], whole[0::2]) and torch.equal(parts[1], whole[1::2])
+    assert torch.equal(parts[0], whole[0::2])
+    assert torch.equal(parts[1], whole[1::2])
 
 
 def test_a_padded_sample_keeps_its_masks(tmp_path: Path) -> None:
@@ -136,7 +137,8 @@ def test_alpha_dropout_keeps_mean_and_variance(tmp_path: Path) -> None:
     x = torch.randn(100, 4000)
     with _recorded(tmp_path):
         out = _Body(lambda x: F.alpha_dropout(x, 0.4, training=True))(x)
-    assert abs(out.mean()) < 0.01 and abs(out.var() - 1) < 0.02
+    assert abs(out.mean()) < 0.01
+    assert abs(out.var() - 1) < 0.02
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -96,6 +96,7 @@ def projection_of_rows(value: torch.Tensor, count: int | None, lengths: dict[int
         value: ``(count, ...)``, or ``(length, count, ...)``.
         count: number of samples.
         lengths: lengths of the samples without padding, by length with padding; positions of padding count as zeros.
+
     Returns:
         ``(count, NUM_PROJECTIONS)``, or None if ``value`` has no dimension of samples.
     """

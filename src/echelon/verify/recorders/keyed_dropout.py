@@ -97,7 +97,7 @@ class KeyedDropout:
         is_in_place, is_feature, is_alpha = name.endswith("_"), name.startswith("feature"), "alpha" in name
 
         @wraps(original)
-        def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002 - torch's name
+        def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
             if not train or not 0 < p < 1:
                 return original(input, p, train)  # type: ignore[no-any-return]
             shape = input.shape[:2] + (1,) * (input.dim() - 2) if is_feature else input.shape

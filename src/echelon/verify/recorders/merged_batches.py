@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -101,7 +102,7 @@ class _MergedSampler(Sampler[list[Any]]):
 
     def __len__(self) -> int:
         count = len(self._batches)
-        return count // self._factor if self._drops_last() else -(-count // self._factor)
+        return count // self._factor if self._drops_last() else math.ceil(count / self._factor)
 
     @property
     def batch_size(self) -> Any:
@@ -130,7 +131,7 @@ class _MergedStream(IterableDataset[Any]):
             yield _joined(group)
 
     def __len__(self) -> int:
-        return -(-len(self._dataset) // self._factor)
+        return math.ceil(len(self._dataset) / self._factor)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_dataset", "_factor"):

@@ -42,7 +42,8 @@ class RngStates:
 
     def _after(self, model: int, root: nn.Module, output: Any) -> None:
         recording = self._recording
-        assert recording is not None and self._begin is not None
+        assert recording is not None
+        assert self._begin is not None
         of_torch, of_python, of_numpy, num_masks = self._begin
         has_drawn = _torch_state() != of_torch
         if has_drawn:

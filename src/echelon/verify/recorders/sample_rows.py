@@ -75,10 +75,8 @@ def rows_of(batch: Any) -> SampleRows | None:
         lengths[length], stops[length] = _lengths(padded)
     whole, keys, prefix = (np.zeros(count, dtype=np.uint64) for _ in range(3))
     for leaf in found:
-        if (
-            leaf.length is None
-            or (lengths[leaf.length] == stops[leaf.length]).all()
-            and (stops[leaf.length] == leaf.length).all()
+        if leaf.length is None or (
+            (lengths[leaf.length] == stops[leaf.length]).all() and (stops[leaf.length] == leaf.length).all()
         ):
             (of_leaf,) = _hashes(leaf, ())
             at_length = at_stop = of_leaf
