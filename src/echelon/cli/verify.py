@@ -34,7 +34,7 @@ __all__ = ["GROUPS", "command"]
 GROUPS = MappingProxyType(
     {
         "Layouts": ("procs", "engines"),
-        "Run": ("steps", "seed", "timeout"),
+        "Run": ("steps", "seed", "timeout", "libraries"),
         "Reference (default: the same script on one process)": ("against", "against_run"),
         "Resume": ("resume_after", "resume_args"),
         "Output": ("html", "json", "keep"),
@@ -112,6 +112,12 @@ def _name(option: click.Option) -> str:
     type=click.FloatRange(min=1.0),
     default=600.0,
     help="Time after which a run is stopped; its ranks' positions are shown (default: 600).",
+)
+@click.option(
+    "--as",
+    "libraries",
+    metavar="LIBRARIES",
+    help="Libraries that echelon replaces, as with echelon launch: 'accelerate' or 'accelerate,transformers'.",
 )
 @click.option(
     "--against", metavar="SCRIPT", help="Compare with this script on one process.", shell_complete=complete_paths
@@ -237,7 +243,13 @@ def _verify(plan: VerifyPlan, flags: dict[str, Any], interrupts: Interrupts, bar
     from echelon.verify.command.verification import verify  # noqa: PLC0415
 
     most = max(layout.num_processes for layout in plan.layouts)
-    limits = RunLimits(seed=flags["seed"], timeout_s=flags["timeout"], num_threads=max(usable_cores() // most, 1))
+    libraries = () if flags["libraries"] is None else ("--as", flags["libraries"])
+    limits = RunLimits(
+        seed=flags["seed"],
+        timeout_s=flags["timeout"],
+        num_threads=max(usable_cores() // most, 1),
+        launch_flags=libraries,
+    )
     recorder = LayoutRunner(limits, interrupts, on_update=bars.show)
     return verify(plan, recorder.record)
 

@@ -71,6 +71,8 @@ class RunLimits:
     timeout_s: float
     num_threads: int
     """CPU threads of each process; equal in all runs, because sums depend on it."""
+    launch_flags: tuple[str, ...] = ()
+    """Further flags of ``echelon launch``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +155,12 @@ class LayoutRunner:
         launch = ["launch", "--cpu", "--no_record", "--quiet", "--oversubscribe", "--no_warm", "--tee", "0"]
         stall_s = min(_STALL_S, max(limits.timeout_s / 2, 1.0))
         launch += ["--stall_timeout", f"{stall_s:g}", "--on_stall", "stop", "--max_restarts", "0"]
-        launch += ["--num_cpu_threads_per_process", str(limits.num_threads), *request.layout.flags]
+        launch += [
+            "--num_cpu_threads_per_process",
+            str(limits.num_threads),
+            *request.layout.flags,
+            *limits.launch_flags,
+        ]
         child = ["--folder", str(request.folder), "--steps", str(request.steps), "--seed", str(limits.seed)]
         child += ["--stacks_after", f"{max(limits.timeout_s - _STACKS_BEFORE_S, limits.timeout_s / 2):g}"]
         child += ["--batch_factor", str(request.batch_factor), "--first_update", str(request.first_update)]
