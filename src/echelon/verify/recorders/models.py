@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -61,7 +63,15 @@ def model_event(model: RecordedModel) -> Model:
         buffers=list(model.buffers()),
         module_classes=classes,
         training=model.root.training,
+        parity=_parity(),
     )
+
+
+def _parity() -> str:
+    """Return the parity of the newest Accelerator; echelon's Trainer has one, too."""
+    module = sys.modules.get("echelon.accelerator.current")  # else the script uses no Accelerator
+    accelerator = None if module is None else next(module.living_accelerators(), None)
+    return "off" if accelerator is None else str(accelerator.parity)
 
 
 def plain_name(name: str) -> str:
