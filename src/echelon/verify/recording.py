@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from echelon.verify.recorders.models import RecordedModel, model_event, without_wrappers
 from echelon.verify.trace import Event, Note, RecordedProcess, TraceWriter
@@ -22,6 +23,7 @@ __all__ = ["Part", "Recording", "RecordingDone", "recording"]
 OnTrainingForward = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], None]
 OnForwardEnd = Callable[[int, nn.Module, Any], None]
 OnBackward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
+OnStep = Callable[[Optimizer, float], None]
 InputTransform = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -84,6 +86,7 @@ class Recording:
         self._on_micro_step_end: list[Callable[[], None]] = []
         self._on_update_closed: list[Callable[[int], None]] = []
         self._on_model_recorded: list[Callable[[RecordedModel], None]] = []
+        self._on_step: list[OnStep] = []
 
     # What parts call.
 
@@ -102,7 +105,7 @@ class Recording:
         self._on_model.append(callback)
 
     def on_model_recorded(self, callback: Callable[[RecordedModel], None]) -> None:
-        """Call ``callback(model)`` after the ``Model`` event of a new model."""
+        """Call ``callback(model)`` after the ``Model`` event of a new model, and again if its parameters were replaced."""
         self._on_model_recorded.append(callback)
 
     def transform_inputs(self, transform: InputTransform) -> None:
@@ -128,6 +131,26 @@ class Recording:
     def on_update_closed(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(update)`` when nothing in the update can change anymore."""
         self._on_update_closed.append(callback)
+
+    def on_step(self, callback: OnStep) -> None:
+        """Call ``callback(optimizer, loss_scale)`` before a step, or where a loss scaler skips one.
+
+        The gradients have still the factor ``loss_scale``.
+        """
+        self._on_step.append(callback)
+
+    def begin_step(self, optimizer: Optimizer, loss_scale: float) -> None:
+        """Tell all parts that ``optimizer`` is about to step."""
+        for on_step in self._on_step:
+            on_step(optimizer, loss_scale)
+
+    def owner_of(self, parameter: torch.Tensor) -> tuple[int, str] | None:
+        """Return the index of a parameter's model and its name, or None if no model is known to have it."""
+        for model in self.models:
+            name = model.name_of(parameter)
+            if name is not None:
+                return model.index, name
+        return None
 
     def complete_update(self) -> None:
         """Mark the update as complete: an optimizer has stepped, or a loss scaler has skipped its step."""
@@ -218,6 +241,10 @@ class Recording:
                     on_recorded(known)
             self._model_of_root[id(root)] = known
             known.roots.append(root)  # keeps the id valid
+        elif known.is_stale():
+            known.refresh()
+            for on_recorded in self._on_model_recorded:
+                on_recorded(known)
         return known
 
     def _begin_update_if_needed(self) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from echelon.base.sharded import is_fsdp_module
+from echelon.engines.fsdp.param_groups import fsdp_groups
 from echelon.verify.trace import Model
 
 __all__ = ["RecordedModel", "model_event", "plain_name", "without_wrappers"]
@@ -17,32 +20,60 @@ _WRAPPER_LIBRARIES = ("torch", "deepspeed", "echelon")
 
 
 class RecordedModel:
-    """A model without its wrappers, and the names of its parameters.
-
-    ``parameters`` maps names to parameters, each under its first name; a parameter that an earlier model has is listed there.
-    """
+    """A model without its wrappers, and the names of its parameters. A sharded parameter is the shard, as in the optimizer."""
 
     def __init__(self, root: nn.Module, *, index: int) -> None:
         self.root = root
         self.index = index
         self.roots: list[nn.Module] = []
-        self.tied: dict[str, str] = {}
+        """The model, and parts of it that were called on their own."""
         self.parameters: dict[str, nn.Parameter] = {}
-        self.names: dict[int, str] = {}
-        for name, parameter in root.named_parameters(remove_duplicate=False):
-            first = self.names.setdefault(id(parameter), plain_name(name))
+        """Each under its first name."""
+        self.tied: dict[str, str] = {}
+        """Other names of parameters, and their first names."""
+        self._names: dict[int, str] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the parameters again, after some were replaced."""
+        self.parameters.clear()
+        self.tied.clear()
+        self._names.clear()
+        shards = {id(whole): shard for shard, whole in self.unsharded_parameters()}
+        for name, parameter in self.root.named_parameters(remove_duplicate=False):
+            parameter = shards.get(id(parameter), parameter)
+            first = self._names.setdefault(id(parameter), plain_name(name))
             if first == plain_name(name):
                 self.parameters[first] = parameter
             else:
                 self.tied[plain_name(name)] = first
 
+    def unsharded_parameters(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return the shard of each parameter that ``fully_shard`` has gathered at least once, and the parameter that autograd sees."""
+        if not any(map(is_fsdp_module, self.root.modules())):
+            return []
+        records = [record for group in fsdp_groups(self.root) for record in group.fsdp_params]
+        pairs = [(record.sharded_param, getattr(record, "_unsharded_param", None)) for record in records]
+        return [(shard, whole) for shard, whole in pairs if whole is not None]
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """Return the name of a parameter, or None if it is none of this model's."""
+        return self._names.get(id(parameter))
+
+    def is_stale(self) -> bool:
+        """Return whether the first parameter was replaced since ``refresh``."""
+        first = next(self.root.parameters(), None)
+        if first is None or id(first) in self._names:
+            return False
+        return id(first) not in {id(whole) for _, whole in self.unsharded_parameters()}
+
     def contains(self, module: nn.Module) -> bool:
         """Return whether all parameters of ``module`` are parameters of this model."""
-        return all(id(parameter) in self.names for parameter in module.parameters())
+        return all(id(parameter) in self._names for parameter in module.parameters())
 
-    def buffers(self) -> dict[str, nn.Parameter]:
+    def buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers by name."""
-        return {plain_name(name): buffer for name, buffer in self.root.named_buffers()}  # type: ignore[misc]
+        return {plain_name(name): buffer for name, buffer in self.root.named_buffers()}
 
 
 def model_event(model: RecordedModel) -> Model:

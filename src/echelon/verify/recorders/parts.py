@@ -9,6 +9,7 @@ from echelon.verify.recorders.keyed_dropout import KeyedDropout
 from echelon.verify.recorders.losses import Losses
 from echelon.verify.recorders.merged_batches import MergedBatches
 from echelon.verify.recorders.rng_states import RngStates
+from echelon.verify.recorders.updates import UpdateRecorder
 from echelon.verify.recording import Part
 
 __all__ = ["default_parts"]
@@ -16,7 +17,7 @@ __all__ = ["default_parts"]
 
 def default_parts() -> list[Part]:
     """Return new parts that record everything."""
-    return [*_parts_of_data()]
+    return [*_parts_of_data(), UpdateRecorder()]
 
 
 def _parts_of_data() -> list[Part]:

@@ -1,0 +1,128 @@
+"""Records calls of clipping functions: torch's, Accelerate's and those of echelon's engines."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from echelon.base.sharded import is_dtensor
+from echelon.verify.recorders.gradients import GradientRecorder
+from echelon.verify.recorders.user_code import line_of_user
+from echelon.verify.recording import Recording
+from echelon.verify.trace import Clip
+
+__all__ = ["ClipRecorder"]
+
+_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
+_CLASSES = (("accelerate.accelerator", "Accelerator"), ("torch.distributed.fsdp", "FullyShardedDataParallel"))
+
+
+class ClipRecorder:
+    """Wraps the functions, and the methods of libraries as soon as these are imported."""
+
+    def __init__(self, gradients: GradientRecorder) -> None:
+        self._gradients = gradients
+        self._undo: list[tuple[Any, str, Any]] = []
+        self._wrapped_methods: set[tuple[type, str]] = set()
+        self._is_inside = False
+        self._recording: Recording
+
+    def install(self, recording: Recording) -> Callable[[], None]:
+        self._recording = recording
+        self._wrap_functions()
+        self._wrap_methods()
+        recording.on_model_recorded(lambda _: self._wrap_methods())
+
+        def remove() -> None:
+            for owner, name, original in reversed(self._undo):
+                setattr(owner, name, original)
+            self._undo.clear()
+            self._wrapped_methods.clear()
+
+        return remove
+
+    def _wrap_functions(self) -> None:
+        """Replace torch's functions in all modules that have imported them."""
+        for name in _FUNCTIONS:
+            original = getattr(torch.nn.utils, name, None)
+            if original is None:
+                continue
+            wrapped = self._wrapped(original)
+            for module in list(sys.modules.values()):
+                if getattr(module, "__dict__", {}).get(name) is original:
+                    self._replace(module, name, wrapped)
+
+    def _wrap_methods(self) -> None:
+        classes = [getattr(sys.modules.get(module), name, None) for module, name in _CLASSES]
+        engine: Any = getattr(sys.modules.get("echelon.engines.base"), "Engine", None)
+        if engine is not None:
+            classes += _subclasses(engine)
+        for one in filter(None, classes):
+            for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value"):
+                original = vars(one).get(name)
+                if original is not None and (one, name) not in self._wrapped_methods:
+                    self._wrapped_methods.add((one, name))
+                    self._replace(one, name, self._wrapped(original))
+
+    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            return self._call(original, signature, *args, **kwargs)
+
+        return clip
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, value)
+
+    def _call(self, original: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        given = call.arguments
+        limit = given.get("max_norm", given.get("clip_value", math.inf))
+        # An exact mode of echelon computes the norm so far without clipping.
+        if self._is_inside or (given.get("unsynced") and limit == math.inf):
+            return original(*call.args, **call.kwargs)
+        if "parameters" in given:
+            parameters = given["parameters"]
+            given["parameters"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._gradients.record_reduced(given.get("parameters", []))
+        self._is_inside = True
+        try:
+            result = original(*call.args, **call.kwargs)
+        finally:
+            self._is_inside = False
+        self._recording.add(
+            Clip(
+                update=self._recording.update,
+                micro_step=self._recording.micro_step,
+                norm=math.nan if "clip_value" in given else _number(result),
+                max_norm=_number(limit),
+                norm_type=math.inf if "clip_value" in given else _number(given.get("norm_type", 2.0)),
+                line=line_of_user(),
+            )
+        )
+        return result
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if is_dtensor(value):
+            value = value.full_tensor()  # all ranks clip
+        return float(value)
+    return math.nan if value is None else float(value)
+
+
+def _subclasses(one: Any) -> list[type]:
+    found: list[type] = [one]
+    for inner in one.__subclasses__():
+        found += _subclasses(inner)
+    return found

@@ -1,0 +1,161 @@
+"""Records gradients: what each backward pass adds on this rank, and what the optimizer receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.verify.recorders.loss_scales import LossScales
+from echelon.verify.recorders.models import RecordedModel
+from echelon.verify.recorders.shards import sketch_named
+from echelon.verify.recording import Recording
+from echelon.verify.trace import Gradients
+
+__all__ = ["GradientRecorder"]
+
+
+class GradientRecorder:
+    """Records the stages ``local``, ``reduced`` and ``clipped``.
+
+    A local gradient is read before autograd adds it to ``.grad``: after that, engines reduce it in place. Under ``fully_shard`` it is
+    the gradient of the gathered parameter.
+    """
+
+    def __init__(self, scales: LossScales) -> None:
+        self._scales = scales
+        self._recording: Recording
+        self._local: dict[tuple[int, str], torch.Tensor] = {}
+        self._hooks: dict[int, Any] = {}
+        self._nodes: list[Any] = []  # torch keeps them only while a graph needs them
+        self._frozen: list[tuple[int, str, nn.Parameter]] = []
+        self._reduced: dict[tuple[int, str], int] = {}  # hashes of the bits of recorded gradients
+
+    def install(self, recording: Recording) -> Callable[[], None]:
+        self._recording = recording
+        recording.on_model_recorded(self._watch)
+        recording.on_training_forward(lambda *_: self._watch_unfrozen())
+        recording.on_forward_end(lambda model, *_: self._watch_gathered(recording.models[model]))
+        recording.on_micro_step_end(self._end_micro_step)
+        recording.on_step(self._before_step)
+
+        def remove() -> None:
+            for hook in self._hooks.values():
+                hook.remove()
+            self._hooks.clear()
+            self._nodes.clear()
+
+        return remove
+
+    # ---- local ---------------------------------------------------------------------------------------------------------
+
+    def _watch(self, model: RecordedModel) -> None:
+        for name, parameter in model.parameters.items():
+            if parameter.requires_grad:
+                self._hook(parameter, (model.index, name))
+            else:
+                self._frozen.append((model.index, name, parameter))
+
+    def _watch_unfrozen(self) -> None:
+        if any(parameter.requires_grad for _, _, parameter in self._frozen):
+            for model, name, parameter in self._frozen:
+                if parameter.requires_grad:
+                    self._hook(parameter, (model, name))
+            self._frozen = [one for one in self._frozen if not one[2].requires_grad]
+
+    def _watch_gathered(self, model: RecordedModel) -> None:
+        for shard, whole in model.unsharded_parameters():
+            name = model.name_of(shard)
+            if whole.requires_grad and name is not None:
+                self._hook(whole, (model.index, name))
+
+    def _hook(self, parameter: nn.Parameter, owner: tuple[int, str]) -> None:
+        if id(parameter) in self._hooks:
+            return
+        with torch.enable_grad():
+            node: Any = parameter.expand_as(parameter).grad_fn
+        accumulator = node.next_functions[0][0]
+        # A hook on the node sees what all hooks on the parameter have made of the gradient.
+        self._hooks[id(parameter)] = accumulator.register_prehook(partial(self._keep, owner))
+        self._nodes.append((accumulator, parameter))
+
+    def _keep(self, owner: tuple[int, str], gradients: tuple[torch.Tensor | None, ...]) -> None:
+        gradient = gradients[0]
+        if gradient is None:
+            return
+        earlier = self._local.get(owner)  # of another checkpointed block in the same pass
+        self._local[owner] = gradient.detach().clone() if earlier is None else earlier + gradient.detach()
+
+    def _end_micro_step(self) -> None:
+        recording, scale = self._recording, self._scales.take()
+        local, self._local = self._local, {}
+        if not local:
+            recording.note("A backward pass reached no parameter of a recorded model.")
+        for owner in local:
+            self._reduced.pop(owner, None)  # a clipping function in an earlier micro-step does not count
+        order = {
+            (model.index, name): place for model in recording.models for place, name in enumerate(model.parameters)
+        }
+        self._add("local", {owner: local[owner] for owner in sorted(local, key=order.__getitem__)}, 1 / scale)
+
+    # ---- in the optimizer ----------------------------------------------------------------------------------------------
+
+    def record_reduced(self, parameters: Sequence[torch.Tensor], loss_scale: float | None = None) -> None:
+        """Record the gradients of ``parameters`` that were not recorded since the last backward pass."""
+        loss_scale = self._scales.of(parameters) if loss_scale is None else loss_scale
+        found = {owner: one for owner, one in self._gradients(parameters) if owner not in self._reduced}
+        self._reduced.update(self._add("reduced", found, 1 / loss_scale))
+
+    def _before_step(self, optimizer: Optimizer, loss_scale: float) -> None:
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        recorded = dict(self._reduced)
+        self.record_reduced(parameters, loss_scale)
+        clipped = {owner: one for owner, one in self._gradients(parameters) if owner in recorded}
+        if clipped:
+            self._add("clipped", clipped, 1 / loss_scale, unless=recorded)
+        for owner, _ in self._gradients(parameters):
+            self._reduced.pop(owner, None)
+
+    def _gradients(self, parameters: Iterable[torch.Tensor]) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                owner = self._recording.owner_of(parameter)
+                if owner is not None:
+                    yield owner, parameter.grad.detach()
+
+    def _add(
+        self,
+        stage: Literal["local", "reduced", "clipped"],
+        gradients: dict[tuple[int, str], torch.Tensor],
+        factor: float,
+        *,
+        unless: dict[tuple[int, str], int] | None = None,
+    ) -> dict[tuple[int, str], int]:
+        """Record the gradients, times ``factor``, unless all have the bits in ``unless``; return their bits."""
+        recording, bits = self._recording, {}
+        for model in sorted({model for model, _ in gradients}):
+            tensors = [(name, one) for (owner, name), one in gradients.items() if owner == model]
+            if factor != 1:
+                tensors = [(name, one * factor) for name, one in tensors]
+            sketches = sketch_named(tensors)
+            own = {(model, name): one.bits for part in (sketches.whole, sketches.shards) for name, one in part.items()}
+            bits.update(own)
+            if unless is not None and all(unless[owner] == value for owner, value in own.items()):
+                continue
+            for names, found, is_sharded in sketches.parts():
+                recording.add(
+                    Gradients(
+                        stage=stage,
+                        update=recording.update,
+                        micro_step=recording.micro_step,
+                        model=model,
+                        names=names,
+                        sketches=found,
+                        is_sharded=is_sharded,
+                    )
+                )
+        return bits

@@ -1,0 +1,167 @@
+"""Records optimizer steps, and the optimizers' state after each update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer, optimizer as torch_optimizer
+
+from echelon.verify.recorders.loss_scales import LossScales
+from echelon.verify.recorders.shards import NamedSketches, sketch_named
+from echelon.verify.recorders.user_code import line_of_user
+from echelon.verify.recording import Recording
+from echelon.verify.trace import OptimizerState, OptimizerStep
+
+__all__ = ["OptimizerRecorder", "sketch_optimizer_state"]
+
+
+class OptimizerRecorder:
+    """Follows every ``torch.optim.Optimizer`` of the process. An optimizer inside another one is part of it."""
+
+    def __init__(self, scales: LossScales) -> None:
+        self._scales = scales
+        self._recording: Recording
+        self._numbers: dict[int, int] = {}
+        self._optimizers: list[Optimizer] = []
+        self._outermost: Optimizer | None = None
+        self._is_in_scaler = False
+        self._has_stepped = False
+        self._takes_closure = False
+        self._stepped: set[int] = set()  # in this update
+
+    def install(self, recording: Recording) -> Callable[[], None]:
+        self._recording = recording
+        self._scales.on_step = self._step_by_scaler
+        hooks = [
+            torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
+            torch_optimizer.register_optimizer_step_post_hook(self._after_step),
+        ]
+        before: Any = torch_optimizer._global_optimizer_pre_hooks
+
+        def begin_forward(*_: Any) -> None:
+            self._outermost = None  # also after a step that has failed
+            before.move_to_end(
+                hooks[0].id
+            )  # after echelon's hook, which reduces the gradients of unprepared optimizers
+
+        recording.on_training_forward(begin_forward)
+        recording.on_update_closed(self._record_states)
+
+        def remove() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return remove
+
+    def number_of(self, optimizer: Optimizer) -> int:
+        """Return the number of an optimizer; they are numbered in the order of their first steps."""
+        if id(optimizer) not in self._numbers:
+            self._numbers[id(optimizer)] = len(self._optimizers)
+            self._optimizers.append(optimizer)
+        return self._numbers[id(optimizer)]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._outermost is not None:
+            return
+        self._outermost = optimizer
+        self._takes_closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+        if not self._is_in_scaler and not self._takes_closure:
+            self._recording.begin_step(optimizer, self._scales.of(_parameters_of(optimizer)))
+        found: Any = getattr(optimizer, "found_inf", None)  # a fused optimizer skips in its kernel
+        self._add_step(optimizer, is_skipped=found is not None and bool(found))
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._outermost is optimizer:
+            self._outermost = None
+            self._has_stepped = True
+            if self._takes_closure:  # the gradients were computed inside the step
+                self._recording.begin_step(optimizer, self._scales.of(_parameters_of(optimizer)))
+            self._recording.complete_update()
+
+    def _step_by_scaler(self, _scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        self._recording.begin_step(optimizer, self._scales.of(_parameters_of(optimizer)))
+        self._is_in_scaler, self._has_stepped = True, False
+        try:
+            result = step()
+        finally:
+            self._is_in_scaler = False
+        if not self._has_stepped:
+            self._add_step(optimizer, is_skipped=True)
+            self._recording.complete_update()
+        return result
+
+    def _add_step(self, optimizer: Optimizer, *, is_skipped: bool) -> None:
+        groups = optimizer.param_groups
+        group_of = {}
+        for number, group in enumerate(groups):
+            for parameter in group["params"]:
+                owner = self._recording.owner_of(parameter)
+                if owner is not None:
+                    group_of[f"{owner[0]}:{owner[1]}"] = number
+        number = self.number_of(optimizer)
+        self._stepped.add(number)
+        self._recording.add(
+            OptimizerStep(
+                update=self._recording.update,
+                optimizer=number,
+                class_name=_class_name(optimizer),
+                lrs=[float(group.get("lr", 0.0)) for group in groups],
+                settings=[dict(_settings(group)) for group in groups],
+                group_of=group_of,
+                is_skipped=is_skipped,
+                line=line_of_user(),
+            )
+        )
+
+    def _record_states(self, update: int) -> None:
+        for number in sorted(self._stepped):
+            sketches = sketch_optimizer_state(self._recording, self._optimizers[number])
+            for names, found, is_sharded in sketches.parts():
+                self._recording.add(
+                    OptimizerState(update=update, optimizer=number, names=names, sketches=found, is_sharded=is_sharded)
+                )
+        self._stepped.clear()
+
+
+def sketch_optimizer_state(recording: Recording, optimizer: Optimizer) -> NamedSketches:
+    """Return sketches of an optimizer's state, by ``model:parameter/key``."""
+    inner: Any = getattr(optimizer, "optim", None)
+    if not isinstance(inner, Optimizer):
+        return sketch_named(_state(recording, optimizer.state))
+    found = sketch_named(_state(recording, inner.state))  # of a ZeroRedundancyOptimizer: the parameters of this rank
+    return NamedSketches(shards={**found.whole, **found.shards})
+
+
+def _state(recording: Recording, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for parameter, entries in state.items():
+        owner = recording.owner_of(parameter)
+        if owner is None or not isinstance(entries, dict):
+            continue
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{owner[0]}:{owner[1]}/{key}", value.detach()
+            elif isinstance(value, (bool, int, float)):
+                yield f"{owner[0]}:{owner[1]}/{key}", torch.tensor(value, dtype=torch.float64)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    inner: Any = getattr(optimizer, "optim", None)
+    return type(inner if isinstance(inner, Optimizer) else optimizer).__name__
+
+
+def _settings(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in group.items():
+        if name in ("params", "lr", "initial_lr", "param_names"):
+            continue
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, (tuple, list)):
+            value = [float(one) if isinstance(one, torch.Tensor) else one for one in value]
+        if value is None or isinstance(value, (bool, int, float, str, list)):
+            yield name, value

@@ -1,0 +1,80 @@
+"""Records weights, buffers and averaged weights after each update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from echelon.verify.recorders.models import RecordedModel, plain_name
+from echelon.verify.recorders.shards import sketch_named
+from echelon.verify.recording import Recording
+from echelon.verify.trace import Buffers, ModelWeights
+
+__all__ = ["WeightRecorder"]
+
+
+class WeightRecorder:
+    """Records all weights once, before the first update, and then the trainable ones after each update."""
+
+    def __init__(self) -> None:
+        self._recording: Recording
+        self._seen: set[int] = set()
+        self._averaged: list[tuple[AveragedModel, nn.Module]] = []
+
+    def install(self, recording: Recording) -> Callable[[], None]:
+        self._recording = recording
+        recording.on_model_recorded(self._record_first)
+        recording.on_update_closed(self._record)
+        kind: Any = AveragedModel
+        update_parameters = kind.update_parameters
+
+        def update_and_note(averaged: AveragedModel, model: nn.Module) -> Any:
+            result = update_parameters(averaged, model)
+            if all(one is not averaged for one, _ in self._averaged):
+                self._averaged.append((averaged, model))
+            return result
+
+        kind.update_parameters = update_and_note
+
+        def remove() -> None:
+            kind.update_parameters = update_parameters
+
+        return remove
+
+    def _record_first(self, model: RecordedModel) -> None:
+        if model.index in self._seen:
+            return
+        self._seen.add(model.index)
+        self._add_weights(model, self._recording.update - 1, only_trainable=False)
+        self._add_buffers(model, self._recording.update - 1)
+
+    def _record(self, update: int) -> None:
+        for model in self._recording.models:
+            self._add_weights(model, update, only_trainable=True)
+            self._add_buffers(model, update)
+
+    def _add_weights(self, model: RecordedModel, update: int, *, only_trainable: bool) -> None:
+        sketches = sketch_named(
+            (name, parameter.detach())
+            for name, parameter in model.parameters.items()
+            if parameter.requires_grad or not only_trainable
+        )
+        for names, found, is_sharded in sketches.parts():
+            self._recording.add(
+                ModelWeights(update=update, model=model.index, names=names, sketches=found, is_sharded=is_sharded)
+            )
+
+    def _add_buffers(self, model: RecordedModel, update: int) -> None:
+        tensors = list(model.buffers().items())
+        for averaged, source in self._averaged:
+            if any(model.name_of(parameter) is not None for parameter in source.parameters()):
+                own = averaged.module.state_dict()
+                tensors += [(f"averaged.{plain_name(name)}", value) for name, value in own.items()]
+        if tensors:
+            sketches = sketch_named((name, value.detach()) for name, value in tensors).whole
+            self._recording.add(
+                Buffers(update=update, model=model.index, names=list(sketches), sketches=list(sketches.values()))
+            )
