@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -104,20 +105,20 @@ class Batches:
             patch_loaders()
             construct(loader, *args, **kwargs)
 
-        def init_subclass(kind: type, **kwargs: Any) -> None:
-            super(DataLoader, kind).__init_subclass__(**kwargs)
+        def init_subclass(kind: Any, /, **kwargs: Any) -> None:
+            super(DataLoader, kind).__init_subclass__(**kwargs)  # type: ignore[misc]
             patch(kind)
 
         patch_loaders()
-        DataLoader.__init__ = patched_init  # type: ignore[method-assign]
-        DataLoader.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+        loaders: Any = DataLoader
+        loaders.__init__, loaders.__init_subclass__ = patched_init, classmethod(init_subclass)
         recording.transform_inputs(self._before_forward)
 
         def remove() -> None:
             for kind, begin in patched.items():
                 kind.__iter__ = begin  # type: ignore[attr-defined]
-            DataLoader.__init__ = construct  # type: ignore[method-assign]
-            del DataLoader.__init_subclass__
+            loaders.__init__ = construct
+            del loaders.__init_subclass__
 
         return remove
 
@@ -135,14 +136,16 @@ class Batches:
         for transform in self._transforms:
             batch = transform(batch)
         if rows is not None:
-            self._hold(batch, rows, iterator.index)
+            self._hold(batch, rows, iterator)
         return batch
 
-    def _hold(self, batch: Any, rows: SampleRows, iterator: int) -> None:
-        storages = {_key(leaf): StorageWeakRef(leaf.untyped_storage()) for leaf in leaves(batch) if _has_storage(leaf)}
+    def _hold(self, batch: Any, rows: SampleRows, iterator: _Iterator) -> None:
+        storages = {_key(leaf): _reference(leaf) for leaf in leaves(batch) if _has_storage(leaf)}
         # An earlier batch whose tensors do not exist anymore was skipped.
-        self._held = [one for one in self._held if one.iterator != iterator or one.is_alive()][-_MAX_HELD:]
-        self._held.append(_Batch(iterator=iterator, rows=rows, storages=storages, line=line_of_user()))
+        self._held = [one for one in self._held if one.index != iterator.index or one.is_alive()][-_MAX_HELD:]
+        self._held.append(
+            _Batch(iterator=ref(iterator), index=iterator.index, rows=rows, storages=storages, line=line_of_user())
+        )
 
     def _before_forward(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -158,7 +161,7 @@ class Batches:
             return args, kwargs
         place = (recording.update, recording.micro_step)
         if self._is_looped_over is None:
-            self._is_looped_over = any(not one.is_evaluated for one in self._held) or bool(self._found(storages))
+            self._is_looped_over = bool(self._held)
         if not self._is_looped_over:
             rows = rows_of(inputs)
             self._rows, self._inputs = rows, None
@@ -179,10 +182,12 @@ class Batches:
     def _oldest(self) -> list[_Batch]:
         """Return the batches that a forward pass probably uses whose inputs were computed from them: one of each loader."""
         held = [one for one in self._held if not one.is_evaluated] or self._held
-        alive = [one for one in held if one.is_alive()]
+        alive = [one for one in held if one.is_alive()] or held[-1:]
+        # A batch of an iterator that does not exist anymore was looked at before the loop.
+        alive = [one for one in alive if one.iterator() is not None] or alive
         first: dict[int, _Batch] = {}
-        for one in alive or held[-1:]:
-            first.setdefault(one.iterator, one)
+        for one in alive:
+            first.setdefault(one.index, one)
         return list(first.values())
 
     def _use(self, found: list[_Batch], place: tuple[int, int]) -> None:
@@ -213,9 +218,9 @@ class Batches:
         count = num_rows(inputs)
         if count is None:
             return
-        for rows in [one.rows for one in reversed(self._used)] + [_together([one.rows for one in self._used])]:
-            if len(rows.rows) == count:
-                self._rows = rows
+        for each in [one.rows for one in reversed(self._used)] + [_together([one.rows for one in self._used])]:
+            if len(each.rows) == count:
+                self._rows = each
                 return
         start, rows = self._num_used_rows, self._used[-1].rows if self._used else None
         if rows is not None and start + count <= len(rows.rows):
@@ -228,19 +233,22 @@ class Batches:
 class _Batch:
     """A batch that the script has received."""
 
-    iterator: int
+    iterator: ref[_Iterator]
+    index: int
+    """Index of the iterator."""
     rows: SampleRows
-    storages: dict[int, StorageWeakRef]
+    storages: dict[int, Callable[[], bool]]
+    """The storages of its tensors; the function tells whether one does not exist anymore."""
     line: str
     is_evaluated: bool = False
 
     def is_alive(self) -> bool:
         """Whether the script still has a tensor of the batch, or a view of one."""
-        return not self.storages or any(not one.expired() for one in self.storages.values())
+        return not self.storages or not all(is_gone() for is_gone in self.storages.values())
 
     def holds(self, storages: set[int]) -> bool:
         """Whether one of ``storages`` belongs to the batch."""
-        return any(key in storages and not one.expired() for key, one in self.storages.items())
+        return any(key in storages and not is_gone() for key, is_gone in self.storages.items())
 
 
 class _Iterator:
@@ -283,4 +291,9 @@ def _has_storage(leaf: Any) -> bool:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _reference(tensor: torch.Tensor) -> Callable[[], bool]:
+    expired: Callable[[], bool] = StorageWeakRef(tensor.untyped_storage()).expired  # type: ignore[no-untyped-call]
+    return expired

@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -65,18 +66,18 @@ class Float64:
             begin_autocast(context, *args, **kwargs)
             context._enabled = False
 
-        DistributedDataParallel.__init__ = wrap  # type: ignore[method-assign]
-        torch.autocast.__init__ = autocast  # type: ignore[method-assign]
+        wrapper_class: Any = DistributedDataParallel
+        autocast_class: Any = torch.autocast
+        wrapper_class.__init__, autocast_class.__init__ = wrap, autocast
         default = torch.get_default_dtype()
         hook = register_optimizer_step_pre_hook(_convert_state)
 
         def remove() -> None:
-            DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
-            torch.autocast.__init__ = begin_autocast  # type: ignore[method-assign]
+            wrapper_class.__init__, autocast_class.__init__ = construct, begin_autocast
             hook.remove()
             if self._is_on:
                 self._is_on = False
-                self._mode.__exit__(None, None, None)
+                self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                 torch.set_default_dtype(default)
 
         return remove
@@ -86,13 +87,14 @@ class Float64:
             return
         # Also the other modules that exist: averaged copies of the model, teachers, weights of losses.
         for one in gc.get_objects():
-            if issubclass(type(one), nn.Module) and one not in self._converted:
+            # A wrapper that is being built has no parameters yet.
+            if issubclass(type(one), nn.Module) and "_parameters" in vars(one) and one not in self._converted:
                 self._converted.add(one)
                 _convert(one)
         if not self._is_on:
             self._is_on = True
             torch.set_default_dtype(torch.float64)
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _transform(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -140,11 +142,7 @@ def _convert(module: nn.Module) -> None:
     """Convert the tensors of ``module`` itself in place."""
     tensors = [*module._parameters.values(), *module._buffers.values()]
     for tensor in tensors:
-        if (
-            tensor is None
-            or tensor.dtype not in _LOW
-            or isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
-        ):
+        if tensor is None or tensor.dtype not in _LOW or is_lazy(tensor):
             continue
         gradient = tensor.grad if tensor.is_leaf else None
         tensor.grad = None

@@ -73,7 +73,6 @@ class Forwards:
             return
         lengths = {} if samples is None else samples.lengths
         rows = projection_of_rows(value, count, lengths)
-        has_rows = rows is not None
         recording.add(
             Forward(
                 update=recording.update,
@@ -81,8 +80,8 @@ class Forwards:
                 model=self._model,
                 module=name,
                 shape=list(value.shape),
-                rows=rows if has_rows else np.zeros((0, NUM_PROJECTIONS)),
-                total=np.zeros(NUM_BUCKETS) if has_rows else sketch_of(value).projection,
+                rows=np.zeros((0, NUM_PROJECTIONS)) if rows is None else rows,
+                total=sketch_of(value).projection if rows is None else np.zeros(NUM_BUCKETS),
             )
         )
 

@@ -25,8 +25,7 @@ _RESOLUTION = 1 << 31
 # Standard deviation and shift of alpha dropout: Klambauer et al., "Self-normalizing neural networks", equations 4 to 7.
 _ALPHA = 1.7580993408473766
 
-_DROPOUTS = ("dropout", "dropout_", "feature_dropout", "feature_dropout_", "alpha_dropout", "alpha_dropout_")
-_DROPOUTS += ("feature_alpha_dropout", "feature_alpha_dropout_")
+_DROPOUTS = tuple(f"{kind}dropout{end}" for kind in ("", "feature_", "alpha_", "feature_alpha_") for end in ("", "_"))
 
 
 class KeyedDropout:

@@ -53,10 +53,11 @@ class MergedBatches:
                 args, kwargs = given.args[1:], given.kwargs
             construct(loader, *args, **kwargs)
 
-        DataLoader.__init__ = merged  # type: ignore[method-assign]
+        loaders: Any = DataLoader
+        loaders.__init__ = merged
 
         def remove() -> None:
-            DataLoader.__init__ = construct  # type: ignore[method-assign]
+            loaders.__init__ = construct
 
         return remove
 

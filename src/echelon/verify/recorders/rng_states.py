@@ -64,10 +64,10 @@ class RngStates:
 
 def _torch_state() -> int:
     """Return a hash of the states of torch's generators on the CPU and on the current accelerator."""
-    digest = blake2b(torch.get_rng_state().numpy(), digest_size=6)
+    digest = blake2b(torch.get_rng_state().numpy().data, digest_size=6)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None and accelerator.type != "cpu":
-        digest.update(torch.get_device_module(accelerator).get_rng_state().cpu().numpy())
+        digest.update(torch.get_device_module(accelerator).get_rng_state().cpu().numpy().data)
     return int.from_bytes(digest.digest(), "little")
 
 

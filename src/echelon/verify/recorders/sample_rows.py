@@ -163,7 +163,7 @@ def _is_mask(leaf: _Leaf) -> bool:
 
 def _end(is_kept: np.ndarray) -> np.ndarray:
     """Return the index after the last position of each row where any value is kept; ``(rows, positions, values)`` to ``(rows,)``."""
-    kept = is_kept.any(axis=2)
+    kept: np.ndarray = np.logical_or.reduce(is_kept, axis=2)
     return np.where(kept.any(axis=1), kept.shape[1] - kept[:, ::-1].argmax(axis=1), 0)
 
 
@@ -191,7 +191,8 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
     """Return a hash of each uint64 number (the finalizer of splitmix64)."""
     numbers = (numbers ^ (numbers >> _SHIFTS[0])) * _MIX[0]
     numbers = (numbers ^ (numbers >> _SHIFTS[1])) * _MIX[1]
-    return numbers ^ (numbers >> _SHIFTS[2])
+    numbers ^= numbers >> _SHIFTS[2]
+    return numbers
 
 
 def _num_items(batch: Any) -> int | None:
