@@ -21,6 +21,7 @@ from echelon.cli.help.launch_groups import ALL, COMMON, EXAMPLES
 from echelon.cli.main import _run, cli
 from echelon.cli.verify import GROUPS
 from echelon.config.schema import RunConfig, field_docs
+from echelon.diagnose.goodput import ITEMS as GOODPUT_ITEMS
 from echelon.launch.failures.failure import ErrorRecord, Frame, RankEnd, explain
 
 SOURCE = Path(translation.__file__).parents[2]
@@ -32,8 +33,35 @@ FORMATS = {
     *("rank {rank}", "flag {flag}", "flags {flags}", "file {place}", "env {name}", "code {call}"),
     "{rank} failed first{thread}: echelon.base.errors.{kind}: {what}",
     *("rank {rank} of {number}", "rank {rank} of {number}, on {machine}"),
-    *("directory {folder}", "set {name} to one of {names}"),
+    *("directory {folder}", "set {name} to one of {names}", "note ({state}): {what}", " {seconds} s later"),
+    *("{number} seconds", "{number} minutes", "{number} hours", "1 minute", "1 hour"),
+    *(f"{item} {{seconds}} s" for item in GOODPUT_ITEMS),
 }
+# Sentences that the source composes of parts; the tests below produce them.
+COMPOSED = {
+    *(
+        f"{{ranks}} {verb} {{calls}}{inside}, but {{rest}} {{does}} not: {{it}} in a forward or backward pass"
+        for verb in ("call", "calls")
+        for inside in ("", " in the training loop ({loop})")
+    ),
+    *("ended with exit code {number}", "ended with exit code {number} {seconds} s later"),
+    *("limit reached (--slow_timeout {number})",),
+    "limit reached (--slow_timeout {number}, {count} times --stall_timeout)",
+    "was killed by {name} (signal {number}){later}",
+    "the ranks lost contact with each other; gloo aborted rank {rank} as a result",
+    "goodput {part} of {seconds} s: {items}; {number} restart{s}",
+}
+SAMPLES = {
+    "is": "are",
+    "has": "has",
+    "was": "were",
+    "does": "do",
+    "it": "it is",
+    "ranks": "rank 3, 5",
+    "duration": "7 hours",
+}
+ENDINGS = {"s", "es", "is", "was", "has", "does", "verb", "it"}
+"""Placeholders for words that only English needs."""
 # Sentences of click (8.1 to 8.5), with `{name}` for its values.
 OF_CLICK = {
     *("Usage:", "Options:", "Commands:", "Show the version and exit.", "Show this message and exit."),
@@ -79,7 +107,9 @@ def test_each_msgid_is_a_sentence_of_the_source() -> None:
         # A sentence may be part of a longer one, or composed of two: `use {} or fewer, or add` and `{} --oversubscribe ...`.
         return wanted in sentences or wanted in text or _is_composed(wanted)
 
-    gone = [msgid for msgid in ENTRIES if msgid not in FORMATS | OF_CLICK and not is_known(_canonical(msgid))]
+    gone = [
+        msgid for msgid in ENTRIES if msgid not in FORMATS | OF_CLICK | COMPOSED and not is_known(_canonical(msgid))
+    ]
     assert gone == [], f"the source no longer has these sentences; correct the entries in {PO.name}"
 
 
@@ -101,7 +131,7 @@ def test_placeholders_agree() -> None:
         names = placeholders(msgid)
         assert len(set(names)) == len(names), f"{msgid}: each placeholder has a name of its own"
         assert set(placeholders(msgstr)) <= set(names), msgid
-        assert set(names) - set(placeholders(msgstr)) <= {"s", "es", "was"}, msgid  # endings of English words
+        assert set(names) - set(placeholders(msgstr)) <= ENDINGS, msgid
 
 
 def test_a_template_has_enough_fixed_text_to_be_recognized() -> None:
@@ -113,14 +143,44 @@ def test_a_template_has_enough_fixed_text_to_be_recognized() -> None:
 def test_each_template_translates_its_own_message() -> None:
     chinese = Catalogue(ENTRIES)
     for msgid, msgstr in ENTRIES.items():
-        values = {name: str(number + 70) for number, name in enumerate(placeholders(msgid))}
-        assert chinese.translate(msgid.format(**values)) == msgstr.format(**values)
+        values = {name: SAMPLES.get(name, str(number + 70)) for number, name in enumerate(placeholders(msgid))}
+        translated = {name: chinese.translate(value) if name == "duration" else value for name, value in values.items()}
+        assert chinese.translate(msgid.format(**values)) == msgstr.format(**translated)
 
 
 def test_the_catalogue_has_the_messages_that_users_meet_most() -> None:
     templates = [msgid for msgid in ENTRIES if msgid not in FORMATS | OF_CLICK]
     assert len(templates) > 350
     assert not [msgid for msgid in templates if not re.search("[\u4e00-\u9fff]", ENTRIES[msgid])]
+
+
+# Warnings whose text is composed of other sentences, and those about TrainingArguments and DeepSpeed's dp engine.
+_COMPOSED_WARNINGS = {
+    *("base/warnings.py", "config/sources.py", "accelerator/update/batch_split_check.py", "trainer/override_points.py"),
+    *(
+        "accelerator/prepare/prepare_arguments.py",
+        "accelerator/update/unprepared_optimizer.py",
+        "trainer/batch_loss.py",
+    ),
+    *("checkpoint/background_save.py", "distributed/checks/loader_agreement.py", "engines/dp.py"),
+    *("trainer/arguments/renamed.py", "trainer/data/epoch_batches.py", "accelerator/update/exact_update.py"),
+}
+
+
+def test_each_warning_is_in_the_catalogue() -> None:
+    known = {_canonical(msgid) for msgid in ENTRIES}
+    missing = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("warn", "warn_here"):
+                (text, *_) = node.args
+                found = "".join(map(_part, text.values)) if isinstance(text, ast.JoinedStr) else ""
+                found = _escape(text.value) if isinstance(text, ast.Constant) else found
+                first = _canonical(found.split("\n")[0])
+                if first not in known and name not in _COMPOSED_WARNINGS:
+                    missing.append(f"{name}:{node.lineno}: {first}")
+    assert missing == []
 
 
 def _commands(group: click.Command, context: click.Context) -> list[tuple[str, click.Command]]:
@@ -204,7 +264,7 @@ _CHINESE = "[\u4e00-\u9fff]"
 # Not English: quoted values, commands, the arguments of flags, terms that Chinese text uses too, and another library's exception.
 _CODE = re.compile(
     r"'[^']*'|\"[^\"]*\"|`[^`]*`|\b(?:echelon|accelerate|pip|rm|chmod|python|kubectl) [^\u4e00-\u9fff]*|--\w+ \w+|"
-    r"\b(?:world size|state dict|local rank|srun task|fork|hostfile)\b|\b(?!echelon)\w+Error: .*"
+    r"\b[a-z_]+ number \d+(?: of [a-z]+\d*\[)?|\b[a-z_]+ of [a-z]+\d*\[|\brank [\d, -]+ in\b|\b(?:world size|state dict|local rank|srun task|fork|hostfile)\b|\b(?!echelon)\w+Error: .*"
 )
 
 
@@ -307,6 +367,42 @@ def test_english_loads_no_catalogue() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert result.stdout == "[]\n", result.stderr
+
+
+# Reports with every kind of stall, failure and time, as the launcher prints them.
+_REPORTS = (
+    "stall (a missing rank): rank 1 has not reached the collective, and rank 0 waits for other ranks",
+    "  where: no progress for 30 s (--stall_timeout 30); the run continues (--on_stall)",
+    "  where: limit reached (--slow_timeout 600, 10 times --stall_timeout); the run stops (--on_stall)",
+    "  where: limit reached (--slow_timeout 600); the run restarts (--on_stall)",
+    "  do:    find out why this rank does not call the collective; every rank must call the same collectives",
+    "stall (a stopped process): ranks 0-2, 5 are stopped (SIGSTOP), and ranks 3-4 wait for other ranks",
+    "stall (a rank that does not answer): rank 3 is blocked by native code that holds the GIL",
+    "stall (a phase that takes too long): rank 3 has been saving a checkpoint for 10 minutes, and rank 1 waits for other ranks",
+    "stall (a phase that takes too long): rank 3 has been computing for 90 seconds, and rank 1 waits for other ranks",
+    "stall (uneven data): rank 0 has exited, and rank 1 waits for other ranks",
+    "stall (uneven data): rank 0 has left the training loop (train.py:12), but ranks 1-3 are still training",
+    "stall (different shapes): rank 2 does not make the same call as the other ranks: ranks 0-1, 3 in all_reduce number 6 of "
+    "float[4], rank 2 in all_reduce number 6 of float[9]",
+    "stall (different collectives): rank 0 calls gather of float32[4] in the training loop (train.py:9), but rank 1 does not: it "
+    "is in a forward or backward pass",
+    "stall (unknown): ranks 0-1 wait for each other at the same line",
+    "note (slow, but alive): rank 1 is slow, but alive, and rank 0 waits for other ranks",
+    "  others: rank 0 failed with the same error; ranks 2-3 were killed by SIGSEGV (signal 11) 0.2 s later".replace(
+        "were", "was"
+    ),
+    "  others: rank 0 stopped by echelon; rank 4 ended with exit code 15 12.5 s later; rank 5 failed 0.1 s later with ValueError",
+    "  others: the ranks lost contact with each other; gloo aborted rank 1 as a result",
+    "goodput 85.0% of 12.3 s: compute 10.0 s, data wait 2.0 s, lost steps 0.3 s; 1 restart",
+)
+
+
+@pytest.mark.parametrize("line", _REPORTS)
+def test_reports_are_translated(line: str) -> None:
+    shown = Catalogue(ENTRIES).translate_lines(line)
+    assert re.search(_CHINESE, shown), shown
+    assert not _is_mixed(shown)
+    assert [number for number in re.findall(r"\d+", line) if number not in re.findall(r"\d+", shown)] == []
 
 
 def _clear(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 from echelon.base.messages.terminal import beside_progress_bars
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import translate_lines
 from echelon.base.rank import known_rank
 
 __all__ = ["EchelonWarning", "UserLine", "is_library", "user_line", "warn", "warn_here"]
@@ -53,4 +53,4 @@ def warn_here(message: str, *, at: UserLine | None = None) -> None:
     """Warn on this rank about something that only this rank knows. Otherwise identical to ``warn``."""
     place = at or user_line()
     with beside_progress_bars():
-        warnings.warn_explicit(translate(message), EchelonWarning, filename=place[0], lineno=place[1])
+        warnings.warn_explicit(translate_lines(message), EchelonWarning, filename=place[0], lineno=place[1])

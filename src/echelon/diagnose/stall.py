@@ -460,9 +460,10 @@ def _beside_training(
         what = f"{name_ranks(elsewhere)} {_has(elsewhere)} left the training loop ({loop}), but {name_ranks(training)} {_is(training)} still training"
         return Class.UNEVEN, what, _UNEVEN
     verb = "calls" if len(elsewhere) == 1 else "call"
-    inside = f" in the training loop ({loop})" if is_inside else ""
+    called = f"{name_ranks(elsewhere)} {verb} {calls}"
+    called = f"{called} in the training loop ({loop})" if is_inside else called
     what = (
-        f"{name_ranks(elsewhere)} {verb} {calls}{inside}, but {name_ranks(training)} {_does(training)} not: "
+        f"{called}, but {name_ranks(training)} {_does(training)} not: "
         f"{'it is' if len(training) == 1 else 'they are'} in a forward or backward pass"
     )
     do = "call it on every rank: move it out of `if accelerator.is_main_process:`, `if rank == 0:` and similar conditions"

@@ -122,12 +122,13 @@ class Supervisor:
 
     def _report(self, stall: Stall, no_histories: list[str]) -> str:
         lines = "".join(f"\n    {line}" for line in [*stall.lines(), *self._machine_lines(stall)])
-        kind = "stall" if stall.is_alarm else "note"
         missing = f"\n    collectives unknown: {'; '.join(no_histories)}" if no_histories and stall.is_alarm else ""
+        kind = stall.kind.value
+        headline = f"stall ({kind}): {stall.what}" if stall.is_alarm else f"note ({kind}): {stall.what}"
         then = {"report": "the run continues", "restart": "the run restarts", "stop": "the run stops"}
         action = then[self._rules.on_stall if stall.is_alarm else "report"]
         error = LaunchError(
-            f"{kind} ({stall.kind.value}): {stall.what}{lines}{missing}",
+            f"{headline}{lines}{missing}",
             where=f"{self._limit(stall)}; {action} (--on_stall)",
             do=f"{stall.do}\n  stacks: echelon doctor {self._directory}"
             + (" (each machine has the stacks of its own ranks)" if self._machines else ""),

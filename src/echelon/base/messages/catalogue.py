@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import final
 
 __all__ = ["Catalogue", "compile_catalogues", "load_catalogue", "placeholders", "read_mo", "read_po", "to_mo"]
@@ -25,9 +26,25 @@ _WORD = "name"
 """The placeholder ``{name}`` stands for a value without spaces."""
 _FOREIGN = frozenset({"message", "error"})
 """Placeholders for a text that is not echelon's: ``{message}`` is never translated, ``{error}`` if it can be."""
-_CODE = frozenset({"command", "same"})
-"""Placeholders for code and command lines, which are not English even if they look like it."""
+_CODE = frozenset({"command", "same", "calls"})
+"""Placeholders for code, command lines and collectives, which are not English even if they look like it."""
+_SHORT = frozenset({"duration", "state", "waiters", "later", "part"})
+"""Placeholders whose values are translated even if they are short."""
+_RANKS = re.compile(r"(ranks? )(\d[\d, -]*(?:, \.\.\.)?) (\D.*)")
+"""What ranks do, as in ``others: ranks 0-2 then lost contact``."""
 _NUMBERS = frozenset({"number", "count", "cores", "port", "pid", "seconds"})
+_FORMS = MappingProxyType(
+    {
+        "is": "(is|are)",
+        "has": "(has|have)",
+        "was": "(was|were)",
+        "does": "(does|do)",
+        "it": "(it is|they are)",
+        "ranks": r"(ranks? \d[\d, -]*(?:, \.\.\.)?)",
+        "duration": r"([\d.]+ (?:second|minute|hour)s?)",
+    }
+)
+"""What other placeholders stand for: forms of an English word, and what echelon formats."""
 _MIN_VALUE = 12
 """Only a placeholder's value of at least this length may itself be a message, unless it is English."""
 _MIN_LETTERS = 12
@@ -141,7 +158,10 @@ class _Template:
     def accepts(self, values: Mapping[str, str], translated: Mapping[str, str]) -> bool:
         """Return whether no value contains English that would stay in the translation, and none matches by coincidence."""
         is_short = len(_LETTER.findall("".join(_pieces(self.msgid)))) < _MIN_LETTERS
+        kept = set(placeholders(self.msgstr))
         for name, value in values.items():
+            if name not in kept:
+                continue  # a word that only English needs
             if name in _FOREIGN or name in _CODE or translated[name] != value:
                 continue
             if _is_english(value) or (is_short and not _PLAIN.fullmatch(value)):
@@ -190,7 +210,8 @@ class Catalogue:
         label = _LABEL.fullmatch(line)
         if label is not None:
             indent, name, _, rest = label.groups()
-            translated = self._place(rest) if name == "where:" else self.translate(rest)
+            parts = {"where:": self._place, "others:": self._others}.get(name, self.translate)
+            translated = parts(rest)
             # A label in Chinese before a sentence in English would be a mixture.
             return line if translated == rest and _is_english(rest) else f"{indent}{self.translate(name)}{translated}"
         rest = line.lstrip()
@@ -206,7 +227,26 @@ class Catalogue:
         is_mixed = any(part == translated and _is_english(part) for part, translated in parts)
         return where if is_mixed else ", ".join(translated for _, translated in parts)
 
+    def _others(self, text: str) -> str:
+        whole = self.translate(text)
+        if whole != text:
+            return whole
+        found = []
+        for part in text.split("; "):
+            match = _RANKS.fullmatch(part)
+            translated = part if match is None else self.translate(match[3])
+            if match is None or translated == match[3]:
+                return text
+            found.append(f"rank {match[2]} {translated}")
+        return "\uff1b".join(found)
+
     def _value(self, name: str, value: str) -> str:
+        if name == "items":
+            return ", ".join(map(self.translate, value.split(", ")))
+        if name in _SHORT:
+            return self.translate(value)
+        if re.fullmatch(r"ranks \d[\d, -]*(?:, \.\.\.)?", value):
+            return value.replace("ranks ", "rank ", 1)
         if name == "message" or name in _CODE or (len(value) < _MIN_VALUE and not _is_english(value)):
             return value
         return self.translate(value)
@@ -217,6 +257,8 @@ def _patterns(template: str) -> Iterator[str]:
         yield re.escape(piece)
         if name in _NUMBERS or (name == "rank" and piece.endswith("rank ")):
             yield r"(-?\d[\d.,e+-]*?)"
+        elif name in _FORMS:
+            yield _FORMS[name]
         elif name is not None:
             yield r"(\S+?)" if name == _WORD else "(.*?)"  # a value is part of one line
 
