@@ -241,7 +241,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline_or_the_secon
     assert time.monotonic() - begun < 60
     if grace == 2:
         assert "SIGTERM: the ranks did not reach a common step within 2 s and were stopped" in rest
-        assert "where: ranks 0-1: step 2, forward/backward" in rest, rest
+        assert "where: ranks 0-1: step 2, training" in rest, rest
         assert "to give the ranks more time" in rest
     else:
         assert rest.startswith("echelon: stopped by SIGTERM"), rest

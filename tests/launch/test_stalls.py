@@ -120,9 +120,9 @@ def test_a_rank_that_does_not_come_stops_the_run_but_not_while_it_says_that_it_i
     assert text.startswith(
         "echelon: stall (a missing rank): rank 1 has not reached the collective, and rank 0 waits for other ranks"
     )
-    assert re.search(r"rank 1: step 3, forward/backward; " + at(command, "time.sleep(1000)"), text)
+    assert re.search(r"rank 1: step 3, outside the model; " + at(command, "time.sleep(1000)"), text)
     assert re.search(
-        r"rank 0: in all_reduce number \d+ of float\[20\]; step 3, forward/backward; " + at(command, "backward("), text
+        r"rank 0: in all_reduce number \d+ of float\[20\]; step 3, communication; " + at(command, "backward("), text
     )
     assert "the run stops (--on_stall)" in text
     assert result.err.count("echelon: stall") == 1  # not in the 7 s that were declared

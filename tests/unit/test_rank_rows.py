@@ -36,7 +36,7 @@ def _sample(
     if spent_ms is not None:
         spent_ns = tuple(int(ms * 1e6 * num_steps) for ms in spent_ms)
         times = Times(int((now - 60) * 1e9), int(now * 1e9), -1, num_steps, StepPart.FORWARD, spent_ns)
-    return RankSample(view=RankView(rank=rank, watch=watch, note=note, **view_facts), times=times, **facts)
+    return RankSample(view=RankView(rank=rank, watch=watch, note=note, times=times, **view_facts), times=times, **facts)
 
 
 def _rows(*samples: RankSample, tracker: RowTracker | None = None, now: float = NOW) -> dict[int, RankRow]:
@@ -49,13 +49,13 @@ def test_equal_ranks_do_not_differ() -> None:
     row = rows[2]
     assert (row.step, row.phase, row.operation, row.place) == (
         40,
-        "forward/backward",
+        "training",
         "all_reduce of float32[4]",
         "train.py:12",
     )
     assert row.heartbeat_s == pytest.approx(0.2)
     assert row.to_text() == (
-        "rank 2: step 40; forward/backward; last operation all_reduce of float32[4]; 7 collectives; at train.py:12; "
+        "rank 2: step 40; training; last operation all_reduce of float32[4]; 7 collectives; at train.py:12; "
         "heartbeat 0.2 s ago"
     )
 
@@ -159,7 +159,7 @@ def test_rows_that_do_not_fit_are_folded_into_one_line() -> None:
     assert (len(shown), rest) == (64, "")
     shown, rest = fold_rows(rows, 10)
     assert [row.rank for row in shown] == [7, 40, 9]
-    assert rest == ("ranks 0-6, 8, 10-39, 41-63: step 40; forward/backward; heartbeat at most 0.2 s ago; 400-463 MB")
+    assert rest == ("ranks 0-6, 8, 10-39, 41-63: step 40; training; heartbeat at most 0.2 s ago; 400-463 MB")
     shown, rest = fold_rows(rows, 2)
     assert [row.rank for row in shown] == [7]
     assert rest.startswith("ranks 0-6, 8-63: 2 of them differ; step 38-40;")
@@ -185,3 +185,26 @@ def test_a_sparkline_shows_means_and_leaves_gaps(values: list[float], width: int
 
 def test_a_sparkline_in_ascii() -> None:
     assert sparkline([0.0, 7.0], 4, is_ascii=True) == "_#"
+
+
+@pytest.mark.parametrize(
+    ("part", "spent", "phase"),
+    [
+        (StepPart.FORWARD, (), "forward pass"),
+        (StepPart.BACKWARD, (StepPart.FORWARD,), "backward pass"),
+        (StepPart.OTHER, (StepPart.FORWARD, StepPart.BACKWARD), "outside the model"),
+        # Without accelerator.backward, a backward pass looks like the code between the passes.
+        (StepPart.OTHER, (StepPart.FORWARD,), "training"),
+        (StepPart.OTHER, (), "training"),
+    ],
+)
+def test_the_phase_names_the_part_of_the_step_that_is_known(
+    part: StepPart, spent: tuple[StepPart, ...], phase: str
+) -> None:
+    times = Times(1, int(NOW * 1e9), -1, 3, part, tuple(int(one in spent) for one in StepPart))
+    sample = _sample(0)
+    sample = replace(sample, view=replace(sample.view, times=times), times=times)
+    assert _rows(sample)[0].phase == phase
+    waits = _sample(1, waits=True, doing=Doing.COMMUNICATES | Doing.TRAINS)
+    waits = replace(waits, view=replace(waits.view, times=times), times=times)
+    assert _rows(waits)[1].phase == ("training" if phase == "outside the model" else phase) + ", waiting"

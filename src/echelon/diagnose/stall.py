@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import TypeAlias, final
 
 from echelon.diagnose.collectives import Divergence, History, first_divergence
-from echelon.status.board import Doing, Phase, StatusNote, Watch
+from echelon.status.board import Doing, Phase, StatusNote, StepPart, Times, Watch
 from echelon.status.call_site import CallSite, is_user_file
 
 __all__ = [
@@ -34,6 +35,14 @@ _MAX_LINES = 8
 _LONG_PHASES = frozenset({Phase.SAVE, Phase.LOAD})
 _SEEN_PHASES = ("compiling", "importing")
 """Phases that the reporter recognizes in the stack. The program records the other phases."""
+_PARTS = MappingProxyType(
+    {
+        StepPart.FORWARD: "forward pass",
+        StepPart.BACKWARD: "backward pass",
+        StepPart.COMMUNICATION: "communication",
+        StepPart.OTHER: "outside the model",
+    }
+)
 _PhaseKey: TypeAlias = tuple[str, int]
 LONG_FACTOR = 10
 """Default limit for a declared slow phase, as a multiple of the stall timeout."""
@@ -67,6 +76,7 @@ class RankView:
     """CPU time that the process has used."""
     num_faults: int = 0
     """Number of major page faults in the process, which grows, for example, while it loads a library."""
+    times: Times | None = None
 
     @property
     def waits(self) -> bool:
@@ -98,6 +108,20 @@ class RankView:
         if self.note.slow:
             return f'in slow("{self.note.slow}")'
         return str(self.note.phase) if self.note.phase in _LONG_PHASES else ""
+
+    @property
+    def phase(self) -> str:
+        """The phase and, during training, the part of the step; empty if unknown."""
+        if self.note is None:
+            return ""
+        times, doing = self.times, Doing.NOTHING if self.watch is None else self.watch.doing
+        if self.note.phase is not Phase.TRAIN or times is None:
+            return str(self.note.phase)
+        # Code outside the model can be told only where both passes are recorded, not after a loss.backward() of the program's own.
+        are_recorded = times.spent_ns[StepPart.FORWARD] > 0 and times.spent_ns[StepPart.BACKWARD] > 0
+        if times.part is StepPart.OTHER and (not are_recorded or doing & Doing.TRAINS):
+            return str(self.note.phase)
+        return _PARTS.get(times.part, str(self.note.phase))
 
     @property
     def progress(self) -> tuple[object, ...]:
@@ -543,7 +567,7 @@ def _describe_rank(view: RankView, answer: Answer | None, clock: StallClock, now
         pending = [c for h in answer.histories.values() for c in h.started if not c.is_over]
         parts += [f"in {pending[0]}"] if pending else []
     if note is not None and (note.step or note.phase):
-        parts.append(", ".join(filter(None, (f"step {note.step}", str(note.phase)))))
+        parts.append(", ".join(filter(None, (f"step {note.step}", view.phase))))
     if answer is not None and answer.call_site is not None:
         return "; ".join([*parts, f"at {answer.call_site}"])
     return "; ".join([*parts, f"last seen at {_line_of(view, None)}"])

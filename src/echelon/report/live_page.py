@@ -84,7 +84,7 @@ function draw(run) {
     row.className = rank.difference;
     cell(row, rank.rank, true);
     cell(row, rank.step === null ? "" : rank.step.toLocaleString("en"), true);
-    cell(row, [...new Set([rank.what, rank.phase])].filter(Boolean).join("; "));
+    cell(row, [...new Set([rank.what, rank.phase, rank.difference !== "none" && rank.place ? `at ${rank.place.split("/").pop()}` : ""])].filter(Boolean).join("; "));
     cell(row, rank.operation);
     cell(row, fixed(rank.heartbeat_s, 1, " s"), true);
     cell(row, fixed(rank.memory_mb, 0, " MB"), true);

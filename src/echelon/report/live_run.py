@@ -227,6 +227,7 @@ def _rate(file: StepSample, total: Literal["num_samples", "num_items"]) -> float
 def _sample(board: BoardReader, index: int, rank: int, memory_mb: float) -> RankSample:
     watch = board.watch(index)
     state, cpu_s, num_faults = ("", 0.0, 0) if watch is None else read_process(watch.pid)
+    times = board.times(index)
     view = RankView(
         rank=rank,
         watch=watch,
@@ -234,11 +235,12 @@ def _sample(board: BoardReader, index: int, rank: int, memory_mb: float) -> Rank
         is_stopped=state in STOPPED_STATES if state else False,
         cpu_s=cpu_s,
         num_faults=num_faults,
+        times=times,
     )
     is_running = watch is None or (state not in ("", "Z", "X"))
     if math.isnan(memory_mb) and watch is not None and is_running:
         memory_mb = _resident_mb(watch.pid)
-    return RankSample(view=view, times=board.times(index), is_running=is_running, memory_mb=memory_mb)
+    return RankSample(view=view, times=times, is_running=is_running, memory_mb=memory_mb)
 
 
 def _resident_mb(pid: int) -> float:

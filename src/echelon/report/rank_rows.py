@@ -293,7 +293,7 @@ def _phase(sample: RankSample) -> str:
         return "in a debugger"
     if view.slow_phase:
         return view.slow_phase
-    phase = "" if view.note is None else str(view.note.phase)
+    phase = view.phase
     if view.waits:
         return f"{phase}, waiting" if phase else "waiting for other ranks"
     return phase or "running"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 
@@ -123,7 +124,9 @@ def _tail(snapshot: Snapshot) -> list[str]:
 def _table(rows: Sequence[RankRow], width: int, *, is_ascii: bool) -> list[Text]:
     """Return the header and a line for each row; the column with the state takes the width that the others leave."""
     columns = {"rank": [str(row.rank) for row in rows], "step": ["" if r.step is None else f"{r.step:,}" for r in rows]}
-    columns["state"] = ["; ".join(dict.fromkeys(part for part in (row.what, row.phase) if part)) for row in rows]
+    columns["state"] = [
+        "; ".join(dict.fromkeys(part for part in (row.what, row.phase, _place(row)) if part)) for row in rows
+    ]
     if width >= _WIDE:
         columns["last operation"] = [
             _fit(_operation(row), _OPERATION_WIDTH, is_ascii=is_ascii).rstrip() for row in rows
@@ -152,6 +155,11 @@ def _table(rows: Sequence[RankRow], width: int, *, is_ascii: bool) -> list[Text]
 def _fit(text: str, width: int, *, is_ascii: bool) -> str:
     end = "..." if is_ascii else "…"
     return set_cell_size(text, width) if cell_len(text) <= width else set_cell_size(text, width - len(end)) + end
+
+
+def _place(row: RankRow) -> str:
+    """Return where the program of a rank that differs from the others is."""
+    return f"at {os.path.basename(row.place)}" if row.place and row.difference is not Difference.NONE else ""
 
 
 def _operation(row: RankRow) -> str:

@@ -76,7 +76,7 @@ class Phase(IntEnum):
 _IN_WORDS = (
     "",
     "waiting for data",
-    "forward/backward",
+    "training",
     "optimizer step",
     "saving a checkpoint",
     "loading a checkpoint",

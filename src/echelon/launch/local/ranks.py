@@ -92,6 +92,7 @@ class LocalRanks:
                     is_stopped=state in STOPPED_STATES,
                     cpu_s=cpu_s,
                     num_faults=num_faults,
+                    times=self._board.times(index),
                 )
             )
         return views
