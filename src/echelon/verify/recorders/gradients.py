@@ -76,9 +76,7 @@ class GradientRecorder:
     def _hook(self, parameter: nn.Parameter, owner: tuple[int, str]) -> None:
         if id(parameter) in self._hooks:
             return
-        with torch.enable_grad():
-            node: Any = parameter.expand_as(parameter).grad_fn
-        accumulator = node.next_functions[0][0]
+        accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
         # A hook on the node sees what all hooks on the parameter have made of the gradient.
         self._hooks[id(parameter)] = accumulator.register_prehook(partial(self._keep, owner))
         self._nodes.append((accumulator, parameter))
