@@ -101,7 +101,7 @@ def test_without_a_terminal_the_state_is_printed_once_and_doctor_shows_each_rank
     lines = doctor.stdout.splitlines()
     assert lines[0] == f"{folder}/run-1: no rank has stalled or failed"
     assert lines[1].startswith("the run is live; state (echelon watch")
-    assert re.match(r"  rank 0: stopped \(SIGSTOP or a debugger\); step \d+; training.*; at train.py:7;", lines[2])
+    assert re.match(r"  rank 0: stopped \(SIGSTOP or a debugger\); step \d+; forward pass.*; at train.py:7;", lines[2])
     assert lines[3].startswith("  rank 1: ")
 
 
