@@ -126,6 +126,39 @@ def test_report_names_how_the_others_ended() -> None:
     assert "others: ranks 0, 2 then lost contact; rank 3 stopped by echelon; rank 4 ended normally" in what
 
 
+def test_another_error_is_shown_with_its_message_its_line_and_its_remedy() -> None:
+    def frame(line: int) -> tuple[Frame, ...]:
+        return (Frame(file="/home/me/train.py", line=line, function="fail", source=f"raise {line}"),)
+
+    missing = "Torch not compiled with CUDA enabled"
+    ends = [
+        end(0, 1, 900, error(100, "bad sample 17", frames=frame(7))),
+        end(1, 1, 900, error(300, "'labels'\nsecond line", "KeyError", frames=frame(9))),
+        end(2, None),
+        end(3, 1, 900, error(400, missing, "AssertionError", frames=frame(11))),
+        end(4, 1, 900, error(310, "'labels'\nsecond line", "KeyError", frames=frame(9))),
+        end(5, 1, 900, error(101, "bad sample 18", frames=frame(7))),
+    ]
+    what, where, do = explain(ends, logs="logs/")
+    assert what.splitlines() == [
+        "rank 0 failed first: ValueError: bad sample 17",
+        "  others: ranks 1, 4 failed 0.2 s later with KeyError: 'labels'; rank 2 stopped by echelon; "
+        f"rank 3 failed 0.3 s later with AssertionError: {missing}; rank 5 failed with the same error",
+    ]
+    assert where.splitlines() == [
+        "rank 0 of 6",
+        "         /home/me/train.py:7 in fail: raise 7",
+        "         ranks 1, 4",
+        "         /home/me/train.py:9 in fail: raise 9",
+        "         rank 3",
+        "         /home/me/train.py:11 in fail: raise 11",
+    ]
+    first, other, logs = do.splitlines()
+    assert first == "fix this error; the full traceback is in the rank's output"
+    assert other.startswith("         rank 3: replace x.cuda()")
+    assert logs == "  logs:  logs/"
+
+
 @pytest.mark.parametrize(
     ("message", "advice"),
     [

@@ -391,7 +391,7 @@ _REPORTS = (
     "  others: rank 0 failed with the same error; ranks 2-3 were killed by SIGSEGV (signal 11) 0.2 s later".replace(
         "were", "was"
     ),
-    "  others: rank 0 stopped by echelon; rank 4 ended with exit code 15 12.5 s later; rank 5 failed 0.1 s later with ValueError",
+    "  others: rank 0 stopped by echelon; rank 4 ended with exit code 15 12.5 s later; rank 5 failed 0.1 s later with ValueError: bad",
     "  others: the ranks lost contact with each other; gloo aborted rank 1 as a result",
     "goodput 85.0% of 12.3 s: compute 10.0 s, data wait 2.0 s, lost steps 0.3 s; 1 restart",
 )

@@ -160,6 +160,9 @@ def _shell_code(code: int) -> int:
 
 
 _MAX_FRAMES = 4
+_MAX_OTHERS = 3
+"""Maximum number of other errors that are shown with their lines."""
+_MAX_TEXT = 160
 _MAX_MESSAGE_LINES = 6
 
 
@@ -184,7 +187,14 @@ def explain(
     others = _others(first, ends)
     if others:
         what = f"{what}\n  others: {others}"
-    return what, "\n         ".join(lines), f"{do}\n  logs:  {logs}"
+    remedies = [do]
+    for ranks in _other_errors(first, ends)[:_MAX_OTHERS]:
+        other, names = ranks[0], name_ranks([end.rank for end in ranks])
+        lines += [f"{names}{_place_of(other)}", *map(_frame_line, _shown_frames(other)[:1])]
+        remedy = _verdict(other, ends)[1]
+        if remedy != do:
+            remedies.append(f"{names}: {remedy}")
+    return what, "\n         ".join(lines), "\n         ".join(remedies) + f"\n  logs:  {logs}"
 
 
 def lost_each_other(ends: Sequence[RankEnd]) -> bool:
@@ -322,10 +332,23 @@ def _frame_line(frame: Frame) -> str:
 
 def _others(first: RankEnd, ends: Sequence[RankEnd]) -> str:
     ranks: dict[str, list[int]] = {}
+    shown = {end.rank: same[0] for same in _other_errors(first, ends) for end in same}
     for end in ends:
         if end.rank != first.rank:
-            ranks.setdefault(_describe_end(end, first, ends), []).append(end.rank)
+            ranks.setdefault(_describe_end(shown.get(end.rank, end), first, ends), []).append(end.rank)
     return "; ".join(f"{name_ranks(numbers)} {text}" for text, numbers in ranks.items())
+
+
+def _other_errors(first: RankEnd, ends: Sequence[RankEnd]) -> list[list[RankEnd]]:
+    """Return the ranks that failed by themselves with errors other than the first one, grouped by error, in the order of time."""
+    groups: list[list[RankEnd]] = []
+    for end in sorted(ends, key=lambda end: (_time_of(end) or 0, end.rank)):
+        is_own = end.failed and end.record is not None and cause_of(end, ends) is Cause.OWN
+        if not is_own or end.rank == first.rank or _is_same(end, first):
+            continue
+        group = next((group for group in groups if _is_same(end, group[0])), None)
+        groups.append([end]) if group is None else group.append(end)
+    return groups
 
 
 def _is_same(end: RankEnd, other: RankEnd) -> bool:
@@ -355,7 +378,10 @@ def _describe_end(end: RankEnd, first: RankEnd, ends: Sequence[RankEnd]) -> str:
         f" {timedelta(microseconds=(ended - failed) // 1000).total_seconds():.1f} s later" if failed and ended else ""
     )
     if end.record is not None:
-        return "failed with the same error" if _is_same(end, first) else f"failed{later} with {end.record.type}"
+        if _is_same(end, first):
+            return "failed with the same error"
+        text = _shorten(_parts(end.record).what).splitlines()[0][:_MAX_TEXT]
+        return f"failed{later} with {end.record.type}" + (f": {text}" if text else "")
     assert end.exit_code is not None, end
     return (
         f"was killed by {_signal(-end.exit_code)[0]}{later}"
