@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echelon.verify.finding import Verdict
+from echelon.verify.comparison.alignment import AlignedRun
+from echelon.verify.comparison.differences import Comparison, Difference, Tally
+from echelon.verify.comparison.findings import finding_of
+from echelon.verify.comparison.invariants import GeneratorHistory, rates_of, unequal_clips, unequal_steps
+from echelon.verify.comparison.sample_order import SampleOrder
+from echelon.verify.comparison.saved_states import load_differences, save_differences
+from echelon.verify.finding import STAGES, Cell, Coverage, Finding, Stage, Verdict
 from echelon.verify.trace import Trace
 
 __all__ = ["CompareOptions", "compare"]
+
+_DOUBLE_ROUNDOFF = 2.0**-53
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +37,7 @@ def compare(
     reference: Trace,
     reference_float64: Trace | None = None,
     *,
+    perturbed: Sequence[Trace] = (),
     options: CompareOptions | None = None,
 ) -> Verdict:
     """Return whether ``layout`` is the same run as ``reference``, with the first difference if it is not.
@@ -36,7 +47,345 @@ def compare(
         reference: the same run on one process, which takes the samples of all ranks in each update.
         reference_float64: ``reference`` in float64, from which the rounding error of each tensor is measured; without it bounds
             from dtype and depth are used.
+        perturbed: runs of the reference whose initial weights were perturbed by one rounding, if a first comparison found a
+            difference that may be rounding (``Finding.may_be_rounding``): functions with kinks (relu, max) amplify it now and then.
         options: defaults to ``CompareOptions()``.
     """
-    del reference, reference_float64, options
-    return Verdict(result="not comparable", num_updates=0, world_size=len(layout.ranks), reason="not implemented yet")
+    options = options or CompareOptions()
+    ours, theirs = AlignedRun(layout), AlignedRun(reference)
+    exact = AlignedRun(reference_float64) if reference_float64 is not None else None
+    reason = _why_not_comparable(ours, theirs)
+    if reason:
+        return Verdict(
+            result="not comparable", num_updates=0, world_size=ours.world_size, reason=reason, notes=ours.notes()
+        )
+    begin = max(ours.first_update, theirs.first_update)
+    updates = range(begin, min(ours.updates.stop, theirs.updates.stop))
+    comparison = Comparison(
+        ours,
+        theirs,
+        exact if exact is not None and exact.updates else None,
+        [AlignedRun(one) for one in perturbed],
+        probability=options.num_false_alarms_per_run / _num_comparisons(theirs, ours.world_size),
+        is_bitwise=options.is_bitwise,
+    )
+    order = SampleOrder(ours, theirs, comparison.samples)
+    generators = GeneratorHistory(ours, theirs, order)
+    _compare_begin(comparison, begin, is_resumed=options.is_resumed or ours.first_update > theirs.first_update)
+    for update in updates:
+        _compare_update(comparison, order, generators, update, is_resumed=options.is_resumed)
+    _compare_ends(comparison, order, updates)
+    for difference in save_differences(comparison):
+        comparison.add(difference)
+    return _verdict(comparison, order, updates, notes=_notes(ours, theirs, exact, updates))
+
+
+def _why_not_comparable(ours: AlignedRun, theirs: AlignedRun) -> str:
+    missing = [str(rank) for rank, one in enumerate(ours.processes) if one is None]
+    if not ours.world_size or len(missing) == ours.world_size:
+        return "the layout recorded nothing"
+    if missing:
+        return f"rank(s) {', '.join(missing)} recorded nothing"
+    if not theirs.updates:
+        return "the reference completed no update"
+    if not ours.updates:
+        return "the layout completed no update"
+    if ours.first_update >= theirs.updates.stop:
+        return (
+            f"the layout begins at update {ours.first_update}, the reference ends at update {theirs.updates.stop - 1}"
+        )
+    return ""
+
+
+def _num_comparisons(reference: AlignedRun, world_size: int) -> int:
+    """Return an upper bound of the number of comparisons: of tensors of all stages, and of the rows of all outputs."""
+    count = 0
+    for update in reference.updates:
+        one = reference.at(0, update)
+        events = [*one.gradients, *one.weights, *one.buffers, *one.states]
+        count += sum(len(event.names) for event in events) + sum(
+            len(forward.rows) + world_size for forward in one.forwards
+        )
+    return max(1, count)
+
+
+def _compare_begin(comparison: Comparison, begin: int, *, is_resumed: bool) -> None:
+    stage: Stage = "load" if is_resumed else "initial weights"
+    for difference in load_differences(comparison):
+        comparison.add(difference)
+    if not is_resumed:
+        # No arithmetic has been done yet: the same seed gives the same bits.
+        bitwise, comparison.is_bitwise = comparison.is_bitwise, True
+        comparison.compare_tensors(begin - 1, "weights", stage)
+        comparison.compare_tensors(begin - 1, "buffers", stage)
+        comparison.is_bitwise = bitwise
+        return
+    comparison.compare_tensors(begin - 1, "weights", stage)
+    comparison.compare_tensors(begin - 1, "buffers", stage)
+    comparison.compare_tensors(begin - 1, "optimizer_state", stage)
+
+
+def _compare_update(
+    comparison: Comparison, order: SampleOrder, generators: GeneratorHistory, update: int, *, is_resumed: bool
+) -> None:
+    if order.differs(update):
+        comparison.add(Difference(stage="data", update=update, kind="samples", values=order.summary(update)))
+    elif order.is_recorded(update):
+        comparison.passed(update, "data", count=order.count(update))
+    before = generators.num_compared
+    found = list(generators.differences(update))
+    if is_resumed:
+        found += _generator_differences(comparison, update)
+    for difference in found:
+        comparison.add(difference)
+    if generators.num_compared > before and not found:
+        comparison.passed(update, "rng", count=generators.num_compared - before)
+    comparison.compare_outputs(update)
+    comparison.compare_tensors(update, "reduced", "reduce")
+    _compare_loss_weights(comparison, update)
+    _compare_clips(comparison, update)
+    _compare_steps(comparison, update)
+    comparison.compare_tensors(update, "weights", "optimizer")
+    comparison.compare_tensors(update, "optimizer_state", "optimizer")
+    comparison.compare_tensors(update, "buffers", "buffers")
+
+
+def _generator_differences(comparison: Comparison, update: int) -> list[Difference]:
+    """Return the ranks of a resumed run whose generators are not those of the uninterrupted run on the same ranks."""
+    if comparison.layout.world_size != comparison.reference.world_size:
+        return []
+    wrong = []
+    for rank in range(comparison.layout.world_size):
+        ours = [one.torch for one in comparison.layout.at(rank, update).rngs if one.draws_masks]
+        theirs = [one.torch for one in comparison.reference.at(rank, update).rngs if one.draws_masks]
+        if ours != theirs:
+            wrong.append(rank)
+    return [Difference(stage="rng", update=update, kind="generators", ranks=wrong)] if wrong else []
+
+
+def _compare_loss_weights(comparison: Comparison, update: int) -> None:
+    """Count the losses as compared where their gradients are: what a loss is averaged over shows only there."""
+    reduce = comparison.tallies.get((update, "reduce"))
+    if reduce is None:
+        return
+    local = comparison.layout.local_gradients(update)
+    if local and not reduce.differences:
+        comparison.passed(
+            update, "backward", largest=reduce.largest, equal_bits=reduce.equal_bits, count=reduce.num_compared
+        )
+    losses = sum(len(one.losses) for one in comparison.layout.ranks_at(update))
+    if losses and not reduce.differences:
+        comparison.passed(update, "loss weight", largest=reduce.largest, equal_bits=reduce.equal_bits, count=losses)
+
+
+def _compare_clips(comparison: Comparison, update: int) -> None:
+    unequal = unequal_clips(comparison.layout, update)
+    if unequal is not None:
+        comparison.add(unequal)
+    ours, theirs = comparison.layout.at(0, update).clips, comparison.reference.at(0, update).clips
+    twins = [run.at(0, update).clips for run in (comparison.exact, *comparison.perturbed) if run is not None]
+    line = next((one.line for one in (*ours, *theirs) if one.line), "")
+    if len(ours) != len(theirs):
+        values = f"gradients are clipped {len(ours)} times, in the reference {len(theirs)} times"
+        comparison.add(Difference(stage="clip", update=update, kind="num clips", values=values, line=line))
+    together = math.sqrt(sum(value**2 for value in comparison.allowed.get((update, "reduced"), {}).values()))
+    for index, (own, other) in enumerate(zip(ours, theirs, strict=False)):
+        if not math.isclose(own.max_norm, other.max_norm, rel_tol=4 * _DOUBLE_ROUNDOFF):
+            values = f"max_norm is {own.max_norm:g}, in the reference {other.max_norm:g}"
+            comparison.add(Difference(stage="clip", update=update, kind="max norm", values=values, line=line))
+        errors = [abs(other.norm - twin[index].norm) for twin in twins if len(twin) > index]
+        floor = comparison.roundoff_of("") * math.sqrt(comparison.num_samples(update)) * abs(other.norm)
+        # By the triangle inequality two norms differ by no more than the tensors do.
+        allowed = max(together, floor, 2 * max(errors, default=0.0))
+        distance = abs(own.norm - other.norm)
+        if distance <= allowed or own.norm == other.norm:
+            comparison.passed(
+                update, "clip", largest=distance / allowed if allowed else 0.0, equal_bits=distance == 0.0
+            )
+        else:
+            values = f"the norm is {own.norm:.6g}, in the reference {other.norm:.6g}"
+            comparison.add(
+                Difference(
+                    stage="clip",
+                    update=update,
+                    kind="norm",
+                    distance=distance,
+                    norm=abs(other.norm),
+                    allowed=allowed,
+                    values=values,
+                    line=line,
+                )
+            )
+    comparison.compare_tensors(update, "clipped", "clip")
+
+
+def _compare_steps(comparison: Comparison, update: int) -> None:
+    for difference in unequal_steps(comparison.layout, update):
+        comparison.add(difference)
+    ours, theirs = comparison.layout.at(0, update).steps, comparison.reference.at(0, update).steps
+    line = next((one.line for one in (*ours, *theirs) if one.line), "")
+    if len(ours) != len(theirs):
+        values = f"the optimizers step {len(ours)} times in the update, in the reference {len(theirs)} times"
+        comparison.add(Difference(stage="optimizer", update=update, kind="num steps", values=values, line=line))
+        return
+    for index, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+        if own.is_skipped != other.is_skipped:
+            values = f"the step is {'skipped' if own.is_skipped else 'done'}, in the reference {'skipped' if other.is_skipped else 'done'}"
+            comparison.add(Difference(stage="optimizer", update=update, kind="skipped", values=values, line=line))
+        twin = comparison.exact.at(0, update).steps if comparison.exact else []
+        exact = twin[index].lrs if len(twin) == len(theirs) else other.lrs
+        # A schedule may compute each rate from the one before it.
+        steps = 16 * (update + 1) * _DOUBLE_ROUNDOFF
+        distances = [
+            (abs(a - b), max(steps * abs(b), 2 * abs(b - c)), b)
+            for a, b, c in zip(own.lrs, other.lrs, exact, strict=False)
+        ]
+        wrong = [one for one in distances if one[0] > one[1]]
+        if wrong or len(own.lrs) != len(other.lrs):
+            values = f"the learning rate is {rates_of(own)}, in the reference {rates_of(other)}"
+            distance, allowed, rate = max(wrong, default=(math.inf, 0.0, 0.0))
+            comparison.add(
+                Difference(
+                    stage="scheduler",
+                    update=update,
+                    kind="rates",
+                    distance=distance,
+                    norm=rate,
+                    allowed=allowed,
+                    values=values,
+                    line=line,
+                )
+            )
+        else:
+            comparison.passed(
+                update, "scheduler", count=len(distances), equal_bits=all(one[0] == 0.0 for one in distances)
+            )
+        _compare_settings(comparison, update, own.settings, other.settings, line)
+        missing = [name for name in other.group_of if name not in own.group_of] if own.group_of else []
+        if missing:
+            values = f"{', '.join(missing[:4])} {'are' if len(missing) > 1 else 'is'} in no parameter group"
+            for name in missing:
+                comparison.add(
+                    Difference(
+                        stage="optimizer", update=update, kind="parameters", tensor=name, values=values, line=line
+                    )
+                )
+
+
+def _compare_settings(
+    comparison: Comparison, update: int, ours: list[dict[str, object]], theirs: list[dict[str, object]], line: str
+) -> None:
+    scheduled = ("momentum", "betas", "beta1", "beta2")
+    for group, (own, other) in enumerate(zip(ours, theirs, strict=False)):
+        for name in own.keys() & other.keys() - {"foreach", "fused", "capturable", "differentiable"}:
+            a, b = own[name], other[name]
+            if a != b and not _close_settings(a, b, 16 * (update + 1) * _DOUBLE_ROUNDOFF):
+                values = f"{name} of parameter group {group} is {a}, in the reference {b}"
+                stage: Stage = "scheduler" if name in scheduled else "optimizer"
+                comparison.add(Difference(stage=stage, update=update, kind="settings", values=values, line=line))
+
+
+def _close_settings(first: object, second: object, relative: float) -> bool:
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=relative)
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)) and len(first) == len(second):
+        return all(_close_settings(a, b, relative) or a == b for a, b in zip(first, second, strict=True))
+    return False
+
+
+def _compare_ends(comparison: Comparison, order: SampleOrder, updates: range) -> None:
+    """Record a difference if one of two runs that ended by themselves made more updates than the other."""
+    ours, theirs = comparison.layout.updates.stop, comparison.reference.updates.stop
+    if ours < theirs:
+        values = f"the layout ends after {ours} updates, the reference after {theirs} or more"
+        comparison.add(Difference(stage="data", update=updates.stop, kind="num updates", values=values))
+    elif ours > theirs:
+        values = f"the layout makes {ours} updates or more, the reference ends after {theirs}"
+        comparison.add(Difference(stage="data", update=updates.stop, kind="num updates", values=values))
+
+
+def _verdict(comparison: Comparison, order: SampleOrder, updates: range, *, notes: list[str]) -> Verdict:
+    failed = sorted(
+        (
+            (update, STAGES.index(stage), tally)
+            for (update, stage), tally in comparison.tallies.items()
+            if tally.differences
+        ),
+        key=lambda one: one[:2],
+    )
+    findings: list[Finding] = []
+    # Masks are drawn by sample while a run is recorded, so wrong generators change nothing that follows: both are reported.
+    for is_rng in (True, False):
+        first = next(((update, tally) for update, stage, tally in failed if (STAGES[stage] == "rng") == is_rng), None)
+        if first is not None:
+            findings.append(finding_of(comparison, order, first[0], first[1].differences))
+    findings.sort(key=lambda one: (one.update, STAGES.index(one.stage)))
+    return Verdict(
+        result="different" if findings else "same",
+        num_updates=len(updates),
+        world_size=comparison.layout.world_size,
+        finding=findings[0] if findings else None,
+        also=findings[1:],
+        coverage=_coverage(comparison),
+        cells=_cells(comparison, updates, findings),
+        notes=notes,
+    )
+
+
+def _cells(comparison: Comparison, updates: range, findings: Sequence[Finding]) -> list[Cell]:
+    result = []
+    for update in sorted({*updates, *(update for update, _ in comparison.tallies)}):
+        for stage in STAGES:
+            tally = comparison.tallies.get((update, stage), Tally())
+            found = any(one.update == update and one.stage == stage for one in findings)
+            if tally.differences or found:
+                state = "different"
+            elif not tally.num_compared:
+                state = "not compared"
+            else:
+                state = "equal bits" if tally.equal_bits else "within rounding"
+            largest = tally.largest if math.isfinite(tally.largest) else 0.0
+            result.append(
+                Cell(update=update, stage=stage, state=state, largest=largest, num_compared=tally.num_compared)
+            )  # type: ignore[arg-type]
+    return result
+
+
+_ABSENT: dict[Stage, str] = {
+    "load": "the run loaded no checkpoint",
+    "initial weights": "the weights before the first update were not recorded",
+    "data": "no samples were recorded",
+    "rng": "the model draws no dropout masks, or draws them by sample",
+    "forward": "no module has outputs of one row per sample",
+    "loss weight": "no losses were recorded",
+    "backward": "the engine shows no local gradients",
+    "reduce": "no reduced gradients were recorded",
+    "clip": "gradients are not clipped",
+    "scheduler": "no learning rates were recorded",
+    "optimizer": "no weights were recorded",
+    "buffers": "the model has no buffers",
+    "save": "the run saved no checkpoint",
+}
+
+
+def _coverage(comparison: Comparison) -> list[Coverage]:
+    result = []
+    for stage in STAGES:
+        tallies = [tally for (_, other), tally in comparison.tallies.items() if other == stage]
+        count = sum(one.num_compared + len(one.differences) for one in tallies)
+        missing = [] if count else [_ABSENT[stage]]
+        if stage == "forward":
+            missing += sorted(comparison.skipped_outputs)
+        result.append(Coverage(stage=stage, num_compared=count, missing=missing))
+    return result
+
+
+def _notes(ours: AlignedRun, theirs: AlignedRun, exact: AlignedRun | None, updates: range) -> list[str]:
+    notes = [*ours.notes(), *(text for text in theirs.notes() if text not in ours.notes())]
+    if exact is None or not exact.updates:
+        notes.append("Tolerances are bounds from dtype and depth, because there is no float64 run of the reference.")
+    elif exact.updates.stop < updates.stop:
+        notes.append(
+            f"From update {exact.updates.stop} on tolerances are bounds from dtype and depth: the float64 run ended there."
+        )
+    return notes

@@ -62,6 +62,8 @@ class Finding:
     """The remedy."""
     line: str = ""
     """``file:line`` of the user's script."""
+    may_be_rounding: bool = False
+    """Whether runs of the reference with perturbed weights (``compare(perturbed=)``) must confirm it before it is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

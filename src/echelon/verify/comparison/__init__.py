@@ -1,0 +1,1 @@
+"""The parts of a comparison of two recorded runs."""

@@ -1,0 +1,257 @@
+"""The events of a trace in the order in which they are compared: by update and rank, with whole tensors put together from shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from echelon.verify.sketch import Sketch
+from echelon.verify.trace import (
+    Batch,
+    Buffers,
+    Clip,
+    Event,
+    Forward,
+    Gradients,
+    Loss,
+    Model,
+    ModelWeights,
+    Note,
+    OptimizerState,
+    OptimizerStep,
+    RecordedProcess,
+    Rng,
+    Row,
+    SavedState,
+    Trace,
+)
+
+__all__ = ["AlignedRun", "RankUpdate", "RecordedTensor", "SampleIds", "TensorKind"]
+
+TensorKind: TypeAlias = Literal["reduced", "clipped", "weights", "buffers", "optimizer_state"]
+
+
+@dataclass(slots=True, kw_only=True)
+class RankUpdate:
+    """What one rank did in one update."""
+
+    batches: list[Batch] = field(default_factory=list)
+    forwards: list[Forward] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+    gradients: list[Gradients] = field(default_factory=list)
+    clips: list[Clip] = field(default_factory=list)
+    steps: list[OptimizerStep] = field(default_factory=list)
+    weights: list[ModelWeights] = field(default_factory=list)
+    buffers: list[Buffers] = field(default_factory=list)
+    states: list[OptimizerState] = field(default_factory=list)
+    rngs: list[Rng] = field(default_factory=list)
+    saved: list[SavedState] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        """Add ``event`` to the list of its kind."""
+        lists: dict[type, list[object]] = {
+            Batch: self.batches,
+            Forward: self.forwards,
+            Loss: self.losses,
+            Gradients: self.gradients,
+            Clip: self.clips,
+            OptimizerStep: self.steps,
+            ModelWeights: self.weights,
+            Buffers: self.buffers,
+            OptimizerState: self.states,
+            Rng: self.rngs,
+            SavedState: self.saved,
+            Note: self.notes,
+        }  # type: ignore[dict-item]
+        lists[type(event)].append(event)
+
+    def rows_of(self, micro_step: int) -> list[Row]:
+        """Return the samples of a micro-step: those of the loader, or of the model's inputs if no loader was seen."""
+        own = [one for one in self.batches if one.micro_step == micro_step]
+        loader = [one for one in own if one.source == "loader"]
+        return [row for one in loader or own for row in one.rows]
+
+    def rows(self) -> list[Row]:
+        """Return the samples of the update."""
+        return [row for micro_step in self.micro_steps() for row in self.rows_of(micro_step)]
+
+    def micro_steps(self) -> list[int]:
+        """Return the indices of the micro-steps that have samples."""
+        return sorted({one.micro_step for one in self.batches})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTensor:
+    """One tensor, of all ranks."""
+
+    whole: Sketch
+    """Of the sum of the shards, or of the first rank that has it."""
+    by_rank: dict[int, Sketch]
+    is_sharded: bool
+
+    def unequal_ranks(self) -> list[int]:
+        """Return the ranks whose copy has other bits than the first rank's; none if the tensor is sharded."""
+        if self.is_sharded:
+            return []
+        return [
+            rank
+            for rank, one in self.by_rank.items()
+            if one.bits != self.whole.bits or one.num_elements != self.whole.num_elements
+        ]
+
+
+class SampleIds:
+    """Recognizes a sample by its contents, also if only its padding differs."""
+
+    def __init__(self) -> None:
+        self._parents: dict[int, int] = {}
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Learn which hashes mean the same sample."""
+        for row in rows:
+            whole, prefix = self._root(row.whole), self._root(row.prefix)
+            if whole != prefix:
+                self._parents[whole] = prefix
+
+    def of(self, row: Row) -> int:
+        """Return the id of the sample."""
+        return self._root(row.whole)
+
+    def _root(self, key: int) -> int:
+        parents = self._parents
+        while (parent := parents.setdefault(key, key)) != key:
+            parents[key] = parents[parent]
+            key = parent
+        return key
+
+
+class AlignedRun:
+    """A trace by update and rank."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.world_size = len(trace.ranks)
+        self.processes: list[RecordedProcess | None] = []
+        self.models: dict[int, Model] = {}
+        self._updates: list[dict[int, RankUpdate]] = []
+        last_steps: list[int] = []
+        for events in trace.ranks:
+            process: RecordedProcess | None = None
+            updates: dict[int, RankUpdate] = {}
+            last = -2
+            for event in events:
+                if isinstance(event, RecordedProcess):
+                    process = process or event
+                elif isinstance(event, Model):
+                    self.models.setdefault(event.model, event)
+                else:
+                    updates.setdefault(event.update, RankUpdate()).add(event)
+                    if isinstance(event, OptimizerStep):
+                        last = max(last, event.update)
+            self.processes.append(process)
+            self._updates.append(updates)
+            last_steps.append(last)
+        self.first_update = max((one.first_update for one in self.processes if one), default=0)
+        self.end_update = min(last_steps, default=-2) + 1
+        """The first update that not all ranks have completed."""
+        self._tensors: dict[tuple[int, str], dict[str, RecordedTensor]] = {}
+
+    @property
+    def updates(self) -> range:
+        """Return the updates that all ranks have completed."""
+        return range(self.first_update, max(self.first_update, self.end_update))
+
+    def at(self, rank: int, update: int) -> RankUpdate:
+        """Return what ``rank`` did in ``update``; it is empty if it did nothing."""
+        return self._updates[rank].get(update) or RankUpdate()
+
+    def ranks_at(self, update: int) -> list[RankUpdate]:
+        """Return what each rank did in ``update``."""
+        return [self.at(rank, update) for rank in range(self.world_size)]
+
+    def notes(self) -> list[str]:
+        """Return the notes of all ranks, each text once."""
+        texts = {one.text: None for ranks in self._updates for update in ranks.values() for one in update.notes}
+        return list(texts)
+
+    def saved_states(self) -> Iterator[tuple[int, SavedState]]:
+        """Yield the rank and the event of each saved or loaded state, by rank and then in the order of the updates."""
+        for rank, updates in enumerate(self._updates):
+            for update in sorted(updates):
+                yield from ((rank, one) for one in updates[update].saved)
+
+    def tensors(self, update: int, kind: TensorKind) -> dict[str, RecordedTensor]:
+        """Return the tensors of ``kind`` in ``update`` by name (``"0:weight"``)."""
+        key = (update, kind)
+        if key not in self._tensors:
+            self._tensors[key] = self._collect(update, kind)
+        return self._tensors[key]
+
+    def local_gradients(self, update: int) -> dict[tuple[int, int], dict[str, Sketch]]:
+        """Return what backward added on each rank in each micro-step: ``(rank, micro_step)`` to name to sketch."""
+        result: dict[tuple[int, int], dict[str, Sketch]] = {}
+        for rank, one in enumerate(self.ranks_at(update)):
+            for event in one.gradients:
+                if event.stage == "local" and not event.is_sharded:
+                    known = result.setdefault((rank, event.micro_step), {})
+                    for name, sketch in zip(event.names, event.sketches, strict=True):
+                        key = f"{event.model}:{name}"
+                        known[key] = known[key] + sketch if key in known else sketch
+        return result
+
+    def _collect(self, update: int, kind: TensorKind) -> dict[str, RecordedTensor]:
+        by_rank: dict[str, dict[int, Sketch]] = {}
+        sharded: dict[str, bool] = {}
+        for rank, one in enumerate(self.ranks_at(update)):
+            for is_sharded, names, sketches in _named_sketches(one, kind):
+                for name, sketch in zip(names, sketches, strict=True):
+                    by_rank.setdefault(name, {}).setdefault(rank, sketch)
+                    sharded[name] = sharded.get(name, False) or is_sharded
+        result = {}
+        for name, sketches_of_ranks in by_rank.items():
+            values = list(sketches_of_ranks.values())
+            whole = values[0]
+            if sharded[name]:
+                for value in values[1:]:
+                    whole = whole + value
+            result[name] = RecordedTensor(whole=whole, by_rank=sketches_of_ranks, is_sharded=sharded[name])
+        return result
+
+
+def _named_sketches(one: RankUpdate, kind: TensorKind) -> Iterator[tuple[bool, list[str], list[Sketch]]]:
+    if kind == "weights":
+        yield from ((e.is_sharded, [f"{e.model}:{name}" for name in e.names], e.sketches) for e in one.weights)
+    elif kind == "buffers":
+        yield from ((False, [f"{e.model}:{name}" for name in e.names], e.sketches) for e in one.buffers)
+    elif kind == "optimizer_state":
+        yield from ((e.is_sharded, e.names, e.sketches) for e in one.states)
+    else:
+        for event in one.gradients:
+            if event.stage == kind:
+                yield event.is_sharded, [f"{event.model}:{name}" for name in event.names], event.sketches
+
+
+def rows_by_sample(
+    run: AlignedRun, update: int, samples: SampleIds, *, rank: int
+) -> Iterator[tuple[Forward, int, list[tuple[int, np.ndarray]]]]:
+    """Yield each output of a training forward pass with the number of the call and its rows by sample.
+
+    Outputs whose first dim is not that of the batch are left out.
+    """
+    one = run.at(rank, update)
+    calls: dict[tuple[int, int, str], int] = {}
+    for forward in one.forwards:
+        if not forward.is_training:
+            continue
+        key = (forward.micro_step, forward.model, forward.module)
+        calls[key] = calls.get(key, -1) + 1
+        rows = one.rows_of(forward.micro_step)
+        if len(forward.rows) and len(forward.rows) == len(rows):
+            yield (
+                forward,
+                calls[key],
+                [(samples.of(row), values) for row, values in zip(rows, forward.rows, strict=True)],
+            )

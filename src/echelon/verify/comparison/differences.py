@@ -1,0 +1,450 @@
+"""What is compared between a layout and its reference, stage by stage; each failed comparison is a ``Difference``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor, SampleIds, TensorKind, rows_by_sample
+from echelon.verify.comparison.tolerance import Measurement, RoundingModel, unit_roundoff
+from echelon.verify.finding import Stage
+from echelon.verify.sketch import NUM_BUCKETS, Sketch
+from echelon.verify.trace import Forward
+
+__all__ = ["Comparison", "Difference", "DifferenceKind", "Tolerances"]
+
+DifferenceKind: TypeAlias = Literal[
+    "values",
+    "missing",
+    "nonfinite",
+    "unequal ranks",
+    "samples",
+    "equal generators",
+    "repeated generator",
+    "generators",
+    "norm",
+    "max norm",
+    "num clips",
+    "rates",
+    "settings",
+    "num steps",
+    "skipped",
+    "parameters",
+    "num updates",
+    "saved",
+    "loaded",
+]
+
+_ROW_FREEDOM = 4
+"""Length of the projection of one row of an output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One comparison that failed."""
+
+    stage: Stage
+    update: int
+    kind: DifferenceKind
+    tensor: str = ""
+    ranks: list[int] = field(default_factory=list)
+    distance: float = math.inf
+    norm: float = 0.0
+    allowed: float = 0.0
+    values: str = ""
+    """The values that differ, in words, for kinds without a distance."""
+    line: str = ""
+
+    @property
+    def relative(self) -> float | None:
+        """Return the distance divided by the norm of the reference, if both are known."""
+        return self.distance / self.norm if math.isfinite(self.distance) and self.norm > 0 else None
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Result of one stage in one update."""
+
+    num_compared: int = 0
+    largest: float = 0.0
+    equal_bits: bool = True
+    differences: list[Difference] = field(default_factory=list)
+
+
+class Tolerances:
+    """Measured rounding errors of the reference, of each tensor at most so far."""
+
+    def __init__(self, probability: float) -> None:
+        self.probability = probability
+        self._relative: dict[tuple[str, str], float] = {}
+
+    def largest_so_far(self, kind: str, name: str, *, norm: float, error: float) -> float:
+        """Return the error of this update, or that of an earlier one if it was greater relative to the norm.
+
+        In a chaotic run the error grows along one direction and changes its sign now and then, so that it may be small by chance.
+        """
+        key = (kind, name)
+        relative = max(self._relative.get(key, 0.0), error / norm if norm > 0 else 0.0)
+        self._relative[key] = relative
+        return max(error, relative * norm)
+
+
+class Comparison:
+    """Compares one update after the other; ``tallies`` collects what was found."""
+
+    def __init__(
+        self,
+        layout: AlignedRun,
+        reference: AlignedRun,
+        exact: AlignedRun | None,
+        perturbed: Sequence[AlignedRun] = (),
+        *,
+        probability: float,
+        is_bitwise: bool,
+    ) -> None:
+        """Compare ``layout`` with ``reference``, whose rounding errors are its distances to ``exact`` and ``perturbed``.
+
+        Args:
+            layout: the run of all ranks.
+            reference: the run on one process.
+            exact: the reference in float64.
+            perturbed: the reference with weights perturbed by one rounding.
+            probability: of a false alarm in one comparison.
+            is_bitwise: whether tolerances are zero.
+        """
+        self.layout = layout
+        self.reference = reference
+        self.exact = exact
+        self.perturbed = list(perturbed)
+        self.is_bitwise = is_bitwise
+        self.samples = SampleIds()
+        self.tolerances = Tolerances(probability)
+        self.tallies: dict[tuple[int, Stage], Tally] = {}
+        self.skipped_outputs: set[str] = set()
+        self.allowed: dict[tuple[int, str], dict[str, float]] = {}
+        """Allowed distances of the tensors of (update, kind)."""
+
+    def tally(self, update: int, stage: Stage) -> Tally:
+        """Return the result of ``stage`` in ``update`` so far."""
+        return self.tallies.setdefault((update, stage), Tally())
+
+    def add(self, difference: Difference) -> None:
+        """Record a comparison that failed."""
+        tally = self.tally(difference.update, difference.stage)
+        tally.differences.append(difference)
+        tally.equal_bits = False
+        ratio = difference.distance / difference.allowed if difference.allowed > 0 else math.inf
+        tally.largest = max(tally.largest, ratio)
+
+    def passed(
+        self, update: int, stage: Stage, *, largest: float = 0.0, equal_bits: bool = True, count: int = 1
+    ) -> None:
+        """Record ``count`` comparisons that succeeded."""
+        tally = self.tally(update, stage)
+        tally.num_compared += count
+        tally.largest = max(tally.largest, largest)
+        tally.equal_bits = tally.equal_bits and equal_bits
+
+    def num_samples(self, update: int) -> int:
+        """Return the number of samples of the reference's update: the depth of the sum that a gradient is."""
+        return max(1, sum(len(one.rows()) for one in self.reference.ranks_at(update)))
+
+    def roundoff_of(self, name: str) -> float:
+        """Return the unit roundoff of the parameter or buffer ``"0:weight"`` or the state ``"0:weight/exp_avg"``."""
+        index, _, rest = name.partition(":")
+        model = self.reference.models.get(int(index)) if index.isdigit() else None
+        parameter = rest.partition("/")[0]
+        if model is not None and parameter in model.parameters:
+            return unit_roundoff(model.dtypes[model.parameters.index(parameter)]) or unit_roundoff("float32")
+        return unit_roundoff("float32")
+
+    # tensors -------------------------------------------------------------------------------------------------------------------
+
+    def compare_tensors(self, update: int, kind: TensorKind, stage: Stage) -> None:
+        """Compare all tensors of ``kind`` after or in ``update``."""
+        ours = self.layout.tensors(update, kind)
+        theirs = self.reference.tensors(update, kind)
+        if not ours or not theirs:
+            return
+        names = [name for name in theirs if kind in ("reduced", "clipped") or name in ours]
+        names += [name for name in ours if name not in theirs and kind in ("reduced", "clipped")]
+        measurements = self.measured(update, kind, theirs)
+        model = RoundingModel(list(measurements.values()), probability=self.tolerances.probability)
+        typical = _typical_element(theirs)
+        allowed_of = self.allowed.setdefault((update, kind), {})
+        for name in names:
+            self._compare_copies(update, stage, name, ours.get(name))
+            own = ours[name].whole if name in ours else None
+            other = theirs[name].whole if name in theirs else None
+            if (
+                own is not None
+                and other is not None
+                and own.bits == other.bits
+                and own.num_elements == other.num_elements
+            ):
+                self.passed(update, stage)
+                allowed_of[name] = model.allowed(measurements[name])
+                continue
+            size = (other or own).num_elements  # type: ignore[union-attr]
+            one = measurements.get(name) or Measurement(norm=0.0, error=0.0, freedom=min(size, NUM_BUCKETS), floor=0.0)
+            smallest = self.roundoff_of(name) * typical * math.sqrt(size)
+            allowed = 0.0 if self.is_bitwise else max(model.allowed(one), smallest)
+            allowed_of[name] = allowed
+            self._compare_values(update, stage, name, own, other, allowed)
+        if kind in ("weights", "buffers"):
+            for name in theirs:
+                if name not in ours:
+                    self.add(
+                        Difference(
+                            stage=stage, update=update, kind="missing", tensor=name, norm=theirs[name].whole.norm
+                        )
+                    )
+
+    def measured(self, update: int, kind: TensorKind, theirs: Mapping[str, RecordedTensor]) -> dict[str, Measurement]:
+        """Return the rounding error of each tensor of the reference."""
+        twins = [run.tensors(update, kind) for run in (self.exact, *self.perturbed) if run is not None]
+        result = {}
+        depth = math.sqrt(self.num_samples(update))
+        for name, tensor in theirs.items():
+            norm = tensor.whole.norm
+            floor = self.roundoff_of(name) * depth
+            distances = [tensor.whole.distance(twin[name].whole) for twin in twins if name in twin]
+            error = max(distances, default=floor * norm * (update - self.reference.first_update + 2))
+            error = self.tolerances.largest_so_far(kind, name, norm=norm, error=error)
+            freedom = min(tensor.whole.num_elements, NUM_BUCKETS)
+            result[name] = Measurement(norm=norm, error=error, freedom=freedom, floor=floor)
+        return result
+
+    def _compare_copies(self, update: int, stage: Stage, name: str, tensor: RecordedTensor | None) -> None:
+        if tensor is None or tensor.is_sharded or len(tensor.by_rank) < 2:
+            return
+        unequal = tensor.unequal_ranks()
+        if unequal:
+            distance = max(tensor.whole.distance(tensor.by_rank[rank]) for rank in unequal)
+            norm = tensor.whole.norm
+            self.add(
+                Difference(
+                    stage=stage,
+                    update=update,
+                    kind="unequal ranks",
+                    tensor=name,
+                    ranks=[next(iter(tensor.by_rank)), *unequal],
+                    distance=distance,
+                    norm=norm,
+                )
+            )
+
+    def _compare_values(
+        self, update: int, stage: Stage, name: str, own: Sketch | None, other: Sketch | None, allowed: float
+    ) -> None:
+        zero = _zero_like(own or other)
+        own, other = own or zero, other or zero
+        if own.num_nonfinite != other.num_nonfinite:
+            values = f"{own.num_nonfinite} elements are not finite, {other.num_nonfinite} in the reference"
+            self.add(
+                Difference(
+                    stage=stage,
+                    update=update,
+                    kind="nonfinite",
+                    tensor=name,
+                    values=values,
+                    norm=other.norm,
+                    allowed=allowed,
+                )
+            )
+            return
+        distance = own.distance(other)
+        if distance > allowed:
+            self.add(
+                Difference(
+                    stage=stage,
+                    update=update,
+                    kind="values",
+                    tensor=name,
+                    distance=distance,
+                    norm=other.norm,
+                    allowed=allowed,
+                )
+            )
+        else:
+            self.passed(update, stage, largest=distance / allowed if allowed else 0.0, equal_bits=distance == 0.0)
+
+    # outputs -------------------------------------------------------------------------------------------------------------------
+
+    def compare_outputs(self, update: int) -> None:
+        """Compare the outputs of all modules, sample by sample."""
+        known = self._reference_rows(update)
+        if not known:
+            return
+        failed: set[tuple[int, str]] = set()
+        for rank in range(self.layout.world_size):
+            for forward, call, rows in rows_by_sample(self.layout, update, self.samples, rank=rank):
+                output = known.get(_output_key(forward, call))
+                if output is None:
+                    self.skipped_outputs.add(
+                        f"outputs of {forward.module or 'the model'}: other shape than in the reference"
+                    )
+                    continue
+                difference = self._compare_rows(update, rank, forward, rows, output)
+                # Only the first module that differs in one forward pass is of interest: what follows differs because of it.
+                if difference is not None:
+                    failed.add((forward.model, forward.module))
+                    self.add(difference)
+
+    def _compare_rows(
+        self, update: int, rank: int, forward: Forward, rows: list[tuple[int, np.ndarray]], output: _Output
+    ) -> Difference | None:
+        pairs = [(values, output.nearest(sample, values)) for sample, values in rows]
+        known = [(values, near) for values, near in pairs if near is not None]
+        if not known:
+            return None
+        squares = np.array([float(np.sum((values - near) ** 2)) for values, near in known])
+        norms = np.array([float(np.sum(near**2)) for _, near in known])
+        name = f"{forward.model}:{forward.module}"
+        count = len(known)
+        mean_norm, error = math.sqrt(norms.mean()), output.error
+        whole = Measurement(
+            norm=mean_norm * math.sqrt(count),
+            error=error * math.sqrt(count),
+            freedom=min(_ROW_FREEDOM * count, NUM_BUCKETS),
+            floor=output.floor,
+        )
+        row = Measurement(
+            norm=max(mean_norm, math.sqrt(norms.max())),
+            error=max(error, output.largest_error),
+            freedom=_ROW_FREEDOM,
+            floor=output.floor,
+        )
+        model = output.model or RoundingModel([whole], probability=self.tolerances.probability)
+        allowed_whole, allowed_row = model.allowed(whole), model.allowed(row)
+        if self.is_bitwise:
+            allowed_whole = allowed_row = 0.0
+        distance, largest = math.sqrt(float(squares.sum())), math.sqrt(float(squares.max()))
+        finite = np.isfinite(squares).all()
+        if finite and distance <= allowed_whole and largest <= allowed_row:
+            ratio = max(
+                distance / allowed_whole if allowed_whole else 0.0, largest / allowed_row if allowed_row else 0.0
+            )
+            self.passed(update, "forward", largest=ratio, equal_bits=distance == 0.0, count=count)
+            return None
+        return Difference(
+            stage="forward",
+            update=update,
+            kind="values" if finite else "nonfinite",
+            tensor=name,
+            ranks=[rank],
+            distance=distance if finite else math.inf,
+            norm=whole.norm,
+            allowed=allowed_whole,
+        )
+
+    def _reference_rows(self, update: int) -> dict[tuple[object, ...], _Output]:
+        result: dict[tuple[object, ...], _Output] = {}
+        twins = [_rows_by_position(run, update) for run in (self.exact, *self.perturbed) if run is not None]
+        for rank in range(self.reference.world_size):
+            for forward, call, rows in rows_by_sample(self.reference, update, self.samples, rank=rank):
+                roundoff = self._output_roundoff(forward)
+                output = result.setdefault(_output_key(forward, call), _Output(floor=roundoff))
+                place = (rank, forward.micro_step, forward.model, forward.module, call)
+                others = [twin[place] for twin in twins if place in twin and len(twin[place]) == len(rows)]
+                for index, (sample, values) in enumerate(rows):
+                    errors = [float(np.linalg.norm(values - other[index])) for other in others]
+                    output.add(sample, values, max(errors, default=None))
+        for key, output in result.items():
+            output.finish(self.tolerances, str(key), update - self.reference.first_update)
+        for key, output in result.items():
+            peers = [one.measurement() for other, one in result.items() if other[0] == key[0]]
+            output.model = RoundingModel(peers, probability=self.tolerances.probability)
+        return result
+
+    def _output_roundoff(self, forward: Forward) -> float:
+        model = self.reference.models.get(forward.model)
+        dtypes = [unit_roundoff(one) for one in model.dtypes] if model else []
+        return max(dtypes, default=0.0) or unit_roundoff("float32")
+
+
+class _Output:
+    """The rows of one output of the reference, by sample."""
+
+    def __init__(self, *, floor: float) -> None:
+        self.floor = floor
+        self.model: RoundingModel | None = None
+        self.error = 0.0
+        self.largest_error = 0.0
+        self._rows: dict[int, list[np.ndarray]] = {}
+        self._errors: list[float | None] = []
+        self._norm = 0.0
+
+    def add(self, sample: int, values: np.ndarray, error: float | None) -> None:
+        self._rows.setdefault(sample, []).append(values)
+        self._errors.append(error)
+
+    def finish(self, tolerances: Tolerances, name: str, num_updates: int) -> None:
+        norms = [float(np.sum(row**2)) for rows in self._rows.values() for row in rows]
+        self._norm = math.sqrt(sum(norms) / len(norms))
+        known = [one for one in self._errors if one is not None]
+        error = (
+            math.sqrt(sum(one * one for one in known) / len(known))
+            if known
+            else self.floor * self._norm * (num_updates + 2)
+        )
+        self.error = tolerances.largest_so_far("forward", name, norm=self._norm, error=error)
+        self.largest_error = max(known, default=error)
+
+    def measurement(self) -> Measurement:
+        count = sum(len(rows) for rows in self._rows.values())
+        return Measurement(
+            norm=self._norm, error=self.error, freedom=min(_ROW_FREEDOM * count, NUM_BUCKETS), floor=self.floor
+        )
+
+    def nearest(self, sample: int, values: np.ndarray) -> np.ndarray | None:
+        """Return the reference's row of ``sample``; the nearest if it occurs twice."""
+        rows = self._rows.get(sample)
+        return min(rows, key=lambda row: float(np.sum((row - values) ** 2))) if rows else None
+
+
+def _rows_by_position(run: AlignedRun, update: int) -> dict[tuple[object, ...], np.ndarray]:
+    result: dict[tuple[object, ...], np.ndarray] = {}
+    for rank, one in enumerate(run.ranks_at(update)):
+        calls: dict[tuple[int, int, str], int] = {}
+        for forward in one.forwards:
+            if forward.is_training:
+                key = (forward.micro_step, forward.model, forward.module)
+                calls[key] = calls.get(key, -1) + 1
+                result[(rank, *key, calls[key])] = forward.rows
+    return result
+
+
+def _output_key(forward: Forward, call: int) -> tuple[object, ...]:
+    return (forward.model, forward.module, call, tuple(forward.shape[1:]))
+
+
+def _typical_element(tensors: Mapping[str, RecordedTensor]) -> float:
+    """Return the median over tensors of the root mean square of an element."""
+    values = sorted(
+        one.whole.norm / math.sqrt(one.whole.num_elements)
+        for one in tensors.values()
+        if one.whole.num_elements and one.whole.norm
+    )
+    return values[len(values) // 2] if values else 0.0
+
+
+def _zero_like(sketch: Sketch | None) -> Sketch:
+    assert sketch is not None
+    return Sketch(
+        projection=np.zeros_like(sketch.projection),
+        square_sum=0.0,
+        bits=-1,
+        num_elements=sketch.num_elements,
+        num_nonfinite=0,
+    )
+
+
+def failed_values(differences: Sequence[Difference]) -> Iterator[Difference]:
+    """Yield the differences that have a distance, the greatest relative one first."""
+    known = [one for one in differences if one.kind in ("values", "nonfinite", "unequal ranks", "missing")]
+    yield from sorted(known, key=lambda one: -(one.relative if one.relative is not None else math.inf))

@@ -1,0 +1,495 @@
+"""Why the reduced gradient of a layout is not the reference's.
+
+Sketches are linear, so hypotheses about the reduction are tested on them: "the reference is the sum of the local gradients of all ranks,
+weighted by their numbers of items, and the layout weighs them equally" is an equation between sketches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from echelon.verify.comparison.alignment import AlignedRun
+from echelon.verify.comparison.cause import Cause
+from echelon.verify.comparison.differences import Comparison, Difference
+from echelon.verify.sketch import Sketch
+
+__all__ = ["GradientCauses", "Vector", "ratio_between"]
+
+Vector = Mapping[str, np.ndarray]
+"""Projections of tensors by name, which stand for one vector."""
+
+_Key = tuple[int, int]
+
+
+class GradientCauses:
+    """Tests hypotheses about one update's gradients."""
+
+    def __init__(self, comparison: Comparison, update: int, differences: Sequence[Difference]) -> None:
+        self._run: AlignedRun = comparison.layout
+        self._size = self._run.world_size
+        self._update = update
+        self._differences = [one for one in differences if one.stage == "reduce"]
+        ours = self._run.tensors(update, "reduced")
+        theirs = comparison.reference.tensors(update, "reduced")
+        allowed = comparison.allowed.get((update, "reduced"), {})
+        names = [name for name in theirs if name in ours and math.isfinite(theirs[name].whole.norm)]
+        self._names = names
+        self._scale = {
+            name: max(allowed.get(name, 0.0), comparison.roundoff_of(name) * theirs[name].whole.norm) for name in names
+        }
+        self._roundoff = {
+            name: comparison.roundoff_of(name) * math.sqrt(comparison.num_samples(update)) for name in names
+        }
+        self._theirs = _vector({name: theirs[name].whole for name in names})
+        self._ours = _vector({name: ours[name].whole for name in names})
+        self._of_rank = [
+            _vector({name: ours[name].by_rank[rank] for name in names if rank in ours[name].by_rank})
+            for rank in range(self._size)
+        ]
+        self._sharded = any(ours[name].is_sharded for name in names)
+        local = self._run.local_gradients(update)
+        self._local = {key: _vector({name: one[name] for name in names if name in one}) for key, one in local.items()}
+        self._weights, self._weight_word = self._item_weights()
+        previous = self._run.tensors(update - 1, "reduced")
+        self._previous = _vector({name: previous[name].whole for name in names if name in previous})
+        self._is_half = any(comparison.roundoff_of(name) > 2.0**-12 for name in names)
+
+    def cause(self) -> Cause | None:
+        """Return the cause that explains the gradients, if there is one."""
+        if not self._names:
+            return None
+        checks = [
+            self._not_reduced,
+            self._averaged_by_rank,
+            self._scaled,
+            self._micro_steps_lost,
+            self._stale,
+            self._some_tensors,
+        ]
+        for check in (*checks, self._wrong_weights, self._low_precision, self._wrong_backward):
+            cause = check()
+            if cause is not None:
+                return cause
+        return None
+
+    # hypotheses ----------------------------------------------------------------------------------------------------------------
+
+    def _not_reduced(self) -> Cause | None:
+        unequal = [one for one in self._differences if one.kind == "unequal ranks"]
+        if not unequal or self._sharded:
+            return None
+        names = [one.tensor for one in unequal]
+        some = [name for name in names if name in self._names]
+        own = [self._sum_of(rank) for rank in range(self._size)]
+        alone = [
+            rank
+            for rank in range(self._size)
+            if some
+            and own[rank] is not None
+            and ratio_between(self._of_rank[rank], own[rank] or {}, self._scale, some) is not None
+        ]
+        if alone or not self._local:
+            ranks = alone or sorted({rank for one in unequal for rank in one.ranks})
+            part = "" if len(some) == len(self._names) else f" of {_listed(some)}"
+            return Cause(
+                name="not reduced",
+                why=f"each rank steps with its own gradient{part}: no reduction took place"
+                if alone
+                else f"the ranks step with different gradients{part}",
+                do="let the last backward of an update run outside no_sync(), through the wrapped model (not model.module), before the step",
+                ranks=ranks,
+                tensors=names if part else [],
+            )
+        if self._partly_reduced(some):
+            return Cause(
+                name="only the last micro-step reduced",
+                why="the gradients of the last micro-step are averaged over the ranks, those of the earlier ones are not",
+                do="enter no_sync() around forward and backward of all micro-steps but the last, and leave the gradients alone in between",
+                ranks=list(range(self._size)),
+            )
+        return Cause(
+            name="gradient changed after the reduction",
+            why="the ranks step with different gradients, which are not their local gradients either",
+            do="change gradients only in a way that is the same on all ranks, or before they are reduced",
+            ranks=sorted({rank for one in unequal for rank in one.ranks}),
+        )
+
+    def _partly_reduced(self, names: Sequence[str]) -> bool:
+        steps = sorted({micro_step for _, micro_step in self._local})
+        if len(steps) < 2:
+            return False
+        last = self._combined({(rank, steps[-1]): 1 / self._size for rank in range(self._size)})
+        for rank in range(self._size):
+            guess = _add(last, self._combined({(rank, one): 1.0 for one in steps[:-1]}))
+            if ratio_between(self._of_rank[rank], guess, self._scale, names) is None:
+                return False
+        return True
+
+    def _averaged_by_rank(self) -> Cause | None:
+        """Explain the reference as the sum weighted by items, and the layout as the sum with equal weights."""
+        if not self._local or len(set(self._weights.values())) < 2:
+            return None
+        total = sum(self._weights.values())
+        by_items = self._combined({key: weight / total for key, weight in self._weights.items()})
+        equal = self._combined(dict.fromkeys(self._local, 1 / len(self._local)))
+        of_reference = ratio_between(self._theirs, by_items, self._limits(), self._names)
+        of_layout = ratio_between(self._ours, equal, self._limits(), self._names)
+        if of_reference is None:
+            return None
+        by_rank = {
+            rank: sum(self._weights.get(key, 0.0) for key in self._local if key[0] == rank) for rank, _ in self._local
+        }
+        numbers = " and ".join(f"{count:g}" for count in dict.fromkeys(by_rank.values()))
+        if len(set(by_rank.values())) < 2:
+            numbers = " and ".join(f"{count:g}" for count in dict.fromkeys(self._weights.values()))
+            where = "micro-steps"
+        else:
+            where = "ranks"
+        kind = "rank" if where == "ranks" else "micro-step"
+        if of_layout is None:
+            return None
+        return Cause(
+            name=f"loss averaged per {kind}",
+            stage="loss weight",
+            why=f"the loss is averaged per {kind}, but {where} hold {numbers} {self._weight_word}: "
+            f"the average of averages is not the average over all {self._weight_word}",
+            do="pass num_items= to backward(), or divide a summed loss by the number of items of all ranks and micro-steps",
+            line=self._loss_line(),
+        )
+
+    def _scaled(self) -> Cause | None:
+        ratio = ratio_between(self._ours, self._theirs, self._scale, self._names)
+        if ratio is None or not math.isfinite(ratio) or abs(ratio - 1) < 1e-12:
+            return None
+        size, steps = self._size, max((micro_step for _, micro_step in self._local), default=0) + 1
+        mean = self._combined(dict.fromkeys(self._local, 1 / size)) if self._local else {}
+        reduced = ratio_between(self._ours, mean, self._limits(), self._names) if mean else None
+        expected = ratio_between(self._theirs, mean, self._limits(), self._names) if mean else None
+        losses = self._loss_ratio()
+        scaled_loss = losses is not None and _is_close(losses, ratio, 0.01)
+        text = f"the gradient is {ratio:.6g} times that of the reference"
+        if scaled_loss and (reduced is None or _is_close(reduced, 1.0, 0.01)):
+            return self._scaled_loss(ratio, steps, text)
+        local_is_right = expected is None or _is_close(expected, 1.0, 0.01)
+        if not local_is_right and reduced is not None and _is_close(reduced, 1.0, 0.01):
+            return Cause(
+                name="backward scaled",
+                stage="backward",
+                why=f"{text}, and so is each rank's local gradient, although the loss is right",
+                do="look for gradient hooks, retain_graph with a second backward, or a gradient passed to backward()",
+                ratio=ratio,
+            )
+        names = {
+            size: "summed instead of averaged",
+            1 / size: "averaged twice",
+            1 / size**2: "averaged twice",
+            size**2: "summed twice",
+        }
+        for value, name in names.items():
+            if size > 1 and _is_close(ratio, value, 0.01):
+                return Cause(
+                    name=name,
+                    why=f"{text}, for {size} ranks: it is {name}",
+                    do="average it exactly once: DDP, FSDP and prepare() already do; remove the loop's own all_reduce or division"
+                    if ratio < 1
+                    else "divide the sum by the number of ranks, or use ReduceOp.AVG",
+                    ratio=ratio,
+                )
+        if steps > 1 and (_is_close(ratio, steps, 0.01) or _is_close(ratio, 1 / steps, 0.01)):
+            return self._scaled_loss(ratio, steps, text)
+        return Cause(
+            name="scaled", why=text, do="look for what multiplies the loss or the gradients by this number", ratio=ratio
+        )
+
+    def _scaled_loss(self, ratio: float, steps: int, text: str) -> Cause:
+        line = self._loss_line()
+        if steps > 1 and _is_close(ratio, steps, 0.01):
+            why, do = (
+                f"{text}: the loss is not divided by the {steps} micro-steps",
+                "divide the loss by the number of micro-steps of the window",
+            )
+            return Cause(
+                name="not divided by the micro-steps", stage="loss weight", why=why, do=do, ratio=ratio, line=line
+            )
+        if steps > 1 and _is_close(ratio, 1 / steps, 0.01):
+            why = f"{text}: the loss is divided by the {steps} micro-steps twice"
+            do = "divide it once: accumulate() and backward() already do"
+            return Cause(
+                name="divided by the micro-steps twice", stage="loss weight", why=why, do=do, ratio=ratio, line=line
+            )
+        return Cause(
+            name="loss scaled",
+            stage="loss weight",
+            why=f"{text}, and so is the loss",
+            do="remove what multiplies the loss by this number before backward"
+            + (
+                f" ({self._size} is the number of ranks)"
+                if _is_close(ratio, self._size, 0.01) or _is_close(1 / ratio, self._size, 0.01)
+                else ""
+            ),
+            ratio=ratio,
+            line=line,
+        )
+
+    def _micro_steps_lost(self) -> Cause | None:
+        steps = sorted({micro_step for _, micro_step in self._local})
+        ranks = sorted({rank for rank, _ in self._local})
+        for kept in [steps[-1:], steps[:1], steps[1:], steps[:-1]] if len(steps) > 1 else []:
+            chosen = {key: 1 / self._size for key in self._local if key[1] in kept}
+            if chosen and ratio_between(self._ours, self._combined(chosen), self._limits(), self._names) is not None:
+                return Cause(
+                    name="micro-steps lost",
+                    why=f"only micro-step(s) {_listed([str(one) for one in kept])} of {len(steps)} are in the gradient",
+                    do="clear gradients only after a step: zero_grad() inside the accumulation window removes what was added before",
+                )
+        for rank in ranks if len(ranks) > 1 else []:
+            own = self._sum_of(rank)
+            if own and ratio_between(self._ours, own, self._limits(), self._names) is not None:
+                return Cause(
+                    name="only one rank's gradient",
+                    why=f"the gradient is that of rank {rank} alone: those of the other ranks are lost",
+                    do="reduce with all_reduce over all ranks, and not with broadcast or over a part of the process group",
+                    ranks=[rank],
+                )
+        return None
+
+    def _stale(self) -> Cause | None:
+        if not self._previous:
+            return None
+        rest = {name: self._ours[name] - self._theirs[name] for name in self._names}
+        ratio = ratio_between(
+            rest, self._previous, self._scale, [name for name in self._names if name in self._previous]
+        )
+        if ratio is None or ratio <= 0:
+            return None
+        return Cause(
+            name="gradients not cleared",
+            why="the gradient of the previous update is still in it",
+            do="call optimizer.zero_grad() once after each step, on every rank",
+        )
+
+    def _some_tensors(self) -> Cause | None:
+        failed = [one.tensor for one in self._differences]
+        if len(failed) == len(self._names) or not failed:
+            return None
+        model = (
+            self._run.models.get(int(failed[0].partition(":")[0])) if failed[0].partition(":")[0].isdigit() else None
+        )
+        tied = {*model.tied.values(), *model.tied} if model else set()
+        if tied and all(name.partition(":")[2] in tied for name in failed):
+            return Cause(
+                name="tied weights",
+                why=f"only {_listed(failed)} differs, which several modules share: the gradients of all its uses are not added up",
+                do="tie the weights again after wrapping, sharding or loading the model, so that all names are one parameter",
+                tensors=failed,
+            )
+        zero = [
+            name
+            for name in failed
+            if name in self._ours and not np.any(self._ours[name]) and np.any(self._theirs[name])
+        ]
+        zero += [name for name in failed if name not in self._ours]
+        if len(zero) == len(failed):
+            return Cause(
+                name="gradient missing",
+                why=f"{_listed(failed)} has no gradient, but it has one in the reference",
+                do="check requires_grad, detach() and no_grad() on the way to this parameter, and that the optimizer of the engine knows it",
+                tensors=failed,
+            )
+        absent = {key for key, one in self._local.items() if any(name not in one for name in failed)}
+        if absent and len(absent) < len(self._local):
+            ranks = sorted({rank for rank, _ in absent})
+            return Cause(
+                name="unused on some ranks",
+                why=f"{_listed(failed)} is not used by all ranks in this update (not on {_listed([str(one) for one in ranks])})",
+                do="let a rank that does not use a parameter add zero to its gradient (find_unused_parameters=True)",
+                ranks=ranks,
+                tensors=failed,
+            )
+        return None
+
+    def _wrong_weights(self) -> Cause | None:
+        """Explain both gradients as sums of the local ones with free weights."""
+        if len(self._local) < 2:
+            return None
+        theirs, ours = self._fitted(self._theirs), self._fitted(self._ours)
+        if theirs is None or ours is None:
+            return None
+        total, own_total = sum(theirs.values()), sum(ours.values())
+        by_rank = {
+            rank: [sum(w for key, w in fit.items() if key[0] == rank) for fit in (theirs, ours)]
+            for rank, _ in self._local
+        }
+        if total <= 0 or own_total == 0:
+            return None
+        unequal = any(abs(one[0] / total - one[1] / own_total) > 1e-3 for one in by_rank.values())
+        key_word = "ranks" if unequal else "micro-steps"
+        fits = [_shares(fit, 0 if unequal else 1) for fit in (theirs, ours)]
+        return Cause(
+            name="loss averaged per rank" if unequal else "loss averaged per micro-step",
+            stage="loss weight",
+            why=f"the reference weighs the gradients of the {key_word} {fits[0]}, the layout {fits[1]}",
+            do="weigh each loss by its number of items: pass num_items= to backward(), or divide a sum by the items of all ranks",
+            line=self._loss_line(),
+        )
+
+    def _low_precision(self) -> Cause | None:
+        if self._is_half or not self._local:
+            return None
+        mean = self._combined(dict.fromkeys(self._local, 1 / self._size))
+        if ratio_between(self._theirs, mean, self._limits(), self._names) is None:
+            return None
+        relative = [
+            float(np.linalg.norm(self._ours[name] - mean[name]) / np.linalg.norm(mean[name]))
+            for name in self._names
+            if name in mean and np.linalg.norm(mean[name]) > 0
+        ]
+        if not relative or not 2.0**-14 < float(np.median(relative)) < 2.0**-6:
+            return None
+        name = "bfloat16" if float(np.median(relative)) > 2.0**-10.5 else "float16"
+        return Cause(
+            name="reduced in low precision",
+            why=f"the local gradients are right; their mean has an error of {float(np.median(relative)):.1e}, as a reduction in {name} has",
+            do="reduce gradients in float32: no communication hook, and reduce_dtype=torch.float32",
+        )
+
+    def _wrong_backward(self) -> Cause | None:
+        """Find whether the local gradients already fail to add up to the reference."""
+        if not self._local:
+            return None
+        mean = self._combined(dict.fromkeys(self._local, 1 / self._size))
+        limits = self._limits()
+        names = [name for name in self._names if name in mean]
+        reduced = [name for name in names if np.linalg.norm(self._ours[name] - mean[name]) <= 2 * limits[name]]
+        wrong = [name for name in names if np.linalg.norm(self._theirs[name] - mean[name]) > 2 * limits[name]]
+        if wrong and len(reduced) == len(names):
+            return Cause(
+                name="",
+                stage="backward",
+                why=f"the reduction is right, but the local gradients of {_listed(wrong)} do not add up to the reference's",
+                do="compare what backward does on this layout: hooks, checkpointing, custom autograd functions, collectives in backward",
+                tensors=wrong,
+            )
+        return None
+
+    # arithmetic ----------------------------------------------------------------------------------------------------------------
+
+    def _combined(self, weights: Mapping[_Key, float]) -> dict[str, np.ndarray]:
+        result: dict[str, np.ndarray] = {}
+        for key, weight in weights.items():
+            for name, values in self._local.get(key, {}).items():
+                result[name] = result[name] + weight * values if name in result else weight * values
+        return result
+
+    def _sum_of(self, rank: int) -> dict[str, np.ndarray] | None:
+        return self._combined({key: 1.0 for key in self._local if key[0] == rank}) or None
+
+    def _limits(self) -> dict[str, float]:
+        """Return the allowed distances of a sum of local gradients, which may cancel."""
+        result = {}
+        for name in self._names:
+            terms = sum(float(np.linalg.norm(one[name])) for one in self._local.values() if name in one) / max(
+                1, self._size
+            )
+            result[name] = self._scale[name] + self._roundoff[name] * terms
+        return result
+
+    def _fitted(self, target: Vector) -> dict[_Key, float] | None:
+        """Return the weights of the local gradients whose sum is ``target``, or None if it is no such sum."""
+        keys = list(self._local)
+        limits = self._limits()
+        names = [name for name in self._names if limits[name] > 0]
+        blocks = [
+            [self._local[key].get(name, np.zeros_like(target[name])) / limits[name] for name in names] for key in keys
+        ]
+        matrix = np.stack([np.concatenate(one) for one in blocks], axis=1)
+        right = np.concatenate([target[name] / limits[name] for name in names])
+        solution, _, rank, _ = np.linalg.lstsq(matrix, right, rcond=None)
+        rest = right - matrix @ solution
+        size = rest.size // len(names)
+        worst = max(float(np.linalg.norm(rest[index : index + size])) for index in range(0, rest.size, size))
+        return (
+            dict(zip(keys, (float(one) for one in solution), strict=True)) if rank == len(keys) and worst <= 2 else None
+        )
+
+    def _item_weights(self) -> tuple[dict[_Key, float], str]:
+        """Return the number of items that the loss of each micro-step is averaged over, and the word for them."""
+        items: dict[_Key, float] = {}
+        samples: dict[_Key, float] = {}
+        for rank, micro_step in self._local_keys():
+            one = self._run.at(rank, self._update)
+            given = [loss.weight for loss in one.losses if loss.micro_step == micro_step and loss.weight is not None]
+            counted = [b.num_items for b in one.batches if b.micro_step == micro_step and b.num_items is not None]
+            if given or counted:
+                items[rank, micro_step] = float(given[0] if given else counted[0])
+            samples[rank, micro_step] = float(len(one.rows_of(micro_step)))
+        if items.keys() == samples.keys() and len(set(items.values())) > 1:
+            return items, "tokens"
+        return samples, "samples"
+
+    def _local_keys(self) -> list[_Key]:
+        return list(self._run.local_gradients(self._update))
+
+    def _loss_ratio(self) -> float | None:
+        """Return how many times greater the losses are, if the mean of the layout's losses can be compared."""
+        return self._losses
+
+    _losses: float | None = None
+
+    def with_loss_ratio(self, ratio: float | None) -> GradientCauses:
+        """Set the ratio of the layout's loss to the reference's, if it is known."""
+        self._losses = ratio
+        return self
+
+    def _loss_line(self) -> str:
+        return next((one.line for one in self._run.at(0, self._update).losses if one.line), "")
+
+
+def ratio_between(ours: Vector, theirs: Vector, limits: Mapping[str, float], names: Sequence[str]) -> float | None:
+    """Return c if ``ours`` is c times ``theirs`` within the limits, else None."""
+    above = below = 0.0
+    for name in names:
+        if name in ours and name in theirs and limits.get(name, 0.0) > 0:
+            above += float(ours[name] @ theirs[name]) / limits[name] ** 2
+            below += float(theirs[name] @ theirs[name]) / limits[name] ** 2
+    if below == 0.0 or not math.isfinite(above / below) or above == 0.0:
+        return None
+    ratio = above / below
+    for name in names:
+        if name not in ours or name not in theirs:
+            return None
+        # The ratio itself carries an error of the order of the tensors' own.
+        if np.linalg.norm(ours[name] - ratio * theirs[name]) > 2 * max(1.0, abs(ratio)) * limits.get(name, 0.0):
+            return None
+    return ratio
+
+
+def _vector(tensors: Mapping[str, Sketch]) -> dict[str, np.ndarray]:
+    return {name: one.projection for name, one in tensors.items()}
+
+
+def _add(first: Vector, second: Vector) -> dict[str, np.ndarray]:
+    return {
+        name: first[name] + second[name] if name in first and name in second else first.get(name, second.get(name))
+        for name in {*first, *second}
+    }  # type: ignore[misc]
+
+
+def _is_close(value: float, target: float, relative: float) -> bool:
+    return abs(value - target) <= relative * abs(target)
+
+
+def _listed(names: Sequence[str], limit: int = 4) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _shares(fit: Mapping[_Key, float], part: int) -> str:
+    sums: dict[int, float] = {}
+    for key, weight in fit.items():
+        sums[key[part]] = sums.get(key[part], 0.0) + weight
+    total = sum(sums.values())
+    return " : ".join(f"{value / total:.3g}" for _, value in sorted(sums.items()))

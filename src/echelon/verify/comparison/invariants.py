@@ -1,0 +1,123 @@
+"""What must hold between the ranks of one layout, whatever the reference did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from echelon.verify.comparison.alignment import AlignedRun
+from echelon.verify.comparison.differences import Difference
+from echelon.verify.comparison.sample_order import SampleOrder
+from echelon.verify.comparison.tolerance import unit_roundoff
+from echelon.verify.trace import OptimizerStep
+
+__all__ = ["GeneratorHistory", "rates_of", "unequal_clips", "unequal_steps"]
+
+
+class GeneratorHistory:
+    """The states from which dropout masks were drawn so far."""
+
+    def __init__(self, layout: AlignedRun, reference: AlignedRun, order: SampleOrder) -> None:
+        self._layout = layout
+        self._order = order
+        self._seen: list[dict[int, int]] = [{} for _ in range(layout.world_size)]
+        self._reference_repeats = _repeats(reference)
+        # Under these parities echelon draws masks by sample, from no rank's generator.
+        self._by_sample = any(one.parity in ("exact", "bitwise") for one in layout.models.values())
+        self.num_compared = 0
+
+    def differences(self, update: int) -> Iterator[Difference]:
+        """Yield what is wrong with the generators of ``update``."""
+        if self._by_sample:
+            return
+        states: dict[tuple[int, int], list[int]] = {}
+        repeated: dict[int, int] = {}
+        for rank in range(self._layout.world_size):
+            for one in self._layout.at(rank, update).rngs:
+                if not one.draws_masks:
+                    continue
+                self.num_compared += 1
+                states.setdefault((one.micro_step, one.torch), []).append(rank)
+                if one.torch in self._seen[rank]:
+                    repeated[rank] = self._seen[rank][one.torch]
+                self._seen[rank].setdefault(one.torch, update)
+        for ranks in states.values():
+            others = [
+                rank
+                for rank in ranks[1:]
+                if self._order.is_recorded(update) and not self._order.same_samples(update, ranks[0], rank)
+            ]
+            if others:
+                yield Difference(stage="rng", update=update, kind="equal generators", ranks=[ranks[0], *others])
+                break
+        if repeated and not self._reference_repeats:
+            earlier = min(repeated.values())
+            yield Difference(
+                stage="rng", update=update, kind="repeated generator", ranks=sorted(repeated), values=str(earlier)
+            )
+
+
+def _repeats(run: AlignedRun) -> bool:
+    for rank in range(run.world_size):
+        states = [one.torch for update in run.updates for one in run.at(rank, update).rngs if one.draws_masks]
+        if len(set(states)) < len(states):
+            return True
+    return False
+
+
+def unequal_clips(layout: AlignedRun, update: int) -> Difference | None:
+    """Return a difference if ranks clipped by different norms."""
+    num_elements = max(1, sum(one.whole.num_elements for one in layout.tensors(update, "reduced").values()))
+    clips = [layout.at(rank, update).clips for rank in range(layout.world_size)]
+    for calls in zip(*clips, strict=False):
+        norms = [one.norm for one in calls]
+        # A norm is a sum over all elements; ranks that add it up in another order than their neighbor differ in the last bits.
+        spread = max(norms) - min(norms)
+        if not math.isfinite(spread) or spread > unit_roundoff("float32") * math.sqrt(num_elements) * max(norms):
+            values = ", ".join(f"{norm:.6g}" for norm in norms)
+            return Difference(
+                stage="clip",
+                update=update,
+                kind="norm",
+                ranks=list(range(len(norms))),
+                distance=spread,
+                norm=max(abs(norm) for norm in norms),
+                values=f"the norm is {values} on ranks 0 to {len(norms) - 1}",
+                line=calls[0].line,
+            )
+    if len({len(one) for one in clips}) > 1:
+        values = ", ".join(str(len(one)) for one in clips)
+        return Difference(stage="clip", update=update, kind="num clips", values=f"ranks clip {values} times")
+    return None
+
+
+def unequal_steps(layout: AlignedRun, update: int) -> Iterator[Difference]:
+    """Yield a difference if only some ranks skipped a step, or if ranks step with different learning rates."""
+    steps = [layout.at(rank, update).steps for rank in range(layout.world_size)]
+    for calls in zip(*steps, strict=False):
+        skipped = [rank for rank, one in enumerate(calls) if one.is_skipped]
+        if 0 < len(skipped) < len(calls):
+            yield Difference(
+                stage="optimizer",
+                update=update,
+                kind="skipped",
+                ranks=skipped,
+                values=f"the step was skipped on {len(skipped)} of {len(calls)} ranks",
+                line=calls[0].line,
+            )
+        rates = [one.lrs for one in calls]
+        unequal = [rank for rank, one in enumerate(rates) if one != rates[0]]
+        if unequal:
+            yield Difference(
+                stage="scheduler",
+                update=update,
+                kind="rates",
+                ranks=[0, *unequal],
+                values=f"the learning rate is {rates_of(calls[0])} on rank 0 and {rates_of(calls[unequal[0]])} on rank {unequal[0]}",
+                line=calls[unequal[0]].line,
+            )
+
+
+def rates_of(step: OptimizerStep) -> str:
+    """Return the learning rates of a step in words."""
+    return ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(step.lrs))

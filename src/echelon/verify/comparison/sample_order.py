@@ -1,0 +1,202 @@
+"""Which samples each update used, and why a layout used others than the reference."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from echelon.verify.comparison.alignment import AlignedRun, SampleIds
+from echelon.verify.comparison.cause import Cause
+
+__all__ = ["SampleOrder"]
+
+
+class SampleOrder:
+    """The samples of both runs by update."""
+
+    def __init__(self, layout: AlignedRun, reference: AlignedRun, samples: SampleIds) -> None:
+        for run in (layout, reference):
+            for update in run.updates:
+                for one in run.ranks_at(update):
+                    samples.add(one.rows())
+        self._world_size = layout.world_size
+        self._by_rank = {
+            update: [[samples.of(row) for row in one.rows()] for one in layout.ranks_at(update)]
+            for update in layout.updates
+        }
+        self._ours = {update: [one for rows in ranks for one in rows] for update, ranks in self._by_rank.items()}
+        self._theirs = {
+            update: [samples.of(row) for one in reference.ranks_at(update) for row in one.rows()]
+            for update in reference.updates
+        }
+        self._micro_steps = {
+            update: [len(one.micro_steps()) for one in layout.ranks_at(update)] for update in layout.updates
+        }
+        self._their_micro_steps = {update: len(reference.at(0, update).micro_steps()) for update in reference.updates}
+
+    def is_recorded(self, update: int) -> bool:
+        """Return whether both runs recorded the samples of ``update``."""
+        return bool(self._ours.get(update)) and bool(self._theirs.get(update))
+
+    def count(self, update: int) -> int:
+        """Return the number of samples that the reference used in ``update``."""
+        return len(self._theirs.get(update, []))
+
+    def ours(self, update: int) -> list[int]:
+        """Return the samples that the layout used in ``update``, by rank."""
+        return self._ours[update]
+
+    def differs(self, update: int) -> bool:
+        """Return whether the layout used other samples than the reference in ``update``; their order does not matter."""
+        return self.is_recorded(update) and Counter(self._ours[update]) != Counter(self._theirs[update])
+
+    def same_samples(self, update: int, rank: int, other: int) -> bool:
+        """Return whether two ranks used the same samples, as ranks do that hold parts of one model."""
+        ranks = self._by_rank[update]
+        return Counter(ranks[rank]) == Counter(ranks[other])
+
+    def summary(self, update: int) -> str:
+        """Return what differs, in words."""
+        ours, theirs = Counter(self._ours[update]), Counter(self._theirs[update])
+        missing, extra = (theirs - ours).total(), (ours - theirs).total()
+        parts = [f"{missing} of the reference's {theirs.total()} samples are missing"] if missing else []
+        if extra:
+            repeated = sum(1 for one in (ours - theirs) if one in theirs)
+            parts.append(
+                f"{extra} other samples are used instead"
+                if not repeated
+                else f"{extra} samples are used once too often"
+            )
+        return " and ".join(parts) or "the samples differ"
+
+    def cause(self, update: int) -> Cause:
+        """Return the likely cause of a difference in ``update``."""
+        for check in (
+            self._same_on_all_ranks,
+            self._repeated_order,
+            self._shifted,
+            self._sharded_twice,
+            self._by_count,
+        ):
+            cause = check(update)
+            if cause is not None:
+                return cause
+        return self._other_order(update)
+
+    def _same_on_all_ranks(self, update: int) -> Cause | None:
+        ranks = [rank for rank in range(1, self._world_size) if self.same_samples(update, 0, rank)]
+        if not ranks or len(ranks) < self._world_size - 1:
+            return None
+        return Cause(
+            name="same samples on every rank",
+            why=f"all {self._world_size} ranks read the same {len(self._by_rank[update][0])} samples: the loader is not sharded",
+            do="pass the loader to prepare(), or give it a DistributedSampler",
+        )
+
+    def _repeated_order(self, update: int) -> Cause | None:
+        ours, theirs = Counter(self._ours[update]), Counter(self._theirs[update])
+        for earlier in range(min(self._ours), update):
+            if Counter(self._ours[earlier]) == ours and Counter(self._theirs.get(earlier, [])) != theirs:
+                return Cause(
+                    name="same order in each epoch",
+                    why=f"update {update} uses the samples of update {earlier} again, while the reference shuffles anew",
+                    do="call sampler.set_epoch(epoch) (or loader.set_epoch(epoch)) at the beginning of each epoch",
+                )
+        return None
+
+    def _shifted(self, update: int) -> Cause | None:
+        ours = Counter(self._ours[update])
+        for other, theirs in self._theirs.items():
+            if other != update and Counter(theirs) == ours:
+                distance = abs(other - update)
+                word = "later" if other > update else "earlier"
+                return Cause(
+                    name="shifted by whole updates",
+                    why=f"the layout uses the samples of the reference's update {other}, {distance} update(s) {word}",
+                    do="skip as many batches as the updates that were done before (accumulation included) when the loop begins or resumes",
+                )
+        places = self._places()
+        known = sorted(places[one] for one in ours if one in places)
+        begins = sum(len(self._theirs[one]) for one in sorted(self._theirs) if one < update)
+        if len(known) == len(self._ours[update]) and known[-1] - known[0] == len(known) - 1 and known[0] != begins:
+            return Cause(
+                name="shifted by samples",
+                why=f"the samples are those that the reference uses {abs(known[0] - begins)} samples "
+                + ("later" if known[0] > begins else "earlier"),
+                do="check what the loop skips when it begins or resumes: batches of all ranks, and micro-steps of an unfinished window",
+            )
+        return None
+
+    def _sharded_twice(self, update: int) -> Cause | None:
+        size, first = self._world_size, min(self._theirs)
+        begin = first + (update - first) * size
+        several = {one for later in range(begin, begin + size) for one in self._theirs.get(later, [])}
+        ours = set(self._ours[update])
+        if (
+            size > 1
+            and begin + size - 1 <= max(self._theirs)
+            and len(ours) == len(self._ours[update])
+            and ours <= several
+        ):
+            return Cause(
+                name="sharded twice",
+                why=f"each rank takes only every {size}th sample of its own shard: samples of {size} updates of the reference are spread",
+                do="shard once: give prepare() the loader without a DistributedSampler, or keep the sampler and leave the loader unprepared",
+            )
+        return None
+
+    def _by_count(self, update: int) -> Cause | None:
+        ours, theirs = Counter(self._ours[update]), Counter(self._theirs[update])
+        extra, missing = ours - theirs, theirs - ours
+        seen = {one for earlier in self._ours if earlier < update for one in self._ours[earlier]}
+        micro_steps, theirs_steps = self._micro_steps[update], self._their_micro_steps[update]
+        if missing and any(one != theirs_steps for one in micro_steps):
+            return Cause(
+                name="other accumulation window",
+                why=f"the update has {_span(micro_steps)} micro-steps on a rank, {theirs_steps} in the reference",
+                do="let every rank end its accumulation window at the same batch, and the last one at the end of the epoch",
+            )
+        if extra and not missing and all(one in seen or one in theirs for one in extra):
+            return Cause(
+                name="padded with repeated samples",
+                why=f"{extra.total()} samples are repeated to give every rank the same number, and count twice in the gradient",
+                do='use drop_last=True, or parity="exact", under which added samples have no weight',
+            )
+        if missing and not extra:
+            return Cause(
+                name="samples left out",
+                why=f"{missing.total()} samples are read by no rank",
+                do="check drop_last, and that the lengths of the ranks' shards add up to that of the dataset",
+            )
+        if extra and all(one in theirs for one in extra):
+            return Cause(
+                name="ranks overlap",
+                why=f"{extra.total()} samples are read by more than one rank",
+                do="let all ranks shuffle with the same seed and then take different parts: DistributedSampler, or prepare()",
+            )
+        return None
+
+    def _other_order(self, update: int) -> Cause:
+        known = {one for rows in self._theirs.values() for one in rows}
+        unknown = sum(1 for one in self._ours[update] if one not in known)
+        if unknown == len(self._ours[update]) and update == min(self._ours):
+            return Cause(
+                name="other contents",
+                why="no sample of the update occurs in the reference: the contents of the samples differ, not only their order",
+                do="draw random augmentations from the index of the sample, not from the generator of the rank or worker, or switch them off",
+            )
+        return Cause(
+            name="other order",
+            why="the samples are those of the data set in another order",
+            do="use the same sampler with the same seed on one process and on several (DistributedSampler also with one process)",
+        )
+
+    def _places(self) -> dict[int, int]:
+        """Return the position of each sample in the reference's order; samples that occur twice have none."""
+        order = [one for update in sorted(self._theirs) for one in self._theirs[update]]
+        counts = Counter(order)
+        return {one: place for place, one in enumerate(order) if counts[one] == 1}
+
+
+def _span(values: list[int]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"

@@ -1,0 +1,216 @@
+"""Whether a checkpoint holds the state of the run, and whether a resumed run begins with what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor
+from echelon.verify.comparison.cause import Cause
+from echelon.verify.comparison.differences import Comparison, Difference
+from echelon.verify.sketch import Sketch
+from echelon.verify.trace import SavedState
+
+__all__ = ["load_cause", "load_differences", "save_cause", "save_differences"]
+
+
+def _states(run: AlignedRun, action: str) -> dict[tuple[int, str], dict[int, SavedState]]:
+    """Return the saved or loaded states by (update, path) and rank."""
+    result: dict[tuple[int, str], dict[int, SavedState]] = {}
+    for rank, one in run.saved_states():
+        if one.action == action:
+            result.setdefault((one.update, one.path), {})[rank] = one
+    return result
+
+
+def _tensors(states: dict[int, SavedState]) -> dict[str, RecordedTensor]:
+    by_rank: dict[str, dict[int, Sketch]] = {}
+    sharded: set[str] = set()
+    for rank, one in states.items():
+        for name, sketch in zip(one.names, one.sketches, strict=True):
+            by_rank.setdefault(name, {})[rank] = sketch
+            if one.is_sharded and ":" in name and not name.startswith("buffer"):
+                sharded.add(name)
+    result = {}
+    for name, sketches in by_rank.items():
+        values = list(sketches.values())
+        whole = values[0]
+        if name in sharded:
+            for value in values[1:]:
+                whole = whole + value
+        result[name] = RecordedTensor(whole=whole, by_rank=sketches, is_sharded=name in sharded)
+    return result
+
+
+def _live(run: AlignedRun, update: int) -> dict[str, RecordedTensor]:
+    """Return weights, optimizer state and buffers after ``update``, named as in a saved state."""
+    result = {**run.tensors(update, "weights"), **run.tensors(update, "optimizer_state")}
+    return result | {f"buffer {name}": one for name, one in run.tensors(update, "buffers").items()}
+
+
+def save_differences(comparison: Comparison) -> Iterator[Difference]:
+    """Yield tensors that a checkpoint of the layout holds with other values than the run had."""
+    run = comparison.layout
+    for (update, path), states in _states(run, "save").items():
+        saved = _tensors(states)
+        line = next((one.line for one in states.values() if one.line), "")
+        candidates = [live for near in (update, update - 1) if (live := _live(run, near))]
+        if not candidates or update not in range(run.first_update, run.end_update + 1):
+            continue
+        wrong = min(
+            ([name for name in live if name in saved and not _equal(saved[name], live[name])] for live in candidates),
+            key=len,
+        )
+        live = candidates[0]
+        lacking = [name for name in live if name not in saved and "/" not in name]
+        if lacking and any(":" in name for name in saved):
+            wrong = wrong + lacking
+        compared = sum(1 for name in live if name in saved)
+        comparison.passed(update, "save", count=compared - len(wrong) if compared > len(wrong) else 0)
+        for name in wrong:
+            distance = saved[name].whole.distance(live[name].whole) if name in saved else live[name].whole.norm
+            values = f"{path} does not hold it" if name in lacking else f"{path} holds other values than the run has"
+            yield Difference(
+                stage="save",
+                update=update,
+                kind="missing" if name in lacking else "saved",
+                tensor=name,
+                distance=distance,
+                norm=live[name].whole.norm,
+                values=values,
+                line=line,
+            )
+
+
+def load_differences(comparison: Comparison) -> Iterator[Difference]:
+    """Yield tensors that the layout loaded with other values than were saved."""
+    run = comparison.layout
+    saves = {**_states(comparison.reference, "save"), **_states(run, "save")}
+    for (update, path), states in _states(run, "load").items():
+        loaded = _tensors(states)
+        source = next((saved for (_, other), saved in reversed(saves.items()) if other == path), None)
+        line = next((one.line for one in states.values() if one.line), "")
+        if source is None:
+            continue
+        saved = _tensors(source)
+        for name, tensor in saved.items():
+            one = loaded.get(name)
+            if name == "rng" and len(tensor.by_rank) != len(one.by_rank if one else {}):
+                continue
+            if one is not None and _equal(one, tensor):
+                comparison.passed(update, "load")
+                continue
+            yield Difference(
+                stage="load",
+                update=update,
+                kind="missing" if one is None else "loaded",
+                tensor=name,
+                distance=tensor.whole.norm if one is None else one.whole.distance(tensor.whole),
+                norm=tensor.whole.norm,
+                values="it is not restored" if one is None else "it has other values than were saved",
+                line=line,
+            )
+
+
+def _equal(first: RecordedTensor, second: RecordedTensor) -> bool:
+    if first.whole.bits == second.whole.bits and first.whole.num_elements == second.whole.num_elements:
+        own = {one.bits for one in first.by_rank.values()}
+        # Copies of all ranks must be what was saved, too; generators differ between ranks.
+        return first.is_sharded or len(own) == 1 or own == {one.bits for one in second.by_rank.values()}
+    return False
+
+
+def save_cause(differences: list[Difference]) -> Cause:
+    """Explain a checkpoint that does not hold the state of the run."""
+    names = [one.tensor for one in differences]
+    line = next((one.line for one in differences if one.line), "")
+    if all(one.kind == "missing" for one in differences):
+        why = f"the checkpoint does not hold {_listed(names)}"
+        return Cause(
+            name="state missing from the checkpoint",
+            why=why,
+            do="save model, optimizer, scheduler and buffers, from all ranks that hold a shard",
+            line=line,
+        )
+    why = f"the checkpoint holds other values of {_listed(names)} than the run had before or after this update"
+    return Cause(
+        name="other state saved",
+        why=why,
+        do="save after the update is complete, from the model that is trained, on every rank that holds a shard",
+        line=line,
+    )
+
+
+def load_cause(comparison: Comparison, update: int, differences: list[Difference]) -> Cause:
+    """Explain state that is not what was saved."""
+    names = [one.tensor for one in differences]
+    line = next((one.line for one in differences if one.line), "")
+    missing = [one.tensor for one in differences if one.kind == "missing"]
+    if missing and len(missing) == len(names):
+        return Cause(
+            name="not restored",
+            why=f"{_listed(missing)} is not restored",
+            do="load every part that was saved, before training goes on",
+            line=line,
+        )
+    if names and all(name == "rng" for name in names):
+        return Cause(
+            name="generators not restored",
+            why="the generators are not in their saved state",
+            do="restore the generators of each rank with the checkpoint",
+            line=line,
+        )
+    kinds = {
+        name.split(" ")[0]
+        if name.startswith(("buffer", "lr", "rng", "position"))
+        else "state"
+        if "/" in name
+        else "weights"
+        for name in names
+    }
+    words = {
+        "buffer": "buffers",
+        "lr": "learning rates",
+        "rng": "generators",
+        "position": "position in the data",
+        "state": "optimizer state",
+        "weights": "weights",
+    }
+    listed = " and ".join(sorted(words[kind] for kind in kinds))
+    other = _other_update(comparison, update, names)
+    if other is not None:
+        why = f"{listed} are those of update {other}, not of update {update - 1}"
+        return Cause(
+            name="state of another update", why=why, do="save after the step, and load the newest checkpoint", line=line
+        )
+    return Cause(
+        name=f"{listed} not restored",
+        why=f"{listed} differ from what was saved: {_listed(names)}",
+        do="load every part that was saved on every rank, after the model is wrapped",
+        line=line,
+    )
+
+
+def _other_update(comparison: Comparison, update: int, names: list[str]) -> int | None:
+    """Return the update after which the reference had the weights that the layout begins with."""
+    ours = comparison.layout.tensors(update - 1, "weights")
+    wrong = [name for name in names if name in ours]
+    for other in range(comparison.reference.first_update - 1, comparison.reference.end_update):
+        theirs = comparison.reference.tensors(other, "weights")
+        if other != update - 1 and wrong and all(name in theirs for name in wrong):
+            limits = [
+                comparison.allowed.get((other, "weights"), {}).get(
+                    name, comparison.roundoff_of(name) * theirs[name].whole.norm
+                )
+                for name in wrong
+            ]
+            if all(
+                ours[name].whole.distance(theirs[name].whole) <= limit
+                for name, limit in zip(wrong, limits, strict=True)
+            ):
+                return other
+    return None
+
+
+def _listed(names: list[str], limit: int = 4) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,0 +1,623 @@
+"""Data-parallel training in one process, written out by hand, which writes the trace that a recorder would write.
+
+It is a model of W ranks: sharded samples, micro-steps, ragged items, reduction, clipping, a schedule, SGD or AdamW, normalization over
+the global batch, buffers, an averaged model, sharded or replicated tensors. ``fault`` plants one mistake in it. Nothing of echelon is
+used but the format of the trace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from echelon.verify.sketch import Sketch, sketch_of
+from echelon.verify.trace import (
+    Batch,
+    Buffers,
+    Clip,
+    Event,
+    Forward,
+    Gradients,
+    Loss,
+    Model,
+    ModelWeights,
+    OptimizerState,
+    OptimizerStep,
+    RecordedProcess,
+    Rng,
+    Row,
+    SavedState,
+    Trace,
+)
+
+NAMES = [
+    "embedding.weight",
+    "norm.weight",
+    "first.weight",
+    "first.bias",
+    "second.weight",
+    "unused.weight",
+    "third.bias",
+]
+LINE = "train.py:12"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One simulated run."""
+
+    world_size: int = 2
+    batch_size: int = 4
+    """Samples of one rank in one micro-step."""
+    num_micro_steps: int = 2
+    num_updates: int = 4
+    first_update: int = 0
+    num_samples: int = 64
+    dtype: torch.dtype = torch.float32
+    is_ragged: bool = False
+    is_sharded: bool = False
+    max_norm: float | None = 1.0
+    optimizer: str = "adamw"
+    lr: float = 0.01
+    schedule: bool = True
+    width: int = 12
+    seed: int = 0
+    activation: str = "tanh"
+    fault: str = ""
+    at: int = 1
+    """First update that has the fault."""
+    local_gradients: bool = True
+    perturbation: int = 0
+
+    def has(self, name: str, update: int) -> bool:
+        return self.fault == name and update >= self.at
+
+
+@dataclass(slots=True)
+class Rank:
+    """State of one rank."""
+
+    weights: dict[str, torch.Tensor]
+    states: dict[str, dict[str, torch.Tensor]]
+    buffers: dict[str, torch.Tensor]
+    average: dict[str, torch.Tensor]
+    previous: dict[str, torch.Tensor] = field(default_factory=dict)
+    steps: int = 0
+
+
+def reference_of(setting: Setting, **changes: object) -> Setting:
+    """Return the same training on one process, which takes all samples of a micro-step."""
+    merged = {"world_size": 1, "batch_size": setting.batch_size * setting.world_size, "fault": "", "is_sharded": False}
+    return replace(setting, **{**merged, "first_update": 0, **changes})  # type: ignore[arg-type]
+
+
+class Simulation:
+    """One run; ``trace()`` makes all its updates."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.events: list[list[Event]] = [[] for _ in range(setting.world_size)]
+        generator = torch.Generator().manual_seed(setting.seed)
+        self.inputs = torch.randint(0, 16, (setting.num_samples, 6), generator=generator)
+        self.targets = torch.randn(setting.num_samples, setting.width, generator=generator)
+        self.items = (
+            torch.randint(1, 12, (setting.num_samples,), generator=generator)
+            if setting.is_ragged
+            else torch.ones(setting.num_samples)
+        )
+        self.ranks = [self._initial(rank) for rank in range(setting.world_size)]
+
+    # state ---------------------------------------------------------------------------------------------------------------------
+
+    def _initial(self, rank: int) -> Rank:
+        s = self.setting
+        seed = s.seed + 1
+        if s.fault == "rank-dependent initial weights":
+            seed += rank
+        if s.fault == "other initial weights":
+            seed += 7
+        generator = torch.Generator().manual_seed(seed)
+        w = s.width
+        shapes = {"embedding.weight": (16, w), "norm.weight": (w,), "first.weight": (2 * w, w), "first.bias": (2 * w,)}
+        shapes |= {"second.weight": (w, 2 * w), "unused.weight": (w, w), "third.bias": (1,)}
+        weights = {}
+        for name, shape in shapes.items():
+            value = torch.randn(shape, generator=generator) / (shape[-1] ** 0.5 if len(shape) > 1 else 1.0)
+            if s.perturbation:
+                noise = torch.Generator().manual_seed(s.perturbation)
+                value = value * (1 + 2.0**-22 * (torch.rand(shape, generator=noise) - 0.5))
+            weights[name] = value.to(torch.bfloat16 if s.dtype is torch.bfloat16 else torch.float32).to(s.dtype)
+        states = {
+            name: {"exp_avg": torch.zeros_like(one), "exp_avg_sq": torch.zeros_like(one)}
+            for name, one in weights.items()
+        }
+        buffers = {
+            "norm.running_mean": torch.zeros(w, dtype=s.dtype),
+            "norm.num_batches_tracked": torch.zeros((), dtype=torch.int64),
+        }
+        if s.fault == "unequal buffers at the beginning":
+            buffers["norm.running_mean"] += rank
+        return Rank(weights, states, buffers, {name: one.clone() for name, one in weights.items()})
+
+    # data ----------------------------------------------------------------------------------------------------------------------
+
+    def order(self, epoch: int, rank: int = 0) -> list[int]:
+        s = self.setting
+        seed = 1000 * s.seed + epoch
+        if s.fault == "no set_epoch":
+            seed = 1000 * s.seed
+        if s.fault == "own shuffle of each rank":
+            seed += 17 * rank
+        if s.fault == "other order":
+            seed += 23
+        return torch.randperm(s.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def samples(self, update: int, micro_step: int, rank: int) -> list[int]:
+        s = self.setting
+        size = s.batch_size * s.world_size
+        if s.has("shifted by an update", update):
+            update += 1
+        place = (update * s.num_micro_steps + micro_step) * size
+        if s.has("shifted by a micro-batch", update):
+            place += s.batch_size
+        if s.has("sharded twice", update):
+            place = ((update * s.num_micro_steps + micro_step) * s.world_size) * size
+        epoch, place = divmod(place, s.num_samples)
+        order = self.order(epoch, rank)
+        whole = (order[place:] + self.order(epoch + 1, rank))[
+            : size * (s.world_size if s.has("sharded twice", update) else 1)
+        ]
+        own = whole[rank :: s.world_size]
+        if s.has("sharded twice", update):
+            own = own[:: s.world_size]
+        if s.has("same samples", update):
+            own = whole[: s.batch_size]
+        if s.has("padded", update) and rank == s.world_size - 1:
+            own = [*own, order[0]]
+        if s.has("left out", update) and rank == s.world_size - 1:
+            own = own[:-1]
+        if s.fault == "unequal batches" and update >= s.at:
+            own = whole[: 3 * s.world_size - 1] if rank == 0 else []
+            own = _unequal(whole, rank, s.world_size)
+        return own
+
+    def num_micro_steps(self, update: int) -> int:
+        return self.setting.num_micro_steps - (1 if self.setting.has("window too short", update) else 0)
+
+    def row(self, sample: int) -> Row:
+        shift = 1 << 40 if self.setting.fault == "augmented" else 0
+        return Row(whole=sample * 2654435761 + 1 + shift, prefix=sample * 2654435761 + 7 + shift)
+
+    # one update ----------------------------------------------------------------------------------------------------------------
+
+    def trace(self) -> Trace:
+        s = self.setting
+        for rank, events in enumerate(self.events):
+            events.append(
+                RecordedProcess(
+                    rank=rank,
+                    world_size=s.world_size,
+                    script="train.py",
+                    arguments=[],
+                    dtype="float64" if s.dtype is torch.float64 else "own",
+                    batch_factor=1,
+                    first_update=s.first_update,
+                )
+            )
+            weights = self.ranks[rank].weights
+            for index in range(2):
+                events.append(
+                    Model(
+                        model=index,
+                        class_name="Net",
+                        parameters=NAMES,
+                        shapes=[list(weights[name].shape) for name in NAMES],
+                        dtypes=[str(s.dtype)] * len(NAMES),
+                        requires_grad=[True] * len(NAMES),
+                        tied={"head.weight": "embedding.weight"} if index == 0 else {},
+                        buffers=list(self.ranks[rank].buffers) if index == 0 else [],
+                        module_classes={
+                            "norm": "BatchNorm1d" if s.fault == "statistics per rank" else "SyncBatchNorm",
+                            "first": "Linear",
+                        },
+                    )
+                )
+        ends = s.first_update + s.num_updates - (1 if s.fault == "ends early" else 0)
+        if s.first_update == 0:
+            self._close(-1)
+        for update in range(ends):
+            self._update(update)
+            if update < s.first_update - 1:
+                for events in self.events:
+                    del events[3:]
+            if update == s.first_update - 1:
+                self._resume(update)
+        return Trace(ranks=self.events)
+
+    def _update(self, update: int) -> None:
+        s = self.setting
+        local: list[dict[str, torch.Tensor]] = [{} for _ in self.ranks]
+        last: list[dict[str, torch.Tensor]] = [{} for _ in self.ranks]
+        steps = self.num_micro_steps(update)
+        chosen = [[self.samples(update, m, rank) for m in range(steps)] for rank in range(s.world_size)]
+        total = sum(float(self.items[one].sum()) for rows in chosen for one in rows)
+        for micro_step in range(steps):
+            statistics = self._statistics([rows[micro_step] for rows in chosen])
+            for rank, state in enumerate(self.ranks):
+                rows = chosen[rank][micro_step]
+                own = self._statistics([rows]) if s.has("statistics per rank", update) else statistics
+                gradients = self._backward(update, micro_step, rank, rows, own, total, steps)
+                if s.has("micro-steps lost", update):
+                    local[rank] = {}
+                for name, value in gradients.items():
+                    local[rank][name] = local[rank][name] + value if name in local[rank] else value
+                last[rank] = gradients
+                if not (s.has("stale buffers", update) or (s.has("unequal buffers", update) and rank)):
+                    state.buffers["norm.running_mean"] = 0.9 * state.buffers["norm.running_mean"] + 0.1 * own[0].to(
+                        s.dtype
+                    )
+                state.buffers["norm.num_batches_tracked"] = state.buffers["norm.num_batches_tracked"] + 1
+        if s.has("clip before reduce", update):
+            self._clip(update, local, steps)
+        reduced = self._reduced(update, local, last)
+        if not s.has("clip before reduce", update):
+            self._gradient_events("reduced", update, steps, reduced)
+        if s.max_norm is not None and not s.has("clip before reduce", update) and not s.has("not clipped", update):
+            self._clip(update, reduced, steps)
+            self._gradient_events("clipped", update, steps, reduced)
+        elif s.has("clip before reduce", update):
+            self._gradient_events("reduced", update, steps, reduced)
+            self._gradient_events("clipped", update, steps, reduced)
+        for rank, gradients in enumerate(reduced):
+            self._step(update, rank, gradients)
+        self._close(update)
+
+    def _statistics(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self._embedded([one for own in rows for one in own], self.ranks[0].weights)
+        # Like SyncBatchNorm, but without gradients through the statistics.
+        return hidden.mean(0).detach(), hidden.var(0, unbiased=False).detach()
+
+    def _embedded(self, rows: list[int], weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return weights["embedding.weight"][self.inputs[rows]].sum(1)
+
+    def _backward(
+        self,
+        update: int,
+        micro_step: int,
+        rank: int,
+        rows: list[int],
+        statistics: tuple[torch.Tensor, torch.Tensor],
+        total: float,
+        steps: int,
+    ) -> dict[str, torch.Tensor]:
+        s, events, state = self.setting, self.events[rank], self.ranks[rank]
+        self._data_events(update, micro_step, rank, rows)
+        weights = {name: one.detach().requires_grad_() for name, one in state.weights.items()}
+        if s.has("low precision", update):
+            weights = {name: one.to(torch.bfloat16).to(s.dtype) for name, one in weights.items()}
+            for one in weights.values():
+                one.retain_grad()
+        mean, variance = statistics
+        normed = (self._embedded(rows, weights) - mean) / (variance + 0.1).sqrt() * weights["norm.weight"]
+        first = normed @ weights["first.weight"].T + weights["first.bias"]
+        if s.has("one wrong row", update) and rank == s.world_size - 1:
+            first = first + torch.tensor([[0.02]] + [[0.0]] * (len(rows) - 1), dtype=s.dtype)
+        active = {"tanh": torch.tanh, "relu": torch.relu}[s.activation](first)
+        if s.has("evaluation mode", update):
+            active = active * 1.1
+        out = active @ weights["second.weight"].T + weights["third.bias"]
+        if not s.has("unused on a rank", update) or rank == 0:
+            out = out + normed @ weights["unused.weight"]
+        tied = weights["embedding.weight"].detach() if s.has("tied not summed", update) else weights["embedding.weight"]
+        logits = out @ tied.T
+        for module, value in (("norm", normed), ("first", first), ("", logits)):
+            self._forward_event(update, micro_step, rank, module, value)
+        labels = (self.targets[rows].abs().sum(1) * 100).long() % 16
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        items = self.items[rows].to(s.dtype)
+        mean_loss = (losses * items).sum() / items.sum()
+        loss = mean_loss * float(items.sum()) / total * s.world_size * steps
+        if s.fault in ("averaged per rank", "unequal batches") and update >= s.at:
+            loss = mean_loss
+        factors = {"loss times W": s.world_size, "not divided": steps, "divided twice": 1 / steps, "other scale": 3.7}
+        loss = loss / steps * (factors.get(s.fault, 1) if update >= s.at else 1)
+        events.append(
+            Loss(
+                update=update,
+                micro_step=micro_step,
+                value=float(loss),
+                weight=float(items.sum()) if s.is_ragged else None,
+                line=LINE,
+            )
+        )
+        loss.backward()
+        gradients = {name: one.grad.detach().clone() for name, one in weights.items() if one.grad is not None}
+        if s.has("backward scaled", update):
+            gradients = {name: 1.5 * one for name, one in gradients.items()}
+        if s.has("wrong backward on a rank", update) and rank == s.world_size - 1:
+            gradients["first.weight"] = gradients["first.weight"] + 0.1 * gradients["first.weight"].flip(0)
+        if s.local_gradients:
+            events.append(self._gradients("local", update, micro_step, gradients, 0, False))
+        return gradients
+
+    def _data_events(self, update: int, micro_step: int, rank: int, rows: list[int]) -> None:
+        s = self.setting
+        events = self.events[rank]
+        items = int(self.items[rows].sum()) if s.is_ragged else None
+        identities = [self.row(one) for one in rows]
+        events.append(
+            Batch(update=update, micro_step=micro_step, source="loader", rows=identities, num_items=items, line=LINE)
+        )
+        state = 1_000_000 * (rank + 1) + 1000 * update + micro_step
+        if s.has("equal generators", update):
+            state -= 1_000_000 * rank
+        if s.has("repeated generator", update):
+            state = 1_000_000 * (rank + 1)
+        if s.fault == "generators not restored" and s.first_update:
+            state += 500
+        events.append(Rng(update=update, micro_step=micro_step, torch=state, python=0, numpy=0, draws_masks=True))
+
+    def _forward_event(self, update: int, micro_step: int, rank: int, module: str, value: torch.Tensor) -> None:
+        size = value.shape[1]
+        basis = torch.randn(size, 4, generator=torch.Generator().manual_seed(size), dtype=torch.float64) / 2
+        rows = (value.detach().to(torch.float64) @ basis).numpy()
+        self.events[rank].append(
+            Forward(
+                update=update,
+                micro_step=micro_step,
+                model=0,
+                module=module,
+                shape=list(value.shape),
+                rows=rows,
+                total=np.zeros(32),
+            )
+        )
+
+    def _reduced(
+        self, update: int, local: list[dict[str, torch.Tensor]], last: list[dict[str, torch.Tensor]]
+    ) -> list[dict[str, torch.Tensor]]:
+        s, size = self.setting, self.setting.world_size
+        mean: dict[str, torch.Tensor] = {}
+        for name in NAMES:
+            values = [one[name] for one in local if name in one]
+            if not values:
+                continue
+            if s.has("reduced in bfloat16", update):
+                values = [one.to(torch.bfloat16).to(s.dtype) for one in values]
+            mean[name] = torch.stack(values).sum(0) / size
+            if s.has("reduced in bfloat16", update):
+                mean[name] = mean[name].to(torch.bfloat16).to(s.dtype)
+        factors = {"summed": size, "averaged twice": 1 / size}
+        mean = {name: one * (factors.get(s.fault, 1.0) if update >= s.at else 1.0) for name, one in mean.items()}
+        if s.has("only one rank", update):
+            mean = dict(local[0])
+        result = [dict(mean) for _ in self.ranks]
+        for rank, gradients in enumerate(result):
+            if s.has("not reduced", update):
+                gradients.update(local[rank])
+            if s.has("one tensor not reduced", update):
+                gradients["first.bias"] = local[rank]["first.bias"]
+            if s.has("only the last reduced", update):
+                others = sum(one["first.weight"] for one in last)
+                del others
+                for name in gradients:
+                    average = torch.stack([one[name] for one in last]).sum(0) / size
+                    gradients[name] = local[rank][name] - last[rank][name] + average
+            if s.has("changed after reduction", update) and rank == 1:
+                gradients["first.weight"] = gradients["first.weight"] * 1.001
+            if s.has("not cleared", update) and self.ranks[rank].previous:
+                for name in gradients:
+                    gradients[name] = gradients[name] + self.ranks[rank].previous[name]
+            if s.has("missing gradient", update):
+                gradients["first.bias"] = torch.zeros_like(gradients["first.bias"])
+        return result
+
+    def _clip(self, update: int, gradients: list[dict[str, torch.Tensor]], steps: int) -> None:
+        s = self.setting
+        assert s.max_norm is not None
+        for rank, one in enumerate(gradients):
+            self.ranks[rank].previous = dict(one)
+            squares = [self._parts(value, rank) for value in one.values()]
+            norm = (
+                float(torch.stack([square.square().sum() for square in squares]).sum().sqrt())
+                if s.has("norm of a shard", update)
+                else float(torch.stack([value.norm() for value in one.values()]).norm())
+            )
+            norm *= 1024 if s.has("clipped while scaled", update) else 1
+            bound = s.max_norm * (s.world_size if s.has("other threshold", update) else 1)
+            factor = 1.0 if s.has("not multiplied", update) else min(1.0, bound / (norm + 1e-6))
+            for name in one:
+                one[name] = one[name] * factor
+            self.events[rank].append(Clip(update=update, micro_step=steps - 1, norm=norm, max_norm=bound, line=LINE))
+
+    def _parts(self, value: torch.Tensor, rank: int) -> torch.Tensor:
+        flat = value.reshape(-1)
+        size = -(-flat.numel() // self.setting.world_size)
+        return flat[rank * size : (rank + 1) * size]
+
+    def rate(self, update: int, rank: int) -> float:
+        s = self.setting
+        step = update
+        if s.has("scheduler steps W times", update):
+            step = s.world_size * update
+        if s.has("schedule behind", update):
+            step = update - 1
+        factor = 1 / (1 + 0.1 * step) if s.schedule else 1.0
+        factor *= s.world_size if s.has("rate times W", update) else 1
+        factor *= 1 + 0.1 * rank if s.has("rates differ", update) else 1
+        return s.lr * factor
+
+    def _step(self, update: int, rank: int, gradients: dict[str, torch.Tensor]) -> None:
+        s, state = self.setting, self.ranks[rank]
+        lr = self.rate(update, rank)
+        left_out = (
+            "first.bias"
+            if s.has("parameter left out", update)
+            else "second.weight"
+            if s.has("silently left out", update)
+            else ""
+        )
+        decay = 0.1 if s.has("other settings", update) else 0.01
+        skipped = s.has("skipped on a rank", update) and rank == s.world_size - 1
+        groups = {f"0:{name}": 0 for name in NAMES if not (s.has("parameter left out", update) and name == left_out)}
+        settings = [{"weight_decay": decay, "betas": [0.9, 0.999], "momentum": 0.9}]
+        self.events[rank].append(
+            OptimizerStep(
+                update=update,
+                optimizer=0,
+                class_name=s.optimizer,
+                lrs=[lr],
+                settings=settings,
+                group_of=groups,
+                is_skipped=skipped,
+                line=LINE,
+            )
+        )
+        if s.has("average before the step", update):
+            self._average(state)
+        if s.has("old gradients", update) and state.buffers.get("old"):
+            gradients = state.buffers["old"]  # type: ignore[assignment]
+        for _ in range(2 if s.has("two steps", update) else 0 if skipped else 1):
+            state.steps += s.world_size if s.has("steps counted W times", update) else 1
+            for name, gradient in gradients.items():
+                if name != left_out:
+                    self._step_tensor(state, name, gradient, lr, 0.1 if s.has("silent decay", update) else decay)
+        if s.has("swapped states", update):
+            a, b = state.states["first.weight"], state.states["second.weight"]
+            a["exp_avg"], b["exp_avg"] = (
+                b["exp_avg"].reshape(a["exp_avg"].shape),
+                a["exp_avg"].reshape(b["exp_avg"].shape),
+            )
+        if s.has("drift", update) and rank == 1:
+            state.weights["first.weight"] = state.weights["first.weight"] * (1 + 2.0**-20)
+        if not s.has("average before the step", update):
+            self._average(state)
+
+    def _step_tensor(self, state: Rank, name: str, gradient: torch.Tensor, lr: float, decay: float) -> None:
+        weight, own = state.weights[name], state.states[name]
+        if self.setting.optimizer == "sgd":
+            own["exp_avg"] = 0.9 * own["exp_avg"] + gradient + decay * weight
+            state.weights[name] = weight - lr * own["exp_avg"]
+            return
+        own["exp_avg"] = 0.9 * own["exp_avg"] + 0.1 * gradient
+        own["exp_avg_sq"] = 0.999 * own["exp_avg_sq"] + 0.001 * gradient * gradient
+        first, second = 1 - 0.9**state.steps, 1 - 0.999**state.steps
+        state.weights[name] = weight * (1 - lr * decay) - lr * (own["exp_avg"] / first) / (
+            (own["exp_avg_sq"] / second).sqrt() + 1e-8
+        )
+
+    def _average(self, state: Rank) -> None:
+        for name, one in state.weights.items():
+            state.average[name] = 0.9 * state.average[name] + 0.1 * one
+
+    # events --------------------------------------------------------------------------------------------------------------------
+
+    def _sketch(self, value: torch.Tensor, rank: int, is_sharded: bool) -> Sketch:
+        if not is_sharded:
+            return sketch_of(value)
+        size = -(-value.numel() // self.setting.world_size)
+        return sketch_of(self._parts(value, rank), offset=min(rank * size, value.numel()))
+
+    def _gradients(
+        self, stage: str, update: int, micro_step: int, gradients: dict[str, torch.Tensor], rank: int, is_sharded: bool
+    ) -> Gradients:
+        names = [name for name in NAMES if name in gradients]
+        sketches = [self._sketch(gradients[name], rank, is_sharded) for name in names]
+        return Gradients(
+            stage=stage,  # type: ignore[arg-type]
+            update=update,
+            micro_step=micro_step,
+            model=0,
+            names=names,
+            sketches=sketches,
+            is_sharded=is_sharded,
+        )
+
+    def _gradient_events(self, stage: str, update: int, steps: int, gradients: list[dict[str, torch.Tensor]]) -> None:
+        for rank, one in enumerate(gradients):
+            if stage == "reduced":
+                self.ranks[rank].previous = dict(one)
+            self.events[rank].append(self._gradients(stage, update, steps - 1, one, rank, self.setting.is_sharded))
+
+    def _close(self, update: int) -> None:
+        s = self.setting
+        for rank, state in enumerate(self.ranks):
+            events = self.events[rank]
+            for model, weights in enumerate((state.weights, state.average)):
+                sketches = [self._sketch(weights[name], rank, s.is_sharded) for name in NAMES]
+                events.append(
+                    ModelWeights(update=update, model=model, names=NAMES, sketches=sketches, is_sharded=s.is_sharded)
+                )
+            names = ["norm.running_mean", "norm.num_batches_tracked"]
+            events.append(
+                Buffers(
+                    update=update, model=0, names=names, sketches=[sketch_of(state.buffers[name]) for name in names]
+                )
+            )
+            pairs = [(f"0:{name}/{kind}", state.states[name][kind]) for name in NAMES for kind in state.states[name]]
+            events.append(
+                OptimizerState(
+                    update=update,
+                    optimizer=0,
+                    names=[name for name, _ in pairs],
+                    sketches=[self._sketch(one, rank, s.is_sharded) for _, one in pairs],
+                    is_sharded=s.is_sharded,
+                )
+            )
+            if s.fault in ("saved too early", "shard not saved") and update == s.at:
+                self._save(update, rank, s.fault)
+
+    def _save(self, update: int, rank: int, fault: str) -> None:
+        s, state = self.setting, self.ranks[rank]
+        pairs = [(f"0:{name}", one) for name, one in state.weights.items()]
+        if fault == "saved too early":
+            pairs = [(name, one * 1.01) for name, one in pairs]
+        if fault == "shard not saved":
+            pairs = pairs[:-2]
+        sketches = [self._sketch(one, rank, s.is_sharded) for _, one in pairs]
+        self.events[rank].append(
+            SavedState(
+                action="save",
+                update=update,
+                path="last",
+                names=[name for name, _ in pairs],
+                sketches=sketches,
+                is_sharded=s.is_sharded,
+            )
+        )
+
+    def _resume(self, update: int) -> None:
+        """Drop what was recorded so far, as a new process does, and spoil the state that it begins with."""
+        s = self.setting
+        for rank, state in enumerate(self.ranks):
+            del self.events[rank][3:]
+            fresh = self._initial(rank)
+            if s.fault == "weights not restored":
+                state.weights = fresh.weights
+            if s.fault == "optimizer not restored":
+                state.states, state.steps = fresh.states, 0
+            if s.fault == "buffers not restored":
+                state.buffers = fresh.buffers
+            if s.fault == "older state":
+                state.weights = dict(self._older[rank])
+        self._close(update)
+
+    @property
+    def _older(self) -> list[dict[str, torch.Tensor]]:
+        shorter = Simulation(replace(self.setting, fault="", first_update=0, num_updates=self.setting.first_update - 1))
+        shorter.trace()
+        return [one.weights for one in shorter.ranks]
+
+
+def _unequal(whole: list[int], rank: int, size: int) -> list[int]:
+    """Return shards of unequal lengths: every rank but the last takes one sample more from the last one's share."""
+    share = len(whole) // size
+    begins = [min(index * (share + 1), len(whole) - (size - index)) for index in range(size)] + [len(whole)]
+    return whole[begins[rank] : begins[rank + 1]]
+
+
+def simulate(setting: Setting) -> Trace:
+    """Return the trace of ``setting``."""
+    return Simulation(setting).trace()
