@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from echelon.verify.sketch import Sketch, sketch_of
+from echelon.verify.sketch import Sketch, sketches_of
 from echelon.verify.trace import (
     Batch,
     Buffers,
@@ -84,6 +84,9 @@ class Rank:
     buffers: dict[str, torch.Tensor]
     average: dict[str, torch.Tensor]
     previous: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Reduced gradients of the previous update."""
+    old: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Gradients that the previous step used."""
     steps: int = 0
 
 
@@ -179,7 +182,6 @@ class Simulation:
         if s.has("left out", update) and rank == s.world_size - 1:
             own = own[:-1]
         if s.fault == "unequal batches" and update >= s.at:
-            own = whole[: 3 * s.world_size - 1] if rank == 0 else []
             own = _unequal(whole, rank, s.world_size)
         return own
 
@@ -260,16 +262,17 @@ class Simulation:
                     )
                 state.buffers["norm.num_batches_tracked"] = state.buffers["norm.num_batches_tracked"] + 1
         if s.has("clip before reduce", update):
+            # A recorder takes the gradients for reduced ones when clipping begins.
+            self._gradient_events("reduced", update, steps, local)
             self._clip(update, local, steps)
-        reduced = self._reduced(update, local, last)
-        if not s.has("clip before reduce", update):
-            self._gradient_events("reduced", update, steps, reduced)
-        if s.max_norm is not None and not s.has("clip before reduce", update) and not s.has("not clipped", update):
-            self._clip(update, reduced, steps)
+            reduced = self._reduced(update, local, last)
             self._gradient_events("clipped", update, steps, reduced)
-        elif s.has("clip before reduce", update):
+        else:
+            reduced = self._reduced(update, local, last)
             self._gradient_events("reduced", update, steps, reduced)
-            self._gradient_events("clipped", update, steps, reduced)
+            if s.max_norm is not None and not s.has("not clipped", update):
+                self._clip(update, reduced, steps)
+                self._gradient_events("clipped", update, steps, reduced)
         for rank, gradients in enumerate(reduced):
             self._step(update, rank, gradients)
         self._close(update)
@@ -327,7 +330,7 @@ class Simulation:
             Loss(
                 update=update,
                 micro_step=micro_step,
-                value=float(loss),
+                value=float(loss.detach()),
                 weight=float(items.sum()) if s.is_ragged else None,
                 line=LINE,
             )
@@ -400,8 +403,6 @@ class Simulation:
             if s.has("one tensor not reduced", update):
                 gradients["first.bias"] = local[rank]["first.bias"]
             if s.has("only the last reduced", update):
-                others = sum(one["first.weight"] for one in last)
-                del others
                 for name in gradients:
                     average = torch.stack([one[name] for one in last]).sum(0) / size
                     gradients[name] = local[rank][name] - last[rank][name] + average
@@ -477,8 +478,9 @@ class Simulation:
         )
         if s.has("average before the step", update):
             self._average(state)
-        if s.has("old gradients", update) and state.buffers.get("old"):
-            gradients = state.buffers["old"]  # type: ignore[assignment]
+        old, state.old = state.old, dict(gradients)
+        if s.has("old gradients", update) and old:
+            gradients = old
         for _ in range(2 if s.has("two steps", update) else 0 if skipped else 1):
             state.steps += s.world_size if s.has("steps counted W times", update) else 1
             for name, gradient in gradients.items():
@@ -514,17 +516,18 @@ class Simulation:
 
     # events --------------------------------------------------------------------------------------------------------------------
 
-    def _sketch(self, value: torch.Tensor, rank: int, is_sharded: bool) -> Sketch:
+    def _sketches(self, values: list[torch.Tensor], rank: int, is_sharded: bool) -> list[Sketch]:
         if not is_sharded:
-            return sketch_of(value)
-        size = -(-value.numel() // self.setting.world_size)
-        return sketch_of(self._parts(value, rank), offset=min(rank * size, value.numel()))
+            return sketches_of(values)
+        sizes = [-(-value.numel() // self.setting.world_size) for value in values]
+        offsets = [min(rank * size, value.numel()) for size, value in zip(sizes, values, strict=True)]
+        return sketches_of([self._parts(value, rank) for value in values], offsets)
 
     def _gradients(
         self, stage: str, update: int, micro_step: int, gradients: dict[str, torch.Tensor], rank: int, is_sharded: bool
     ) -> Gradients:
         names = [name for name in NAMES if name in gradients]
-        sketches = [self._sketch(gradients[name], rank, is_sharded) for name in names]
+        sketches = self._sketches([gradients[name] for name in names], rank, is_sharded)
         return Gradients(
             stage=stage,  # type: ignore[arg-type]
             update=update,
@@ -546,14 +549,14 @@ class Simulation:
         for rank, state in enumerate(self.ranks):
             events = self.events[rank]
             for model, weights in enumerate((state.weights, state.average)):
-                sketches = [self._sketch(weights[name], rank, s.is_sharded) for name in NAMES]
+                sketches = self._sketches([weights[name] for name in NAMES], rank, s.is_sharded)
                 events.append(
                     ModelWeights(update=update, model=model, names=NAMES, sketches=sketches, is_sharded=s.is_sharded)
                 )
             names = ["norm.running_mean", "norm.num_batches_tracked"]
             events.append(
                 Buffers(
-                    update=update, model=0, names=names, sketches=[sketch_of(state.buffers[name]) for name in names]
+                    update=update, model=0, names=names, sketches=sketches_of([state.buffers[name] for name in names])
                 )
             )
             pairs = [(f"0:{name}/{kind}", state.states[name][kind]) for name in NAMES for kind in state.states[name]]
@@ -562,7 +565,7 @@ class Simulation:
                     update=update,
                     optimizer=0,
                     names=[name for name, _ in pairs],
-                    sketches=[self._sketch(one, rank, s.is_sharded) for _, one in pairs],
+                    sketches=self._sketches([one for _, one in pairs], rank, s.is_sharded),
                     is_sharded=s.is_sharded,
                 )
             )
@@ -576,7 +579,7 @@ class Simulation:
             pairs = [(name, one * 1.01) for name, one in pairs]
         if fault == "shard not saved":
             pairs = pairs[:-2]
-        sketches = [self._sketch(one, rank, s.is_sharded) for _, one in pairs]
+        sketches = self._sketches([one for _, one in pairs], rank, s.is_sharded)
         self.events[rank].append(
             SavedState(
                 action="save",

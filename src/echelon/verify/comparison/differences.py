@@ -58,6 +58,8 @@ class Difference:
     values: str = ""
     """The values that differ, in words, for kinds without a distance."""
     line: str = ""
+    share: float = 1.0
+    """Fraction of the rows of an output that differ."""
 
     @property
     def relative(self) -> float | None:
@@ -340,6 +342,7 @@ class Comparison:
             distance=distance if finite else math.inf,
             norm=whole.norm,
             allowed=allowed_whole,
+            share=float(np.mean(~(squares <= allowed_row**2))),
         )
 
     def _reference_rows(self, update: int) -> dict[tuple[object, ...], _Output]:

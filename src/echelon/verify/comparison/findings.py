@@ -90,7 +90,7 @@ def _cause(
     if stage == "initial weights":
         return initial_cause(comparison, differences)
     if stage == "forward":
-        return forward_cause(comparison, differences[0])
+        return forward_cause(comparison, differences)
     if stage == "reduce":
         return _gradient_cause(comparison, update, differences)
     if stage == "clip":
@@ -113,7 +113,7 @@ def _cause(
         return optimizer_cause(comparison, update, differences)
     if stage == "buffers":
         return buffer_cause(comparison, differences)
-    return load_cause(comparison, update, list(differences)) if stage == "load" else save_cause(list(differences))
+    return load_cause(comparison, list(differences)) if stage == "load" else save_cause(list(differences))
 
 
 def _gradient_cause(comparison: Comparison, update: int, differences: Sequence[Difference]) -> Cause:

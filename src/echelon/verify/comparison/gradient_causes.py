@@ -14,6 +14,7 @@ import numpy as np
 from echelon.verify.comparison.alignment import AlignedRun
 from echelon.verify.comparison.cause import Cause
 from echelon.verify.comparison.differences import Comparison, Difference
+from echelon.verify.finding import Stage
 from echelon.verify.sketch import Sketch
 
 __all__ = ["GradientCauses", "Vector", "ratio_between"]
@@ -62,6 +63,7 @@ class GradientCauses:
         if not self._names:
             return None
         checks = [
+            self._clipped_before,
             self._not_reduced,
             self._averaged_by_rank,
             self._scaled,
@@ -76,6 +78,30 @@ class GradientCauses:
         return None
 
     # hypotheses ----------------------------------------------------------------------------------------------------------------
+
+    def _clipped_before(self) -> Cause | None:
+        """Explain gradients that were clipped on each rank and then reduced."""
+        clips = [self._run.at(rank, self._update).clips for rank in range(self._size)]
+        if self._size < 2 or not all(clips) or self._sharded:
+            return None
+        norms = [one[0].norm for one in clips]
+        unequal = {one.tensor for one in self._differences if one.kind == "unequal ranks"}
+        used = self._run.tensors(self._update, "clipped")
+        reduced_later = (
+            bool(unequal) and bool(used) and not any(used[name].unequal_ranks() for name in unequal if name in used)
+        )
+        factors = [min(1.0, one[0].max_norm / one[0].norm) if one[0].norm > 0 else 1.0 for one in clips]
+        weighted = self._combined({key: factors[key[0]] / self._size for key in self._local})
+        is_sum = min(factors) < 1.0 and ratio_between(self._ours, weighted, self._limits(), self._names) is not None
+        if not reduced_later and not (is_sum and len(set(norms)) > 1):
+            return None
+        return Cause(
+            name="clipped before the reduction",
+            stage="clip",
+            why=f"each rank clips its own gradient, of norm {', '.join(f'{one:.4g}' for one in norms)}, and the results are averaged",
+            do="clip after the gradients are reduced: outside no_sync(), after the last backward of the update",
+            line=clips[0][0].line,
+        )
 
     def _not_reduced(self) -> Cause | None:
         unequal = [one for one in self._differences if one.kind == "unequal ranks"]
@@ -279,9 +305,11 @@ class GradientCauses:
             self._run.models.get(int(failed[0].partition(":")[0])) if failed[0].partition(":")[0].isdigit() else None
         )
         tied = {*model.tied.values(), *model.tied} if model else set()
+        stage: Stage | None = "backward" if self._is_mean_of_local(failed) else None
         if tied and all(name.partition(":")[2] in tied for name in failed):
             return Cause(
                 name="tied weights",
+                stage=stage,
                 why=f"only {_listed(failed)} differs, which several modules share: the gradients of all its uses are not added up",
                 do="tie the weights again after wrapping, sharding or loading the model, so that all names are one parameter",
                 tensors=failed,
@@ -295,6 +323,7 @@ class GradientCauses:
         if len(zero) == len(failed):
             return Cause(
                 name="gradient missing",
+                stage=stage,
                 why=f"{_listed(failed)} has no gradient, but it has one in the reference",
                 do="check requires_grad, detach() and no_grad() on the way to this parameter, and that the optimizer of the engine knows it",
                 tensors=failed,
@@ -386,6 +415,15 @@ class GradientCauses:
 
     def _sum_of(self, rank: int) -> dict[str, np.ndarray] | None:
         return self._combined({key: 1.0 for key in self._local if key[0] == rank}) or None
+
+    def _is_mean_of_local(self, names: Sequence[str]) -> bool:
+        """Return whether these reduced gradients are the mean of the local ones, so that the reduction is not at fault."""
+        mean = self._combined(dict.fromkeys(self._local, 1 / self._size))
+        limits = self._limits()
+        return bool(mean) and all(
+            name in mean and name in limits and np.linalg.norm(self._ours[name] - mean[name]) <= 2 * limits[name]
+            for name in names
+        )
 
     def _limits(self) -> dict[str, float]:
         """Return the allowed distances of a sum of local gradients, which may cancel."""

@@ -167,10 +167,15 @@ class SampleOrder:
                 why=f"{missing.total()} samples are read by no rank",
                 do="check drop_last, and that the lengths of the ranks' shards add up to that of the dataset",
             )
-        if extra and all(one in theirs for one in extra):
+        owners: dict[int, set[int]] = {}
+        for rank, rows in enumerate(self._by_rank[update]):
+            for one in rows:
+                owners.setdefault(one, set()).add(rank)
+        shared = sum(1 for one, ranks in owners.items() if len(ranks) > 1 and theirs[one] < 2)
+        if shared:
             return Cause(
                 name="ranks overlap",
-                why=f"{extra.total()} samples are read by more than one rank",
+                why=f"{shared} samples are read by more than one rank",
                 do="let all ranks shuffle with the same seed and then take different parts: DistributedSampler, or prepare()",
             )
         return None

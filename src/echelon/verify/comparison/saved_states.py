@@ -140,7 +140,7 @@ def save_cause(differences: list[Difference]) -> Cause:
     )
 
 
-def load_cause(comparison: Comparison, update: int, differences: list[Difference]) -> Cause:
+def load_cause(comparison: Comparison, differences: list[Difference]) -> Cause:
     """Explain state that is not what was saved."""
     names = [one.tensor for one in differences]
     line = next((one.line for one in differences if one.line), "")
@@ -159,14 +159,8 @@ def load_cause(comparison: Comparison, update: int, differences: list[Difference
             do="restore the generators of each rank with the checkpoint",
             line=line,
         )
-    kinds = {
-        name.split(" ")[0]
-        if name.startswith(("buffer", "lr", "rng", "position"))
-        else "state"
-        if "/" in name
-        else "weights"
-        for name in names
-    }
+    buffers = {f"{index}:{name}" for index, model in comparison.layout.models.items() for name in model.buffers}
+    kinds = {_kind_of(name, buffers) for name in names}
     words = {
         "buffer": "buffers",
         "lr": "learning rates",
@@ -176,9 +170,10 @@ def load_cause(comparison: Comparison, update: int, differences: list[Difference
         "weights": "weights",
     }
     listed = " and ".join(sorted(words[kind] for kind in kinds))
-    other = _other_update(comparison, update, names)
+    begin = comparison.layout.first_update
+    other = _other_update(comparison, names)
     if other is not None:
-        why = f"{listed} are those of update {other}, not of update {update - 1}"
+        why = f"{listed} are those of update {other}, not of update {begin - 1}"
         return Cause(
             name="state of another update", why=why, do="save after the step, and load the newest checkpoint", line=line
         )
@@ -190,13 +185,22 @@ def load_cause(comparison: Comparison, update: int, differences: list[Difference
     )
 
 
-def _other_update(comparison: Comparison, update: int, names: list[str]) -> int | None:
+def _kind_of(name: str, buffers: set[str]) -> str:
+    if name.startswith(("lr", "rng", "position")):
+        return name.split(" ")[0]
+    if name.startswith("buffer") or name in buffers:
+        return "buffer"
+    return "state" if "/" in name else "weights"
+
+
+def _other_update(comparison: Comparison, names: list[str]) -> int | None:
     """Return the update after which the reference had the weights that the layout begins with."""
-    ours = comparison.layout.tensors(update - 1, "weights")
+    begin = comparison.layout.first_update
+    ours = comparison.layout.tensors(begin - 1, "weights")
     wrong = [name for name in names if name in ours]
-    for other in range(comparison.reference.first_update - 1, comparison.reference.end_update):
+    for other in range(comparison.reference.first_update, comparison.reference.end_update):
         theirs = comparison.reference.tensors(other, "weights")
-        if other != update - 1 and wrong and all(name in theirs for name in wrong):
+        if other != begin - 1 and wrong and all(name in theirs for name in wrong):
             limits = [
                 comparison.allowed.get((other, "weights"), {}).get(
                     name, comparison.roundoff_of(name) * theirs[name].whole.norm

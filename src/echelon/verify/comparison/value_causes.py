@@ -56,9 +56,14 @@ def rng_cause(difference: Difference) -> Cause:
     )
 
 
-def forward_cause(comparison: Comparison, difference: Difference) -> Cause:
+def forward_cause(comparison: Comparison, differences: Sequence[Difference]) -> Cause:
     """Explain an output that differs although the weights before it are equal."""
+    difference = differences[0]
     index, _, module = difference.tensor.partition(":")
+    same = [one for one in differences if one.tensor == difference.tensor]
+    everywhere = all(one.share > 0.5 for one in same) and {rank for one in same for rank in one.ranks} == set(
+        range(comparison.layout.world_size)
+    )
     model = comparison.layout.models.get(int(index))
     class_name = model.module_classes.get(module, "") if model else ""
     parents = {name: kind for name, kind in (model.module_classes if model else {}).items() if "BatchNorm" in kind}
@@ -83,7 +88,7 @@ def forward_cause(comparison: Comparison, difference: Difference) -> Cause:
             tensors=[f"{index}:{name}" for name in parents],
         )
     relative = difference.relative or 0.0
-    if 2.0**-12 < relative < 2.0**-6 and difference.allowed < 2.0**-4 * difference.distance:
+    if everywhere and 2.0**-12 < relative < 2.0**-6 and difference.allowed < 2.0**-4 * difference.distance:
         return Cause(
             name="lower precision",
             why=f"the relative difference of {relative:.1e} is that of a float16 or bfloat16 computation",
@@ -253,7 +258,16 @@ def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[D
         if kind in by_kind:
             return Cause(name=name, why=by_kind[kind].values, do=do, ranks=by_kind[kind].ranks, line=line)  # type: ignore[index]
     names = [one.tensor for one in failed_values(differences)]
-    weights = [name for name in names if "/" not in name.partition(":")[2]]
+    changed = [name for name in names if "/" not in name.partition(":")[2]]
+    trained = comparison.reference.tensors(update, "reduced")
+    weights = [name for name in changed if name in trained]
+    if changed and not weights and trained and len(changed) == len(names):
+        return Cause(
+            name="averaged weights",
+            why=f"only {_listed(changed)} differ, which have no gradients: an averaged model or another copy of the weights",
+            do="update the average once per update, after the step, from weights that are complete, on every rank",
+            line=line,
+        )
     unequal = [one for one in differences if one.kind == "unequal ranks"]
     frozen = [
         name

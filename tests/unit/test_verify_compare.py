@@ -1,0 +1,196 @@
+"""echelon verify's comparison: planted faults of simulated runs are found at the right stage, and clean runs raise no alarm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from echelon.verify.compare import CompareOptions, compare
+from echelon.verify.finding import Finding, Stage, Verdict
+from echelon.verify.trace import Trace
+from tests.simulated_training import Setting, reference_of, simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A planted fault and what must be found."""
+
+    name: str
+    stage: Stage
+    cause: str
+    tensor: str = ""
+    """One of the finding's tensors, the first one if the stage has an order."""
+    update: int = 1
+    setting: dict[str, Any] = field(default_factory=dict)
+    is_resumed: bool = False
+
+
+FAULTS = [
+    Fault(
+        name="rank-dependent initial weights",
+        stage="initial weights",
+        cause="ranks begin with different weights",
+        update=-1,
+    ),
+    Fault(name="other initial weights", stage="initial weights", cause="other initial weights", update=-1),
+    Fault(
+        name="unequal buffers at the beginning",
+        stage="initial weights",
+        cause="ranks begin with different weights",
+        tensor="0:norm.running_mean",
+        update=-1,
+    ),
+    Fault(name="same samples", stage="data", cause="same samples on every rank"),
+    Fault(name="no set_epoch", stage="data", cause="same order in each epoch", update=2, setting={"num_samples": 32}),
+    Fault(
+        name="own shuffle of each rank",
+        stage="data",
+        cause="ranks overlap",
+        update=0,
+        setting={"num_samples": 32},
+    ),
+    Fault(name="other order", stage="data", cause="other order", update=0),
+    Fault(name="shifted by an update", stage="data", cause="shifted by whole updates"),
+    Fault(name="shifted by a micro-batch", stage="data", cause="shifted by samples"),
+    Fault(name="sharded twice", stage="data", cause="sharded twice", setting={"num_samples": 256}),
+    Fault(name="padded", stage="data", cause="padded with repeated samples", update=3, setting={"at": 3}),
+    Fault(name="left out", stage="data", cause="samples left out"),
+    Fault(name="window too short", stage="data", cause="other accumulation window"),
+    Fault(name="augmented", stage="data", cause="other contents", update=0),
+    Fault(name="ends early", stage="data", cause="other number of updates", update=3),
+    Fault(name="equal generators", stage="rng", cause="same dropout masks on every rank"),
+    Fault(name="repeated generator", stage="rng", cause="dropout masks repeat"),
+    Fault(name="statistics per rank", stage="forward", cause="batch statistics per rank", tensor="0:norm"),
+    Fault(name="low precision", stage="forward", cause="lower precision", tensor="0:norm"),
+    Fault(name="one wrong row", stage="forward", cause="", tensor="0:first"),
+    Fault(name="evaluation mode", stage="forward", cause="", tensor="0:"),
+    Fault(name="averaged per rank", stage="loss weight", cause="loss averaged per rank", setting={"is_ragged": True}),
+    Fault(
+        name="averaged per rank",
+        stage="loss weight",
+        cause="loss averaged per micro-step",
+        setting={"is_ragged": True, "world_size": 1},
+    ),
+    Fault(name="unequal batches", stage="loss weight", cause="loss averaged per rank", setting={"world_size": 4}),
+    Fault(name="loss times W", stage="loss weight", cause="loss scaled", setting={"num_micro_steps": 3}),
+    Fault(
+        name="not divided", stage="loss weight", cause="not divided by the micro-steps", setting={"num_micro_steps": 3}
+    ),
+    Fault(
+        name="divided twice",
+        stage="loss weight",
+        cause="divided by the micro-steps twice",
+        setting={"num_micro_steps": 3},
+    ),
+    Fault(name="other scale", stage="loss weight", cause="loss scaled"),
+    Fault(name="backward scaled", stage="backward", cause="backward scaled"),
+    Fault(name="wrong backward on a rank", stage="backward", cause="", tensor="0:first.weight"),
+    Fault(name="not reduced", stage="reduce", cause="not reduced"),
+    Fault(name="one tensor not reduced", stage="reduce", cause="not reduced", tensor="0:first.bias"),
+    Fault(name="summed", stage="reduce", cause="summed instead of averaged"),
+    Fault(name="averaged twice", stage="reduce", cause="averaged twice"),
+    Fault(name="only one rank", stage="reduce", cause="only one rank's gradient"),
+    Fault(name="only the last reduced", stage="reduce", cause="only the last micro-step reduced"),
+    Fault(name="micro-steps lost", stage="reduce", cause="micro-steps lost"),
+    Fault(name="not cleared", stage="reduce", cause="gradients not cleared"),
+    Fault(name="tied not summed", stage="backward", cause="tied weights", tensor="0:embedding.weight"),
+    Fault(name="unused on a rank", stage="forward", cause="", tensor="0:"),
+    Fault(name="reduced in bfloat16", stage="reduce", cause="reduced in low precision"),
+    Fault(
+        name="changed after reduction",
+        stage="reduce",
+        cause="gradient changed after the reduction",
+        tensor="0:first.weight",
+    ),
+    Fault(name="missing gradient", stage="reduce", cause="gradient missing", tensor="0:first.bias"),
+    Fault(name="clip before reduce", stage="clip", cause="clipped before the reduction"),
+    Fault(name="norm of a shard", stage="clip", cause="norm of one shard", setting={"is_sharded": True}),
+    Fault(name="clipped while scaled", stage="clip", cause="clipped while scaled"),
+    Fault(name="other threshold", stage="clip", cause="other clipping threshold"),
+    Fault(name="not clipped", stage="clip", cause="clipped another number of times"),
+    Fault(name="not multiplied", stage="clip", cause="wrong coefficient"),
+    Fault(name="scheduler steps W times", stage="scheduler", cause="scheduler stepped num_processes times"),
+    Fault(name="schedule behind", stage="scheduler", cause="schedule behind"),
+    Fault(name="rate times W", stage="scheduler", cause="learning rate scaled by the number of ranks"),
+    Fault(name="rates differ", stage="scheduler", cause="learning rates differ between ranks"),
+    Fault(name="parameter left out", stage="optimizer", cause="parameters not in the optimizer", tensor="0:first.bias"),
+    Fault(name="silently left out", stage="optimizer", cause="weights not updated", tensor="0:second.weight"),
+    Fault(name="other settings", stage="optimizer", cause="other optimizer settings"),
+    Fault(name="silent decay", stage="optimizer", cause=""),
+    Fault(
+        name="two steps",
+        stage="optimizer",
+        cause="step scaled",
+        setting={"optimizer": "sgd", "schedule": False},
+        update=0,
+    ),
+    Fault(name="steps counted W times", stage="optimizer", cause="", update=0),
+    Fault(name="skipped on a rank", stage="optimizer", cause="step skipped"),
+    Fault(
+        name="swapped states",
+        stage="optimizer",
+        cause="optimizer state of another parameter",
+        tensor="0:first.weight/exp_avg",
+    ),
+    Fault(name="drift", stage="optimizer", cause="ranks step apart", tensor="0:first.weight"),
+    Fault(name="old gradients", stage="optimizer", cause="step with old gradients", setting={"optimizer": "sgd"}),
+    Fault(name="average before the step", stage="optimizer", cause="averaged weights", tensor="1:first.weight"),
+    Fault(name="unequal buffers", stage="buffers", cause="buffers differ between ranks", tensor="0:norm.running_mean"),
+    Fault(name="stale buffers", stage="buffers", cause="stale buffers", tensor="0:norm.running_mean"),
+    Fault(name="saved too early", stage="save", cause="other state saved"),
+    Fault(
+        name="shard not saved", stage="save", cause="state missing from the checkpoint", setting={"is_sharded": True}
+    ),
+    Fault(name="weights not restored", stage="load", cause="weights not restored", is_resumed=True),
+    Fault(name="optimizer not restored", stage="load", cause="optimizer state not restored", is_resumed=True),
+    Fault(
+        name="buffers not restored",
+        stage="load",
+        cause="buffers not restored",
+        tensor="0:norm.running_mean",
+        is_resumed=True,
+    ),
+    Fault(name="older state", stage="load", cause="state of another update", is_resumed=True),
+    Fault(name="generators not restored", stage="rng", cause="generators not restored", update=2, is_resumed=True),
+]
+
+
+@cache
+def _traces_of_reference(setting: Setting) -> tuple[Trace, Trace]:
+    return simulate(setting), simulate(reference_of(setting, dtype=torch.float64))
+
+
+def _verdict(setting: Setting, *, is_resumed: bool = False) -> Verdict:
+    reference, exact = _traces_of_reference(reference_of(setting))
+    if is_resumed:
+        # Compared with the uninterrupted run on the same ranks, whose generators are known, too.
+        clean = Setting(
+            **{name: getattr(setting, name) for name in Setting.__dataclass_fields__}
+            | {"fault": "", "first_update": 0, "num_updates": setting.num_updates + setting.first_update}
+        )
+        reference, exact = simulate(clean), simulate(reference_of(clean, dtype=torch.float64))
+    return compare(simulate(setting), reference, exact, options=CompareOptions(is_resumed=is_resumed))
+
+
+def _finding(fault: Fault) -> Finding:
+    changes = dict(fault.setting)
+    if fault.is_resumed:
+        changes |= {"first_update": 2, "num_updates": 2}
+    at = changes.pop("at", 0 if fault.update <= 0 else 1)
+    verdict = _verdict(Setting(fault=fault.name, at=at, **changes), is_resumed=fault.is_resumed)
+    assert verdict.result == "different"
+    assert verdict.finding is not None
+    return verdict.finding
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.name}-{fault.stage}")
+def test_a_planted_fault_is_named(fault: Fault) -> None:
+    finding = _finding(fault)
+    expected_update = 1 if fault.is_resumed and fault.stage == "load" else fault.update
+    assert (finding.stage, finding.cause, finding.update) == (fault.stage, fault.cause, expected_update), finding
+    assert not fault.tensor or fault.tensor in finding.tensors, finding
+    assert finding.do
