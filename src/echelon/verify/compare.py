@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.verify.comparison.alignment import AlignedRun
-from echelon.verify.comparison.differences import Comparison, Difference, Tally
+from echelon.verify.comparison.differences import Comparison, RunDifference, Tally
 from echelon.verify.comparison.findings import finding_of
 from echelon.verify.comparison.invariants import GeneratorHistory, rates_of, unequal_clips, unequal_steps
-from echelon.verify.comparison.sample_order import SampleOrder
+from echelon.verify.comparison.sample_comparison import SampleComparison
 from echelon.verify.comparison.saved_states import load_differences, save_differences
-from echelon.verify.finding import STAGES, Cell, Coverage, Finding, Stage, Verdict
+from echelon.verify.finding import STAGES, Cell, CellState, Coverage, Finding, Stage, Verdict
 from echelon.verify.trace import Trace
 
 __all__ = ["CompareOptions", "compare"]
@@ -69,7 +69,7 @@ def compare(
         probability=options.num_false_alarms_per_run / _num_comparisons(theirs, ours.world_size),
         is_bitwise=options.is_bitwise,
     )
-    order = SampleOrder(ours, theirs, comparison.samples)
+    order = SampleComparison(ours, theirs, comparison.samples)
     generators = GeneratorHistory(ours, theirs, order)
     _compare_begin(comparison, begin, is_resumed=options.is_resumed or ours.first_update > theirs.first_update)
     for update in updates:
@@ -102,10 +102,9 @@ def _num_comparisons(reference: AlignedRun, world_size: int) -> int:
     count = 0
     for update in reference.updates:
         one = reference.at(0, update)
-        events = [*one.gradients, *one.weights, *one.buffers, *one.states]
-        count += sum(len(event.names) for event in events) + sum(
-            len(forward.rows) + world_size for forward in one.forwards
-        )
+        named = [event.names for kind in (one.gradients, one.weights, one.buffers, one.states) for event in kind]
+        count += sum(len(names) for names in named)
+        count += sum(len(forward.rows) + world_size for forward in one.forwards)
     return max(1, count)
 
 
@@ -126,10 +125,10 @@ def _compare_begin(comparison: Comparison, begin: int, *, is_resumed: bool) -> N
 
 
 def _compare_update(
-    comparison: Comparison, order: SampleOrder, generators: GeneratorHistory, update: int, *, is_resumed: bool
+    comparison: Comparison, order: SampleComparison, generators: GeneratorHistory, update: int, *, is_resumed: bool
 ) -> None:
     if order.differs(update):
-        comparison.add(Difference(stage="data", update=update, kind="samples", values=order.summary(update)))
+        comparison.add(RunDifference(stage="data", update=update, kind="samples", values=order.summary(update)))
     elif order.is_recorded(update):
         comparison.passed(update, "data", count=order.count(update))
     before = generators.num_compared
@@ -150,7 +149,7 @@ def _compare_update(
     comparison.compare_tensors(update, "buffers", "buffers")
 
 
-def _generator_differences(comparison: Comparison, update: int) -> list[Difference]:
+def _generator_differences(comparison: Comparison, update: int) -> list[RunDifference]:
     """Return the ranks of a resumed run whose generators are not those of the uninterrupted run on the same ranks."""
     if comparison.layout.world_size != comparison.reference.world_size:
         return []
@@ -160,7 +159,7 @@ def _generator_differences(comparison: Comparison, update: int) -> list[Differen
         theirs = [one.torch for one in comparison.reference.at(rank, update).rngs if one.draws_masks]
         if ours != theirs:
             wrong.append(rank)
-    return [Difference(stage="rng", update=update, kind="generators", ranks=wrong)] if wrong else []
+    return [RunDifference(stage="rng", update=update, kind="generators", ranks=wrong)] if wrong else []
 
 
 def _compare_loss_weights(comparison: Comparison, update: int) -> None:
@@ -187,12 +186,12 @@ def _compare_clips(comparison: Comparison, update: int) -> None:
     line = next((one.line for one in (*ours, *theirs) if one.line), "")
     if len(ours) != len(theirs):
         values = f"gradients are clipped {len(ours)} times, in the reference {len(theirs)} times"
-        comparison.add(Difference(stage="clip", update=update, kind="num clips", values=values, line=line))
+        comparison.add(RunDifference(stage="clip", update=update, kind="num clips", values=values, line=line))
     together = math.sqrt(sum(value**2 for value in comparison.allowed.get((update, "reduced"), {}).values()))
     for index, (own, other) in enumerate(zip(ours, theirs, strict=False)):
         if not math.isclose(own.max_norm, other.max_norm, rel_tol=4 * _DOUBLE_ROUNDOFF):
             values = f"max_norm is {own.max_norm:g}, in the reference {other.max_norm:g}"
-            comparison.add(Difference(stage="clip", update=update, kind="max norm", values=values, line=line))
+            comparison.add(RunDifference(stage="clip", update=update, kind="max norm", values=values, line=line))
         errors = [abs(other.norm - twin[index].norm) for twin in twins if len(twin) > index]
         floor = comparison.roundoff_of("") * math.sqrt(comparison.num_samples(update)) * abs(other.norm)
         # By the triangle inequality two norms differ by no more than the tensors do.
@@ -205,7 +204,7 @@ def _compare_clips(comparison: Comparison, update: int) -> None:
         else:
             values = f"the norm is {own.norm:.6g}, in the reference {other.norm:.6g}"
             comparison.add(
-                Difference(
+                RunDifference(
                     stage="clip",
                     update=update,
                     kind="norm",
@@ -226,12 +225,12 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
     line = next((one.line for one in (*ours, *theirs) if one.line), "")
     if len(ours) != len(theirs):
         values = f"the optimizers step {len(ours)} times in the update, in the reference {len(theirs)} times"
-        comparison.add(Difference(stage="optimizer", update=update, kind="num steps", values=values, line=line))
+        comparison.add(RunDifference(stage="optimizer", update=update, kind="num steps", values=values, line=line))
         return
     for index, (own, other) in enumerate(zip(ours, theirs, strict=True)):
         if own.is_skipped != other.is_skipped:
             values = f"the step is {'skipped' if own.is_skipped else 'done'}, in the reference {'skipped' if other.is_skipped else 'done'}"
-            comparison.add(Difference(stage="optimizer", update=update, kind="skipped", values=values, line=line))
+            comparison.add(RunDifference(stage="optimizer", update=update, kind="skipped", values=values, line=line))
         twin = comparison.exact.at(0, update).steps if comparison.exact else []
         exact = twin[index].lrs if len(twin) == len(theirs) else other.lrs
         # A schedule may compute each rate from the one before it.
@@ -245,7 +244,7 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
             values = f"the learning rate is {rates_of(own)}, in the reference {rates_of(other)}"
             distance, allowed, rate = max(wrong, default=(math.inf, 0.0, 0.0))
             comparison.add(
-                Difference(
+                RunDifference(
                     stage="scheduler",
                     update=update,
                     kind="rates",
@@ -266,7 +265,7 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
             values = f"{', '.join(missing[:4])} {'are' if len(missing) > 1 else 'is'} in no parameter group"
             for name in missing:
                 comparison.add(
-                    Difference(
+                    RunDifference(
                         stage="optimizer", update=update, kind="parameters", tensor=name, values=values, line=line
                     )
                 )
@@ -282,7 +281,7 @@ def _compare_settings(
             if a != b and not _close_settings(a, b, 16 * (update + 1) * _DOUBLE_ROUNDOFF):
                 values = f"{name} of parameter group {group} is {a}, in the reference {b}"
                 stage: Stage = "scheduler" if name in scheduled else "optimizer"
-                comparison.add(Difference(stage=stage, update=update, kind="settings", values=values, line=line))
+                comparison.add(RunDifference(stage=stage, update=update, kind="settings", values=values, line=line))
 
 
 def _close_settings(first: object, second: object, relative: float) -> bool:
@@ -293,18 +292,18 @@ def _close_settings(first: object, second: object, relative: float) -> bool:
     return False
 
 
-def _compare_ends(comparison: Comparison, order: SampleOrder, updates: range) -> None:
+def _compare_ends(comparison: Comparison, order: SampleComparison, updates: range) -> None:
     """Record a difference if one of two runs that ended by themselves made more updates than the other."""
     ours, theirs = comparison.layout.updates.stop, comparison.reference.updates.stop
     if ours < theirs:
         values = f"the layout ends after {ours} updates, the reference after {theirs} or more"
-        comparison.add(Difference(stage="data", update=updates.stop, kind="num updates", values=values))
+        comparison.add(RunDifference(stage="data", update=updates.stop, kind="num updates", values=values))
     elif ours > theirs:
         values = f"the layout makes {ours} updates or more, the reference ends after {theirs}"
-        comparison.add(Difference(stage="data", update=updates.stop, kind="num updates", values=values))
+        comparison.add(RunDifference(stage="data", update=updates.stop, kind="num updates", values=values))
 
 
-def _verdict(comparison: Comparison, order: SampleOrder, updates: range, *, notes: list[str]) -> Verdict:
+def _verdict(comparison: Comparison, order: SampleComparison, updates: range, *, notes: list[str]) -> Verdict:
     failed = sorted(
         (
             (update, STAGES.index(stage), tally)
@@ -338,6 +337,7 @@ def _cells(comparison: Comparison, updates: range, findings: Sequence[Finding]) 
         for stage in STAGES:
             tally = comparison.tallies.get((update, stage), Tally())
             found = any(one.update == update and one.stage == stage for one in findings)
+            state: CellState
             if tally.differences or found:
                 state = "different"
             elif not tally.num_compared:
@@ -347,7 +347,7 @@ def _cells(comparison: Comparison, updates: range, findings: Sequence[Finding]) 
             largest = tally.largest if math.isfinite(tally.largest) else 0.0
             result.append(
                 Cell(update=update, stage=stage, state=state, largest=largest, num_compared=tally.num_compared)
-            )  # type: ignore[arg-type]
+            )
     return result
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-__all__ = ["STAGES", "Cell", "Coverage", "Finding", "Result", "Stage", "Verdict"]
+__all__ = ["STAGES", "Cell", "CellState", "Coverage", "Finding", "Result", "Stage", "Verdict"]
 
 Stage: TypeAlias = Literal[
     "load",
@@ -31,6 +31,8 @@ after it, ``loss weight`` what the loss was averaged over.
 """
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
+
+CellState: TypeAlias = Literal["equal bits", "within rounding", "different", "not compared"]
 
 Result: TypeAlias = Literal["same", "different", "not comparable"]
 
@@ -72,7 +74,7 @@ class Cell:
 
     update: int
     stage: Stage
-    state: Literal["equal bits", "within rounding", "different", "not compared"]
+    state: CellState
     largest: float = 0.0
     """The greatest difference as a fraction of what rounding explains."""
     num_compared: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class RankUpdate:
 
     def add(self, event: Event) -> None:
         """Add ``event`` to the list of its kind."""
-        lists: dict[type, list[object]] = {
+        lists: dict[type, list[Any]] = {
             Batch: self.batches,
             Forward: self.forwards,
             Loss: self.losses,
@@ -66,7 +66,7 @@ class RankUpdate:
             Rng: self.rngs,
             SavedState: self.saved,
             Note: self.notes,
-        }  # type: ignore[dict-item]
+        }
         lists[type(event)].append(event)
 
     def rows_of(self, micro_step: int) -> list[Row]:

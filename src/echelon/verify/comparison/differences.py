@@ -1,4 +1,4 @@
-"""What is compared between a layout and its reference, stage by stage; each failed comparison is a ``Difference``."""
+"""What is compared between a layout and its reference, stage by stage; each failed comparison is a ``RunDifference``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.verify.finding import Stage
 from echelon.verify.sketch import NUM_BUCKETS, Sketch
 from echelon.verify.trace import Forward
 
-__all__ = ["Comparison", "Difference", "DifferenceKind", "Tolerances"]
+__all__ = ["Comparison", "RunDifference", "DifferenceKind", "Tolerances"]
 
 DifferenceKind: TypeAlias = Literal[
     "values",
@@ -44,7 +44,7 @@ _ROW_FREEDOM = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class RunDifference:
     """One comparison that failed."""
 
     stage: Stage
@@ -74,7 +74,7 @@ class Tally:
     num_compared: int = 0
     largest: float = 0.0
     equal_bits: bool = True
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[RunDifference] = field(default_factory=list)
 
 
 class Tolerances:
@@ -134,7 +134,7 @@ class Comparison:
         """Return the result of ``stage`` in ``update`` so far."""
         return self.tallies.setdefault((update, stage), Tally())
 
-    def add(self, difference: Difference) -> None:
+    def add(self, difference: RunDifference) -> None:
         """Record a comparison that failed."""
         tally = self.tally(difference.update, difference.stage)
         tally.differences.append(difference)
@@ -201,7 +201,7 @@ class Comparison:
             for name in theirs:
                 if name not in ours:
                     self.add(
-                        Difference(
+                        RunDifference(
                             stage=stage, update=update, kind="missing", tensor=name, norm=theirs[name].whole.norm
                         )
                     )
@@ -229,7 +229,7 @@ class Comparison:
             distance = max(tensor.whole.distance(tensor.by_rank[rank]) for rank in unequal)
             norm = tensor.whole.norm
             self.add(
-                Difference(
+                RunDifference(
                     stage=stage,
                     update=update,
                     kind="unequal ranks",
@@ -248,7 +248,7 @@ class Comparison:
         if own.num_nonfinite != other.num_nonfinite:
             values = f"{own.num_nonfinite} elements are not finite, {other.num_nonfinite} in the reference"
             self.add(
-                Difference(
+                RunDifference(
                     stage=stage,
                     update=update,
                     kind="nonfinite",
@@ -262,7 +262,7 @@ class Comparison:
         distance = own.distance(other)
         if distance > allowed:
             self.add(
-                Difference(
+                RunDifference(
                     stage=stage,
                     update=update,
                     kind="values",
@@ -299,7 +299,7 @@ class Comparison:
 
     def _compare_rows(
         self, update: int, rank: int, forward: Forward, rows: list[tuple[int, np.ndarray]], output: _Output
-    ) -> Difference | None:
+    ) -> RunDifference | None:
         pairs = [(values, output.nearest(sample, values)) for sample, values in rows]
         known = [(values, near) for values, near in pairs if near is not None]
         if not known:
@@ -333,7 +333,7 @@ class Comparison:
             )
             self.passed(update, "forward", largest=ratio, equal_bits=distance == 0.0, count=count)
             return None
-        return Difference(
+        return RunDifference(
             stage="forward",
             update=update,
             kind="values" if finite else "nonfinite",
@@ -447,7 +447,7 @@ def _zero_like(sketch: Sketch | None) -> Sketch:
     )
 
 
-def failed_values(differences: Sequence[Difference]) -> Iterator[Difference]:
+def failed_values(differences: Sequence[RunDifference]) -> Iterator[RunDifference]:
     """Yield the differences that have a distance, the greatest relative one first."""
     known = [one for one in differences if one.kind in ("values", "nonfinite", "unequal ranks", "missing")]
     yield from sorted(known, key=lambda one: -(one.relative if one.relative is not None else math.inf))

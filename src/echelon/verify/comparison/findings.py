@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from echelon.verify.comparison.cause import Cause
-from echelon.verify.comparison.differences import Comparison, Difference, failed_values
+from echelon.verify.comparison.differences import Comparison, RunDifference, failed_values
 from echelon.verify.comparison.gradient_causes import GradientCauses
-from echelon.verify.comparison.sample_order import SampleOrder
+from echelon.verify.comparison.likely_cause import LikelyCause
+from echelon.verify.comparison.sample_comparison import SampleComparison
 from echelon.verify.comparison.saved_states import load_cause, save_cause
 from echelon.verify.comparison.value_causes import (
     buffer_cause,
@@ -38,7 +38,9 @@ _SUBJECTS: dict[Stage, str] = {
 }
 
 
-def finding_of(comparison: Comparison, order: SampleOrder, update: int, differences: Sequence[Difference]) -> Finding:
+def finding_of(
+    comparison: Comparison, order: SampleComparison, update: int, differences: Sequence[RunDifference]
+) -> Finding:
     """Return the finding for the differences of one stage of one update."""
     stage = differences[0].stage
     shown = [_shown(comparison, one) for one in differences]
@@ -75,11 +77,11 @@ def finding_of(comparison: Comparison, order: SampleOrder, update: int, differen
 
 
 def _cause(
-    comparison: Comparison, order: SampleOrder, update: int, stage: Stage, differences: Sequence[Difference]
-) -> Cause:
+    comparison: Comparison, order: SampleComparison, update: int, stage: Stage, differences: Sequence[RunDifference]
+) -> LikelyCause:
     if stage == "data":
         if differences[0].kind == "num updates":
-            return Cause(
+            return LikelyCause(
                 name="other number of updates",
                 why=differences[0].values,
                 do="compare the lengths of the loaders, and how many batches are skipped",
@@ -97,13 +99,13 @@ def _cause(
         return clip_cause(comparison, update, differences)
     if stage == "scheduler":
         if differences[0].kind == "settings":
-            return Cause(
+            return LikelyCause(
                 name="other optimizer settings",
                 why=differences[0].values,
                 do="use the same settings and schedule on every layout",
             )
         if differences[0].ranks:
-            return Cause(
+            return LikelyCause(
                 name="learning rates differ between ranks",
                 why=differences[0].values,
                 do="step the scheduler on every rank alike",
@@ -116,11 +118,11 @@ def _cause(
     return load_cause(comparison, list(differences)) if stage == "load" else save_cause(list(differences))
 
 
-def _gradient_cause(comparison: Comparison, update: int, differences: Sequence[Difference]) -> Cause:
+def _gradient_cause(comparison: Comparison, update: int, differences: Sequence[RunDifference]) -> LikelyCause:
     causes = GradientCauses(comparison, update, differences).with_loss_ratio(_loss_ratio(comparison, update))
     cause = causes.cause()
     if cause is None:
-        cause = Cause(
+        cause = LikelyCause(
             name="",
             why="",
             do="compare what is done to the gradients between backward and the step on this layout",
@@ -141,7 +143,7 @@ def _loss_ratio(comparison: Comparison, update: int) -> float | None:
     return sums[0] / sums[1] if sums[1] and math.isfinite(sums[0]) and math.isfinite(sums[1]) else None
 
 
-def _sentence(stage: Stage, differences: Sequence[Difference], worst: Difference) -> str:
+def _sentence(stage: Stage, differences: Sequence[RunDifference], worst: RunDifference) -> str:
     if worst.relative is None or stage not in _SUBJECTS:
         text = worst.values or f"{worst.tensor} differs"
         if worst.kind == "equal generators":
@@ -169,7 +171,7 @@ def _sentence(stage: Stage, differences: Sequence[Difference], worst: Difference
     return f"{_SUBJECTS[stage]}: {names}{more} {between} by up to {worst.relative:.2g} of the norm; {rounding}"
 
 
-def _shown(comparison: Comparison, difference: Difference) -> Difference:
+def _shown(comparison: Comparison, difference: RunDifference) -> RunDifference:
     return replace(difference, tensor=_short(comparison, difference.tensor))
 
 

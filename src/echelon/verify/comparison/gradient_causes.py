@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from echelon.verify.comparison.alignment import AlignedRun
-from echelon.verify.comparison.cause import Cause
-from echelon.verify.comparison.differences import Comparison, Difference
+from echelon.verify.comparison.differences import Comparison, RunDifference
+from echelon.verify.comparison.likely_cause import LikelyCause
 from echelon.verify.finding import Stage
 from echelon.verify.sketch import Sketch
 
@@ -28,7 +28,7 @@ _Key = tuple[int, int]
 class GradientCauses:
     """Tests hypotheses about one update's gradients."""
 
-    def __init__(self, comparison: Comparison, update: int, differences: Sequence[Difference]) -> None:
+    def __init__(self, comparison: Comparison, update: int, differences: Sequence[RunDifference]) -> None:
         self._run: AlignedRun = comparison.layout
         self._size = self._run.world_size
         self._update = update
@@ -58,7 +58,7 @@ class GradientCauses:
         self._previous = _vector({name: previous[name].whole for name in names if name in previous})
         self._is_half = any(comparison.roundoff_of(name) > 2.0**-12 for name in names)
 
-    def cause(self) -> Cause | None:
+    def cause(self) -> LikelyCause | None:
         """Return the cause that explains the gradients, if there is one."""
         if not self._names:
             return None
@@ -79,7 +79,7 @@ class GradientCauses:
 
     # hypotheses ----------------------------------------------------------------------------------------------------------------
 
-    def _clipped_before(self) -> Cause | None:
+    def _clipped_before(self) -> LikelyCause | None:
         """Explain gradients that were clipped on each rank and then reduced."""
         clips = [self._run.at(rank, self._update).clips for rank in range(self._size)]
         if self._size < 2 or not all(clips) or self._sharded:
@@ -95,7 +95,7 @@ class GradientCauses:
         is_sum = min(factors) < 1.0 and ratio_between(self._ours, weighted, self._limits(), self._names) is not None
         if not reduced_later and not (is_sum and len(set(norms)) > 1):
             return None
-        return Cause(
+        return LikelyCause(
             name="clipped before the reduction",
             stage="clip",
             why=f"each rank clips its own gradient, of norm {', '.join(f'{one:.4g}' for one in norms)}, and the results are averaged",
@@ -103,7 +103,7 @@ class GradientCauses:
             line=clips[0][0].line,
         )
 
-    def _not_reduced(self) -> Cause | None:
+    def _not_reduced(self) -> LikelyCause | None:
         unequal = [one for one in self._differences if one.kind == "unequal ranks"]
         if not unequal or self._sharded:
             return None
@@ -120,7 +120,7 @@ class GradientCauses:
         if alone or not self._local:
             ranks = alone or sorted({rank for one in unequal for rank in one.ranks})
             part = "" if len(some) == len(self._names) else f" of {_listed(some)}"
-            return Cause(
+            return LikelyCause(
                 name="not reduced",
                 why=f"each rank steps with its own gradient{part}: no reduction took place"
                 if alone
@@ -130,13 +130,13 @@ class GradientCauses:
                 tensors=names if part else [],
             )
         if self._partly_reduced(some):
-            return Cause(
+            return LikelyCause(
                 name="only the last micro-step reduced",
                 why="the gradients of the last micro-step are averaged over the ranks, those of the earlier ones are not",
                 do="enter no_sync() around forward and backward of all micro-steps but the last, and leave the gradients alone in between",
                 ranks=list(range(self._size)),
             )
-        return Cause(
+        return LikelyCause(
             name="gradient changed after the reduction",
             why="the ranks step with different gradients, which are not their local gradients either",
             do="change gradients only in a way that is the same on all ranks, or before they are reduced",
@@ -154,7 +154,7 @@ class GradientCauses:
                 return False
         return True
 
-    def _averaged_by_rank(self) -> Cause | None:
+    def _averaged_by_rank(self) -> LikelyCause | None:
         """Explain the reference as the sum weighted by items, and the layout as the sum with equal weights."""
         if not self._local or len(set(self._weights.values())) < 2:
             return None
@@ -177,7 +177,7 @@ class GradientCauses:
         kind = "rank" if where == "ranks" else "micro-step"
         if of_layout is None:
             return None
-        return Cause(
+        return LikelyCause(
             name=f"loss averaged per {kind}",
             stage="loss weight",
             why=f"the loss is averaged per {kind}, but {where} hold {numbers} {self._weight_word}: "
@@ -186,7 +186,7 @@ class GradientCauses:
             line=self._loss_line(),
         )
 
-    def _scaled(self) -> Cause | None:
+    def _scaled(self) -> LikelyCause | None:
         ratio = ratio_between(self._ours, self._theirs, self._scale, self._names)
         if ratio is None or not math.isfinite(ratio) or abs(ratio - 1) < 1e-12:
             return None
@@ -201,7 +201,7 @@ class GradientCauses:
             return self._scaled_loss(ratio, steps, text)
         local_is_right = expected is None or _is_close(expected, 1.0, 0.01)
         if not local_is_right and reduced is not None and _is_close(reduced, 1.0, 0.01):
-            return Cause(
+            return LikelyCause(
                 name="backward scaled",
                 stage="backward",
                 why=f"{text}, and so is each rank's local gradient, although the loss is right",
@@ -216,7 +216,7 @@ class GradientCauses:
         }
         for value, name in names.items():
             if size > 1 and _is_close(ratio, value, 0.01):
-                return Cause(
+                return LikelyCause(
                     name=name,
                     why=f"{text}, for {size} ranks: it is {name}",
                     do="average it exactly once: DDP, FSDP and prepare() already do; remove the loop's own all_reduce or division"
@@ -226,27 +226,27 @@ class GradientCauses:
                 )
         if steps > 1 and (_is_close(ratio, steps, 0.01) or _is_close(ratio, 1 / steps, 0.01)):
             return self._scaled_loss(ratio, steps, text)
-        return Cause(
+        return LikelyCause(
             name="scaled", why=text, do="look for what multiplies the loss or the gradients by this number", ratio=ratio
         )
 
-    def _scaled_loss(self, ratio: float, steps: int, text: str) -> Cause:
+    def _scaled_loss(self, ratio: float, steps: int, text: str) -> LikelyCause:
         line = self._loss_line()
         if steps > 1 and _is_close(ratio, steps, 0.01):
             why, do = (
                 f"{text}: the loss is not divided by the {steps} micro-steps",
                 "divide the loss by the number of micro-steps of the window",
             )
-            return Cause(
+            return LikelyCause(
                 name="not divided by the micro-steps", stage="loss weight", why=why, do=do, ratio=ratio, line=line
             )
         if steps > 1 and _is_close(ratio, 1 / steps, 0.01):
             why = f"{text}: the loss is divided by the {steps} micro-steps twice"
             do = "divide it once: accumulate() and backward() already do"
-            return Cause(
+            return LikelyCause(
                 name="divided by the micro-steps twice", stage="loss weight", why=why, do=do, ratio=ratio, line=line
             )
-        return Cause(
+        return LikelyCause(
             name="loss scaled",
             stage="loss weight",
             why=f"{text}, and so is the loss",
@@ -260,13 +260,13 @@ class GradientCauses:
             line=line,
         )
 
-    def _micro_steps_lost(self) -> Cause | None:
+    def _micro_steps_lost(self) -> LikelyCause | None:
         steps = sorted({micro_step for _, micro_step in self._local})
         ranks = sorted({rank for rank, _ in self._local})
         for kept in [steps[-1:], steps[:1], steps[1:], steps[:-1]] if len(steps) > 1 else []:
             chosen = {key: 1 / self._size for key in self._local if key[1] in kept}
             if chosen and ratio_between(self._ours, self._combined(chosen), self._limits(), self._names) is not None:
-                return Cause(
+                return LikelyCause(
                     name="micro-steps lost",
                     why=f"only micro-step(s) {_listed([str(one) for one in kept])} of {len(steps)} are in the gradient",
                     do="clear gradients only after a step: zero_grad() inside the accumulation window removes what was added before",
@@ -274,7 +274,7 @@ class GradientCauses:
         for rank in ranks if len(ranks) > 1 else []:
             own = self._sum_of(rank)
             if own and ratio_between(self._ours, own, self._limits(), self._names) is not None:
-                return Cause(
+                return LikelyCause(
                     name="only one rank's gradient",
                     why=f"the gradient is that of rank {rank} alone: those of the other ranks are lost",
                     do="reduce with all_reduce over all ranks, and not with broadcast or over a part of the process group",
@@ -282,7 +282,7 @@ class GradientCauses:
                 )
         return None
 
-    def _stale(self) -> Cause | None:
+    def _stale(self) -> LikelyCause | None:
         if not self._previous:
             return None
         rest = {name: self._ours[name] - self._theirs[name] for name in self._names}
@@ -291,13 +291,13 @@ class GradientCauses:
         )
         if ratio is None or ratio <= 0:
             return None
-        return Cause(
+        return LikelyCause(
             name="gradients not cleared",
             why="the gradient of the previous update is still in it",
             do="call optimizer.zero_grad() once after each step, on every rank",
         )
 
-    def _some_tensors(self) -> Cause | None:
+    def _some_tensors(self) -> LikelyCause | None:
         failed = [one.tensor for one in self._differences]
         if len(failed) == len(self._names) or not failed:
             return None
@@ -307,7 +307,7 @@ class GradientCauses:
         tied = {*model.tied.values(), *model.tied} if model else set()
         stage: Stage | None = "backward" if self._is_mean_of_local(failed) else None
         if tied and all(name.partition(":")[2] in tied for name in failed):
-            return Cause(
+            return LikelyCause(
                 name="tied weights",
                 stage=stage,
                 why=f"only {_listed(failed)} differs, which several modules share: the gradients of all its uses are not added up",
@@ -321,7 +321,7 @@ class GradientCauses:
         ]
         zero += [name for name in failed if name not in self._ours]
         if len(zero) == len(failed):
-            return Cause(
+            return LikelyCause(
                 name="gradient missing",
                 stage=stage,
                 why=f"{_listed(failed)} has no gradient, but it has one in the reference",
@@ -331,7 +331,7 @@ class GradientCauses:
         absent = {key for key, one in self._local.items() if any(name not in one for name in failed)}
         if absent and len(absent) < len(self._local):
             ranks = sorted({rank for rank, _ in absent})
-            return Cause(
+            return LikelyCause(
                 name="unused on some ranks",
                 why=f"{_listed(failed)} is not used by all ranks in this update (not on {_listed([str(one) for one in ranks])})",
                 do="let a rank that does not use a parameter add zero to its gradient (find_unused_parameters=True)",
@@ -340,7 +340,7 @@ class GradientCauses:
             )
         return None
 
-    def _wrong_weights(self) -> Cause | None:
+    def _wrong_weights(self) -> LikelyCause | None:
         """Explain both gradients as sums of the local ones with free weights."""
         if len(self._local) < 2:
             return None
@@ -357,7 +357,7 @@ class GradientCauses:
         unequal = any(abs(one[0] / total - one[1] / own_total) > 1e-3 for one in by_rank.values())
         key_word = "ranks" if unequal else "micro-steps"
         fits = [_shares(fit, 0 if unequal else 1) for fit in (theirs, ours)]
-        return Cause(
+        return LikelyCause(
             name="loss averaged per rank" if unequal else "loss averaged per micro-step",
             stage="loss weight",
             why=f"the reference weighs the gradients of the {key_word} {fits[0]}, the layout {fits[1]}",
@@ -365,7 +365,7 @@ class GradientCauses:
             line=self._loss_line(),
         )
 
-    def _low_precision(self) -> Cause | None:
+    def _low_precision(self) -> LikelyCause | None:
         if self._is_half or not self._local:
             return None
         mean = self._combined(dict.fromkeys(self._local, 1 / self._size))
@@ -379,13 +379,13 @@ class GradientCauses:
         if not relative or not 2.0**-14 < float(np.median(relative)) < 2.0**-6:
             return None
         name = "bfloat16" if float(np.median(relative)) > 2.0**-10.5 else "float16"
-        return Cause(
+        return LikelyCause(
             name="reduced in low precision",
             why=f"the local gradients are right; their mean has an error of {float(np.median(relative)):.1e}, as a reduction in {name} has",
             do="reduce gradients in float32: no communication hook, and reduce_dtype=torch.float32",
         )
 
-    def _wrong_backward(self) -> Cause | None:
+    def _wrong_backward(self) -> LikelyCause | None:
         """Find whether the local gradients already fail to add up to the reference."""
         if not self._local:
             return None
@@ -395,7 +395,7 @@ class GradientCauses:
         reduced = [name for name in names if np.linalg.norm(self._ours[name] - mean[name]) <= 2 * limits[name]]
         wrong = [name for name in names if np.linalg.norm(self._theirs[name] - mean[name]) > 2 * limits[name]]
         if wrong and len(reduced) == len(names):
-            return Cause(
+            return LikelyCause(
                 name="",
                 stage="backward",
                 why=f"the reduction is right, but the local gradients of {_listed(wrong)} do not add up to the reference's",
@@ -510,10 +510,10 @@ def _vector(tensors: Mapping[str, Sketch]) -> dict[str, np.ndarray]:
 
 
 def _add(first: Vector, second: Vector) -> dict[str, np.ndarray]:
-    return {
-        name: first[name] + second[name] if name in first and name in second else first.get(name, second.get(name))
-        for name in {*first, *second}
-    }  # type: ignore[misc]
+    result = dict(first)
+    for name, values in second.items():
+        result[name] = result[name] + values if name in result else values
+    return result
 
 
 def _is_close(value: float, target: float, relative: float) -> bool:

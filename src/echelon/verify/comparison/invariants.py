@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from echelon.verify.comparison.alignment import AlignedRun
-from echelon.verify.comparison.differences import Difference
-from echelon.verify.comparison.sample_order import SampleOrder
+from echelon.verify.comparison.differences import RunDifference
+from echelon.verify.comparison.sample_comparison import SampleComparison
 from echelon.verify.comparison.tolerance import unit_roundoff
 from echelon.verify.trace import OptimizerStep
 
@@ -17,7 +17,7 @@ __all__ = ["GeneratorHistory", "rates_of", "unequal_clips", "unequal_steps"]
 class GeneratorHistory:
     """The states from which dropout masks were drawn so far."""
 
-    def __init__(self, layout: AlignedRun, reference: AlignedRun, order: SampleOrder) -> None:
+    def __init__(self, layout: AlignedRun, reference: AlignedRun, order: SampleComparison) -> None:
         self._layout = layout
         self._order = order
         self._seen: list[dict[int, int]] = [{} for _ in range(layout.world_size)]
@@ -26,7 +26,7 @@ class GeneratorHistory:
         self._by_sample = any(one.parity in ("exact", "bitwise") for one in layout.models.values())
         self.num_compared = 0
 
-    def differences(self, update: int) -> Iterator[Difference]:
+    def differences(self, update: int) -> Iterator[RunDifference]:
         """Yield what is wrong with the generators of ``update``."""
         if self._by_sample:
             return
@@ -48,11 +48,11 @@ class GeneratorHistory:
                 if self._order.is_recorded(update) and not self._order.same_samples(update, ranks[0], rank)
             ]
             if others:
-                yield Difference(stage="rng", update=update, kind="equal generators", ranks=[ranks[0], *others])
+                yield RunDifference(stage="rng", update=update, kind="equal generators", ranks=[ranks[0], *others])
                 break
         if repeated and not self._reference_repeats:
             earlier = min(repeated.values())
-            yield Difference(
+            yield RunDifference(
                 stage="rng", update=update, kind="repeated generator", ranks=sorted(repeated), values=str(earlier)
             )
 
@@ -65,7 +65,7 @@ def _repeats(run: AlignedRun) -> bool:
     return False
 
 
-def unequal_clips(layout: AlignedRun, update: int) -> Difference | None:
+def unequal_clips(layout: AlignedRun, update: int) -> RunDifference | None:
     """Return a difference if ranks clipped by different norms."""
     num_elements = max(1, sum(one.whole.num_elements for one in layout.tensors(update, "reduced").values()))
     clips = [layout.at(rank, update).clips for rank in range(layout.world_size)]
@@ -75,7 +75,7 @@ def unequal_clips(layout: AlignedRun, update: int) -> Difference | None:
         spread = max(norms) - min(norms)
         if not math.isfinite(spread) or spread > unit_roundoff("float32") * math.sqrt(num_elements) * max(norms):
             values = ", ".join(f"{norm:.6g}" for norm in norms)
-            return Difference(
+            return RunDifference(
                 stage="clip",
                 update=update,
                 kind="norm",
@@ -87,17 +87,17 @@ def unequal_clips(layout: AlignedRun, update: int) -> Difference | None:
             )
     if len({len(one) for one in clips}) > 1:
         values = ", ".join(str(len(one)) for one in clips)
-        return Difference(stage="clip", update=update, kind="num clips", values=f"ranks clip {values} times")
+        return RunDifference(stage="clip", update=update, kind="num clips", values=f"ranks clip {values} times")
     return None
 
 
-def unequal_steps(layout: AlignedRun, update: int) -> Iterator[Difference]:
+def unequal_steps(layout: AlignedRun, update: int) -> Iterator[RunDifference]:
     """Yield a difference if only some ranks skipped a step, or if ranks step with different learning rates."""
     steps = [layout.at(rank, update).steps for rank in range(layout.world_size)]
     for calls in zip(*steps, strict=False):
         skipped = [rank for rank, one in enumerate(calls) if one.is_skipped]
         if 0 < len(skipped) < len(calls):
-            yield Difference(
+            yield RunDifference(
                 stage="optimizer",
                 update=update,
                 kind="skipped",
@@ -108,7 +108,7 @@ def unequal_steps(layout: AlignedRun, update: int) -> Iterator[Difference]:
         rates = [one.lrs for one in calls]
         unequal = [rank for rank, one in enumerate(rates) if one != rates[0]]
         if unequal:
-            yield Difference(
+            yield RunDifference(
                 stage="scheduler",
                 update=update,
                 kind="rates",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor
-from echelon.verify.comparison.cause import Cause
-from echelon.verify.comparison.differences import Comparison, Difference
+from echelon.verify.comparison.differences import Comparison, RunDifference
+from echelon.verify.comparison.likely_cause import LikelyCause
 from echelon.verify.sketch import Sketch
 from echelon.verify.trace import SavedState
 
@@ -47,7 +47,7 @@ def _live(run: AlignedRun, update: int) -> dict[str, RecordedTensor]:
     return result | {f"buffer {name}": one for name, one in run.tensors(update, "buffers").items()}
 
 
-def save_differences(comparison: Comparison) -> Iterator[Difference]:
+def save_differences(comparison: Comparison) -> Iterator[RunDifference]:
     """Yield tensors that a checkpoint of the layout holds with other values than the run had."""
     run = comparison.layout
     for (update, path), states in _states(run, "save").items():
@@ -69,7 +69,7 @@ def save_differences(comparison: Comparison) -> Iterator[Difference]:
         for name in wrong:
             distance = saved[name].whole.distance(live[name].whole) if name in saved else live[name].whole.norm
             values = f"{path} does not hold it" if name in lacking else f"{path} holds other values than the run has"
-            yield Difference(
+            yield RunDifference(
                 stage="save",
                 update=update,
                 kind="missing" if name in lacking else "saved",
@@ -81,7 +81,7 @@ def save_differences(comparison: Comparison) -> Iterator[Difference]:
             )
 
 
-def load_differences(comparison: Comparison) -> Iterator[Difference]:
+def load_differences(comparison: Comparison) -> Iterator[RunDifference]:
     """Yield tensors that the layout loaded with other values than were saved."""
     run = comparison.layout
     saves = {**_states(comparison.reference, "save"), **_states(run, "save")}
@@ -99,7 +99,7 @@ def load_differences(comparison: Comparison) -> Iterator[Difference]:
             if one is not None and _equal(one, tensor):
                 comparison.passed(update, "load")
                 continue
-            yield Difference(
+            yield RunDifference(
                 stage="load",
                 update=update,
                 kind="missing" if one is None else "loaded",
@@ -119,20 +119,20 @@ def _equal(first: RecordedTensor, second: RecordedTensor) -> bool:
     return False
 
 
-def save_cause(differences: list[Difference]) -> Cause:
+def save_cause(differences: list[RunDifference]) -> LikelyCause:
     """Explain a checkpoint that does not hold the state of the run."""
     names = [one.tensor for one in differences]
     line = next((one.line for one in differences if one.line), "")
     if all(one.kind == "missing" for one in differences):
         why = f"the checkpoint does not hold {_listed(names)}"
-        return Cause(
+        return LikelyCause(
             name="state missing from the checkpoint",
             why=why,
             do="save model, optimizer, scheduler and buffers, from all ranks that hold a shard",
             line=line,
         )
     why = f"the checkpoint holds other values of {_listed(names)} than the run had before or after this update"
-    return Cause(
+    return LikelyCause(
         name="other state saved",
         why=why,
         do="save after the update is complete, from the model that is trained, on every rank that holds a shard",
@@ -140,20 +140,20 @@ def save_cause(differences: list[Difference]) -> Cause:
     )
 
 
-def load_cause(comparison: Comparison, differences: list[Difference]) -> Cause:
+def load_cause(comparison: Comparison, differences: list[RunDifference]) -> LikelyCause:
     """Explain state that is not what was saved."""
     names = [one.tensor for one in differences]
     line = next((one.line for one in differences if one.line), "")
     missing = [one.tensor for one in differences if one.kind == "missing"]
     if missing and len(missing) == len(names):
-        return Cause(
+        return LikelyCause(
             name="not restored",
             why=f"{_listed(missing)} is not restored",
             do="load every part that was saved, before training goes on",
             line=line,
         )
     if names and all(name == "rng" for name in names):
-        return Cause(
+        return LikelyCause(
             name="generators not restored",
             why="the generators are not in their saved state",
             do="restore the generators of each rank with the checkpoint",
@@ -174,10 +174,10 @@ def load_cause(comparison: Comparison, differences: list[Difference]) -> Cause:
     other = _other_update(comparison, names)
     if other is not None:
         why = f"{listed} are those of update {other}, not of update {begin - 1}"
-        return Cause(
+        return LikelyCause(
             name="state of another update", why=why, do="save after the step, and load the newest checkpoint", line=line
         )
-    return Cause(
+    return LikelyCause(
         name=f"{listed} not restored",
         why=f"{listed} differ from what was saved: {_listed(names)}",
         do="load every part that was saved on every rank, after the model is wrapped",

@@ -3,60 +3,61 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from echelon.verify.comparison.alignment import AlignedRun, TensorKind
-from echelon.verify.comparison.cause import Cause
-from echelon.verify.comparison.differences import Comparison, Difference, failed_values
+from echelon.verify.comparison.differences import Comparison, RunDifference, failed_values
 from echelon.verify.comparison.gradient_causes import ratio_between
+from echelon.verify.comparison.likely_cause import LikelyCause
+from echelon.verify.sketch import Sketch
 from echelon.verify.trace import OptimizerStep
 
 __all__ = ["buffer_cause", "clip_cause", "forward_cause", "initial_cause", "optimizer_cause", "rate_cause", "rng_cause"]
 
 
-def initial_cause(comparison: Comparison, differences: Sequence[Difference]) -> Cause:
+def initial_cause(comparison: Comparison, differences: Sequence[RunDifference]) -> LikelyCause:
     """Explain weights that differ before the first update."""
     unequal = [one for one in differences if one.kind == "unequal ranks"]
     names = [one.tensor for one in unequal or differences]
     if unequal:
         ranks = sorted({rank for one in unequal for rank in one.ranks})
-        return Cause(
+        return LikelyCause(
             name="ranks begin with different weights",
             why=f"{_listed(names)} differ between the ranks before the first update",
             do="build the model with the same seed on every rank, or broadcast it from rank 0 (DDP and prepare() do)",
             ranks=ranks,
         )
-    return Cause(
+    return LikelyCause(
         name="other initial weights",
         why=f"{_listed(names)} begin with other values than in the reference",
         do="seed all ranks equally before the model is built, and load checkpoints before it is wrapped",
     )
 
 
-def rng_cause(difference: Difference) -> Cause:
+def rng_cause(difference: RunDifference) -> LikelyCause:
     """Explain generators."""
     if difference.kind == "equal generators":
-        return Cause(
+        return LikelyCause(
             name="same dropout masks on every rank",
             why="these ranks draw their dropout masks from equal generators, so different samples get the same masks",
             do="seed with seed + rank after the model is built (set_seed(seed, device_specific=True))",
         )
     if difference.kind == "repeated generator":
-        return Cause(
+        return LikelyCause(
             name="dropout masks repeat",
             why=f"the generator is in the state of update {difference.values} again: the masks repeat",
             do="seed once, outside the training loop, and let a resume restore the generators",
         )
-    return Cause(
+    return LikelyCause(
         name="generators not restored",
         why="the generators are not in the state of the run that was not interrupted",
         do="save and restore the generators of torch, numpy and python of each rank with the checkpoint",
     )
 
 
-def forward_cause(comparison: Comparison, differences: Sequence[Difference]) -> Cause:
+def forward_cause(comparison: Comparison, differences: Sequence[RunDifference]) -> LikelyCause:
     """Explain an output that differs although the weights before it are equal."""
     difference = differences[0]
     index, _, module = difference.tensor.partition(":")
@@ -68,20 +69,20 @@ def forward_cause(comparison: Comparison, differences: Sequence[Difference]) -> 
     class_name = model.module_classes.get(module, "") if model else ""
     parents = {name: kind for name, kind in (model.module_classes if model else {}).items() if "BatchNorm" in kind}
     if "BatchNorm" in class_name and "Sync" not in class_name:
-        return Cause(
+        return LikelyCause(
             name="batch statistics per rank",
             why=f"{module} ({class_name}) normalizes by the statistics of each rank's own samples",
             do="convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm before wrapping it",
         )
     theirs = comparison.reference.models.get(int(index))
     if model and theirs and model.training != theirs.training:
-        return Cause(
+        return LikelyCause(
             name="training mode differs",
             why=f"the model is in {_mode(model.training)} mode, in the reference in {_mode(theirs.training)} mode",
             do="call model.train() before the training loop and after each evaluation, on every rank",
         )
     if parents and not module and any("Sync" not in kind for kind in parents.values()):
-        return Cause(
+        return LikelyCause(
             name="batch statistics per rank",
             why=f"the outputs differ, and {_listed(list(parents))} normalize by the statistics of each rank's own samples",
             do="convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm before wrapping it",
@@ -89,29 +90,29 @@ def forward_cause(comparison: Comparison, differences: Sequence[Difference]) -> 
         )
     relative = difference.relative or 0.0
     if everywhere and 2.0**-12 < relative < 2.0**-6 and difference.allowed < 2.0**-4 * difference.distance:
-        return Cause(
+        return LikelyCause(
             name="lower precision",
             why=f"the relative difference of {relative:.1e} is that of a float16 or bfloat16 computation",
             do="use the same mixed_precision on this layout, and cast after wrapping as before it",
         )
-    return Cause(name="", why="", do="compare this module's inputs, mode and buffers on the ranks named")
+    return LikelyCause(name="", why="", do="compare this module's inputs, mode and buffers on the ranks named")
 
 
-def clip_cause(comparison: Comparison, update: int, differences: Sequence[Difference]) -> Cause:
+def clip_cause(comparison: Comparison, update: int, differences: Sequence[RunDifference]) -> LikelyCause:
     """Explain norms and clipped gradients."""
     layout, reference = comparison.layout, comparison.reference
     kinds = {one.kind for one in differences}
     calls = [layout.at(rank, update).clips for rank in range(layout.world_size)]
     line = next((one.line for each in calls for one in each if one.line), "")
     if "num clips" in kinds:
-        return Cause(
+        return LikelyCause(
             name="clipped another number of times",
             why=next(one.values for one in differences if one.kind == "num clips"),
             do="clip once per update, after the last backward and before the step, on every rank",
             line=line,
         )
     if "max norm" in kinds:
-        return Cause(
+        return LikelyCause(
             name="other clipping threshold",
             why=next(one.values for one in differences if one.kind == "max norm"),
             do="use the same max_norm on every layout; do not scale it by the number of ranks or micro-steps",
@@ -119,12 +120,14 @@ def clip_cause(comparison: Comparison, update: int, differences: Sequence[Differ
         )
     norms = [each[0].norm for each in calls if each]
     if not norms:
-        return Cause(name="", why="", do="compare what changes the gradients between their reduction and the step")
+        return LikelyCause(
+            name="", why="", do="compare what changes the gradients between their reduction and the step"
+        )
     theirs = [one.norm for one in reference.at(0, update).clips]
     tensors = layout.tensors(update, "reduced")
     local = layout.local_gradients(update)
     sums = {
-        rank: _norm([sketch for (owner, _), one in local.items() if owner == rank for sketch in [one]])
+        rank: _norm_of_sum([one for (owner, _), one in local.items() if owner == rank])
         for rank in range(layout.world_size)
     }
     is_sharded = any(one.is_sharded for one in tensors.values())
@@ -137,7 +140,7 @@ def clip_cause(comparison: Comparison, update: int, differences: Sequence[Differ
         and len(shard) == len(norms)
         and all(abs(a - b) <= 1e-3 * b for a, b in zip(norms, shard, strict=True))
     ):
-        return Cause(
+        return LikelyCause(
             name="norm of one shard",
             why="each rank clips by the norm of its own shard of the gradient",
             do="use accelerator.clip_grad_norm_ (or the engine's own function), which adds up the squares of all shards",
@@ -149,31 +152,36 @@ def clip_cause(comparison: Comparison, update: int, differences: Sequence[Differ
         and all(abs(n - sums[r]) <= 0.05 * n for r, n in enumerate(norms))
         and abs(norms[0] - whole) > 0.05 * whole
     ):
-        return Cause(
+        return LikelyCause(
             name="clipped before the reduction",
             why=f"the norms are those of each rank's own gradient ({', '.join(f'{one:.4g}' for one in norms)}), not of the reduced one",
             do="clip after the gradients are reduced: outside no_sync(), after the last backward of the update",
             line=line,
         )
-    ratio = norms[0] / theirs[0] if theirs and theirs[0] else None
-    if ratio is not None and whole and abs(norms[0] - whole) > 1e-3 * whole:
-        power = math.log2(norms[0] / whole) if norms[0] > 0 else 0.5
+    return _norm_cause(norms[0], whole, theirs[0] if theirs else 0.0, line)
+
+
+def _norm_cause(norm: float, whole: float, theirs: float, line: str) -> LikelyCause:
+    """Explain a norm that is equal on all ranks, by the norm of the whole gradient."""
+    ratio = norm / theirs if theirs else None
+    if ratio is not None and whole and abs(norm - whole) > 1e-3 * whole:
+        power = math.log2(norm / whole) if norm > 0 else 0.5
         if power > 3 and abs(power - round(power)) < 1e-3:
-            return Cause(
+            return LikelyCause(
                 name="clipped while scaled",
-                why=f"the norm is {norms[0] / whole:.6g} times that of the gradient: the loss scale",
+                why=f"the norm is {norm / whole:.6g} times that of the gradient: the loss scale",
                 do="call scaler.unscale_(optimizer) before clipping, or accelerator.clip_grad_norm_",
                 ratio=ratio,
                 line=line,
             )
-        return Cause(
+        return LikelyCause(
             name="norm of other tensors",
-            why=f"the norm returned is {norms[0]:.6g}, that of the gradient is {whole:.6g}",
+            why=f"the norm returned is {norm:.6g}, that of the gradient is {whole:.6g}",
             do="clip all parameters of the model at once, after the gradients are reduced",
             ratio=ratio,
             line=line,
         )
-    return Cause(
+    return LikelyCause(
         name="wrong coefficient",
         why="the norm is right, but the gradients are not multiplied by min(1, max_norm / norm)",
         do="check what changes the gradients between clipping and the step",
@@ -181,12 +189,12 @@ def clip_cause(comparison: Comparison, update: int, differences: Sequence[Differ
     )
 
 
-def rate_cause(comparison: Comparison, update: int) -> Cause:
+def rate_cause(comparison: Comparison, update: int) -> LikelyCause:
     """Explain learning rates."""
     layout, reference, size = comparison.layout, comparison.reference, comparison.layout.world_size
     own, other = _first_step(layout, update), _first_step(reference, update)
     if own is None or other is None:
-        return Cause(name="", why="", do="compare the schedulers")
+        return LikelyCause(name="", why="", do="compare the schedulers")
     by_update = {one: step.lrs for one in reference.updates if (step := _first_step(reference, one)) is not None}
     first = reference.first_update
     found = [one for one, rates in by_update.items() if one != update and _equal_rates(rates, own.lrs)]
@@ -198,7 +206,7 @@ def rate_cause(comparison: Comparison, update: int) -> Cause:
         and _follows(comparison, update, lambda one: first + size * (one - first))
     ):
         why = f"{text}, which it has in update {first + size * (update - first)}: the scheduler is stepped {size} times per update, once for each rank"
-        return Cause(
+        return LikelyCause(
             name="scheduler stepped num_processes times",
             why=why,
             do=f"{do} (step_scheduler_with_optimizer=False, or an unprepared scheduler)",
@@ -214,7 +222,7 @@ def rate_cause(comparison: Comparison, update: int) -> Cause:
         word = next((word for target, word in known.items() if size > 1 and abs(value - target) < 1e-6 * target), "")
         if word:
             why = f"{text}: it is multiplied by {word}"
-            return Cause(
+            return LikelyCause(
                 name="learning rate scaled by the number of ranks",
                 why=why,
                 do="scale it by nothing, or in the one-process run, too",
@@ -224,11 +232,11 @@ def rate_cause(comparison: Comparison, update: int) -> Cause:
         if abs(one - update) <= max(3, size):
             word = "ahead" if one > update else "behind"
             why = f"{text}, which it has in update {one}: the schedule is {abs(one - update)} update(s) {word}"
-            return Cause(name=f"schedule {word}", why=why, do=f"{do}; restore its position when the run resumes")
-    return Cause(name="other schedule", why=text, do=do, ratio=ratios[0] if ratios else None)
+            return LikelyCause(name=f"schedule {word}", why=why, do=f"{do}; restore its position when the run resumes")
+    return LikelyCause(name="other schedule", why=text, do=do, ratio=ratios[0] if ratios else None)
 
 
-def _follows(comparison: Comparison, update: int, mapping) -> bool:  # type: ignore[no-untyped-def]
+def _follows(comparison: Comparison, update: int, mapping: Callable[[int], int]) -> bool:
     """Return whether the rates of later updates follow the mapping, too, as far as they are known."""
     for one in range(update, min(update + 3, comparison.layout.updates.stop)):
         own, other = _first_step(comparison.layout, one), _first_step(comparison.reference, mapping(one))
@@ -237,7 +245,7 @@ def _follows(comparison: Comparison, update: int, mapping) -> bool:  # type: ign
     return True
 
 
-def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[Difference]) -> Cause:
+def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[RunDifference]) -> LikelyCause:
     """Explain weights and optimizer states that differ although the gradients that the optimizer received are equal."""
     own = _first_step(comparison.layout, update)
     line = own.line if own else ""
@@ -256,13 +264,13 @@ def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[D
     }
     for kind, (name, do) in texts.items():
         if kind in by_kind:
-            return Cause(name=name, why=by_kind[kind].values, do=do, ranks=by_kind[kind].ranks, line=line)  # type: ignore[index]
+            return LikelyCause(name=name, why=by_kind[kind].values, do=do, ranks=by_kind[kind].ranks, line=line)
     names = [one.tensor for one in failed_values(differences)]
     changed = [name for name in names if "/" not in name.partition(":")[2]]
     trained = comparison.reference.tensors(update, "reduced")
     weights = [name for name in changed if name in trained]
     if changed and not weights and trained and len(changed) == len(names):
-        return Cause(
+        return LikelyCause(
             name="averaged weights",
             why=f"only {_listed(changed)} differ, which have no gradients: an averaged model or another copy of the weights",
             do="update the average once per update, after the step, from weights that are complete, on every rank",
@@ -275,7 +283,7 @@ def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[D
         if _has_moved(comparison.reference, update, name) and not _has_moved(comparison.layout, update, name)
     ]
     if frozen and len(frozen) == len(weights):
-        return Cause(
+        return LikelyCause(
             name="weights not updated",
             why=f"{_listed(frozen)} did not change in this update, but does in the reference",
             do="build the optimizer from the parameters of the wrapped model, after it is wrapped",
@@ -289,7 +297,7 @@ def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[D
     )
     tied = {*model.tied, *model.tied.values()} if model else set()
     if weights and tied and all(name.partition(":")[2] in tied for name in weights):
-        return Cause(
+        return LikelyCause(
             name="tied weights",
             why=f"only {_listed(weights)} differs, which several modules share: its uses are updated apart",
             do="tie the weights again after wrapping, sharding or loading the model",
@@ -297,7 +305,7 @@ def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[D
             line=line,
         )
     if unequal:
-        return Cause(
+        return LikelyCause(
             name="ranks step apart",
             why="the ranks had equal gradients, but have different weights after the step",
             do="step on all ranks alike: same optimizer state, same settings, no change of weights on one rank",
@@ -307,10 +315,10 @@ def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[D
     return _step_cause(comparison, update, names, weights, line)
 
 
-def _step_cause(comparison: Comparison, update: int, names: list[str], weights: list[str], line: str) -> Cause:
+def _step_cause(comparison: Comparison, update: int, names: list[str], weights: list[str], line: str) -> LikelyCause:
     swapped = _swapped_states(comparison, update, [name for name in names if "/" in name])
     if swapped:
-        return Cause(
+        return LikelyCause(
             name="optimizer state of another parameter",
             why=f"the state of {swapped[0]} is that of {swapped[1]} in the reference",
             do="map optimizer states by parameter name when they are loaded, not by position",
@@ -321,7 +329,7 @@ def _step_cause(comparison: Comparison, update: int, names: list[str], weights: 
     common = [name for name in weights if name in ours and name in theirs]
     ratio = ratio_between(ours, theirs, limits, common) if common else None
     if ratio is not None:
-        return Cause(
+        return LikelyCause(
             name="step scaled",
             why=f"the weights move {ratio:.4g} times as far as in the reference, by equal gradients",
             do="step once per update, with the same learning rate; look for a second optimizer or a second step",
@@ -330,13 +338,13 @@ def _step_cause(comparison: Comparison, update: int, names: list[str], weights: 
         )
     earlier = _moves(comparison.reference, update - 1)
     if common and ratio_between(ours, earlier, limits, [name for name in common if name in earlier]) is not None:
-        return Cause(
+        return LikelyCause(
             name="step with old gradients",
             why="the weights move as in the reference's previous update",
             do="step after the gradients of the update are complete",
             line=line,
         )
-    return Cause(
+    return LikelyCause(
         name="",
         why="the gradients that the optimizer received are equal, the weights or states after the step are not",
         do="compare optimizer settings, weight decay groups and what else changes weights (an averaged model, a copy) on this layout",
@@ -344,18 +352,18 @@ def _step_cause(comparison: Comparison, update: int, names: list[str], weights: 
     )
 
 
-def buffer_cause(comparison: Comparison, differences: Sequence[Difference]) -> Cause:
+def buffer_cause(comparison: Comparison, differences: Sequence[RunDifference]) -> LikelyCause:
     """Explain buffers."""
     unequal = [one for one in differences if one.kind == "unequal ranks"]
     names = [one.tensor for one in unequal or differences]
     if unequal:
-        return Cause(
+        return LikelyCause(
             name="buffers differ between ranks",
             why=f"{_listed(names)} have other values on different ranks",
             do="use SyncBatchNorm, or broadcast the buffers from rank 0 (DDP: broadcast_buffers=True)",
             ranks=sorted({rank for one in unequal for rank in one.ranks}),
         )
-    return Cause(
+    return LikelyCause(
         name="stale buffers",
         why=f"{_listed(names)} are not those of the reference, although outputs and weights are",
         do="load and update buffers on every rank together with the weights",
@@ -376,12 +384,12 @@ def _equal_rates(first: Sequence[float], second: Sequence[float]) -> bool:
     )
 
 
-def _norm(gradients: Sequence[dict[str, object]]) -> float:
-    sums: dict[str, object] = {}
+def _norm_of_sum(gradients: Sequence[dict[str, Sketch]]) -> float:
+    sums: dict[str, Sketch] = {}
     for one in gradients:
         for name, sketch in one.items():
-            sums[name] = sums[name] + sketch if name in sums else sketch  # type: ignore[operator]
-    return math.sqrt(sum(float(np.sum(one.projection**2)) for one in sums.values()))  # type: ignore[attr-defined]
+            sums[name] = sums[name] + sketch if name in sums else sketch
+    return math.sqrt(sum(float(np.sum(one.projection**2)) for one in sums.values()))
 
 
 def _has_moved(run: AlignedRun, update: int, name: str) -> bool:

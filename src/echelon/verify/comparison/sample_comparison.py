@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from echelon.verify.comparison.alignment import AlignedRun, SampleIds
-from echelon.verify.comparison.cause import Cause
+from echelon.verify.comparison.likely_cause import LikelyCause
 
-__all__ = ["SampleOrder"]
+__all__ = ["SampleComparison"]
 
 
-class SampleOrder:
+class SampleComparison:
     """The samples of both runs by update."""
 
     def __init__(self, layout: AlignedRun, reference: AlignedRun, samples: SampleIds) -> None:
@@ -68,7 +68,7 @@ class SampleOrder:
             )
         return " and ".join(parts) or "the samples differ"
 
-    def cause(self, update: int) -> Cause:
+    def cause(self, update: int) -> LikelyCause:
         """Return the likely cause of a difference in ``update``."""
         for check in (
             self._same_on_all_ranks,
@@ -82,34 +82,34 @@ class SampleOrder:
                 return cause
         return self._other_order(update)
 
-    def _same_on_all_ranks(self, update: int) -> Cause | None:
+    def _same_on_all_ranks(self, update: int) -> LikelyCause | None:
         ranks = [rank for rank in range(1, self._world_size) if self.same_samples(update, 0, rank)]
         if not ranks or len(ranks) < self._world_size - 1:
             return None
-        return Cause(
+        return LikelyCause(
             name="same samples on every rank",
             why=f"all {self._world_size} ranks read the same {len(self._by_rank[update][0])} samples: the loader is not sharded",
             do="pass the loader to prepare(), or give it a DistributedSampler",
         )
 
-    def _repeated_order(self, update: int) -> Cause | None:
+    def _repeated_order(self, update: int) -> LikelyCause | None:
         ours, theirs = Counter(self._ours[update]), Counter(self._theirs[update])
         for earlier in range(min(self._ours), update):
             if Counter(self._ours[earlier]) == ours and Counter(self._theirs.get(earlier, [])) != theirs:
-                return Cause(
+                return LikelyCause(
                     name="same order in each epoch",
                     why=f"update {update} uses the samples of update {earlier} again, while the reference shuffles anew",
                     do="call sampler.set_epoch(epoch) (or loader.set_epoch(epoch)) at the beginning of each epoch",
                 )
         return None
 
-    def _shifted(self, update: int) -> Cause | None:
+    def _shifted(self, update: int) -> LikelyCause | None:
         ours = Counter(self._ours[update])
         for other, theirs in self._theirs.items():
             if other != update and Counter(theirs) == ours:
                 distance = abs(other - update)
                 word = "later" if other > update else "earlier"
-                return Cause(
+                return LikelyCause(
                     name="shifted by whole updates",
                     why=f"the layout uses the samples of the reference's update {other}, {distance} update(s) {word}",
                     do="skip as many batches as the updates that were done before (accumulation included) when the loop begins or resumes",
@@ -118,7 +118,7 @@ class SampleOrder:
         known = sorted(places[one] for one in ours if one in places)
         begins = sum(len(self._theirs[one]) for one in sorted(self._theirs) if one < update)
         if len(known) == len(self._ours[update]) and known[-1] - known[0] == len(known) - 1 and known[0] != begins:
-            return Cause(
+            return LikelyCause(
                 name="shifted by samples",
                 why=f"the samples are those that the reference uses {abs(known[0] - begins)} samples "
                 + ("later" if known[0] > begins else "earlier"),
@@ -126,7 +126,7 @@ class SampleOrder:
             )
         return None
 
-    def _sharded_twice(self, update: int) -> Cause | None:
+    def _sharded_twice(self, update: int) -> LikelyCause | None:
         size, first = self._world_size, min(self._theirs)
         begin = first + (update - first) * size
         several = {one for later in range(begin, begin + size) for one in self._theirs.get(later, [])}
@@ -137,32 +137,32 @@ class SampleOrder:
             and len(ours) == len(self._ours[update])
             and ours <= several
         ):
-            return Cause(
+            return LikelyCause(
                 name="sharded twice",
                 why=f"each rank takes only every {size}th sample of its own shard: samples of {size} updates of the reference are spread",
                 do="shard once: give prepare() the loader without a DistributedSampler, or keep the sampler and leave the loader unprepared",
             )
         return None
 
-    def _by_count(self, update: int) -> Cause | None:
+    def _by_count(self, update: int) -> LikelyCause | None:
         ours, theirs = Counter(self._ours[update]), Counter(self._theirs[update])
         extra, missing = ours - theirs, theirs - ours
         seen = {one for earlier in self._ours if earlier < update for one in self._ours[earlier]}
         micro_steps, theirs_steps = self._micro_steps[update], self._their_micro_steps[update]
         if missing and any(one != theirs_steps for one in micro_steps):
-            return Cause(
+            return LikelyCause(
                 name="other accumulation window",
                 why=f"the update has {_span(micro_steps)} micro-steps on a rank, {theirs_steps} in the reference",
                 do="let every rank end its accumulation window at the same batch, and the last one at the end of the epoch",
             )
         if extra and not missing and all(one in seen or one in theirs for one in extra):
-            return Cause(
+            return LikelyCause(
                 name="padded with repeated samples",
                 why=f"{extra.total()} samples are repeated to give every rank the same number, and count twice in the gradient",
                 do='use drop_last=True, or parity="exact", under which added samples have no weight',
             )
         if missing and not extra:
-            return Cause(
+            return LikelyCause(
                 name="samples left out",
                 why=f"{missing.total()} samples are read by no rank",
                 do="check drop_last, and that the lengths of the ranks' shards add up to that of the dataset",
@@ -173,23 +173,23 @@ class SampleOrder:
                 owners.setdefault(one, set()).add(rank)
         shared = sum(1 for one, ranks in owners.items() if len(ranks) > 1 and theirs[one] < 2)
         if shared:
-            return Cause(
+            return LikelyCause(
                 name="ranks overlap",
                 why=f"{shared} samples are read by more than one rank",
                 do="let all ranks shuffle with the same seed and then take different parts: DistributedSampler, or prepare()",
             )
         return None
 
-    def _other_order(self, update: int) -> Cause:
+    def _other_order(self, update: int) -> LikelyCause:
         known = {one for rows in self._theirs.values() for one in rows}
         unknown = sum(1 for one in self._ours[update] if one not in known)
         if unknown == len(self._ours[update]) and update == min(self._ours):
-            return Cause(
+            return LikelyCause(
                 name="other contents",
                 why="no sample of the update occurs in the reference: the contents of the samples differ, not only their order",
                 do="draw random augmentations from the index of the sample, not from the generator of the rank or worker, or switch them off",
             )
-        return Cause(
+        return LikelyCause(
             name="other order",
             why="the samples are those of the data set in another order",
             do="use the same sampler with the same seed on one process and on several (DistributedSampler also with one process)",

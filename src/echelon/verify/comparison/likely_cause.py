@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from echelon.verify.finding import Stage
 
-__all__ = ["Cause"]
+__all__ = ["LikelyCause"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class LikelyCause:
     """A hypothesis that the recorded values support."""
 
     name: str
