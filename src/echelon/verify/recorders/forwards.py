@@ -105,9 +105,10 @@ def projection_of_rows(value: torch.Tensor, count: int | None, lengths: dict[int
         if value.dim() < 3 or value.size(1) != count:
             return None
         value = value.transpose(0, 1)
-    value = _without_padding(value, lengths)
-    flat = value.reshape(count, -1)
+    flat = _without_padding(value, lengths).reshape(count, -1)
     signs = _signs(flat.device)
+    if flat.size(1) <= _BLOCK:
+        return (flat.to(torch.float64) @ signs[: flat.size(1)]).cpu().numpy()
     total = torch.zeros(count, NUM_PROJECTIONS, dtype=torch.float64, device=flat.device)
     for index, start in enumerate(range(0, flat.size(1), _BLOCK)):
         part = flat[:, start : start + _BLOCK].to(torch.float64)
@@ -117,6 +118,8 @@ def projection_of_rows(value: torch.Tensor, count: int | None, lengths: dict[int
 
 def _value(output: Any, count: int | None) -> torch.Tensor | None:
     """Return the tensor of ``output`` that is recorded: the first with an entry for each sample, or else the first."""
+    if type(output) is torch.Tensor and output.is_floating_point() and output.layout is torch.strided:
+        return output.detach()
     if isinstance(output, torch.Tensor):
         found = [output]
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ __all__ = ["KeyedDropout"]
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as signed 64-bit integers
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
-_RESOLUTION = 1 << 31
+_ALL_BITS = (1 << 64) - 1
+_RESOLUTION = 1 << 32
 # Standard deviation and shift of alpha dropout: Klambauer et al., "Self-normalizing neural networks", equations 4 to 7.
 _ALPHA = 1.7580993408473766
 
@@ -207,16 +208,14 @@ def keyed_mask(keys: torch.Tensor, shape: torch.Size, *, layout: tuple[int, int]
     samples, num_each = layout
     numbers = _mixed(keys + key)
     if num_each > 1:  # samples times heads
-        within = torch.arange(num_each, device=keys.device)
-        numbers = _mixed(numbers[:, None] + within * _GOLDEN).reshape(-1)
+        numbers = _mixed(numbers[:, None] + _hashes_of_positions(num_each, -1, keys.device)).reshape(-1)
     numbers = numbers.reshape(-1, *[1] * (len(shape) - samples - 1))
     # Coordinates are hashed one by one: a flat index would depend on the padded length of attention weights.
     for dim, size in enumerate(shape):
         if dim != samples and size > 1:
-            positions = torch.arange(size, device=keys.device) + (dim + 1) * (1 << 40)
-            numbers = numbers + _mixed(positions).reshape(-1, *[1] * (len(shape) - dim - 1))
-    numbers = _mixed(numbers.expand(shape))
-    return (numbers >> 20) & (_RESOLUTION - 1) >= round(p * _RESOLUTION)
+            numbers = numbers + _hashes_of_positions(size, dim, keys.device).reshape(-1, *[1] * (len(shape) - dim - 1))
+    numbers = (numbers ^ (numbers >> 29)) * _MIX[0]
+    return numbers >> 32 >= round((p - 0.5) * _RESOLUTION)
 
 
 def _layout(shape: torch.Size, num_samples: int) -> tuple[int, int] | None:
@@ -231,8 +230,13 @@ def _layout(shape: torch.Size, num_samples: int) -> tuple[int, int] | None:
     return (0, shape[0] // num_samples) if is_multiple else None
 
 
+@lru_cache(maxsize=256)
+def _hashes_of_positions(size: int, dim: int, device: torch.device) -> torch.Tensor:
+    return _mixed(torch.arange(size, device=device) + (dim + 2) * (1 << 40))
+
+
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """Return a hash of each int64 number (the finalizer of splitmix64)."""
+    """Return a hash of each int64 number (the finalizer of splitmix64, with arithmetic shifts)."""
     numbers = (numbers + 1) * _GOLDEN
     numbers = (numbers ^ (numbers >> 30)) * _MIX[0]
     numbers = (numbers ^ (numbers >> 27)) * _MIX[1]
@@ -240,4 +244,9 @@ def _mixed(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed_number(number: int) -> int:
-    return int(_mixed(torch.tensor(number)))
+    """Return a hash of one number as a signed 64-bit integer."""
+    number = (number + 1) * _GOLDEN & _ALL_BITS
+    for shift, factor in ((30, _MIX[0]), (27, _MIX[1])):
+        number = (number ^ (number >> shift)) * factor & _ALL_BITS
+    number ^= number >> 31
+    return number - (1 << 64) if number >> 63 else number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -19,8 +19,7 @@ __all__ = ["SampleRows", "num_rows", "rows_of"]
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MAX_COLUMNS = 1 << 16
-"""Columns that are hashed at once: bounds the memory for images and the like."""
+_HALF = np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,43 +51,48 @@ class _Leaf:
     @property
     def num_values_per_position(self) -> int:
         assert self.length is not None
-        return self.values.shape[1] // self.length
+        return int(self.values.shape[1] // self.length)
 
 
 def num_rows(data: Any) -> int | None:
     """Return the number of samples of a batch: the length of its first tensor with dimensions, or else of its first list of objects."""
-    counts = [leaf.size(0) for _, leaf in _leaves(data) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
-    if not counts:
-        counts = [len(leaf) for _, leaf in _leaves(data) if isinstance(leaf, list)]
-    return counts[0] if counts else None
+    return _num_rows(_leaves(data))
+
+
+def _num_rows(leaves: Iterable[tuple[str, Any]]) -> int | None:
+    of_list: int | None = None
+    for _, leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.dim() > 0:
+                return leaf.size(0)
+        elif of_list is None and isinstance(leaf, list):
+            of_list = len(leaf)
+    return of_list
 
 
 def rows_of(batch: Any) -> SampleRows | None:
     """Return the samples of ``batch``, or None if it has no samples along dimension 0."""
-    count = num_rows(batch)
+    leaves = list(_leaves(batch))
+    count = _num_rows(leaves)
     if count is None:
         return None
-    found = [one for path, leaf in _leaves(batch) if (one := _leaf(path, leaf, count)) is not None]
+    found = [one for path, leaf in leaves if (one := _leaf(path, leaf, count)) is not None]
     lengths, stops = {}, {}
     for length in {leaf.length for leaf in found if leaf.length is not None}:
-        padded = [leaf for leaf in found if leaf.length == length]
-        lengths[length], stops[length] = _lengths(padded)
-    whole, keys, prefix = (np.zeros(count, dtype=np.uint64) for _ in range(3))
+        lengths[length], stops[length] = _lengths([leaf for leaf in found if leaf.length == length], length)
+    is_padded = any((stop < length).any() for length, stop in stops.items())
+    num_variants = 3 if is_padded else 1
+    whole, *others = (np.zeros(count, dtype=np.uint64) for _ in range(num_variants))
     for leaf in found:
-        if leaf.length is None or (
-            (lengths[leaf.length] == stops[leaf.length]).all() and (stops[leaf.length] == leaf.length).all()
-        ):
-            (of_leaf,) = _hashes(leaf, ())
-            at_length = at_stop = of_leaf
+        if not is_padded or leaf.length is None:
+            of_leaf = _hashes(leaf, ()) * num_variants
         else:
-            of_leaf, at_length, at_stop = _hashes(leaf, (lengths[leaf.length], stops[leaf.length]))
-        whole += of_leaf
-        keys += at_length
-        prefix += at_stop
-    rows = [
-        Row(whole=int(a), prefix=int(b)) for a, b in zip(_mixed(whole).tolist(), _mixed(prefix).tolist(), strict=True)
-    ]
-    return SampleRows(rows=rows, keys=_mixed(keys), lengths=lengths, num_items=_num_items(batch))
+            of_leaf = _hashes(leaf, (lengths[leaf.length], stops[leaf.length]))
+        for total, one in zip((whole, *others), of_leaf, strict=True):
+            total += one
+    keys, prefix = others if others else (whole, whole)
+    rows = [Row(whole=a, prefix=b) for a, b in zip(_mixed(whole).tolist(), _mixed(prefix).tolist(), strict=True)]
+    return SampleRows(rows=rows, keys=_mixed(keys), lengths=lengths, num_items=_num_items(leaves))
 
 
 def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -131,15 +135,13 @@ def _hash_of_object(one: Any) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-def _lengths(leaves: list[_Leaf]) -> tuple[np.ndarray, np.ndarray]:
+def _lengths(leaves: list[_Leaf], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return each sample's length without padding, and the same where the last run of equal values counts as padding, too.
 
     The first must be the same for a sample that is padded in one batch and not in another, so it relies on an attention mask, or on
     labels of -100, zeros, or a repeated value at the end. The second can be compared with the whole of a sample without padding.
     """
-    assert leaves[0].length is not None
-    tables = [leaf.values.reshape(leaf.values.shape[0], leaf.length, -1) for leaf in leaves]
-    length = leaves[0].length
+    tables = [leaf.values.reshape(leaf.values.shape[0], length, -1) for leaf in leaves]
     masks = [table for leaf, table in zip(leaves, tables, strict=True) if _is_mask(leaf)]
     if masks:
         lengths = np.max([_end(mask != 0) for mask in masks], axis=0)
@@ -168,23 +170,24 @@ def _end(is_kept: np.ndarray) -> np.ndarray:
 
 
 def _hashes(leaf: _Leaf, stops: tuple[np.ndarray, ...]) -> list[np.ndarray]:
-    """Return a hash of each row of ``leaf``, then of each row up to each of ``stops``."""
-    values, seed = leaf.values.view(np.uint64), _seed_of_path(leaf.path)
-    found = [np.zeros(values.shape[0], dtype=np.uint64) for _ in range(1 + len(stops))]
-    for start in range(0, values.shape[1], _MAX_COLUMNS):
-        part = values[:, start : start + _MAX_COLUMNS]
-        columns = np.arange(start, start + part.shape[1], dtype=np.uint64)
-        mixed = _mixed(part ^ _mixed((columns + seed) * _GOLDEN))
-        found[0] += mixed.sum(axis=1, dtype=np.uint64)
-        for index, stop in enumerate(stops, start=1):
-            ends = (stop * leaf.num_values_per_position).astype(np.uint64)
-            found[index] += np.where(columns < ends[:, None], mixed, np.uint64(0)).sum(axis=1, dtype=np.uint64)
+    """Return a hash of each row of ``leaf``, then of each row up to each of ``stops``: products with random numbers, modulo 2**64."""
+    values = leaf.values.view(np.uint64)
+    # The lower bits of a float64 number that comes from float32 are zeros, which a product would not mix with the others.
+    values = values ^ (values >> _HALF)
+    factors = _factors(leaf.path, values.shape[1])
+    found = [values @ factors]
+    if stops:
+        columns = np.arange(values.shape[1]) // leaf.num_values_per_position
+    for stop in stops:
+        found.append(np.where(columns < stop[:, None], values, np.uint64(0)) @ factors)
     return found
 
 
-@lru_cache(maxsize=1024)
-def _seed_of_path(path: str) -> np.uint64:
-    return np.uint64(_hash_of_object(path) >> 8)
+@lru_cache(maxsize=64)
+def _factors(path: str, count: int) -> np.ndarray:
+    """Return the odd random factors of a leaf; those of a shorter one are the first of a longer one."""
+    seed = _hash_of_object(path) >> 8
+    return _mixed((np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed)) * _GOLDEN) | np.uint64(1)
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
@@ -195,8 +198,8 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def _num_items(batch: Any) -> int | None:
-    for path, leaf in _leaves(batch):
+def _num_items(leaves: Iterable[tuple[str, Any]]) -> int | None:
+    for path, leaf in leaves:
         if path.endswith(".labels") and isinstance(leaf, torch.Tensor) and not leaf.is_floating_point():
             return int((leaf != -100).sum())
     return None
