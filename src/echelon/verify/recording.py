@@ -152,6 +152,11 @@ class Recording:
                 return model.index, name
         return None
 
+    @property
+    def last_update(self) -> int:
+        """The last update that is complete; ``first_update - 1`` if none is."""
+        return self.update if self._is_complete or self._was_closed else self.update - 1
+
     def complete_update(self) -> None:
         """Mark the update as complete: an optimizer has stepped, or a loss scaler has skipped its step."""
         self._is_complete = True

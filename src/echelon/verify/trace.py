@@ -251,14 +251,17 @@ class Rng:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """The training state when it is saved, or at the first forward pass after it was loaded."""
+    """The training state when it is saved, or at the first training forward pass after it was loaded.
+
+    ``update`` is the last update that the state contains (-1: none), so that of a load is equal to that of the save.
+    """
 
     kind: ClassVar[str] = "saved_state"
     action: Literal["save", "load"]
     update: int
     path: str
     names: list[str]
-    """``"0:weight"``, ``"0:weight/exp_avg"``, ``"buffer 0:bn.running_mean"``, ``"rng"``, ``"lr 0"``, ``"position"``."""
+    """``"0:weight"``, ``"0:weight/exp_avg"``, ``"buffer 0:bn.running_mean"``, ``"lr 0"`` (of the optimizers' groups, counted)."""
     sketches: list[Sketch]
     is_sharded: bool = False
     line: str = ""

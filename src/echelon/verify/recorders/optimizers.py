@@ -41,7 +41,8 @@ class OptimizerRecorder:
         before: Any = torch_optimizer._global_optimizer_pre_hooks
 
         def begin_forward(*_: Any) -> None:
-            self._outermost = None  # also after a step that has failed
+            if not self._takes_closure:
+                self._outermost = None  # also after a step that has failed
             before.move_to_end(
                 hooks[0].id
             )  # after echelon's hook, which reduces the gradients of unprepared optimizers
@@ -67,18 +68,23 @@ class OptimizerRecorder:
             return
         self._outermost = optimizer
         self._takes_closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
-        if not self._is_in_scaler and not self._takes_closure:
+        if not self._takes_closure:
+            self._record_step(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._outermost is not optimizer:
+            return
+        if self._takes_closure:  # the gradients were computed inside the step, and the update has begun in it
+            self._record_step(optimizer)
+        self._outermost, self._takes_closure = None, False
+        self._has_stepped = True
+        self._recording.complete_update()
+
+    def _record_step(self, optimizer: Optimizer) -> None:
+        if not self._is_in_scaler:
             self._recording.begin_step(optimizer, self._scales.of(_parameters_of(optimizer)))
         found: Any = getattr(optimizer, "found_inf", None)  # a fused optimizer skips in its kernel
         self._add_step(optimizer, is_skipped=found is not None and bool(found))
-
-    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._outermost is optimizer:
-            self._outermost = None
-            self._has_stepped = True
-            if self._takes_closure:  # the gradients were computed inside the step
-                self._recording.begin_step(optimizer, self._scales.of(_parameters_of(optimizer)))
-            self._recording.complete_update()
 
     def _step_by_scaler(self, _scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         self._recording.begin_step(optimizer, self._scales.of(_parameters_of(optimizer)))

@@ -8,6 +8,7 @@ from echelon.verify.recorders.clipping import ClipRecorder
 from echelon.verify.recorders.gradients import GradientRecorder
 from echelon.verify.recorders.loss_scales import LossScales
 from echelon.verify.recorders.optimizers import OptimizerRecorder
+from echelon.verify.recorders.saved_states import SavedStateRecorder
 from echelon.verify.recorders.weights import WeightRecorder
 from echelon.verify.recording import Part, Recording
 
@@ -15,7 +16,7 @@ __all__ = ["UpdateRecorder"]
 
 
 class UpdateRecorder:
-    """Gradients, clipping, optimizers and weights, which share what they know."""
+    """Gradients, clipping, optimizers, weights and saved states, which share what they know."""
 
     def install(self, recording: Recording) -> Callable[[], None]:
         scales = LossScales()
@@ -25,6 +26,7 @@ class UpdateRecorder:
             gradients,
             ClipRecorder(gradients),
             OptimizerRecorder(scales),
+            SavedStateRecorder(),
         ]
         removals = [scales.install(), *(part.install(recording) for part in parts)]
 

@@ -1,0 +1,237 @@
+"""Records the training state when the script saves it, and after it has loaded one."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.verify.recorders.models import RecordedModel
+from echelon.verify.recorders.optimizers import sketch_optimizer_state
+from echelon.verify.recorders.shards import NamedSketches, sketch_named
+from echelon.verify.recorders.user_code import line_of_user
+from echelon.verify.recording import Recording
+from echelon.verify.trace import SavedState
+
+__all__ = ["SavedStateRecorder"]
+
+_SAVES = (
+    ("echelon.accelerator.checkpoint.checkpoints", "Checkpoints", ("save_state",)),
+    ("accelerate.accelerator", "Accelerator", ("save_state",)),
+    ("transformers.trainer", "Trainer", ("_save_checkpoint",)),
+)
+_LOADS = (
+    ("echelon.accelerator.checkpoint.checkpoints", "Checkpoints", ("load_state", "resume")),
+    ("accelerate.accelerator", "Accelerator", ("load_state",)),
+    ("transformers.trainer", "Trainer", ("_load_optimizer_and_scheduler",)),
+)
+_DEPTH = 6  # of dicts and lists that are searched for a model's weights
+
+
+class SavedStateRecorder:
+    """Follows ``save_state`` and ``load_state`` of echelon and Accelerate, the Trainers' checkpoints, and ``torch.save``.
+
+    In a plain loop, ``torch.save`` counts if it gets weights of a recorded model; ``load_state_dict`` of a model or an optimizer counts
+    after a ``torch.load``.
+    """
+
+    def __init__(self) -> None:
+        self._recording: Recording
+        self._undo: list[tuple[Any, str, Any]] = []
+        self._wrapped: set[tuple[type, str]] = set()
+        self._is_inside = False
+        self._file = ""  # that torch.load has read last
+        self._loaded: tuple[str, str] | None = None  # path and line
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+
+    def install(self, recording: Recording) -> Callable[[], None]:
+        self._recording = recording
+        self._wrap_methods()
+        recording.on_model_recorded(lambda _: self._wrap_methods())
+        recording.on_training_forward(self._before_forward)
+        recording.on_step(lambda optimizer, _: self._add_optimizer(optimizer))
+        self._follow(Optimizer, "__init__", self._note_optimizer)
+        self._follow(torch, "save", self._save_plain)
+        self._follow(torch, "load", self._note_file)
+        self._follow(nn.Module, "load_state_dict", self._load_plain)
+        self._follow(Optimizer, "load_state_dict", self._load_plain)
+
+        def remove() -> None:
+            for owner, name, original in reversed(self._undo):
+                setattr(owner, name, original)
+            self._undo.clear()
+            self._wrapped.clear()
+
+        return remove
+
+    def _follow(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Replace ``owner.name`` by ``call(original, *args, **kwargs)``."""
+        original = vars(owner)[name]
+        self._undo.append((owner, name, original))
+
+        @functools.wraps(original)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
+
+        setattr(owner, name, followed)
+
+    def _wrap_methods(self) -> None:
+        for methods, call in ((_SAVES, self._save), (_LOADS, self._load)):
+            for module, name, attributes in methods:
+                kind: Any = getattr(sys.modules.get(module), name, None)
+                for attribute in attributes if kind is not None else ():
+                    if attribute in vars(kind) and (kind, attribute) not in self._wrapped:
+                        self._wrapped.add((kind, attribute))
+                        self._follow(kind, attribute, call)
+
+    # ---- what is saved -------------------------------------------------------------------------------------------------
+
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside:
+            return original(*args, **kwargs)
+        sketches, line = self._state(self._recording.models), line_of_user()
+        result = self._within(original, *args, **kwargs)
+        self._add("save", sketches, _path_in(result, *args[1:], *kwargs.values()), line)
+        return result
+
+    def _save_plain(self, original: Callable[..., Any], obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if f is not None:
+            args = (f, *args)
+        if self._is_inside or not self._holds_weights(obj, _DEPTH):
+            return original(obj, *args, **kwargs)
+        sketches, line = self._state(self._recording.models), line_of_user()
+        result = original(obj, *args, **kwargs)
+        self._add("save", sketches, _path_in(f, *kwargs.values()), line)
+        return result
+
+    def _holds_weights(self, obj: Any, depth: int) -> bool:
+        """Return whether ``obj`` contains a parameter of a recorded model, or a view or copy of one that shares its memory."""
+        if isinstance(obj, torch.Tensor):
+            return obj.layout is torch.strided and obj.data_ptr() in self._addresses()
+        if depth == 0:
+            return False
+        if isinstance(obj, nn.Module):
+            return any(self._recording.owner_of(one) is not None for one in obj.parameters())
+        inner = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple)) else ()
+        return any(self._holds_weights(one, depth - 1) for one in inner)
+
+    def _addresses(self) -> set[int]:
+        parameters = [one for model in self._recording.models for one in model.parameters.values()]
+        return {one.data_ptr() for one in parameters if one.numel()}
+
+    # ---- what is loaded ------------------------------------------------------------------------------------------------
+
+    def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside:
+            return original(*args, **kwargs)
+        line = line_of_user()
+        result = self._within(original, *args, **kwargs)
+        path = _path_in(*args[1:], *kwargs.values())
+        if path or result is not False:  # resume() returns False if there is no checkpoint
+            self._loaded = path, line
+        return result
+
+    def _load_plain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not self._is_inside and self._file:
+            self._loaded = self._file, line_of_user()
+        return result
+
+    def _note_file(self, original: Callable[..., Any], f: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if f is not None:
+            args = (f, *args)
+        if not self._is_inside:
+            self._file = _path_in(f, *kwargs.values())
+        return original(*args, **kwargs)
+
+    def _before_forward(self, *_: Any) -> None:
+        if self._loaded is not None:
+            (path, line), self._loaded = self._loaded, None
+            self._add("load", self._state(self._recording.models), path, line, update=self._recording.update - 1)
+
+    # ---- the state -----------------------------------------------------------------------------------------------------
+
+    def _within(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._is_inside = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._is_inside = False
+
+    def _note_optimizer(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self._add_optimizer(optimizer)
+
+    def _add_optimizer(self, optimizer: Optimizer) -> None:
+        if all(reference() is not optimizer for reference in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+
+    def _known_optimizers(self) -> list[Optimizer]:
+        """Return the optimizers of recorded models. Of those with the same parameters, only the last one: it contains the others."""
+        found: dict[int, Optimizer] = {}
+        for reference in self._optimizers:
+            optimizer = reference()
+            parameters = [one for group in optimizer.param_groups for one in group["params"]] if optimizer else []
+            if optimizer is not None and parameters and self._recording.owner_of(parameters[0]) is not None:
+                found[id(parameters[0])] = optimizer
+        return list(found.values())
+
+    def _state(self, models: list[RecordedModel]) -> NamedSketches:
+        found = sketch_named(_tensors_of(models))
+        optimizers = self._known_optimizers()
+        for optimizer in optimizers:
+            state = sketch_optimizer_state(self._recording, optimizer)
+            found.whole.update(state.whole)
+            found.shards.update(state.shards)
+        lrs = [float(group.get("lr", 0.0)) for optimizer in optimizers for group in optimizer.param_groups]
+        rates = [(f"lr {number}", torch.tensor(lr, dtype=torch.float64)) for number, lr in enumerate(lrs)]
+        found.whole.update(sketch_named(rates).whole)
+        return found
+
+    def _add(
+        self,
+        action: Literal["save", "load"],
+        sketches: NamedSketches,
+        path: str,
+        line: str,
+        *,
+        update: int | None = None,
+    ) -> None:
+        if not self._recording.models:
+            return  # nothing was trained yet
+        for names, found, is_sharded in sketches.parts():
+            self._recording.add(
+                SavedState(
+                    action=action,
+                    update=self._recording.last_update if update is None else update,
+                    path=path,
+                    names=names,
+                    sketches=found,
+                    is_sharded=is_sharded,
+                    line=line,
+                )
+            )
+
+
+def _tensors_of(models: list[RecordedModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    for model in models:
+        for name, parameter in model.parameters.items():
+            yield f"{model.index}:{name}", parameter.detach()
+        for name, buffer in model.buffers().items():
+            yield f"buffer {model.index}:{name}", buffer
+
+
+def _path_in(*values: Any) -> str:
+    """Return the first path among ``values`` (a file object's name counts), or an empty string."""
+    for value in values:
+        value = value if isinstance(value, os.PathLike) else getattr(value, "name", value)
+        if isinstance(value, (str, os.PathLike)):
+            return os.path.abspath(os.fspath(value))
+    return ""
