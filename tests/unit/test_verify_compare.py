@@ -205,3 +205,18 @@ def test_a_planted_fault_is_named(fault: Fault) -> None:
     assert (finding.stage, finding.cause, finding.update) == (fault.stage, fault.cause, expected_update), finding
     assert not fault.tensor or fault.tensor in finding.tensors, finding
     assert finding.do
+
+
+@pytest.mark.parametrize("name", ["", "weights not restored", "buffers not restored"])
+def test_both_processes_of_a_resumed_run_may_be_one_trace(name: str) -> None:
+    before, after = Setting(num_updates=2), Setting(num_updates=2, first_update=2, fault=name)
+    joined = Trace(
+        ranks=[first + second for first, second in zip(simulate(before).ranks, simulate(after).ranks, strict=True)]
+    )
+    reference, exact = _traces_of_reference(reference_of(Setting()))
+    verdict = compare(joined, reference, exact, options=CompareOptions(is_resumed=True))
+    if not name:
+        assert verdict.result == "same", verdict.finding
+        return
+    assert verdict.finding is not None
+    assert (verdict.finding.stage, verdict.finding.update, verdict.finding.cause) == ("load", 1, name)

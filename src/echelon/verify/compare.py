@@ -11,7 +11,7 @@ from echelon.verify.comparison.differences import Comparison, RunDifference, Tal
 from echelon.verify.comparison.findings import finding_of
 from echelon.verify.comparison.invariants import GeneratorHistory, rates_of, unequal_clips, unequal_steps
 from echelon.verify.comparison.sample_comparison import SampleComparison
-from echelon.verify.comparison.saved_states import load_differences, save_differences
+from echelon.verify.comparison.saved_states import load_differences, resume_differences, save_differences
 from echelon.verify.finding import STAGES, Cell, CellState, Coverage, Finding, Stage, Verdict
 from echelon.verify.trace import Trace
 
@@ -29,7 +29,7 @@ class CompareOptions:
     num_false_alarms_per_run: float = 1e-6
     """Greatest probability of reporting a difference where there is only rounding."""
     is_resumed: bool = False
-    """Whether the layout's trace is that of a run that was resumed: its first weights are then compared at stage ``load``."""
+    """Whether the layout is a run that was resumed: the trace of its second process, or of both as one."""
 
 
 def compare(
@@ -71,7 +71,7 @@ def compare(
     )
     order = SampleComparison(ours, theirs, comparison.samples)
     generators = GeneratorHistory(ours, theirs, order)
-    _compare_begin(comparison, begin, is_resumed=options.is_resumed or ours.first_update > theirs.first_update)
+    _compare_begin(comparison, begin, is_resumed=ours.first_update > theirs.first_update)
     for update in updates:
         _compare_update(comparison, order, generators, update, is_resumed=options.is_resumed)
     _compare_ends(comparison, order, updates)
@@ -112,6 +112,9 @@ def _compare_begin(comparison: Comparison, begin: int, *, is_resumed: bool) -> N
     stage: Stage = "load" if is_resumed else "initial weights"
     for difference in load_differences(comparison):
         comparison.add(difference)
+    if comparison.layout.resumed_at is not None:
+        for difference in resume_differences(comparison):
+            comparison.add(difference)
     if not is_resumed:
         # No arithmetic has been done yet: the same seed gives the same bits.
         bitwise, comparison.is_bitwise = comparison.is_bitwise, True
@@ -197,7 +200,8 @@ def _compare_clips(comparison: Comparison, update: int) -> None:
         # By the triangle inequality two norms differ by no more than the tensors do.
         allowed = max(together, floor, 2 * max(errors, default=0.0))
         distance = abs(own.norm - other.norm)
-        if distance <= allowed or own.norm == other.norm:
+        by_value = math.isnan(own.norm) and math.isnan(other.norm)
+        if distance <= allowed or own.norm == other.norm or by_value:
             comparison.passed(
                 update, "clip", largest=distance / allowed if allowed else 0.0, equal_bits=distance == 0.0
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -137,22 +137,31 @@ class AlignedRun:
         self.processes: list[RecordedProcess | None] = []
         self.models: dict[int, Model] = {}
         self._updates: list[dict[int, RankUpdate]] = []
+        self._begins: list[RankUpdate] = []
+        self.resumed_at: int | None = None
+        """First update of a second process in the same trace, which has resumed the first one."""
         last_steps: list[int] = []
         for events in trace.ranks:
             process: RecordedProcess | None = None
             updates: dict[int, RankUpdate] = {}
+            begin = RankUpdate()
             last = -2
             for event in events:
                 if isinstance(event, RecordedProcess):
+                    if process is not None:
+                        self.resumed_at = event.first_update
                     process = process or event
                 elif isinstance(event, Model):
                     self.models.setdefault(event.model, event)
+                elif self.resumed_at is not None and event.update < self.resumed_at and last == self.resumed_at - 1:
+                    begin.add(event)
                 else:
                     updates.setdefault(event.update, RankUpdate()).add(event)
                     if isinstance(event, OptimizerStep):
                         last = max(last, event.update)
             self.processes.append(process)
             self._updates.append(updates)
+            self._begins.append(begin)
             last_steps.append(last)
         self.first_update = max((one.first_update for one in self.processes if one), default=0)
         self.end_update = min(last_steps, default=-2) + 1
@@ -182,6 +191,7 @@ class AlignedRun:
         for rank, updates in enumerate(self._updates):
             for update in sorted(updates):
                 yield from ((rank, one) for one in updates[update].saved)
+            yield from ((rank, one) for one in self._begins[rank].saved)
 
     def tensors(self, update: int, kind: TensorKind) -> dict[str, RecordedTensor]:
         """Return the tensors of ``kind`` in ``update`` by name (``"0:weight"``)."""
@@ -202,23 +212,31 @@ class AlignedRun:
                         known[key] = known[key] + sketch if key in known else sketch
         return result
 
+    def resumed_tensors(self, kind: TensorKind) -> dict[str, RecordedTensor]:
+        """Return the tensors of ``kind`` with which the second process began."""
+        return _whole_tensors(self._begins, kind)
+
     def _collect(self, update: int, kind: TensorKind) -> dict[str, RecordedTensor]:
-        by_rank: dict[str, dict[int, Sketch]] = {}
-        sharded: dict[str, bool] = {}
-        for rank, one in enumerate(self.ranks_at(update)):
-            for is_sharded, names, sketches in _named_sketches(one, kind):
-                for name, sketch in zip(names, sketches, strict=True):
-                    by_rank.setdefault(name, {}).setdefault(rank, sketch)
-                    sharded[name] = sharded.get(name, False) or is_sharded
-        result = {}
-        for name, sketches_of_ranks in by_rank.items():
-            values = list(sketches_of_ranks.values())
-            whole = values[0]
-            if sharded[name]:
-                for value in values[1:]:
-                    whole = whole + value
-            result[name] = RecordedTensor(whole=whole, by_rank=sketches_of_ranks, is_sharded=sharded[name])
-        return result
+        return _whole_tensors(self.ranks_at(update), kind)
+
+
+def _whole_tensors(ranks: Sequence[RankUpdate], kind: TensorKind) -> dict[str, RecordedTensor]:
+    by_rank: dict[str, dict[int, Sketch]] = {}
+    sharded: dict[str, bool] = {}
+    for rank, one in enumerate(ranks):
+        for is_sharded, names, sketches in _named_sketches(one, kind):
+            for name, sketch in zip(names, sketches, strict=True):
+                by_rank.setdefault(name, {}).setdefault(rank, sketch)
+                sharded[name] = sharded.get(name, False) or is_sharded
+    result = {}
+    for name, sketches_of_ranks in by_rank.items():
+        values = list(sketches_of_ranks.values())
+        whole = values[0]
+        if sharded[name]:
+            for value in values[1:]:
+                whole = whole + value
+        result[name] = RecordedTensor(whole=whole, by_rank=sketches_of_ranks, is_sharded=sharded[name])
+    return result
 
 
 def _named_sketches(one: RankUpdate, kind: TensorKind) -> Iterator[tuple[bool, list[str], list[Sketch]]]:

@@ -170,6 +170,10 @@ class Comparison:
         """Compare all tensors of ``kind`` after or in ``update``."""
         ours = self.layout.tensors(update, kind)
         theirs = self.reference.tensors(update, kind)
+        if kind == "clipped" and bool(ours) != bool(theirs):
+            # They are recorded only where clipping changed the gradients.
+            ours = ours or self.layout.tensors(update, "reduced")
+            theirs = theirs or self.reference.tensors(update, "reduced")
         if not ours or not theirs:
             return
         names = [name for name in theirs if kind in ("reduced", "clipped") or name in ours]
@@ -209,6 +213,9 @@ class Comparison:
     def measured(self, update: int, kind: TensorKind, theirs: Mapping[str, RecordedTensor]) -> dict[str, Measurement]:
         """Return the rounding error of each tensor of the reference."""
         twins = [run.tensors(update, kind) for run in (self.exact, *self.perturbed) if run is not None]
+        if kind == "clipped":
+            runs = [run for run in (self.exact, *self.perturbed) if run is not None]
+            twins = [twin or run.tensors(update, "reduced") for twin, run in zip(twins, runs, strict=True)]
         result = {}
         depth = math.sqrt(self.num_samples(update))
         for name, tensor in theirs.items():

@@ -50,7 +50,9 @@ class GeneratorHistory:
             if others:
                 yield RunDifference(stage="rng", update=update, kind="equal generators", ranks=[ranks[0], *others])
                 break
-        if repeated and not self._reference_repeats:
+        if repeated and update == self._layout.resumed_at:
+            yield RunDifference(stage="rng", update=update, kind="generators", ranks=sorted(repeated))
+        elif repeated and not self._reference_repeats:
             earlier = min(repeated.values())
             yield RunDifference(
                 stage="rng", update=update, kind="repeated generator", ranks=sorted(repeated), values=str(earlier)
@@ -71,6 +73,8 @@ def unequal_clips(layout: AlignedRun, update: int) -> RunDifference | None:
     clips = [layout.at(rank, update).clips for rank in range(layout.world_size)]
     for calls in zip(*clips, strict=False):
         norms = [one.norm for one in calls]
+        if all(math.isnan(norm) for norm in norms):
+            continue  # clipped by value
         # A norm is a sum over all elements; ranks that add it up in another order than their neighbor differ in the last bits.
         spread = max(norms) - min(norms)
         if not math.isfinite(spread) or spread > unit_roundoff("float32") * math.sqrt(num_elements) * max(norms):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor
+from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor, TensorKind
 from echelon.verify.comparison.differences import Comparison, RunDifference
 from echelon.verify.comparison.likely_cause import LikelyCause
 from echelon.verify.sketch import Sketch
 from echelon.verify.trace import SavedState
 
-__all__ = ["load_cause", "load_differences", "save_cause", "save_differences"]
+__all__ = ["load_cause", "load_differences", "resume_differences", "save_cause", "save_differences"]
 
 
 def _states(run: AlignedRun, action: str) -> dict[tuple[int, str], dict[int, SavedState]]:
@@ -111,6 +111,28 @@ def load_differences(comparison: Comparison) -> Iterator[RunDifference]:
             )
 
 
+def resume_differences(comparison: Comparison) -> Iterator[RunDifference]:
+    """Yield tensors with which the second process of a resumed run began although the first one ended with other values."""
+    run = comparison.layout
+    assert run.resumed_at is not None
+    kinds: tuple[TensorKind, ...] = ("weights", "buffers", "optimizer_state")
+    for kind in kinds:
+        ended, began = run.tensors(run.resumed_at - 1, kind), run.resumed_tensors(kind)
+        for name in [one for one in ended if one in began]:
+            if _equal(began[name], ended[name]):
+                comparison.passed(run.resumed_at - 1, "load")
+                continue
+            yield RunDifference(
+                stage="load",
+                update=run.resumed_at - 1,
+                kind="loaded",
+                tensor=name,
+                distance=began[name].whole.distance(ended[name].whole),
+                norm=ended[name].whole.norm,
+                values="it has other values than when the run was interrupted",
+            )
+
+
 def _equal(first: RecordedTensor, second: RecordedTensor) -> bool:
     if first.whole.bits == second.whole.bits and first.whole.num_elements == second.whole.num_elements:
         own = {one.bits for one in first.by_rank.values()}
@@ -170,7 +192,7 @@ def load_cause(comparison: Comparison, differences: list[RunDifference]) -> Like
         "weights": "weights",
     }
     listed = " and ".join(sorted(words[kind] for kind in kinds))
-    begin = comparison.layout.first_update
+    begin = comparison.layout.resumed_at or comparison.layout.first_update
     other = _other_update(comparison, names)
     if other is not None:
         why = f"{listed} are those of update {other}, not of update {begin - 1}"
@@ -195,8 +217,9 @@ def _kind_of(name: str, buffers: set[str]) -> str:
 
 def _other_update(comparison: Comparison, names: list[str]) -> int | None:
     """Return the update after which the reference had the weights that the layout begins with."""
-    begin = comparison.layout.first_update
-    ours = comparison.layout.tensors(begin - 1, "weights")
+    run = comparison.layout
+    begin = run.resumed_at or run.first_update
+    ours = run.tensors(begin - 1, "weights") if run.resumed_at is None else run.resumed_tensors("weights")
     wrong = [name for name in names if name in ours]
     for other in range(comparison.reference.first_update, comparison.reference.end_update):
         theirs = comparison.reference.tensors(other, "weights")

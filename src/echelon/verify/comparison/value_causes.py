@@ -363,6 +363,12 @@ def buffer_cause(comparison: Comparison, differences: Sequence[RunDifference]) -
             do="use SyncBatchNorm, or broadcast the buffers from rank 0 (DDP: broadcast_buffers=True)",
             ranks=sorted({rank for one in unequal for rank in one.ranks}),
         )
+    if all(name.partition(":")[2].startswith("averaged.") for name in names):
+        return LikelyCause(
+            name="averaged weights",
+            why=f"only {_listed(names)} differ, which are averages of the weights",
+            do="update the average once per update, after the step, from weights that are complete, on every rank",
+        )
     return LikelyCause(
         name="stale buffers",
         why=f"{_listed(names)} are not those of the reference, although outputs and weights are",
