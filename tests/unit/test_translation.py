@@ -33,7 +33,14 @@ FORMATS = {
     *("rank {rank}", "flag {flag}", "flags {flags}", "file {place}", "env {name}", "code {call}"),
     "{rank} failed first{thread}: echelon.base.errors.{kind}: {what}",
     *("rank {rank} of {number}", "rank {rank} of {number}, on {machine}"),
-    *("directory {folder}", "set {name} to one of {names}", "note ({state}): {what}", " {seconds} s later"),
+    *(
+        "directory {folder}",
+        "set {name} to one of {names}",
+        "note ({state}): {what}",
+        " {seconds} s later",
+        "{time} left",
+        "ranks {numbers}",
+    ),
     *("{number} seconds", "{number} minutes", "{number} hours", "1 minute", "1 hour"),
     *(f"{item} {{seconds}} s" for item in GOODPUT_ITEMS),
 }
@@ -50,6 +57,39 @@ COMPOSED = {
     "was killed by {name} (signal {number}){later}",
     "the ranks lost contact with each other; gloo aborted rank {rank} as a result",
     "goodput {part} of {seconds} s: {items}; {number} restart{s}",
+    *(
+        "num cores",
+        "memory mb",
+        "the run was interrupted",
+        "evaluation, waiting",
+        "{number} processes on {count} machines",
+    ),
+    *(f"{{number}} {what}" for what in ("restarts", "step behind", "steps behind")),
+    *(f"{{number}} process{es} {what}" for es in ("", "es") for what in ("started", "restarted (restart {count})")),
+    "intact: {number} files, {amount} {unit}",
+    "{path} (virtual environment)",
+    *(
+        f"the run {end} (exit code {{number}})"
+        for end in ("succeeded", "failed", "saved and exited", "was interrupted")
+    ),
+    *(
+        f"the run is live; state{where} (echelon watch {{run}} keeps it up to date):"
+        for where in ("", " of the ranks on {host}")
+    ),
+    *(f"{{value}} {unit}/s on this machine" for unit in ("samples", "items")),
+    *(
+        f"loader {{number}}: {place}"
+        for place in (
+            *(
+                "evaluation",
+                "at the start of epoch {count}",
+                "in epoch {count}",
+                "in epoch {count}, after {samples} samples",
+            ),
+            "in epoch {count}, after {samples} of {all} samples",
+            "in epoch {count}, after {samples} of {all} samples ({batches} batches of each rank)",
+        )
+    ),
 }
 SAMPLES = {
     "is": "are",

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.messages.terminal import align_columns
+from echelon.base.messages.translation import translate
 from echelon.base.progress import progress_bar
 from echelon.compat.byte_sizes import convert_file_size_to_int
 
@@ -66,7 +68,8 @@ def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
         click.echo(_json(results))
     else:
         for result in results:
-            click.echo("\n  ".join([f"{result['path']}: {result['status']}", *result["problems"]]))
+            problems = map(translate, result["problems"])
+            click.echo("\n  ".join([f"{result['path']}: {translate(result['status'])}", *problems]))
     ctx.exit(1 if any(result["problems"] for result in results) else 0)
 
 
@@ -115,7 +118,7 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
         files = merged_weights.merge(
             source, folder, model=model, max_shard_bytes=limit, precision=precision, show=progress_bar
         )
-    click.echo(f"wrote {', '.join(file.name for file in files)} to {out}")
+    click.echo(translate(f"wrote {', '.join(file.name for file in files)} to {out}"))
 
 
 @command.command("export")
@@ -147,7 +150,7 @@ def export(path: str, out: str, layout: str) -> None:
         with progress_bar("writing", size) as progress:
             write(checkpoint, folder, progress=progress)
         has_state = (checkpoint.folder / TRAINER_STATE).exists()
-    click.echo(f"wrote {out}")
+    click.echo(translate(f"wrote {out}"))
     if layout == "transformers" and not has_state:
         click.echo(
             f"note: its {TRAINER_STATE} sets the logging, evaluation and saving intervals to 500 steps. A resumed Trainer "
@@ -181,7 +184,7 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
     read = {"accelerate": accelerate.import_accelerate, "transformers": transformers.import_transformers}[layout]
     imported = read(source, parameters=[_lines(name) for name in parameters])
     conversion.write_imported(imported, target, source=source)
-    click.echo(f"wrote {out}")
+    click.echo(translate(f"wrote {out}"))
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
@@ -227,7 +230,7 @@ def _newest_in(folder: Path) -> Path:
     intact = [entry for entry in found.entries if entry.state != "damaged"]
     if not intact:
         return folder  # the reader reports it
-    click.echo(f"using {place / intact[0].name}, the newest of {len(found.entries)}", err=True)
+    click.echo(translate(f"using {place / intact[0].name}, the newest of {len(found.entries)}"), err=True)
     return place / intact[0].name
 
 
@@ -288,8 +291,9 @@ def _verified(folder: Path) -> dict[str, Any]:
 
 def _listing(folder: Path, found: Listing) -> str:
     if not found.entries and not found.leftovers:
-        return f"{folder} contains no checkpoints"
-    lines = [("name", "step", "epoch", "size", "ranks", "age", "layout", "state")]
+        return translate(f"{folder} contains no checkpoints")
+    head = ("name", "step", "epoch", "size", "ranks", "age", "layout", "state")
+    lines = [tuple(map(translate, head))]
     lines += [
         (
             entry.name,
@@ -304,14 +308,16 @@ def _listing(folder: Path, found: Listing) -> str:
         for entry in found.entries
     ]
     text = _table(lines) if found.entries else ""
-    left = [f"{one.name}  {_size(one.num_bytes)}  left by an interrupted save" for one in found.leftovers]
+    left = [
+        f"{one.name}  {_size(one.num_bytes)}  {translate('left by an interrupted save')}" for one in found.leftovers
+    ]
     return "\n".join([*([text] if text else []), *left])
 
 
 def _state(entry: CheckpointEntry) -> str:
     state: str = "complete, has no checksums" if entry.state == "unknown" else entry.state
-    state += "".join(f"; {problem}" for problem in entry.problems[:2])
-    return state if entry.place == entry.name else f"{state}; stored as {entry.place}"
+    parts = [state, *entry.problems[:2], *([] if entry.place == entry.name else [f"stored as {entry.place}"])]
+    return "; ".join(map(translate, parts))
 
 
 def _content(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -416,33 +422,35 @@ def _readable(content: dict[str, Any]) -> str:
         facts = {name: value for name, value in (content.get(key) or {}).items() if value is not None}
         lines.append((key, ", ".join(f"{name}={value}" for name, value in facts.items())))
         if key == "progress":
-            lines += [("", _loader_text(i, one)) for i, one in enumerate(content.get("loaders", []))]
-    parts: list[str] = [_table([(name, str(value)) for name, value in lines if value])]
+            lines += [("", translate(_loader_text(i, one))) for i, one in enumerate(content.get("loaders", []))]
+    parts: list[str] = [_table([(translate(name), str(value)) for name, value in lines if value])]
     if content.get("config"):
         chosen = [(f"  {name}", str(value), f"({origin})") for name, (value, origin) in content["config"].items()]
         own = [row for row in chosen if row[2] != "(default)"]
-        parts.append(f"settings ({len(chosen) - len(own)} others have default values)")
+        parts.append(translate(f"settings ({len(chosen) - len(own)} others have default values)"))
         parts += [_table(own)] if own else []
     for i, groups in enumerate(content.get("optimizers", [])):
         lines_of_groups = [
-            f"  group {j}: {group['params']} parameters, "
+            "  "
+            + translate(f"group {j}: {group['params']} parameters")
+            + ", "
             + ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
             for j, group in enumerate(groups)
         ]
-        parts.append("\n".join([f"optimizer {i}", *lines_of_groups]))
+        parts.append("\n".join([translate(f"optimizer {i}"), *lines_of_groups]))
     tensors = [
         (
             "  " + one["name"],
             one["dtype"],
             str(one["shape"]),
-            f"ranks {_ranks(one['ranks'])}" if "ranks" in one else one.get("file", ""),
+            translate(f"ranks {_ranks(one['ranks'])}") if "ranks" in one else one.get("file", ""),
         )
         for one in content["tensors"]
     ]
-    parts.append("\n".join([f"{len(tensors)} tensors", _table(tensors)]))
-    parts += [f"  {name} is an alias of {target}" for name, target in content["aliases"].items()]
+    parts.append("\n".join([translate(f"{len(tensors)} tensors"), _table(tensors)]))
+    parts += ["  " + translate(f"{name} is an alias of {target}") for name, target in content["aliases"].items()]
     if content.get("objects") or content.get("files"):
-        parts.append(f"also contains {', '.join(content.get('objects') or content['files'])}")
+        parts.append(translate(f"also contains {', '.join(content.get('objects') or content['files'])}"))
     return "\n".join(parts)
 
 
@@ -452,8 +460,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join(align_columns(rows))
 
 
 def _json(value: Any) -> str:

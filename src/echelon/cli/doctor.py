@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import translate, translate_lines
 from echelon.base.printable import printable
 from echelon.launch.failures.rank_errors import read_record
 from echelon.launch.local.goodput_recorder import read_goodput
@@ -65,14 +66,14 @@ def _diagnose_run(run: Path, *, all_threads: bool) -> None:
     attempts = sorted(run.glob("attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     goodput = read_goodput(run)
     for line in [] if goodput is None else goodput.lines():
-        click.echo(printable(f"{run}: {line}"))
+        click.echo(f"{printable(str(run))}: {translate(printable(line))}")
     is_empty = True
     for attempt in attempts:
         for line in [*_stalls(attempt, all_threads=all_threads), *_errors(attempt)]:
             is_empty = False
             click.echo(printable(line))
     if is_empty:
-        click.echo(f"{printable(str(run))}: no rank has stalled or failed")
+        click.echo(f"{printable(str(run))}: {translate('no rank has stalled or failed')}")
     for line in _live_ranks(run):
         click.echo(printable(line))
 
@@ -88,26 +89,27 @@ def _live_ranks(run: Path) -> Iterator[str]:
         live.close()
     if snapshot.is_live:
         others = f" of the ranks on {snapshot.host}" if snapshot.num_machines > 1 else ""
-        yield f"the run is live; state{others} (echelon watch {run} keeps it up to date):"
+        yield translate(f"the run is live; state{others} (echelon watch {run} keeps it up to date):")
         yield from (f"  {row.to_text()}" for row in snapshot.rows)
     elif snapshot.outcome == "running":
-        yield f"the run is live, but {snapshot.why_not_live}"
+        yield translate(f"the run is live, but {snapshot.why_not_live}")
 
 
 def _stalls(attempt: Path, *, all_threads: bool) -> Iterator[str]:
     pattern = re.compile(STALL_FILE.format(r"(\d+)"))
     found = {int(m[1]): path for path in attempt.iterdir() if (m := pattern.fullmatch(path.name))}
     for number, path in sorted(found.items()):
-        yield f"{attempt.name}: {path.read_text(encoding='utf-8').rstrip()}"
+        yield f"{attempt.name}: {translate_lines(path.read_text(encoding='utf-8').rstrip())}"
         for folder in _ranks(attempt):
             try:
                 answer = json.loads((folder / ANSWER_FILE.format(number)).read_text(encoding="utf-8"))
                 stacks = [answer["stack"], *(answer["threads"] if all_threads else [])]
             except (OSError, ValueError, KeyError, TypeError):
-                yield f"\n{folder.name}: no stack recorded"
+                yield "\n" + translate(f"{folder.name}: no stack recorded")
                 continue
             for stack in stacks:
-                yield f"\n{folder.name}, most recent call last:\n{''.join(stack).rstrip()}"
+                title = translate(f"{folder.name}, most recent call last:")
+                yield f"\n{title}\n{''.join(stack).rstrip()}"
 
 
 def _errors(attempt: Path) -> Iterator[str]:

@@ -8,6 +8,8 @@ from typing import Any
 import click
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.terminal import align_columns
+from echelon.base.messages.translation import translate
 from echelon.cli.environment_facts import (
     devices,
     interfaces,
@@ -53,11 +55,11 @@ def command(config_file: str | None, addresses: bool, as_json: bool) -> None:
         click.echo(json.dumps(report, indent=2))
         return
     for title, facts in report.items():
-        click.echo(f"{title}:" + (f" {facts}" if isinstance(facts, str) else "" if facts else " none"))
-        if isinstance(facts, dict):
-            width = max(map(len, facts), default=0)
-            for name, value in facts.items():
-                click.echo(f"  {name:<{width}}  {value}")
+        words = facts if isinstance(facts, str) else "" if facts else "none"
+        click.echo(f"{translate(title)}: {translate(words)}".rstrip())
+        if isinstance(facts, dict) and facts:
+            for line in align_columns([(translate(name), translate(value)) for name, value in facts.items()]):
+                click.echo(f"  {line}")
 
 
 def _settings(config_file: str | None, *, with_addresses: bool) -> dict[str, str] | str:

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.terminal import align_columns, pad
+from echelon.base.messages.translation import translate
 from echelon.base.printable import printable
 from echelon.report.run_folder import RecordedRun, find_run, read_run, runs_below
 from echelon.status.run_files import DEFAULT_PARENT
 from echelon.status.strict_json import dumps
 
 if TYPE_CHECKING:
+    from echelon.report.comparison import ComparedFact
     from echelon.report.step_series import StepSeries
 
 __all__ = ["command"]
@@ -61,7 +64,8 @@ def list_runs(folder: str, is_json: bool) -> None:
     if is_json:
         click.echo(dumps(rows, indent=2))
         return
-    table = [("run", "began", "took", "ranks", "steps", "last loss", "ended", "commit", "script and arguments")]
+    head = ("run", "began", "took", "ranks", "steps", "last loss", "ended", "commit", "script and arguments")
+    table = [tuple(map(translate, head))]
     for row in rows:
         arguments = shlex.join(map(str, row["arguments"] or []))
         table.append(
@@ -70,16 +74,16 @@ def list_runs(folder: str, is_json: bool) -> None:
                 format_time(row["began"]),
                 format_duration(row["duration_s"]),
                 _text(row["ranks"]),
-                steps_text(row["step"], resumed_at=row["resumed_at"]),
+                translate(steps_text(row["step"], resumed_at=row["resumed_at"])),
                 "-" if row["loss"] is None else f"{row['loss']:.4g}",
-                row["outcome"],
+                translate(row["outcome"]),
                 row["commit"] or "-",
                 f"{row['script'] or '-'} {arguments}".rstrip(),
             )
         )
     _print_table(table)
     if any("+" in row[7] for row in table):
-        click.echo("\n+ after a commit: there were uncommitted changes")
+        click.echo("\n" + translate("+ after a commit: there were uncommitted changes"))
 
 
 @command.command("show")
@@ -97,15 +101,19 @@ def show_run(folder: str) -> None:
     width = max((len(fact.name) for fact in facts), default=0) + 2
     for fact in facts:
         if fact.group != group:
-            click.echo(f"\n{fact.group}" if group else fact.group)
+            click.echo(f"\n{translate(fact.group)}" if group else translate(fact.group))
             group = fact.group
-        click.echo(printable(f"  {fact.name:<{width}}{fact.values[0]}"))
+        name, (value,) = _translated(fact)
+        click.echo(printable(f"  {pad(name, width)}{value}"))
     shown = [event for event in run.events if event.get("kind") != "checkpoint"][-_MAX_EVENTS:]
     if shown:
-        click.echo("\nevents")
+        click.echo("\n" + translate("events"))
     for event in shown:
-        click.echo(printable(f"  {format_time(event['time'])}  {event.get('text') or event.get('kind')}"))
-    click.echo(f"\n  a page with plots: echelon report {printable(shlex.quote(str(run.folder)))}")
+        click.echo(
+            printable(f"  {format_time(event['time'])}  {translate(str(event.get('text') or event.get('kind')))}")
+        )
+    page = f"a page with plots: echelon report {printable(shlex.quote(str(run.folder)))}"
+    click.echo(f"\n  {translate(page)}")
 
 
 _MAX_EVENTS = 20
@@ -136,12 +144,20 @@ def compare(folders: tuple[str, ...]) -> None:
     table: list[tuple[str, ...]] = [("", *(run.name for run in runs))]
     for fact in facts:
         if fact.group != group:
-            table.append((fact.group, *[""] * len(runs)))
+            table.append((translate(fact.group), *[""] * len(runs)))
             group = fact.group
         mark = " " if fact.is_equal else "*"
-        table.append((f" {mark} {fact.name}", *fact.values))
+        name, values = _translated(fact)
+        table.append((f" {mark} {name}", *values))
     _print_table(table)
-    click.echo("\n* differs")
+    click.echo("\n" + translate("* differs"))
+
+
+def _translated(fact: ComparedFact) -> tuple[str, tuple[str, ...]]:
+    """Return the name and the values in the user's language, unless they are names in the program."""
+    if fact.group in ("versions", "settings"):
+        return fact.name, fact.values
+    return translate(fact.name), tuple(map(translate, fact.values)) if fact.group == "results" else fact.values
 
 
 def _series(run: RecordedRun) -> StepSeries | None:
@@ -155,7 +171,5 @@ def _text(value: object) -> str:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        click.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip())
+    for line in align_columns([[printable(cell) for cell in row] for row in rows]):
+        click.echo(line)

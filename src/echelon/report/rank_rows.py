@@ -11,6 +11,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import final
 
+from echelon.base.messages.translation import translate
 from echelon.diagnose.stall import RankView, name_ranks
 from echelon.diagnose.straggler import steps_of
 from echelon.status.board import Doing, Phase, Times
@@ -90,7 +91,7 @@ class RankRow:
             "" if math.isnan(self.heartbeat_s) else f"heartbeat {self.heartbeat_s:.1f} s ago",
             "" if math.isnan(self.memory_mb) else f"{self.memory_mb:.0f} MB",
         ]
-        return f"rank {self.rank}: {'; '.join(part for part in parts if part)}"
+        return f"rank {self.rank}: {'; '.join(translate(part) for part in parts if part)}"
 
 
 @final
@@ -323,11 +324,16 @@ def _summary(rows: Sequence[RankRow], num_differing: int) -> str:
     parts = [
         f"{num_differing} of them differ" if num_differing else "",
         _span("step", [float(step) for step in steps], ""),
-        ", ".join(f"{phase} ({number})" if len(phases) > 1 else phase for phase, number in phases.most_common(3)),
+        ", ".join(
+            f"{translate(phase)} ({number})" if len(phases) > 1 else translate(phase)
+            for phase, number in phases.most_common(3)
+        ),
         f"heartbeat at most {max(ages):.1f} s ago" if ages else "",
         _span("", memory, " MB"),
     ]
-    return f"{name_ranks([row.rank for row in rows])}: {'; '.join(part for part in parts if part)}"
+    return (
+        f"{translate(name_ranks([row.rank for row in rows]))}: {'; '.join(translate(part) for part in parts if part)}"
+    )
 
 
 def _span(name: str, values: Sequence[float], unit: str) -> str:

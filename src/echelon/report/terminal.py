@@ -11,6 +11,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group
 from rich.text import Text
 
+from echelon.base.messages.translation import language, translate
 from echelon.base.printable import printable
 from echelon.report.live_run import Snapshot
 from echelon.report.rank_rows import Difference, RankRow, fold_rows, sparkline
@@ -71,10 +72,10 @@ def _line(text: str, style: str) -> Text:
 def _head(snapshot: Snapshot, width: int, *, is_ascii: bool) -> Iterator[tuple[str, str]]:
     processes = f"{snapshot.num_processes} process{'' if snapshot.num_processes == 1 else 'es'}"
     machines = f" on {snapshot.num_machines} machines" if snapshot.num_machines > 1 else ""
-    restarts = (
-        f", {snapshot.num_restarts} restart{'' if snapshot.num_restarts == 1 else 's'}" if snapshot.num_restarts else ""
-    )
-    yield f"{snapshot.name}: {snapshot.outcome}, {_clock(snapshot.elapsed_s)}, {processes}{machines}{restarts}", "bold"
+    parts = [translate(snapshot.outcome), _clock(snapshot.elapsed_s), translate(f"{processes}{machines}")]
+    if snapshot.num_restarts:
+        parts.append(translate(f"{snapshot.num_restarts} restart{'' if snapshot.num_restarts == 1 else 's'}"))
+    yield f"{snapshot.name}: {', '.join(parts)}", "bold"
     yield _progress(snapshot, is_ascii=is_ascii), ""
     if numbers := _numbers(snapshot):
         yield numbers, ""
@@ -82,9 +83,9 @@ def _head(snapshot: Snapshot, width: int, *, is_ascii: bool) -> Iterator[tuple[s
         label = f"loss ({snapshot.loss_from}): "
         yield label + sparkline(snapshot.losses, min(width - len(label), 80), is_ascii=is_ascii), "cyan"
     if snapshot.why_not_live:
-        yield f"ranks: {snapshot.why_not_live}", ""
+        yield f"rank: {translate(snapshot.why_not_live)}" if language() else f"ranks: {snapshot.why_not_live}", ""
     elif snapshot.num_machines > 1:
-        yield f"ranks on {snapshot.host} (run echelon watch on the other machines for theirs)", ""
+        yield translate(f"ranks on {snapshot.host} (run echelon watch on the other machines for theirs)"), ""
 
 
 def _progress(snapshot: Snapshot, *, is_ascii: bool) -> str:
@@ -102,7 +103,7 @@ def _progress(snapshot: Snapshot, *, is_ascii: bool) -> str:
         parts.append(f"{snapshot.steps_per_s:.3g} steps/s")
     if math.isfinite(snapshot.eta_s):
         parts.append(f"{_clock(snapshot.eta_s)} left")
-    return ", ".join(parts)
+    return ", ".join(map(translate, parts))
 
 
 def _numbers(snapshot: Snapshot) -> str:
@@ -114,18 +115,18 @@ def _numbers(snapshot: Snapshot) -> str:
         f"{snapshot.samples_per_s:,.0f} samples/s{here}" if math.isfinite(snapshot.samples_per_s) else "",
         f"{snapshot.items_per_s:,.0f} items/s{here}" if math.isfinite(snapshot.items_per_s) else "",
     ]
-    return ", ".join(part for part in parts if part)
+    return ", ".join(translate(part) for part in parts if part)
 
 
 def _tail(snapshot: Snapshot) -> list[str]:
-    return [f"event: {event}" for event in snapshot.events]
+    return [f"{translate('event:')} {translate(event)}" for event in snapshot.events]
 
 
 def _table(rows: Sequence[RankRow], width: int, *, is_ascii: bool) -> list[Text]:
     """Return the header and a line for each row; the column with the state takes the width that the others leave."""
     columns = {"rank": [str(row.rank) for row in rows], "step": ["" if r.step is None else f"{r.step:,}" for r in rows]}
     columns["state"] = [
-        "; ".join(dict.fromkeys(part for part in (row.what, row.phase, _place(row)) if part)) for row in rows
+        "; ".join(dict.fromkeys(translate(part) for part in (row.what, row.phase, _place(row)) if part)) for row in rows
     ]
     if width >= _WIDE:
         columns["last operation"] = [
@@ -135,18 +136,21 @@ def _table(rows: Sequence[RankRow], width: int, *, is_ascii: bool) -> list[Text]
         columns["heartbeat"] = ["" if math.isnan(row.heartbeat_s) else f"{row.heartbeat_s:.1f} s" for row in rows]
         columns["memory"] = ["" if math.isnan(row.memory_mb) else f"{row.memory_mb:,.0f} MB" for row in rows]
     columns = {name: [printable(cell) for cell in cells] for name, cells in columns.items()}
-    widths = {name: max(map(cell_len, [name, *cells])) for name, cells in columns.items()}
+    titles = {name: translate(name) for name in columns}
+    widths = {name: max(map(cell_len, [titles[name], *cells])) for name, cells in columns.items()}
     others = sum(widths.values()) - widths["state"] + _GAP * (len(columns) - 1)
-    widths["state"] = max(min(widths["state"], width - others), len("state"))
+    widths["state"] = max(min(widths["state"], width - others), cell_len(titles["state"]))
 
     def line(cells: Iterable[tuple[str, str]], style: str) -> Text:
         fitted = [
-            cell.rjust(widths[name]) if name in _RIGHT else _fit(cell, widths[name], is_ascii=is_ascii)
+            " " * (widths[name] - cell_len(cell)) + cell
+            if name in _RIGHT
+            else _fit(cell, widths[name], is_ascii=is_ascii)
             for name, cell in cells
         ]
         return Text((" " * _GAP).join(fitted).rstrip(), style=style, no_wrap=True, overflow="ellipsis")
 
-    lines = [line(((name, name) for name in columns), "dim")]
+    lines = [line(titles.items(), "dim")]
     for i, row in enumerate(rows):
         lines.append(line(((name, cells[i]) for name, cells in columns.items()), _STYLES[row.difference]))
     return lines

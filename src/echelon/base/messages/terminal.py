@@ -6,6 +6,8 @@ import os
 import re
 import stat
 import sys
+import unicodedata
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import IO, Literal
 
@@ -13,7 +15,7 @@ from echelon.base import environ
 from echelon.base.messages.translation import translate_lines
 from echelon.base.printable import printable
 
-__all__ = ["beside_progress_bars", "has_colour", "on_own_line", "say"]
+__all__ = ["align_columns", "beside_progress_bars", "has_colour", "on_own_line", "pad", "say"]
 
 Kind = Literal["note", "warning", "error"]
 
@@ -33,6 +35,21 @@ def say(text: object, *, kind: Kind = "note", stream: IO[str] | None = None) -> 
     # A single write, so that the output of ranks does not come in between.
     stream.write(f"{on_own_line(stream)}{name} {message}\n")
     stream.flush()
+
+
+def pad(text: str, width: int) -> str:
+    """Return ``text`` with spaces up to ``width`` columns of the terminal, of which a Chinese character takes two."""
+    return text + " " * (width - _num_columns(text))
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, with the cells of each column below each other."""
+    widths = [max(map(_num_columns, column)) for column in zip(*rows)]
+    return ["  ".join(map(pad, row, widths)).rstrip() for row in rows]
+
+
+def _num_columns(text: str) -> int:
+    return len(text) if text.isascii() else sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def has_colour(stream: IO[str]) -> bool:
