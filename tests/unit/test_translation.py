@@ -62,6 +62,7 @@ COMPOSED = {
         "memory mb",
         "the run was interrupted",
         "evaluation, waiting",
+        "forward/backward, waiting",
         "{number} processes on {count} machines",
     ),
     *(f"{{number}} {what}" for what in ("restarts", "step behind", "steps behind")),
