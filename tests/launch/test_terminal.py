@@ -65,6 +65,25 @@ def test_the_same_error_on_four_ranks_is_printed_once(command: Command) -> None:
         assert re.search(r"others: ranks? [\d, -]+ failed with the same error$", result.err, flags=re.MULTILINE)
 
 
+# With PYTHONUNBUFFERED, Python writes the end of a line, and each argument of print, by itself.
+LINES = """
+import os
+rank = os.environ["RANK"]
+for i in range(2000):
+    print(rank * 9, i, rank * 9, sep=" ")
+print("the", end=" ")
+print("end of", rank, end="")
+"""
+
+
+def test_lines_of_ranks_stay_whole(command: Command) -> None:
+    result = command.launch("--cpu", "--num_processes=3", command.write("lines.py", LINES), PYTHONUNBUFFERED="1")
+    expected = [line for r in "012" for line in (*(f"{r * 9} {i} {r * 9}" for i in range(2000)), f"the end of {r}")]
+    assert sorted(result.out.splitlines()) == sorted(expected)
+    alone = command.launch("--cpu", "--num_processes=1", "lines.py", PYTHONUNBUFFERED="1")
+    assert alone.out.endswith("\nthe end of 0")  # a single rank's output is what the program writes
+
+
 @pytest.mark.soak
 def test_two_errors_are_printed_once_each(command: Command) -> None:
     result = command.launch("--cpu", "--num_processes=4", command.write("fails.py", FAILS), "two")

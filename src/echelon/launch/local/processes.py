@@ -133,7 +133,9 @@ class Workers:
         if self._outputs.debugged not in (None, local_rank):
             stdin, environment = subprocess.DEVNULL, {**environment, "PYTHONBREAKPOINT": "0"}
         try:
-            process = self._start_process(self._command(directory, local_rank), environment, streams, stdin)
+            process = self._start_process(
+                self._command(directory, local_rank, environment), environment, streams, stdin
+            )
         finally:
             for end in child_ends:
                 os.close(end) if isinstance(end, int) else end.close()
@@ -161,12 +163,14 @@ class Workers:
             start_new_session=True,
         )
 
-    def _command(self, directory: Path, local_rank: int) -> list[str]:
+    def _command(self, directory: Path, local_rank: int, environment: Mapping[str, str]) -> list[str]:
         script = self._script
         args = script.args_of(local_rank)
         if script.kind == "program":
             return [script.target, *args]
-        mode = "line" if self._outputs.destination(local_rank, "stdout") == "both" else "default"
+        destination = self._outputs.destination(local_rank, "stdout")
+        is_shared = destination == "terminal" and environment.get("LOCAL_WORLD_SIZE") != "1"
+        mode = "shared" if is_shared else "line" if destination == "both" else "default"
         mode = "debug" if self._outputs.debugged == local_rank else mode
         # Run the worker by its path; with `-m`, a json.py in the current directory would shadow the standard module.
         slot = f"{self._board.path}:{local_rank}"

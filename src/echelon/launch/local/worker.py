@@ -186,9 +186,11 @@ def main(argv: list[str]) -> None:
     # Open until the process ends, because faulthandler writes the Python stacks there at a crash in native code.
     stack_file = open(os.path.join(directory, STACK_FILE), "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.enable(stack_file, all_threads=True)
-    if mode == "line":
-        # The launcher reads the output from a pipe; flush each line as on a terminal.
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if mode in ("line", "shared"):
+        # The launcher or the other ranks write to the same place: write each line at once, as on a terminal, and as a whole, which
+        # Python does not do with PYTHONUNBUFFERED.
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     reporter = None if board == "-" else _start_reporter(board, directory, stack_file)
     recorder = Recorder(directory, reporter)
     _hook_threads(recorder)
@@ -219,15 +221,39 @@ def main(argv: list[str]) -> None:
         recorder.add(error, where="main")
         # Do not re-raise, or the traceback would start with this file. The hook may be the user's (rich, IPython).
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        if mode == "shared":
+            _end_last_line()
         _print_traceback(error, recorder, mode=mode)
         if mode == "debug":
             _debug_post_mortem(error)
         # Errors of echelon have an exit code, such as 74 for a checkpoint that cannot be written.
         sys.exit(error.exit_code if _is_of_echelon(error) else 1)  # type: ignore[attr-defined]
+    finally:
+        if mode == "shared":
+            _end_last_line()
 
 
 def _is_of_echelon(error: BaseException) -> bool:
     return type(error).__module__.startswith("echelon.") and hasattr(error, "in_english")
+
+
+def _end_last_line() -> None:
+    """Write the rest of stdout, and end its line if the program has not, so that another rank's line does not follow on it."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the program has closed or replaced its stdout
+        number = sys.__stdout__.fileno()  # type: ignore[union-attr]
+        own, (reader, writer) = os.dup(number), os.pipe()
+        os.set_blocking(writer, False)  # the rest of a line is shorter than a pipe is
+        os.dup2(writer, number)
+        try:
+            sys.__stdout__.flush()  # type: ignore[union-attr]
+        finally:
+            os.dup2(own, number)
+            for file in (own, writer):
+                os.close(file)
+            with open(reader, "rb") as pipe:
+                rest = pipe.read()
+        if rest:
+            os.write(number, rest if rest.endswith(b"\n") else rest + b"\n")
 
 
 def _print_traceback(error: BaseException, recorder: Recorder, *, mode: str) -> None:
