@@ -16,6 +16,7 @@ from echelon.accelerator.metrics import gather_samples
 from echelon.accelerator.prepare.data_loaders import prepare_data_loader
 from echelon.base.errors import DesyncError, UsageError
 from echelon.data.loader import DispatchedLoader, PreparedLoader
+from echelon.world.world import World
 from tests.harness import errors_on_ranks, run_on_ranks
 from tests.reference import EpochStream
 
@@ -44,7 +45,7 @@ def _once(loader: PreparedLoader) -> tuple[list[int], int]:
     gathered, steps = [], 0
     for x in loader:
         steps += 1
-        gathered += gather_samples(x, loader.last_step).tolist()
+        gathered += gather_samples(x, loader.last_step, world=World.current()).tolist()
     return gathered, steps
 
 
@@ -79,7 +80,7 @@ def _read_all(dispatches: bool, split: bool, drop_last: bool, even: bool, sizes:
         for x in loader:
             mine.append(x.tolist())
             if loader.last_step is None or min(loader.last_step.sizes) > 0:
-                gathered += gather_samples(x, loader.last_step).tolist()
+                gathered += gather_samples(x, loader.last_step, world=World.current()).tolist()
         is_full = world > 1 and not dispatches and (even or not rest)
         if is_full and any(len(x) != whole // world for x in mine):
             wrong.append((n, batch, "sizes", mine))
@@ -188,7 +189,7 @@ def _read_shards(shards: list[list[int]], **choices: Any) -> Any:
     for x in loader:
         mine.append(x.tolist())
         if loader.last_step is None or min(loader.last_step.sizes) > 0:
-            gathered += gather_samples(x, loader.last_step).tolist()
+            gathered += gather_samples(x, loader.last_step, world=World.current()).tolist()
     return mine, gathered
 
 
@@ -227,7 +228,10 @@ def _dispatch_map(shuffle: bool) -> Any:
     data = TensorDataset(torch.arange(11)) if dist.get_rank() == 0 else TensorDataset(torch.arange(1))
     plain: DataLoader[Any] = DataLoader(data, batch_size=2, shuffle=shuffle, num_workers=2 if shuffle else 0)
     loader = _prepare(plain, dispatch_batches=True, put_on_device=True)
-    return [[i for (x,) in loader for i in gather_samples(x, loader.last_step).tolist()] for _ in range(2)], (
+    return [
+        [i for (x,) in loader for i in gather_samples(x, loader.last_step, world=World.current()).tolist()]
+        for _ in range(2)
+    ], (
         loader.total_batch_size,
         len(loader),
     )

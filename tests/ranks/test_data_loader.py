@@ -27,6 +27,7 @@ from echelon.base.errors import DesyncError, UsageError
 from echelon.data import rebuild_loader as rebuild
 from echelon.data.rng.host_rng import synchronize_rng_states
 from echelon.data.sharding.sample_order import SeedableRandomSampler
+from echelon.world.world import World
 from tests.harness import errors_on_ranks, run_on_ranks
 from tests.reference import Numbers, NumberStream
 
@@ -71,7 +72,7 @@ def _skip_all(world_matters: bool) -> list[Any]:
 
 def _all_ranks(loader: Any) -> list[list[int]]:
     """Return the new samples of all ranks for each step."""
-    return [gather_samples(x, loader.last_step).tolist() for x in loader]
+    return [gather_samples(x, loader.last_step, world=World.current()).tolist() for x in loader]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -30,6 +30,7 @@ from echelon.utils import (
     send_to_device,
     slice_tensors,
 )
+from echelon.world.world import World
 
 
 def _made(kind: str, *, rows: int = 2) -> Any:
@@ -102,8 +103,8 @@ def test_a_list_of_dataclasses_is_one_of_samples() -> None:
     assert num_samples({"targets": targets}) == 3
     assert [len(t.boxes) for t in slice_batch(targets, slice(1, 3))] == [5, 2]
     last = LastStep(sizes=[3], real=[2])
-    assert own_samples(targets, last) == targets[:2]
-    assert gather_samples(targets, last) == targets[:2]
+    assert own_samples(targets, last, rank=0) == targets[:2]
+    assert gather_samples(targets, last, world=World.current()) == targets[:2]
 
 
 def test_of_several_names_for_a_tensor_all_are_replaced() -> None:

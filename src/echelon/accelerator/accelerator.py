@@ -475,7 +475,7 @@ class Accelerator:
     def gather(self, tensor: Any) -> Any:
         """Concatenate each tensor in nested data across processes. Collective. See ``echelon.distributed.gather``."""
         self.session.update.require_every_rank("gather()")
-        return collectives.gather(tensor)
+        return collectives.gather(tensor, mesh=self.session.data_world.mesh)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results for one batch of a prepared loader: each sample exactly once, in dataset order.
@@ -487,23 +487,23 @@ class Accelerator:
         Collective: call on every process, once per batch.
         """
         loader = self.gradient_state.active_dataloader
-        if self.num_processes == 1:
+        if self.session.data_world.world_size == 1:
             return self.trim_for_metrics(input_data)  # an empty canonical shard has a padding sample
         self.session.update.require_every_rank("gather_for_metrics()")
         last = None if loader is None else loader.step_to_trim()
-        return gather_samples(input_data, last, objects=use_gather_object)
+        return gather_samples(input_data, last, world=self.session.data_world, objects=use_gather_object)
 
     trim_for_metrics = delegate(trim_for_metrics, "gradient_state")
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average nested tensors across processes. Collective. See ``echelon.distributed.reduce``."""
         self.session.update.require_every_rank("reduce()")
-        return collectives.reduce(tensor, reduction, scale)  # type: ignore[arg-type]
+        return collectives.reduce(tensor, reduction, scale, mesh=self.session.data_world.mesh)  # type: ignore[arg-type]
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad nested tensors to the largest size on any process. Collective."""
         self.session.update.require_every_rank("pad_across_processes()")
-        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, mesh=self.session.data_world.mesh)
 
     def wait_for_everyone(self) -> None:
         """Wait for all processes; if some do not arrive, the error names them. Collective."""

@@ -42,6 +42,9 @@ class Session:
 
     config: Resolved[RunConfig]
     world: World
+    """All ranks."""
+    data_world: World
+    """The ranks that read different samples: without those that differ only on other axes of the mesh."""
     engine: Engine
     precision: PrecisionPolicy
     deepspeed: DeepSpeedSettings

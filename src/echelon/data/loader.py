@@ -102,6 +102,11 @@ class PreparedLoader(DataLoader[Any]):
         self._position.iteration = epoch
 
     @property
+    def data_rank(self) -> int:
+        """Index of this rank among the ranks that read different samples."""
+        return self._world.rank
+
+    @property
     def num_given(self) -> int:
         """Number of batches yielded in this pass, including batches skipped at its start."""
         return self._position.num_given
@@ -473,7 +478,7 @@ class PreparedLoader(DataLoader[Any]):
             return  # the resumed pass was already complete
         if self._data_facts is None:  # before set_epoch, as when a checkpoint is loaded
             self.data_facts()
-        if self._world.world_size > 1:
+        if not self._world.is_alone:
             synchronize_rng_states([kind for kind in self._options.rng_types if kind != "generator"])
         self._set_epoch_of_samplers()
         self.end_of_dataloader = self.ends_early = False

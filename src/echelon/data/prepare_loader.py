@@ -73,7 +73,7 @@ def prepare_loader(
         line=line,
     )
     device = world.device if place else None
-    check = _order_check(loader, agreement, line=line, is_error=is_exact)
+    check = _order_check(loader, agreement, world=world, line=line, is_error=is_exact)
     given = _Given(loader, world, options, agreement, device, slice_fn, check)
     if agreement.sharding is not None:
         _refuse_conflicts(agreement.sharding, loader, options, line=line)
@@ -116,7 +116,7 @@ def _source(given: _Given) -> BatchSource:
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     is_random = any(type(sampler) is RandomSampler for sampler in samplers)
     for_one_reader = replace(options, use_seedable_sampler=options.use_seedable_sampler and is_random)
-    if world.world_size == 1:
+    if world.is_alone:
         return PlainSource(loader, options=for_one_reader)
     if given.agreement.sharding is not None:
         return PreshardedSource(loader, world=world, agreement=given.agreement, options=options)
@@ -135,7 +135,7 @@ def _exact_source(given: _Given) -> ExactSource:
     is_iterable = isinstance(loader.dataset, IterableDataset)
     # Bits depend on which samples are collated together. Rank zero collates whole batches, so a single process must, too.
     is_bitwise = exact.canonical_shards is not None and not is_iterable
-    if given.dispatches and (world.world_size > 1 or is_bitwise):
+    if given.dispatches and (not world.is_alone or is_bitwise):
         return ExactDispatchSource(
             loader,
             world=world,
@@ -170,14 +170,14 @@ def _refuse_conflicts(
 
 
 def _order_check(
-    loader: DataLoader[Any], agreement: LoaderAgreement, *, line: UserLine, is_error: bool
+    loader: DataLoader[Any], agreement: LoaderAgreement, *, world: World, line: UserLine, is_error: bool
 ) -> OrderCheck | None:
     """Return the check that compares the ranks' samplers, or None for torch's own samplers and single-process runs."""
     batches = batches_of(loader)
     sampler = batches.sampler if type(batches) is BatchSampler else batches
     if type(sampler).__module__.startswith(("torch.", "echelon.")) or not agreement.processes:
         return None
-    return OrderCheck(sampler, num_samples=length_of(loader.dataset), line=line, is_error=is_error)
+    return OrderCheck(sampler, world=world, num_samples=length_of(loader.dataset), line=line, is_error=is_error)
 
 
 def _first_pass(

@@ -21,45 +21,47 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def gather_counts(*counts: int) -> list[list[int]]:
+def gather_counts(*counts: int, group: dist.ProcessGroup | None = None) -> list[list[int]]:
     """Return, for each of ``counts``, the list of its values in rank order.
 
-    Collective: call on every rank, with the same number of counts.
+    Collective: call on every rank of ``group`` (None: all ranks), with the same number of counts.
     """
     if is_alone():
         return [[count] for count in counts]
-    mine = torch.tensor(counts, dtype=torch.int64, device=host_wire())
-    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(theirs, mine)
+    mine = torch.tensor(counts, dtype=torch.int64, device=host_wire(group))
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(theirs, mine, group=group)
     return torch.stack(theirs).T.tolist()
 
 
-def gather_bytes(payload: bytes) -> list[bytes]:
+def gather_bytes(payload: bytes, *, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Return the payloads from all ranks, in rank order.
 
-    Collective: call on every rank.
+    Collective: call on every rank of ``group`` (None: all ranks).
     """
     if is_alone():
         return [payload]
-    (lengths,) = gather_counts(len(payload))
-    mine = torch.frombuffer(bytearray(payload.ljust(max(max(lengths), 1), b"\0")), dtype=torch.uint8).to(host_wire())
+    (lengths,) = gather_counts(len(payload), group=group)
+    mine = torch.frombuffer(bytearray(payload.ljust(max(max(lengths), 1), b"\0")), dtype=torch.uint8).to(
+        host_wire(group)
+    )
     theirs = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(theirs, mine)
+    dist.all_gather(theirs, mine, group=group)
     return [their[:length].cpu().numpy().tobytes() for their, length in zip(theirs, lengths)]
 
 
-def broadcast_bytes(payload: bytes | None, *, source: int = 0) -> bytes:
-    """Return the payload from rank ``source`` on every rank; the other ranks pass None.
+def broadcast_bytes(payload: bytes | None, *, source: int = 0, group: dist.ProcessGroup | None = None) -> bytes:
+    """Return the payload from rank ``source`` of all ranks on every rank; the other ranks pass None.
 
-    Collective: call on every rank.
+    Collective: call on every rank of ``group`` (None: all ranks), which contains ``source``.
     """
-    device = host_wire()
+    device = host_wire(group)
     if payload is not None:
         head = len(payload).to_bytes(8, "little") + payload[: _HEAD - 8]
         message = torch.frombuffer(bytearray(head.ljust(_HEAD, b"\0")), dtype=torch.uint8).to(device)
     else:
         message = torch.empty(_HEAD, dtype=torch.uint8, device=device)
-    dist.broadcast(message, src=source)
+    dist.broadcast(message, src=source, group=group)
     received = message.cpu().numpy().tobytes()
     length = int.from_bytes(received[:8], "little")
     if length <= _HEAD - 8:
@@ -68,10 +70,10 @@ def broadcast_bytes(payload: bytes | None, *, source: int = 0) -> bytes:
         rest = torch.frombuffer(bytearray(payload[_HEAD - 8 :]), dtype=torch.uint8).to(device)
     else:
         rest = torch.empty(length - (_HEAD - 8), dtype=torch.uint8, device=device)
-    dist.broadcast(rest, src=source)
+    dist.broadcast(rest, src=source, group=group)
     return received[8:] + rest.cpu().numpy().tobytes()
 
 
-def host_wire() -> torch.device:
+def host_wire(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device for messages that the host reads, which is the CPU if one of the group's backends supports it."""
-    return wire_device(torch.device("cpu"), None)
+    return wire_device(torch.device("cpu"), group)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.base.device import backend_of, choose_device
 from echelon.world.environment import LaunchEnvironment, detect
+from echelon.world.mesh import MeshLayout
 
-__all__ = ["World"]
+__all__ = ["World", "mesh_along"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,29 @@ class World:
     device: torch.device
     backend: str
     """The ``torch.distributed`` backend for each device type, such as ``gloo`` or ``cpu:gloo,cuda:nccl``."""
+    mesh: DeviceMesh | None = None
+    """The 1-D mesh of these ranks, if they are a part of all ranks (see ``along``)."""
+
+    def along(self, mesh: DeviceMesh | None) -> World:
+        """Return the world of the ranks in the 1-D ``mesh``, with the rank and size in it; None is this world itself."""
+        if mesh is None:
+            return self
+        return replace(self, rank=mesh.get_local_rank(), world_size=mesh.size(), mesh=mesh)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of these ranks; None is the default group."""
+        return None if self.mesh is None else self.mesh.get_group()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process takes part in the run; a group of one rank may have neighbours on other axes."""
+        return self.world_size == 1 and self.mesh is None
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this process is rank zero of all ranks, whose order of samples the others follow."""
+        return self.rank == 0 if self.mesh is None else dist.get_rank() == 0
 
     @property
     def is_rank_zero(self) -> bool:
@@ -63,6 +90,18 @@ class World:
             f"rank {self.rank} of {self.world_size} (local rank {self.local_rank} of {self.local_world_size}, "
             f"node {self.node_rank}) on {self.device} with {self.backend}"
         )
+
+
+def mesh_along(layout: MeshLayout, axes: Collection[str], *, device_type: str) -> DeviceMesh | None:
+    """Return the 1-D mesh of the ranks that differ from this one at most on ``axes``; None if these are all ranks.
+
+    Collective: call on every rank, unless it returns None.
+    """
+    if layout.size(axes) == layout.size():
+        return None
+    enumerate_groups: Any = dist.new_subgroups_by_enumeration  # untyped
+    group, _ = enumerate_groups([list(ranks) for ranks in layout.groups(axes)])
+    return DeviceMesh.from_group(group, device_type)
 
 
 def world_of(environment: LaunchEnvironment, *, cpu: bool, backend: str | None = None) -> World:

@@ -12,14 +12,15 @@ from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.keywords import suggest_keywords
 from echelon.compat.variables import refuse_misspelled
+from echelon.world.mesh import AXES, MeshLayout
 
 __all__ = ["ParallelismConfig"]
 
 _PREFIX = "PARALLELISM_CONFIG_"
-_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # in the order of the mesh, outermost first
+_UNSUPPORTED = ("pp", "cp", "sp", "tp")  # axes that no engine of this version splits a model over
 _BACKENDS = {"cp_backend": "torch", "sp_backend": "deepspeed"}
 _VARIABLES = (
-    *(f"{_PREFIX}{axis.upper()}_SIZE" for axis in _AXES),
+    *(f"{_PREFIX}{axis.upper()}_SIZE" for axis in AXES),
     *(f"{_PREFIX}{name.upper()}" for name in _BACKENDS),
     # Variables of the handlers for unsupported axes.
     f"{_PREFIX}CP_COMM_STRATEGY",
@@ -34,7 +35,8 @@ _VARIABLES = (
 class ParallelismConfig:
     """The number of ranks on each device mesh axis. None: use the environment (``PARALLELISM_CONFIG_*``), else 1.
 
-    The model has ``dp_replicate_size`` copies, each split into ``dp_shard_size`` shards. The Accelerator does not
+    The mesh has the axes ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``sp`` and ``tp``, from the outermost to the innermost one,
+    which joins neighbouring ranks. The model has ``dp_replicate_size`` copies, each split into ``dp_shard_size`` shards. The Accelerator does not
     support other axes yet.
 
     Raises:
@@ -51,11 +53,12 @@ class ParallelismConfig:
     tp_handler: Any = None
     cp_handler: Any = None
     sp_handler: Any = None
+    pp_size: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         self.device_mesh: DeviceMesh | None = None  # not a field, so that comparison and repr ignore it
         refuse_misspelled(_PREFIX, _VARIABLES)
-        for axis in _AXES:
+        for axis in AXES:
             self._resolve_size(f"{axis}_size")
         for name, only in _BACKENDS.items():
             backend = getattr(self, name) or environ.get(_PREFIX + name.upper()) or only
@@ -94,7 +97,7 @@ class ParallelismConfig:
         Raises:
             ConfigError: an axis is not supported, or the product of the sizes differs.
         """
-        if refused := [f"{axis}_size={self._size(axis)}" for axis in self.non_dp_dim_names]:
+        if refused := [f"{axis}_size={self._size(axis)}" for axis in _UNSUPPORTED if self._size(axis) > 1]:
             raise ConfigError(
                 f"ParallelismConfig({', '.join(refused)}) is not supported: this version of echelon splits neither "
                 "layers nor sequences",
@@ -111,13 +114,17 @@ class ParallelismConfig:
                 do=f"{fitting}start {self.total_size} processes",
             )
 
+    def mesh_layout(self, *, rank: int) -> MeshLayout:
+        """Return the position of ``rank`` on each axis."""
+        return MeshLayout(sizes=tuple(map(self._size, AXES)), rank=rank)
+
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Build the mesh of all axes larger than 1 and the joint axes ``dp``, ``dp_shard_cp`` and ``dp_cp``; None if
         there are none.
 
         Collective: call on every rank.
         """
-        axes = [axis for axis in _AXES if self._size(axis) > 1]
+        axes = [axis for axis in AXES if self._size(axis) > 1]
         if not axes:
             return None
         mesh: Any = init_device_mesh(device_type, tuple(map(self._size, axes)), mesh_dim_names=tuple(axes))
@@ -165,6 +172,11 @@ class ParallelismConfig:
         return self.dp_shard_size > 1
 
     @property
+    def pp_enabled(self) -> bool:
+        """Whether the layers are divided into stages (pipeline parallelism)."""
+        return self.pp_size > 1
+
+    @property
     def tp_enabled(self) -> bool:
         """Whether layers are split (tensor parallelism)."""
         return self.tp_size > 1
@@ -187,7 +199,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """The axes larger than 1 on which ranks have the same samples."""
-        return self._above_one("tp", "cp", "sp")
+        return self._above_one("pp", "tp", "cp", "sp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
@@ -222,4 +234,4 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """The number of ranks with the same samples."""
-        return self.tp_size * self.cp_size * self.sp_size
+        return self.pp_size * self.tp_size * self.cp_size * self.sp_size

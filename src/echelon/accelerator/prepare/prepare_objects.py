@@ -54,7 +54,7 @@ def prepare_arguments(
     Collective: call on every rank, with the same objects in the same order.
     """
     found = known_objects(arguments, placement, default=session.device_placement)
-    check_unprepared_data(arguments, num_processes=session.world.world_size, is_exact=session.parity != "off")
+    check_unprepared_data(arguments, num_processes=session.data_world.world_size, is_exact=session.parity != "off")
     if found:
         _prepare_unprepared(session, found, is_on_several_devices=is_on_several_devices)
     results = tuple(replace_prepared(argument, session.objects.originals) for argument in arguments)
@@ -189,7 +189,7 @@ def _add_optimizer(session: Session, optimizer: Any, inner: Optimizer) -> None:
         scaler=session.update.scaler,
         clipping=session.deepspeed.clipping,
         guard=session.guard,
-        world=session.world,
+        world=session.update.loss_world,
         direct_backward=session.direct_backward,
     )
     session.objects.optimizers.append(prepared)
@@ -201,7 +201,7 @@ def _wrap_scheduler(session: Session, scheduler: LRScheduler) -> AcceleratedSche
     optimizers = session.objects.optimizers
     owner = getattr(scheduler, "optimizer", None)
     own = [o for o in optimizers if o is owner or o.optimizer is owner]
-    num_times = 1 if session.update.uses_global_batches else session.world.world_size
+    num_times = 1 if session.update.uses_global_batches else session.data_world.world_size
     follows = session.step_scheduler_with_optimizer and not session.dataloader_config.split_batches
     if not isinstance(scheduler, DrivenScheduler) and num_times > 1 and follows and not steps_with_metric(scheduler):
         _log_num_times(session, type(scheduler), num_times)
@@ -282,7 +282,7 @@ def prepare_one_loader(
     )
     prepared = prepare_loader(
         loader,
-        world=session.world,
+        world=session.data_world,
         options=options,
         active=session.gradient_state.reading,
         place=place,

@@ -48,7 +48,9 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.engines.base import Engine
 from echelon.precision.policy import PrecisionPolicy
+from echelon.world.mesh import DATA_AXES, LOSS_AXES
 from echelon.world.seed import set_seed
+from echelon.world.world import World, mesh_along
 
 if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -99,24 +101,26 @@ def build_session(
         mixed_precision=settings.mixed_precision,
         engine=deepspeed.engine,
     )
-    if layout is not None:
-        layout.get_device_mesh(world.device.type)
+    data_world, loss_world = _parts_of(world, layout)
     of_ddp: DistributedDataParallelKwargs = kinds[DistributedDataParallelKwargs]
     options, origin = deepspeed.options, config.origins["engine"]
     built = build_engine(deepspeed.engine, world, scaler, of_ddp, sharding, options, engine_from=origin)
     parts = UpdateParts(
         config=config,
         world=world,
+        data_world=data_world,
+        loss_world=loss_world,
         engine=built,
         scaler=None if built.capabilities.owns_loss_scaling else scaler,
         state=state,
         progress=Progress(),
         objects=PreparedObjects(),
-        unprepared=UnpreparedModelCheck(num_processes=world.world_size, state=state),
+        unprepared=UnpreparedModelCheck(num_processes=data_world.world_size, state=state),
     )
     return Session(
         config=config,
         world=world,
+        data_world=data_world,
         engine=built,
         precision=precision,
         deepspeed=deepspeed,
@@ -134,6 +138,21 @@ def build_session(
         update=_build_update(parts, comm_hook=of_ddp.comm_hook),
         **given,
     )
+
+
+def _parts_of(world: World, layout: ParallelismConfig | None) -> tuple[World, World]:
+    """Build the device mesh; return the ranks that read different samples, and those over which losses are averaged.
+
+    Collective if ``layout`` is given.
+    """
+    if layout is None:
+        return world, world
+    layout.get_device_mesh(world.device.type)
+    mesh = layout.mesh_layout(rank=world.rank)
+    data_world = world.along(mesh_along(mesh, DATA_AXES, device_type=world.device.type))
+    if mesh.size(LOSS_AXES) == mesh.size(DATA_AXES):
+        return data_world, data_world
+    return data_world, world.along(mesh_along(mesh, LOSS_AXES, device_type=world.device.type))
 
 
 def _build_scaler(

@@ -240,7 +240,7 @@ class UpdateClosure:
         if not is_alone:
             assert world is not None
             summed = torch.tensor(sums, dtype=torch.float64, device=world.device)
-            dist.all_reduce(summed)
+            dist.all_reduce(summed, group=world.group)
             sums = summed.tolist()  # on the host, because optimizers compare losses there
         mean = math.fsum(sums[:-1]) / sums[-1] if sums[-1] else float("nan")
         return value.detach().new_tensor(mean) if isinstance(value, torch.Tensor) else mean

@@ -99,7 +99,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         """Log once how this mode splits a batch."""
         if batch_size is None:
             return
-        world_size = self.world.world_size
+        world_size = self.data_world.world_size
         micro = num_micro_steps(
             batch_size,
             world_size=world_size,
@@ -129,7 +129,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         """
         if not plan.trains:
             return
-        seed_ranks_separately(self.world)
+        seed_ranks_separately(self.data_world)
         self.progress.epoch = loader.iteration
         self._batch_norms = [m for model in self.objects.models for m in model.modules() if isinstance(m, _BatchNorm)]
 
@@ -257,7 +257,9 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             )
         if contribution.num_micro_steps == 1:
             # SyncBatchNorm sees the micro-batches of all ranks, which is the whole batch here.
-            training = [] if self.world.world_size == 1 else [n for n in training if not isinstance(n, SyncBatchNorm)]
+            training = (
+                [] if self.data_world.world_size == 1 else [n for n in training if not isinstance(n, SyncBatchNorm)]
+            )
         if training and not self._warned_of_batch_norm:
             self._warned_of_batch_norm = True
             warn(
@@ -491,7 +493,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
     def weigh(self, contribution: Contribution) -> float:
         """Return the factor for a mean loss over the samples in ``contribution``, computed without communication."""
         self._update_loaders.require_matching_shares(contribution)
-        return contribution.num_items * self.world.world_size / len(contribution.update)
+        return contribution.num_items * self.data_world.world_size / len(contribution.update)
 
 
 def describe_batch(batch_size: int, *, world_size: int, num_micro: int) -> str:
@@ -505,7 +507,7 @@ def describe_batch(batch_size: int, *, world_size: int, num_micro: int) -> str:
 
 
 def seed_ranks_separately(world: World) -> None:
-    """Seed torch's generators differently on each rank, if all ranks have the same seed.
+    """Seed torch's generators differently on each rank of ``world``, if all of them have the same seed.
 
     Rank zero keeps its seed, so that one process matches the plain program; the other ranks derive theirs from it. Ranks that
     already differ (seeded by the user, restored, or by this function) keep their seeds.
@@ -515,6 +517,6 @@ def seed_ranks_separately(world: World) -> None:
     if world.world_size == 1:
         return
     mine = torch.initial_seed() & (2**62 - 1)
-    (seeds,) = gather_counts(mine)
+    (seeds,) = gather_counts(mine, group=world.group)
     if mine in seeds[: world.rank]:
         torch.manual_seed(key_of(mine, world.rank) >> 2)

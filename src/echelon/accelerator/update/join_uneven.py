@@ -29,7 +29,7 @@ def join_uneven_inputs(session: Session, joinables: list[Any], even_batches: boo
     """
     objects, reading = session.objects, session.gradient_state.reading
     prepared = [*objects.models, *objects.optimizers, *(optimizer.optimizer for optimizer in objects.optimizers)]
-    is_alone = session.world.world_size == 1
+    is_alone = session.data_world.world_size == 1
     unknown = [one for one in joinables if not is_alone and all(one is not known for known in prepared)]
     if unknown:
         raise UsageError(

@@ -46,6 +46,11 @@ class UpdateParts:
 
     config: Resolved[RunConfig]
     world: World
+    """All ranks."""
+    data_world: World
+    """The ranks that read different samples."""
+    loss_world: World
+    """The ranks over which losses and gradients are averaged: those with different samples or pieces of a sequence."""
     engine: Engine
     scaler: torch.amp.GradScaler | None
     state: GradientState
@@ -67,6 +72,8 @@ class UpdatePolicy(ABC):
     def __init__(self, parts: UpdateParts) -> None:
         self.config = parts.config
         self.world = parts.world
+        self.data_world = parts.data_world
+        self.loss_world = parts.loss_world
         self.engine = parts.engine
         self.scaler = parts.scaler
         self.state = parts.state
@@ -74,8 +81,8 @@ class UpdatePolicy(ABC):
         self.objects = parts.objects
         self.unprepared = parts.unprepared
         self.window = AccumulationWindow(
-            world_size=self.world.world_size if self.averages_gradients else 1,
-            total_of=partial(_total_over_ranks, self.world),
+            world_size=self.loss_world.world_size if self.averages_gradients else 1,
+            total_of=partial(_total_over_ranks, self.loss_world),
             is_redone=not self.averages_gradients,
         )
         self.step = 0
@@ -195,7 +202,7 @@ class UpdatePolicy(ABC):
         """
 
     def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
-        return _sums_over_ranks(self.world, numbers)
+        return _sums_over_ranks(self.loss_world, numbers)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -302,7 +309,7 @@ def _sums_over_ranks(world: World, numbers: list[float]) -> list[float]:
     if world.world_size == 1:
         return numbers
     sums = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-    dist.all_reduce(sums)
+    dist.all_reduce(sums, group=world.group)
     return sums.tolist()  # the host needs them: losses are scaled by them
 
 

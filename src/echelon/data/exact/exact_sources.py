@@ -103,7 +103,7 @@ class IndexedExactSource(ExactSource):
                 where="parity='exact'",
                 do="pass batch_size or batch_sampler to the DataLoader",
             )
-        order = make_order(batches, loader.dataset, options, alone=world.world_size == 1, check=check)
+        order = make_order(batches, loader.dataset, options, alone=world.is_alone, check=check)
         self.batch_size = getattr(batches, "batch_size", None) if order.may_join else None
         self.batches = ExactBatches(
             order,
@@ -271,6 +271,7 @@ class ExactStreamSource(ExactSource):
                 where="parity='exact'",
                 do="give the DataLoader a batch_size",
             )
+        self._is_alone = world.is_alone
         self._splitter = _UpdateSplitter(world, options, self.batch_size if num_ranks is None else None)
         least = options.canonical_shards or num_ranks or world.world_size
         self._stream = _RankStream(loader, self._splitter, smallest=least)
@@ -323,7 +324,7 @@ class ExactStreamSource(ExactSource):
             return
         if saved is not None:
             generator.set_state(saved)
-        if self._splitter.world_size > 1:
+        if not self._is_alone:
             generator.set_state(broadcast(generator.get_state()))
         self._generator_state = generator.get_state()
 
@@ -395,10 +396,10 @@ class ExactDispatchSource(ExactSource):
         self._plan = PassPlan()
         self._reading: Callable[[], Iterator[Any]] | None = None
         facts = (-1, -1, -1, -1)
-        if world.is_rank_zero:
+        if world.is_source:
             whole = replace(options, max_micro_batch_size=None, canonical_shards=None)
             least = options.canonical_shards or world.world_size
-            alone = replace(world, rank=0, world_size=1)
+            alone = replace(world, rank=0, world_size=1, mesh=None)
             is_iterable = isinstance(loader.dataset, IterableDataset)
             kind = ExactStreamSource if is_iterable else IndexedExactSource
             reader = kind(loader, world=alone, options=whole, num_ranks=least)
@@ -451,7 +452,7 @@ class ExactDispatchSource(ExactSource):
         return length_at_rank_zero(self.total_samples, dataset)
 
     def facts_elsewhere(self) -> DataFacts | None:
-        if self._world.is_rank_zero:
+        if self._world.is_source:
             return None
         return DataFacts(num_samples=known_length(self.total_samples), batch_size=self.batch_size)
 

@@ -301,6 +301,7 @@ class DatasetShardsSource(BatchSource):
     reads_own_shard = True
 
     def __init__(self, loader: DataLoader[Any], *, world: World, options: LoaderOptions) -> None:
+        self._world = world
         self.even = options.even_batches
         self.drop_last = loader.drop_last
         self.inner = copy_loader(
@@ -316,7 +317,9 @@ class DatasetShardsSource(BatchSource):
         return islice(self._read(), skip, None)
 
     def _read(self) -> Steps:
-        self.ended_early = yield from read_own_shards(iter(self.inner), even=self.even, drop_last=self.drop_last)
+        self.ended_early = yield from read_own_shards(
+            iter(self.inner), world=self._world, even=self.even, drop_last=self.drop_last
+        )
 
     def num_steps(self) -> int:
         return len(self.inner)
@@ -347,7 +350,7 @@ class DispatchSource(BatchSource):
         self._options = options
         self._device = device
         own_samples, own_batches = -1, -1
-        if world.is_rank_zero:
+        if world.is_source:
             ahead = 3 * self.batches_per_step  # reads ahead to detect the end
             plain = PlainSource(loader, options=options, num_ahead=ahead)
             self.inner, self.order, self.workers = plain.inner, plain.order, plain.workers
@@ -368,7 +371,7 @@ class DispatchSource(BatchSource):
         batches = None
         # Skipped batches that must be read are also split, because the first samples fill the last step.
         num_unread, num_unused = (skip * self.batches_per_step, 0) if self._can_skip else (0, skip)
-        if world.is_rank_zero:
+        if world.is_source:
             batches = self._batches_from(num_unread)
         return islice(self._read(batches), num_unused, None)
 
@@ -393,7 +396,7 @@ class DispatchSource(BatchSource):
     def facts_elsewhere(self) -> DataFacts | None:
         return (
             None
-            if self._world.is_rank_zero
+            if self._world.is_source
             else DataFacts(num_samples=known_length(self.total_samples), batch_size=self.batch_size)
         )
 

@@ -15,6 +15,7 @@ from echelon.data.batch import join_batches, num_samples, slice_batch
 from echelon.data.exact.global_batch_slices import LastStep
 from echelon.data.sharding.batch_wire import END, announce_failure, pack_batch, receive_batch, send_batch
 from echelon.data.to_device import to_device
+from echelon.distributed.alone import is_alone
 from echelon.distributed.tree import describe
 
 __all__ = ["SliceFn", "dispatch", "global_batches"]
@@ -36,7 +37,7 @@ def global_batches(
 
     Args:
         batches: the batches from rank zero's loader; None on other ranks.
-        world_size: size of the default group.
+        world_size: number of ranks that read different samples.
         split: whether each batch is a global batch. Otherwise, ``world_size`` batches are joined to form one.
         drop_last: whether to drop a last step that does not have a batch for every rank.
         finds_end: whether to read ahead if a batch has fewer samples than there are ranks, to find out whether it is the last.
@@ -62,7 +63,7 @@ def global_batches(
                     is_last = pending is END
                 if batch is not END and device is not None:
                     batch = to_device(batch, device, non_blocking=non_blocking)
-                packed = pack_batch(batch) if world_size > 1 else None
+                packed = None if is_alone() else pack_batch(batch)
             if packed is not None:
                 send_batch(*packed, is_last=is_last, device=device)
         if batch is END:
@@ -85,8 +86,8 @@ def dispatch(
 
     Args:
         batches: the global batches, from ``global_batches``.
-        rank: the rank.
-        world_size: size of the default group.
+        rank: the rank among those that read different samples.
+        world_size: number of these ranks.
         even: whether to repeat samples from the start of the pass to pad a batch whose size is not divisible by
             ``world_size``. Otherwise, the batch is split as evenly as possible.
         slice_fn: replaces ``slice_batch``.

@@ -11,6 +11,7 @@ from echelon.base.errors import UsageError
 from echelon.base.warnings import UserLine, warn
 from echelon.distributed.checks.data_fingerprint import fingerprint_of_sample
 from echelon.distributed.small_messages import gather_bytes, gather_counts
+from echelon.world.world import World
 
 __all__ = ["OrderCheck"]
 
@@ -27,12 +28,14 @@ class OrderCheck:
 
     Args:
         sampler: the user's sampler.
+        world: the ranks that read different samples.
         num_samples: length of the dataset, or -1 if unknown, in which case nothing is compared.
         line: the line of code that passed the loader to echelon.
         is_error: whether to raise an error instead of warning.
     """
 
-    def __init__(self, sampler: Any, *, num_samples: int, line: UserLine, is_error: bool) -> None:
+    def __init__(self, sampler: Any, *, world: World, num_samples: int, line: UserLine, is_error: bool) -> None:
+        self._world = world
         self._name = type(sampler).__name__
         self._num_samples = num_samples
         self._line = line
@@ -54,10 +57,13 @@ class OrderCheck:
         self._is_wanted = False
         indices = _hash_indices(drawn)
         digest = int(indices.sum(dtype=np.uint64) >> np.uint64(2))
-        digests, counts = gather_counts(digest, len(indices))
+        digests, counts = gather_counts(digest, len(indices), group=self._world.group)
         if len(set(digests)) == 1 or sum(counts) > self._num_samples + len(counts) ** 2:
             return
-        sketches = [np.frombuffer(sketch, dtype=np.uint64) for sketch in gather_bytes(indices[:_SKETCH].tobytes())]
+        sketches = [
+            np.frombuffer(sketch, dtype=np.uint64)
+            for sketch in gather_bytes(indices[:_SKETCH].tobytes(), group=self._world.group)
+        ]
         num_all, num_apart = sum(len(sketch) for sketch in sketches), len(np.unique(np.concatenate(sketches)))
         # Some samplers repeat a few samples so that all ranks have the same number.
         covers = num_apart >= self._num_samples if max(counts) <= _SKETCH else sum(counts) >= self._num_samples

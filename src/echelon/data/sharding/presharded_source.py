@@ -117,7 +117,9 @@ class PreshardedSource(BatchSource):
         return self._known_steps(skip)
 
     def _unknown_steps(self, batches: Iterator[Any]) -> Steps:
-        self.ended_early = yield from read_own_shards(batches, even=self.even, drop_last=self.drop_last)
+        self.ended_early = yield from read_own_shards(
+            batches, world=self._world, even=self.even, drop_last=self.drop_last
+        )
 
     def _known_steps(self, skip: int) -> Iterator[tuple[Any, LastStep | None]]:
         shards = self._shards = self._agree_on_lengths()

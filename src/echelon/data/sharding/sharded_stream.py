@@ -18,6 +18,7 @@ from echelon.data.rng.per_sample_rng import are_equal_states, rng_states
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, sample_fingerprints
 from echelon.distributed.collectives import broadcast
 from echelon.distributed.small_messages import gather_counts
+from echelon.world.world import World
 
 __all__ = ["CollatePart", "ShardedStream", "ExposeUsersDataset", "iterate_like_rank_zero", "read_own_shards"]
 
@@ -194,7 +195,7 @@ def _set_state(generator: torch.Generator | None, state: torch.Tensor) -> None:
 
 
 def read_own_shards(
-    batches: Iterator[Any], *, even: bool, drop_last: bool
+    batches: Iterator[Any], *, world: World, even: bool, drop_last: bool
 ) -> Generator[tuple[Any, LastStep | None], None, bool]:
     """Read a loader whose dataset shards itself, if the number of batches on other ranks is unknown.
 
@@ -205,7 +206,7 @@ def read_own_shards(
     Returns:
         Whether this rank is among the first ranks to end while others continue. False for ranks that end later.
 
-    Collective: call on every rank in each step, until a rank has ended.
+    Collective: call on every rank of ``world`` in each step, until a rank has ended.
 
     Raises:
         UsageError: with ``even``, a rank has no batch to repeat.
@@ -220,9 +221,10 @@ def read_own_shards(
         if not all_read:
             if batch is _NONE:
                 return False
-            yield batch, LastStep(_sizes_of_this_rank(size), _sizes_of_this_rank(size))
+            own = [size if rank == world.rank else 0 for rank in range(world.world_size)]  # every other rank has ended
+            yield batch, LastStep(own, own)
             continue
-        real, again = gather_counts(size, _size(first))
+        real, again = gather_counts(size, _size(first), group=world.group)
         if max(real) == 0 or (drop_last and min(real) == 0):
             return False
         if min(real) > 0 or not even:
@@ -242,12 +244,6 @@ def read_own_shards(
 
 def _size(batch: Any) -> int:
     return 0 if batch is _NONE else (num_samples(batch) or 1)
-
-
-def _sizes_of_this_rank(size: int) -> list[int]:
-    """Return batch sizes that mark every other rank as ended."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return [size if other == rank else 0 for other in range(world_size)]
 
 
 _NONE: Any = object()

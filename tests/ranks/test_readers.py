@@ -1,0 +1,126 @@
+"""Ranks that differ only on axes other than the data-parallel ones read the same samples and count once.
+
+The model is replicated on all ranks here (no layer is split), so that everything else is tested alone: 4 ranks as 2 readers of 2
+ranks each compute what a plain loop in one process computes.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from echelon import Accelerator, DataLoaderConfiguration, ParallelismConfig
+from echelon.accelerator.plugins import parallelism_config
+from tests.harness import run_on_ranks
+from tests.reference import gaussian, tanh_net
+
+_LAYOUTS: dict[str, dict[str, int]] = {
+    "2 readers": {"dp_replicate_size": 2, "tp_size": 2},
+    "1 reader": {"tp_size": 4},
+}
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(zip(*_data()))
+
+
+def _data() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(22), gaussian(22, 8)
+
+
+def _trained(sizes: dict[str, int], kind: str, parity: str) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallelism_config, "_UNSUPPORTED", ())
+        accelerator = Accelerator(
+            cpu=True,
+            parity=parity,
+            engine="ddp",
+            gradient_accumulation_steps=2,
+            parallelism_config=ParallelismConfig(**sizes),
+            dataloader_config=DataLoaderConfiguration(dispatch_batches=True if kind == "dispatch" else None),
+        )
+    torch.manual_seed(accelerator.process_index if kind == "other seeds" else 7)
+    dataset: Any = _Stream() if kind == "stream" else TensorDataset(*_data())
+    shuffle = kind not in ("stream", "dispatch")
+    num_readers = sizes.get("dp_replicate_size", 1)
+    batch_size = 8 if parity == "exact" else 8 // num_readers
+    loader: Any = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
+    model: Any = tanh_net(8, 4, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    read, gathered = [], []
+    for numbers, rows in loader:
+        read.append(numbers.tolist())
+        with accelerator.accumulate(model):
+            losses, items = model(rows).square().mean(1), _num_items(numbers)
+            if kind == "items":
+                accelerator.backward((losses * items).sum() / items.sum(), num_items=items.sum())
+            else:
+                accelerator.backward(losses.mean())
+            accelerator.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        gathered.append(accelerator.gather_for_metrics(numbers).tolist())
+    return {
+        "read": read,
+        "gathered": gathered,
+        "sum": accelerator.reduce(torch.tensor(float(sum(map(len, read)))), "sum").item(),
+        "rows": len(accelerator.gather(torch.zeros(1))),
+        "rate": schedule.get_last_lr()[0],
+        "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
+    }
+
+
+def _num_items(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the weight of each sample, such as its number of tokens."""
+    return 1.0 + numbers % 5
+
+
+def _plain(order: list[list[int]], kind: str) -> list[float]:
+    """Train on the batches in ``order``, each of which is a whole update."""
+    model = tanh_net(8, 4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    for numbers in order:
+        losses, items = model(_data()[1][numbers]).square().mean(1), _num_items(torch.tensor(numbers))
+        weights = items if kind == "items" else torch.ones_like(items)
+        ((losses * weights).sum() / weights.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "items", "other seeds", "stream", "dispatch"])
+@pytest.mark.parametrize("layout", _LAYOUTS)
+@pytest.mark.parametrize("parity", ["exact", "off"])
+def test_the_ranks_of_a_group_are_one_reader(layout: str, kind: str, parity: str) -> None:
+    sizes = _LAYOUTS[layout]
+    num_readers = sizes.get("dp_replicate_size", 1)
+    answers = run_on_ranks(_trained, sizes, kind, parity, world_size=4)
+    width = 4 // num_readers
+    for rank, answer in enumerate(answers):
+        assert answer["read"] == answers[rank - rank % width]["read"]
+        assert answer["rows"] == num_readers
+        assert answer["weights"] == answers[0]["weights"]
+    assert sorted(chain(*answers[0]["gathered"])) == list(range(22))
+    assert answers[0]["sum"] == (22 if parity == "exact" else sum(len(b) for a in answers[::width] for b in a["read"]))
+    if parity == "exact":
+        order = [list(chain(*answers[0]["gathered"][n : n + 2])) for n in range(0, len(answers[0]["gathered"]), 2)]
+        torch.testing.assert_close(  # float64: sums in another order
+            torch.tensor(answers[0]["weights"], dtype=torch.float64),
+            torch.tensor(_plain(order, kind), dtype=torch.float64),
+            rtol=0,
+            atol=1e-12,
+        )
+        assert answers[0]["rate"] == pytest.approx(0.1 * 0.9**3)
+    else:  # 3 micro-steps are 2 updates, and as in Accelerate, a schedule advances once per reader and update
+        assert answers[0]["rate"] == pytest.approx(0.1 * 0.9 ** (2 * num_readers))
