@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon.verify.recorders.batches import Batches
 from echelon.verify.recorders.float64 import Float64
 from echelon.verify.recorders.keyed_dropout import KeyedDropout
+from echelon.verify.recorders.sample_rows import rows_of
 from echelon.verify.recording import recording
+from echelon.verify.trace import Batch, read_trace
 from tests.harness import run_on_ranks
 
 
@@ -180,6 +182,26 @@ def test_random_numbers_are_those_of_float32(tmp_path: Path) -> None:
         torch.testing.assert_close(a.to(b.dtype), b, rtol=1e-6, atol=1e-7)
         assert torch.equal(a, b.to(a.dtype))
     assert built.weight.dtype is torch.float64
+
+
+def test_datasets_compute_in_their_own_dtype(tmp_path: Path) -> None:
+    """So that the samples of both runs are the same."""
+
+    class Thirds(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.tensor([index, 1]).float() / 3 + torch.zeros(2)
+
+    model, own = nn.Linear(2, 1), list(DataLoader(Thirds()))
+    with _in_float64(tmp_path):
+        for x, expected in zip(DataLoader(Thirds()), own, strict=True):
+            assert x.dtype is torch.float64
+            assert torch.equal(x, expected.double())
+            model(x)
+    batches = [one for one in read_trace(tmp_path).ranks[0] if isinstance(one, Batch)]
+    assert [one.rows for one in batches] == [rows_of(x).rows for x in own]  # type: ignore[union-attr]
 
 
 def test_everything_is_undone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
@@ -50,12 +51,17 @@ class Batches:
         self._inputs: Any = None
         self._rows: SampleRows | None = None
         self._transforms: list[Callable[[Any], Any]] = []
+        self._while_reading: list[Callable[[], AbstractContextManager[None]]] = []
         self._nested = threading.local()
         self._num_iterators = 0
 
     def transform_batches(self, transform: Callable[[Any], Any]) -> None:
         """Hand ``transform(batch)`` to the script in place of each batch."""
         self._transforms.append(transform)
+
+    def while_reading(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Read each batch inside ``context()``."""
+        self._while_reading.append(context)
 
     @property
     def rows(self) -> SampleRows | None:
@@ -125,13 +131,16 @@ class Batches:
     def next_of(self, iterator: _Iterator) -> Any:
         """Return the next batch of ``iterator``, and hold it until a forward pass uses it."""
         depth = getattr(self._nested, "depth", 0)
-        self._nested.depth = depth + 1
-        try:
-            batch = next(iterator.inner)
-        finally:
-            self._nested.depth = depth
         if depth:
-            return batch
+            return next(iterator.inner)
+        self._nested.depth = 1
+        try:
+            with ExitStack() as stack:
+                for context in self._while_reading:
+                    stack.enter_context(context())
+                batch = next(iterator.inner)
+        finally:
+            self._nested.depth = 0
         rows = rows_of(batch) if torch.is_grad_enabled() else None
         for transform in self._transforms:
             batch = transform(batch)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -48,6 +49,7 @@ class Float64:
         self._converted: WeakSet[nn.Module] = WeakSet()
         self._mode = _InFloat64()
         self._is_on = False
+        self._default = torch.float32
 
     def install(self, recording: Recording) -> Callable[[], None]:
         """Patch what converts or casts; return a function that undoes it. Converted models stay in float64."""
@@ -59,7 +61,7 @@ class Float64:
         construct, begin_autocast = DistributedDataParallel.__init__, torch.autocast.__init__
 
         def wrap(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            self._begin(module)  # its buckets have the dtype of the parameters
+            self._convert_modules(module)  # its buckets have the dtype of the parameters
             construct(wrapper, module, *args, **kwargs)
 
         def autocast(context: Any, *args: Any, **kwargs: Any) -> None:
@@ -69,7 +71,8 @@ class Float64:
         wrapper_class: Any = DistributedDataParallel
         autocast_class: Any = torch.autocast
         wrapper_class.__init__, autocast_class.__init__ = wrap, autocast
-        default = torch.get_default_dtype()
+        self._default = torch.get_default_dtype()
+        self._batches.while_reading(self._pause)
         hook = register_optimizer_step_pre_hook(_convert_state)
 
         def remove() -> None:
@@ -78,11 +81,32 @@ class Float64:
             if self._is_on:
                 self._is_on = False
                 self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                torch.set_default_dtype(default)
+                torch.set_default_dtype(self._default)
 
         return remove
 
     def _begin(self, root: nn.Module) -> None:
+        self._convert_modules(root)
+        if not self._is_on:
+            self._is_on = True
+            torch.set_default_dtype(torch.float64)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Let the script's dataset compute in its own dtype."""
+        if not self._is_on:
+            yield
+            return
+        self._mode.is_paused = True
+        torch.set_default_dtype(self._default)
+        try:
+            yield
+        finally:
+            self._mode.is_paused = False
+            torch.set_default_dtype(torch.float64)
+
+    def _convert_modules(self, root: nn.Module) -> None:
         if root in self._converted:
             return
         # Also the other modules that exist: averaged copies of the model, teachers, weights of losses.
@@ -91,10 +115,6 @@ class Float64:
             if issubclass(type(one), nn.Module) and "_parameters" in vars(one) and one not in self._converted:
                 self._converted.add(one)
                 _convert(one)
-        if not self._is_on:
-            self._is_on = True
-            torch.set_default_dtype(torch.float64)
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _transform(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -106,8 +126,12 @@ class Float64:
 class _InFloat64(TorchFunctionMode):
     """Replaces lower precisions by float64 wherever a dtype is passed or chosen by a method such as ``float()``."""
 
+    is_paused = False
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.is_paused:
+            return function(*args, **kwargs)
         if function in _CASTS:
             return args[0].double()
         if function in _DRAWS_IN_PLACE and args[0].dtype is torch.float64:

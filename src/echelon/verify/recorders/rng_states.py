@@ -80,7 +80,7 @@ def _python_state() -> int:
 
 
 def _numpy_state() -> int:
-    generator = np.random.get_bit_generator()
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if isinstance(generator, np.random.MT19937):  # get_state takes 70 microseconds
         data = ctypes.string_at(generator.ctypes.state_address, _SIZE_OF_MT19937)
     else:

@@ -44,7 +44,7 @@ class SampleRows:
 class _Leaf:
     path: str
     values: np.ndarray
-    """int64, ``(num_samples, num_values)``: the bits of float64 values, integers, or hashes of other objects."""
+    """int64, ``(num_samples, num_values)``: the bits of float32 values, integers, or hashes of other objects."""
     length: int | None
     """Length of the dimension that may be padded, or None."""
 
@@ -88,8 +88,8 @@ def rows_of(batch: Any) -> SampleRows | None:
             of_leaf = _hashes(leaf, ()) * num_variants
         else:
             of_leaf = _hashes(leaf, (lengths[leaf.length], stops[leaf.length]))
-        for total, one in zip((whole, *others), of_leaf, strict=True):
-            total += one
+        for total, hashes in zip((whole, *others), of_leaf, strict=True):
+            total += hashes
     keys, prefix = others if others else (whole, whole)
     rows = [Row(whole=a, prefix=b) for a, b in zip(_mixed(whole).tolist(), _mixed(prefix).tolist(), strict=True)]
     return SampleRows(rows=rows, keys=_mixed(keys), lengths=lengths, num_items=_num_items(leaves))
@@ -123,7 +123,9 @@ def _leaf(path: str, leaf: Any, count: int) -> _Leaf | None:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(count, -1)
     if flat.is_floating_point():
-        return _Leaf(path, flat.to("cpu", torch.float64).numpy().view(np.int64), None)
+        # In a run in float64, a script may compute in float64 what it otherwise computes in float32.
+        values = flat.to("cpu", torch.float64).numpy().astype(np.float32)
+        return _Leaf(path, values.view(np.int32).astype(np.int64), None)
     length = leaf.size(1) if leaf.dim() in (2, 3) and leaf.size(1) > 1 and flat.size(1) > 0 else None
     if leaf.dim() == 3 and leaf.size(1) == leaf.size(2):  # a matrix over pairs of positions
         length = None
@@ -172,7 +174,7 @@ def _end(is_kept: np.ndarray) -> np.ndarray:
 def _hashes(leaf: _Leaf, stops: tuple[np.ndarray, ...]) -> list[np.ndarray]:
     """Return a hash of each row of ``leaf``, then of each row up to each of ``stops``: products with random numbers, modulo 2**64."""
     values = leaf.values.view(np.uint64)
-    # The lower bits of a float64 number that comes from float32 are zeros, which a product would not mix with the others.
+    # The lower bits of many numbers are zeros, and a product does not mix higher bits into lower ones.
     values = values ^ (values >> _HALF)
     factors = _factors(leaf.path, values.shape[1])
     found = [values @ factors]
