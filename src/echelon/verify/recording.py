@@ -77,6 +77,7 @@ class Recording:
         self._was_closed = False
         self._depth = 0
         self._notes: set[str] = set()
+        self._owners: dict[int, tuple[int, str]] = {}  # by the ids of parameters, which their models keep alive
         self._model_of_root: dict[int, RecordedModel] = {}
         self._on_model: list[Callable[[nn.Module], None]] = []
         self._input_transforms: list[InputTransform] = []
@@ -146,11 +147,7 @@ class Recording:
 
     def owner_of(self, parameter: torch.Tensor) -> tuple[int, str] | None:
         """Return the index of a parameter's model and its name, or None if no model is known to have it."""
-        for model in self.models:
-            name = model.name_of(parameter)
-            if name is not None:
-                return model.index, name
-        return None
+        return self._owners.get(id(parameter))
 
     @property
     def last_update(self) -> int:
@@ -241,6 +238,7 @@ class Recording:
                     convert(root)
                 known = RecordedModel(root, index=len(self.models))
                 self.models.append(known)
+                self._note_owners(known)
                 self.add(model_event(known))
                 for on_recorded in self._on_model_recorded:
                     on_recorded(known)
@@ -248,9 +246,14 @@ class Recording:
             known.roots.append(root)  # keeps the id valid
         elif known.is_stale():
             known.refresh()
+            self._note_owners(known)
             for on_recorded in self._on_model_recorded:
                 on_recorded(known)
         return known
+
+    def _note_owners(self, model: RecordedModel) -> None:
+        for name, parameter in model.parameters.items():
+            self._owners.setdefault(id(parameter), (model.index, name))
 
     def _begin_update_if_needed(self) -> None:
         if self._was_closed:

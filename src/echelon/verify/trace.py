@@ -311,6 +311,8 @@ _KINDS: dict[str, Any] = {
         Note,
     )
 }
+_FIELD_NAMES: dict[Any, list[str]] = {kind: [one.name for one in fields(kind)] for kind in _KINDS.values()}
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,7 +331,7 @@ class TraceWriter:
 
     def add(self, event: Event) -> None:
         """Append ``event``; it reaches the disk with ``flush`` or ``close``."""
-        self._file.write(json.dumps({"kind": event.kind, **_encoded(event)}, separators=(",", ":")) + "\n")
+        self._file.write(_ENCODER.encode({"kind": event.kind, **_encoded(event)}) + "\n")
 
     def flush(self) -> None:
         """Hand everything to the operating system."""
@@ -363,14 +365,19 @@ def _events(path: Path) -> Iterator[Event]:
 
 
 def _encoded(event: Any) -> dict[str, Any]:
-    return {one.name: _encoded_value(getattr(event, one.name)) for one in fields(event)}
+    return {name: _encoded_value(getattr(event, name)) for name in _FIELD_NAMES[type(event)]}
 
 
 def _encoded_value(value: Any) -> Any:
+    if isinstance(value, (str, int)):
+        return value
     if isinstance(value, np.ndarray):
-        return {"shape": list(value.shape), "data": base64.b64encode(value.astype("<f8").tobytes()).decode("ascii")}
+        data = base64.b64encode(value.astype("<f8", copy=False).tobytes())
+        return {"shape": list(value.shape), "data": data.decode("ascii")}
     if isinstance(value, list) and value and isinstance(value[0], Sketch):
-        numbers = np.stack([np.append(one.projection, [one.square_sum]) for one in value])
+        numbers = np.empty((len(value), len(value[0].projection) + 1))
+        numbers[:, :-1] = np.concatenate([one.projection for one in value]).reshape(len(value), -1)
+        numbers[:, -1] = [one.square_sum for one in value]
         rest = [[str(one.bits), one.num_elements, one.num_nonfinite] for one in value]
         return {"numbers": _encoded_value(numbers), "rest": rest}
     if isinstance(value, list) and value and isinstance(value[0], Row):

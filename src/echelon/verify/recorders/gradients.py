@@ -29,6 +29,7 @@ class GradientRecorder:
     def __init__(self, scales: LossScales) -> None:
         self._scales = scales
         self._recording: Recording
+        self._order: dict[tuple[int, str], int] = {}
         self._local: dict[tuple[int, str], torch.Tensor] = {}
         self._hooks: dict[int, Any] = {}
         self._nodes: list[Any] = []  # torch keeps them only while a graph needs them
@@ -54,6 +55,8 @@ class GradientRecorder:
     # ---- local ---------------------------------------------------------------------------------------------------------
 
     def _watch(self, model: RecordedModel) -> None:
+        for place, name in enumerate(model.parameters):
+            self._order[model.index, name] = place
         for name, parameter in model.parameters.items():
             if parameter.requires_grad:
                 self._hook(parameter, (model.index, name))
@@ -95,35 +98,33 @@ class GradientRecorder:
             recording.note("A backward pass reached no parameter of a recorded model.")
         for owner in local:
             self._reduced.pop(owner, None)  # a clipping function in an earlier micro-step does not count
-        order = {
-            (model.index, name): place for model in recording.models for place, name in enumerate(model.parameters)
-        }
-        self._add("local", {owner: local[owner] for owner in sorted(local, key=order.__getitem__)}, 1 / scale)
+        self._add("local", {owner: local[owner] for owner in sorted(local, key=self._order.__getitem__)}, 1 / scale)
 
     # ---- in the optimizer ----------------------------------------------------------------------------------------------
 
     def record_reduced(self, parameters: Sequence[torch.Tensor], loss_scale: float | None = None) -> None:
         """Record the gradients of ``parameters`` that were not recorded since the last backward pass."""
         loss_scale = self._scales.of(parameters) if loss_scale is None else loss_scale
-        found = {owner: one for owner, one in self._gradients(parameters) if owner not in self._reduced}
-        self._reduced.update(self._add("reduced", found, 1 / loss_scale))
+        self._reduced.update(self._add("reduced", self._gradients(parameters, recorded=False), 1 / loss_scale))
 
     def _before_step(self, optimizer: Optimizer, loss_scale: float) -> None:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        recorded = dict(self._reduced)
-        self.record_reduced(parameters, loss_scale)
-        clipped = {owner: one for owner, one in self._gradients(parameters) if owner in recorded}
-        if clipped:
-            self._add("clipped", clipped, 1 / loss_scale, unless=recorded)
-        for owner, _ in self._gradients(parameters):
-            self._reduced.pop(owner, None)
+        clipped = self._gradients(parameters, recorded=True)
+        self._add("reduced", self._gradients(parameters, recorded=False), 1 / loss_scale)
+        self._add("clipped", clipped, 1 / loss_scale, unless=self._reduced)
+        for owner in clipped:
+            del self._reduced[owner]
 
-    def _gradients(self, parameters: Iterable[torch.Tensor]) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
+    def _gradients(self, parameters: Iterable[torch.Tensor], *, recorded: bool) -> dict[tuple[int, str], torch.Tensor]:
+        """Return the gradients that were recorded since the last backward pass, or those that were not."""
+        found, owner_of = {}, self._recording.owner_of
         for parameter in parameters:
-            if parameter.grad is not None:
-                owner = self._recording.owner_of(parameter)
-                if owner is not None:
-                    yield owner, parameter.grad.detach()
+            gradient = parameter.grad
+            if gradient is not None:
+                owner = owner_of(parameter)
+                if owner is not None and (owner in self._reduced) is recorded:
+                    found[owner] = gradient.detach()
+        return found
 
     def _add(
         self,

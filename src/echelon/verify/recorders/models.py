@@ -39,6 +39,7 @@ class RecordedModel:
         self.parameters.clear()
         self.tied.clear()
         self._names.clear()
+        self._is_sharded = any(map(is_fsdp_module, self.root.modules()))
         shards = {id(whole): shard for shard, whole in self.unsharded_parameters()}
         for name, parameter in self.root.named_parameters(remove_duplicate=False):
             parameter = shards.get(id(parameter), parameter)
@@ -50,7 +51,7 @@ class RecordedModel:
 
     def unsharded_parameters(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Return the shard of each parameter that ``fully_shard`` has gathered at least once, and the parameter that autograd sees."""
-        if not any(map(is_fsdp_module, self.root.modules())):
+        if not self._is_sharded:
             return []
         records = [record for group in fsdp_groups(self.root) for record in group.fsdp_params]
         pairs = [(record.sharded_param, getattr(record, "_unsharded_param", None)) for record in records]
@@ -65,6 +66,8 @@ class RecordedModel:
         first = next(self.root.parameters(), None)
         if first is None or id(first) in self._names:
             return False
+        if not self._is_sharded:
+            return True
         return id(first) not in {id(whole) for _, whole in self.unsharded_parameters()}
 
     def contains(self, module: nn.Module) -> bool:

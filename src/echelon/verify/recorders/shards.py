@@ -16,6 +16,9 @@ from echelon.verify.sketch import Positions, Sketch, sketches_of
 __all__ = ["NamedSketches", "sketch_named"]
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 @dataclass(frozen=True, slots=True)
 class NamedSketches:
     """Sketches of tensors that this rank has whole, and of shards of others."""
@@ -39,7 +42,7 @@ def sketch_named(tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedSketches:
     local_tensors: list[torch.Tensor] = []
     positions: list[Positions] = []
     for name, tensor in tensors:
-        if not is_dtensor(tensor):
+        if type(tensor) in _PLAIN or not is_dtensor(tensor):
             whole.append(name)
             whole_tensors.append(tensor if tensor.layout is torch.strided else tensor.to_dense())
             continue
