@@ -48,7 +48,9 @@ def test_a_wrong_layout_is_an_error(procs: str, engines: str | None, text: str) 
 # Runs of a script that trains on the samples 0, 1, 2, ... in batches of 4 per process.
 
 
-def _write(request: RunRequest, *, batch_size: int = 4, parity: str = "off", value: float = 1.0) -> None:
+def _write(
+    request: RunRequest, *, batch_size: int = 4, parity: str = "off", engine: str = "ddp", value: float = 1.0
+) -> None:
     size = request.layout.num_processes
     for rank in range(size):
         writer = TraceWriter(request.folder, rank)
@@ -72,6 +74,7 @@ def _write(request: RunRequest, *, batch_size: int = 4, parity: str = "off", val
                 dtypes=["float32"],
                 requires_grad=[True],
                 parity=parity,
+                engine=engine,
             )
         )
         for update in range(request.first_update, request.first_update + request.steps):
@@ -165,6 +168,16 @@ def test_a_reference_is_run_once_for_all_engines(tmp_path: Path) -> None:
         "one process, float64",
         "2 processes, zero1",
         "2 processes, fsdp2",
+    ]
+
+
+def test_engines_that_the_script_does_not_use_are_one_layout(tmp_path: Path) -> None:
+    runs = _Runs(lambda request: _write(request, engine=""))
+    found = verify(_plan(tmp_path, "2", "ddp,zero1"), runs.record, compare=_compare_weights)
+    assert runs.names == ["one process", "2 processes, ddp", "one process, 2 batches as one"]
+    assert [(one.layout.engine, one.outcome, one.is_copy) for one in found.layouts] == [
+        ("ddp", "same", False),
+        ("zero1", "same", True),
     ]
 
 

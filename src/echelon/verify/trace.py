@@ -93,6 +93,8 @@ class Model:
     training: bool = True
     parity: str = "off"
     """The parity of the Accelerator or Trainer that runs the model, if there is one."""
+    engine: str = ""
+    """Its engine; empty if the script has no Accelerator or Trainer of echelon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

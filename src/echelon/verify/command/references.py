@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +13,8 @@ from echelon.verify.command.run_layouts import LayoutRun, RunFailure, RunRequest
 from echelon.verify.trace import Batch, OptimizerStep, RecordedProcess, Trace, read_trace
 
 __all__ = ["MergeError", "Reference", "References", "batch_factor", "saved_traces"]
+
+_NUM_PERTURBED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,8 @@ class Reference:
     float64: Trace | None = None
     """The same run in float64; None if it was not run, or failed."""
     float64_failure: RunFailure | None = None
+    perturbed: tuple[Trace, ...] = ()
+    """The same run with initial weights that differ by one rounding."""
 
 
 class MergeError(Exception):
@@ -47,6 +51,7 @@ class References:
         self._saved = {} if saved is None else saved_traces(saved)
         self._found: dict[int, Reference | LayoutRun] = {}
         self._twins: dict[int, Reference] = {}
+        self._perturbed: dict[int, tuple[Trace, ...]] = {}
 
     @property
     def runs_nothing(self) -> bool:
@@ -74,6 +79,13 @@ class References:
             twin = reference if self._saved else self._run_float64(reference)
             self._twins[factor] = twin
         return self._twins[factor]
+
+    def with_perturbations(self, reference: Reference) -> Reference:
+        """Return ``reference`` with runs whose initial weights differ by one rounding, if they can be run."""
+        factor = reference.batch_factor
+        if factor not in self._perturbed:
+            self._perturbed[factor] = () if self._saved else tuple(self._run_perturbed(factor))
+        return replace(reference, perturbed=self._perturbed[factor])
 
     def repeat(self, reference: Reference) -> Trace | LayoutRun:
         """Run ``reference`` once more, to see whether the script repeats itself."""
@@ -105,6 +117,13 @@ class References:
         if run.failure is not None:
             return replace(reference, float64_failure=run.failure)
         return replace(reference, float64=read_trace(request.folder))
+
+    def _run_perturbed(self, factor: int) -> Iterator[Trace]:
+        for seed in range(1, _NUM_PERTURBED + 1):
+            name = f"one process, perturbed {seed}"
+            request = self._request(factor, name=name, suffix=f"-perturbed-{seed}")
+            if self._record(replace(request, perturbation=seed)).failure is None:
+                yield read_trace(request.folder)
 
     def _request(self, factor: int, *, name: str, suffix: str = "") -> RunRequest:
         folder = self._base.folder / f"reference-{factor}{suffix}"

@@ -61,6 +61,8 @@ class RunRequest:
     first_update: int = 0
     batch_factor: int = 1
     is_float64: bool = False
+    perturbation: int = 0
+    """Seed of a change of the initial weights by one rounding; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +167,7 @@ class LayoutRunner:
         child += ["--stacks_after", f"{max(limits.timeout_s - _STACKS_BEFORE_S, limits.timeout_s / 2):g}"]
         child += ["--batch_factor", str(request.batch_factor), "--first_update", str(request.first_update)]
         child += ["--float64"] * request.is_float64
+        child += ["--perturbation", str(request.perturbation)] if request.perturbation else []
         return [*self._start, *launch, "-m", _CHILD, *child, request.script, *request.arguments]
 
     def _wait(

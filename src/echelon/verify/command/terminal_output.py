@@ -12,7 +12,7 @@ from echelon.base.printable import printable
 from echelon.verify.command.layouts import Layout
 from echelon.verify.command.run_layouts import RunFailure
 from echelon.verify.command.verification import LayoutResult, Verification
-from echelon.verify.finding import Finding, Verdict
+from echelon.verify.finding import Finding, Stage, Verdict
 
 __all__ = ["Palette", "headline", "render", "shown_line", "summary_of"]
 
@@ -20,6 +20,8 @@ _LABEL_WIDTH = 9
 _MAX_TENSORS = 3
 _MAX_RANKS = 8
 _MAX_ALSO = 2
+_MAY_BE_ABSENT: tuple[Stage, ...] = ("load", "rng", "clip", "buffers", "save")
+"""Stages that many correct scripts do not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,9 @@ def _lines(found: Verification, palette: Palette, width: int) -> Iterator[str]:
     names = max(len(one.layout.name) for one in found.layouts)
     for one in found.layouts:
         mark = palette.of(one.outcome)
-        updates = f"{_count(one.num_updates, 'update')}, {one.seconds:.1f} s"
+        updates = (
+            "the engine is not used" if one.is_copy else f"{_count(one.num_updates, 'update')}, {one.seconds:.1f} s"
+        )
         yield f"  {one.layout.name:<{names}}  {mark}{summary_of(one):<38}{palette.reset}  {palette.dim}{updates}{palette.reset}"
     if found.repeated is not None:
         yield from _repetition(found.repeated, palette, width)
@@ -201,24 +205,25 @@ def _repetition(first: Finding, palette: Palette, width: int) -> Iterator[str]:
 
 
 def _limits(found: Verification) -> Iterator[str]:
-    """Yield what was not compared."""
+    """Yield what was not compared: stages that the script does not have in a line, all else in sentences."""
     if found.float64_failure is not None:
         yield (
             f"The reference does not run in float64 ({found.float64_failure.what}); tolerances are bounds from the dtype and "
             "the length of sums."
         )
-    missing: dict[str, list[str]] = {}
-    for one in found.layouts:
-        if one.verdict is None:
-            continue
-        for coverage in one.verdict.coverage:
-            for text in coverage.missing:
-                missing.setdefault(text, []).append(coverage.stage)
-        for note in one.verdict.notes:
-            missing.setdefault(note, [])
-    for text, stages in missing.items():
-        stage = f"{_and(list(dict.fromkeys(stages)))}: " if stages else ""
-        yield f"Not compared: {stage}{text}" if stages else text
+    verdicts = [one.verdict for one in found.layouts if one.verdict is not None and not one.is_copy]
+    covers = [cover for verdict in verdicts for cover in verdict.coverage]
+    seen = {cover.stage for cover in covers if cover.num_compared}
+    absent = [stage for stage in _MAY_BE_ABSENT if stage not in seen and any(cover.stage == stage for cover in covers)]
+    sentences: dict[str, list[str]] = {}
+    for cover in covers:
+        for text in cover.missing if cover.stage not in absent else ():
+            sentences.setdefault(text, []).append(cover.stage)
+    for text, stages in sentences.items():
+        yield f"Not compared: {_and(list(dict.fromkeys(stages)))}: {text}"
+    yield from dict.fromkeys(note for verdict in verdicts for note in verdict.notes)
+    if absent:
+        yield f"Not in this run, or not comparable here: {_and(absent)} (--html FILE gives the reasons)."
 
 
 def _place(one: Finding) -> str:

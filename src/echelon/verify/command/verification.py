@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +54,10 @@ class LayoutResult:
     failure: RunFailure | None = None
     phase: str = ""
     """Of a resumed run: which part of it failed."""
+    has_engine: bool = True
+    """Whether the script uses an engine of echelon. Without one, all engines are the same layout."""
+    is_copy: bool = False
+    """Whether it was not run, because it is the same layout as another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +147,7 @@ def verify(
     if isinstance(first, LayoutRun):
         return Verification(plan=plan, layouts=(), seconds=time.monotonic() - began, reference_failure=first)
     work = _Work(plan, references, first, record, compare)
-    results = tuple(map(work.verify_layout, plan.layouts))
+    results = work.verify_layouts()
     return Verification(
         plan=plan,
         layouts=results,
@@ -166,7 +170,17 @@ class _Work:
         self._compare_traces = compare
         self.float64_failure: RunFailure | None = None
 
-    def verify_layout(self, layout: Layout) -> LayoutResult:
+    def verify_layouts(self) -> tuple[LayoutResult, ...]:
+        """Verify all layouts. If the script uses no engine of echelon, each number of processes is run once."""
+        results: list[LayoutResult] = []
+        for layout in self._plan.layouts:
+            equal = (one for one in results if one.layout.num_processes == layout.num_processes and not one.has_engine)
+            known = next(equal, None)
+            result = self._verify_layout(layout) if known is None else replace(known, layout=layout, is_copy=True)
+            results.append(result)
+        return tuple(results)
+
+    def _verify_layout(self, layout: Layout) -> LayoutResult:
         runs: list[LayoutRun] = []
         for request in self._requests(layout):
             runs.append(self._record(request))
@@ -179,6 +193,7 @@ class _Work:
             num_updates=sum(run.num_updates for run in runs),
             seconds=sum(run.seconds for run in runs),
             failure=runs[-1].failure,
+            has_engine=runs[-1].failure is not None or any(model.engine for model in _models(trace)),
             phase=""
             if self._plan.resume_after is None
             else "before the resume"
@@ -193,7 +208,9 @@ class _Work:
             return self._not_comparable(result, trace, f"{error}")
         if isinstance(reference, LayoutRun):
             return replace(result, failure=reference.failure, phase=f"in the reference ({reference.request.name})")
-        must_be_equal = _parity(trace) == "bitwise" or (layout.is_plain and self._plan.against is None)
+        must_be_equal = any(model.parity == "bitwise" for model in _models(trace)) or (
+            layout.is_plain and self._plan.against is None
+        )
         options = CompareOptions(is_resumed=self._plan.resume_after is not None)
         verdict = self._compare(trace, reference, options, must_be_equal=must_be_equal)
         return replace(
@@ -245,16 +262,19 @@ class _Work:
             return verdict
         reference = self._references.with_float64(reference)
         self.float64_failure = reference.float64_failure
-        return self._compare_traces(trace, reference.trace, reference.float64, options=options)
+        verdict = self._compare_traces(trace, reference.trace, reference.float64, options=options)
+        if verdict.finding is None or not verdict.finding.may_be_rounding:
+            return verdict
+        perturbed = self._references.with_perturbations(reference).perturbed
+        return self._compare_traces(trace, reference.trace, reference.float64, perturbed=perturbed, options=options)
 
     def _not_comparable(self, result: LayoutResult, trace: Trace, reason: str) -> LayoutResult:
         verdict = Verdict(result="not comparable", num_updates=0, world_size=len(trace.ranks), reason=reason)
         return replace(result, outcome="not comparable", verdict=verdict)
 
 
-def _parity(trace: Trace) -> str:
-    models = (event for events in trace.ranks for event in events if isinstance(event, Model))
-    return next((event.parity for event in models), "off")
+def _models(trace: Trace) -> Iterator[Model]:
+    return (event for events in trace.ranks for event in events if isinstance(event, Model))
 
 
 def _joined(traces: list[Trace]) -> Trace:

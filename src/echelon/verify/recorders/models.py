@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,7 +82,7 @@ class RecordedModel:
 
 def model_event(model: RecordedModel) -> Model:
     """Return the event that describes ``model``."""
-    parameters = model.parameters
+    parameters, accelerator = model.parameters, _accelerator()
     classes = {}
     for name, module in model.root.named_modules():
         if isinstance(module, (_BatchNorm, _DropoutNd)) or not any(True for _ in module.children()):
@@ -97,15 +98,15 @@ def model_event(model: RecordedModel) -> Model:
         buffers=list(model.buffers()),
         module_classes=classes,
         training=model.root.training,
-        parity=_parity(),
+        parity="off" if accelerator is None else accelerator.parity,
+        engine="" if accelerator is None else accelerator.capabilities.name,
     )
 
 
-def _parity() -> str:
-    """Return the parity of the newest Accelerator; echelon's Trainer has one, too."""
-    module = sys.modules.get("echelon.accelerator.current")  # else the script uses no Accelerator
-    accelerator = None if module is None else next(module.living_accelerators(), None)
-    return "off" if accelerator is None else str(accelerator.parity)
+def _accelerator() -> Any:
+    """Return the newest Accelerator, or None; echelon's Trainer has one, too."""
+    module = sys.modules.get("echelon.accelerator.current")  # else the script uses none
+    return None if module is None else next(module.living_accelerators(), None)
 
 
 def plain_name(name: str) -> str:

@@ -8,6 +8,7 @@ from echelon.verify.recorders.forwards import Forwards
 from echelon.verify.recorders.keyed_dropout import KeyedDropout
 from echelon.verify.recorders.losses import Losses
 from echelon.verify.recorders.merged_batches import MergedBatches
+from echelon.verify.recorders.perturbation import Perturbation
 from echelon.verify.recorders.rng_states import RngStates
 from echelon.verify.recorders.updates import UpdateRecorder
 from echelon.verify.recording import Part
@@ -15,9 +16,13 @@ from echelon.verify.recording import Part
 __all__ = ["default_parts"]
 
 
-def default_parts() -> list[Part]:
-    """Return new parts that record everything."""
-    return [*_parts_of_data(), UpdateRecorder()]
+def default_parts(*, perturbation: int = 0) -> list[Part]:
+    """Return new parts that record everything.
+
+    Args:
+        perturbation: seed of a change of all weights by one rounding; 0: none.
+    """
+    return [*_parts_of_data(), Perturbation(perturbation), UpdateRecorder()]
 
 
 def _parts_of_data() -> list[Part]:
