@@ -211,7 +211,9 @@ def test_control_characters_and_colours(script: Path) -> None:
     found = Verification(plan=plan, layouts=(_result(plan.layouts[0], verdict),), seconds=2.0)
     assert "\x1b" not in _screen(found)
     coloured = render(found, palette=Palette.for_terminal(), width=80)
-    assert coloured.startswith("\x1b[1;31mNot the same run: 2 processes, ddp differs from one process.\x1b[0m\n")
+    assert coloured.startswith(
+        "\x1b[1;31mNot the same run: training on 2 processes, ddp differs from one process.\x1b[0m\n"
+    )
     assert re.sub("\x1b\\[[0-9;]*m", "", coloured) == render(found, palette=Palette(), width=80)
 
 

@@ -8,10 +8,11 @@ from echelon.verify.recorders.forwards import Forwards
 from echelon.verify.recorders.keyed_dropout import KeyedDropout
 from echelon.verify.recorders.losses import Losses
 from echelon.verify.recorders.merged_batches import MergedBatches
-from echelon.verify.recorders.perturbation import Perturbation
 from echelon.verify.recorders.rng_states import RngStates
 from echelon.verify.recorders.updates import UpdateRecorder
 from echelon.verify.recording import Part
+from echelon.verify.reference_parts.merged_schedules import MergedSchedules
+from echelon.verify.reference_parts.perturbation import Perturbation
 
 __all__ = ["default_parts"]
 
@@ -22,7 +23,7 @@ def default_parts(*, perturbation: int = 0) -> list[Part]:
     Args:
         perturbation: seed of a change of all weights by one rounding; 0: none.
     """
-    return [*_parts_of_data(), Perturbation(perturbation), UpdateRecorder()]
+    return [*_parts_of_data(), Perturbation(perturbation), MergedSchedules(), UpdateRecorder()]
 
 
 def _parts_of_data() -> list[Part]:

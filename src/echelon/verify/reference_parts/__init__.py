@@ -1,0 +1,1 @@
+"""Parts of a recording that change the run on one process with which layouts are compared."""
