@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,3 +221,21 @@ def test_a_run_of_100_000_steps_opens_in_two_seconds_and_stays_smooth(browser: B
     assert browser.problems == []
     assert seconds < 2
     assert frames[30] < 34
+
+
+def test_in_a_chinese_locale_the_page_is_chinese(
+    browser: Browser, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LANGUAGE", "LC_ALL", "LC_MESSAGES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LANG", "zh_CN.UTF-8")
+    other = write_run(tmp_path, "other", num_steps=30)
+    for runs in ([page.parent / "run"], [other], [other, page.parent / "run"]):
+        browser.open(_write_page(tmp_path / "page.html", *runs))
+        assert browser.problems == []
+        assert browser.run("document.documentElement.lang") == "zh-CN"
+        assert "\u65f6\u95f4\u82b1\u5728\u54ea\u91cc" in _text(browser, "#time h2")
+        shown = _text(browser, "body").splitlines()
+        # Commands, folders, settings and the events that write_run invents stay as they are.
+        prose = [line for line in shown if re.search(r"(?<![\w./=-])[A-Za-z][a-z]+ [a-z]{2,} [a-z]{2,}", line)]
+        assert [line for line in prose if not re.search(r"echelon launch|train\.py|signal 9|Debian|Linux", line)] == []

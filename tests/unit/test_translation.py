@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gettext
 import io
+import json
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from echelon.cli.verify import GROUPS
 from echelon.config.schema import RunConfig, field_docs
 from echelon.diagnose.goodput import ITEMS as GOODPUT_ITEMS
 from echelon.launch.failures.failure import ErrorRecord, Frame, RankEnd, explain
+from echelon.report.page import page_texts, render_page
 
 SOURCE = Path(translation.__file__).parents[2]
 PO = SOURCE / "locale" / "zh_CN" / "LC_MESSAGES" / "echelon.po"
@@ -128,6 +130,7 @@ def _sentences() -> tuple[frozenset[str], str]:
                 found.add(_canonical("".join(map(_part, node.values))))
     texts = {*(text.replace("``", "") for text in field_docs(RunConfig).values())}
     headings = {f"{heading}:" for heading in (*ALL, *COMMON, *GROUPS, "Examples")}
+    found |= set(map(_canonical, page_texts()))
     short = {text for group in COMMON.values() for text in group.values()} | {text for _, text in EXAMPLES}
     found |= {_canonical(_escape(text)) for text in texts | headings | short}
     return frozenset(found), "\n".join(sorted(found))
@@ -408,6 +411,25 @@ def test_english_loads_no_catalogue() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert result.stdout == "[]\n", result.stderr
+
+
+def test_all_texts_of_the_report_page_are_in_the_catalogue() -> None:
+    assert [text for text in page_texts() if text not in ENTRIES] == ["rank", "Loss"]
+
+
+def test_the_report_page_has_the_users_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"title": "a run", "runs": []}
+    _clear(monkeypatch)
+    english = render_page(data)
+    assert '<html lang="en">' in english
+    assert '"texts":{}' in english
+    assert not re.search(_CHINESE, english)
+    _speak_chinese(monkeypatch)
+    chinese = render_page(data)
+    assert '<html lang="zh-CN">' in chinese
+    assert ENTRIES["Skip to the report"] in chinese
+    (texts,) = re.findall(r'"texts":(\{.*?\})\}</script>', chinese)
+    assert json.loads(texts)["Where the time went"] == ENTRIES["Where the time went"]
 
 
 # Reports with every kind of stall, failure and time, as the launcher prints them.

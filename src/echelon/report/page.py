@@ -5,11 +5,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
-__all__ = ["render_page"]
+from echelon.base.messages.translation import language, translate, translated_template
+
+__all__ = ["page_texts", "render_page"]
 
 
 def render_page(data: Mapping[str, Any], *, live_url: str | None = None) -> str:
@@ -26,10 +30,13 @@ def render_page(data: Mapping[str, Any], *, live_url: str | None = None) -> str:
     if live_url is not None:
         policy += "; connect-src 'self'"
     # "<" is escaped in the data, so that no text in it ends the script element.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    with_texts = {**data, "texts": _translations()}
+    text = json.dumps(with_texts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {
         "policy": policy,
+        "lang": _LANGUAGES.get(language() or "", "en"),
         "title": _escape(str(data["title"])),
+        **{name: _escape(translate(text)) for name, text in _HTML_TEXTS.items()},
         "live": "" if live_url is None else f' data-live="{_escape(live_url)}"',
         "style": _asset("uPlot.min.css") + _asset("page.css"),
         "data": text,
@@ -40,6 +47,76 @@ def render_page(data: Mapping[str, Any], *, live_url: str | None = None) -> str:
     # One pass: a value may contain the mark of another part.
     pieces = page.split("@@")
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+_LANGUAGES = MappingProxyType({"zh_CN": "zh-CN"})
+_HTML_TEXTS = MappingProxyType(
+    {
+        "report": "echelon report",
+        "skip": "Skip to the report",
+        "sections": "Sections",
+        "noscript": "This page draws its plots with a script inside this file. Scripts are turned off.",
+    }
+)
+# What page.js shows besides the sentences in it: the names of phases, of parts of the wall time, events, outcomes and facts.
+_NAMES = (
+    *("forward", "backward", "optimizer", "rest of the loop", "communication", "wait for slower ranks", "data wait"),
+    *(
+        "evaluation",
+        "checkpoint",
+        "whole step",
+        "compute",
+        "program",
+        "init",
+        "restart",
+        "lost steps",
+        "detection",
+        "end",
+    ),
+    *("failure", "stall", "straggler", "preemption", "running", "succeeded", "failed", "preempted", "interrupted"),
+    *("ended without a record", "horizontal axis", "configuration", "speed", "results", "command", "code", "machine"),
+    *(
+        "versions",
+        "settings",
+        "outcome",
+        "duration",
+        "restarts",
+        "steps",
+        "last loss",
+        "largest memory of a rank",
+        "goodput",
+    ),
+    *("script", "arguments", "launcher", "working directory", "branch", "processes", "machines", "host", "system"),
+    *(
+        "processor",
+        "num cores",
+        "memory mb",
+        "memory",
+        "accelerators",
+        "began",
+        "ended",
+        "exit code",
+        "folder",
+        "commit",
+    ),
+)
+_SENTENCE = re.compile(r"""\bt\((?:[^"()]*\? )?"((?:[^"\\]|\\.)*)"(?: : "((?:[^"\\]|\\.)*)")?""")
+_COUNTED = re.compile(r"""\bcount\([^"]*"([^"]*)", "([^"]*)"\)""")
+
+
+def page_texts() -> list[str]:
+    """Return the sentences and names that page.js shows, in English, with ``{name}`` for values."""
+    script = _asset("page.js")
+    found = [text for pair in [*_SENTENCE.findall(script), *_COUNTED.findall(script)] for text in pair if text]
+    return list(dict.fromkeys((*found, *_NAMES)))
+
+
+def _translations() -> dict[str, str]:
+    """Return the texts of page.js in the user's language; empty in English."""
+    if language() is None:
+        return {}
+    pairs = ((text, translated_template(text)) for text in page_texts())
+    return {text: translated for text, translated in pairs if translated is not None}
 
 
 def _asset(name: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon._version import __version__
+from echelon.base.messages.translation import translate
 from echelon.config.origin import SettingSource
 from echelon.config.schema import RunConfig, field_names
 from echelon.report.comparison import (
@@ -96,7 +97,7 @@ def _run(run: RecordedRun, series: StepSeries | None) -> dict[str, Any]:
         "num_ranks": run.facts.get("num_processes") or (len(series.ranks) if series else None),
         "folder": str(run.folder.resolve()),
         "tiles": _tiles(run, series),
-        "warnings": _warnings(series),
+        "warnings": [translate(text) for text in _warnings(series)],
         **_series(run, series, began, missing, {metric["name"] for metric in metrics}),
         "metrics": metrics,
         "values": values,
@@ -105,7 +106,7 @@ def _run(run: RecordedRun, series: StepSeries | None) -> dict[str, Any]:
         "settings": [] if isinstance(settings, str) else _settings_rows(settings),
         "environment": _environment(run),
         "versions": [[str(name), str(value)] for name, value in (run.facts.get("versions") or {}).items()],
-        "missing": missing,
+        "missing": {name: translate(why) for name, why in missing.items()},
     }
 
 
@@ -127,7 +128,7 @@ def _series(
         missing.update(dict.fromkeys(names, _NO_RECORDS))
         if "loss" in metric_names:
             missing.pop("loss")
-        return {"x": None, "series": {}, "ranks": None, "verdict": "", "mfu": _mfu(run, None)}
+        return {"x": None, "series": {}, "ranks": None, "verdict": "", "mfu": translate(_mfu(run, None))}
     found: dict[str, Any] = {
         "loss": _spread(series.loss),
         "lr": _floats(series.lr),
@@ -169,8 +170,8 @@ def _series(
         "x": {"step": _floats(series.steps), "time": _floats(series.times - began)},
         "series": found,
         "ranks": ranks,
-        "verdict": series.verdict,
-        "mfu": _mfu(run, series),
+        "verdict": translate(series.verdict),
+        "mfu": translate(_mfu(run, series)),
     }
 
 
@@ -200,7 +201,7 @@ def _tiles(run: RecordedRun, series: StepSeries | None) -> list[dict[str, str]]:
             tiles.append(("memory", _memory(float(np.nanmax(memory))), where))
     if restarts := run.facts.get("num_restarts"):
         tiles.append(("restarts", str(restarts), "see the time line"))
-    return [{"name": name, "value": value, "note": note} for name, value, note in tiles]
+    return [{"name": translate(name), "value": value, "note": translate(note)} for name, value, note in tiles]
 
 
 def _warnings(series: StepSeries | None) -> list[str]:
@@ -305,7 +306,7 @@ def _timeline(run: RecordedRun, series: StepSeries | None, began: float) -> dict
 def _event_text(event: Mapping[str, Any]) -> str:
     step = event.get("step")
     at = f"step {step:,}: " if isinstance(step, int) else ""
-    text = str(event.get("text") or event.get("kind") or "")
+    text = translate(str(event.get("text") or event.get("kind") or ""))
     return f"{at}{text}"
 
 
@@ -336,20 +337,31 @@ def _environment(run: RecordedRun) -> list[tuple[str, str]]:
     facts = run.facts
     machine: Mapping[str, Any] = facts.get("machine") or {}
     git: Mapping[str, Any] = facts.get("git") or {}
-    changes = " with uncommitted changes" if git.get("is_dirty") else ""
+    changes = f" {translate('with uncommitted changes')}" if git.get("is_dirty") else ""
     memory = machine.get("memory_mb")
     rows = [
         ("command", command_line(run)),
         ("working directory", str(facts.get("cwd") or UNKNOWN)),
-        ("git", f"{git['commit']} ({git.get('branch') or 'no branch'}){changes}" if git.get("commit") else UNKNOWN),
+        (
+            "git",
+            f"{git['commit']} ({git.get('branch') or translate('no branch')}){changes}"
+            if git.get("commit")
+            else UNKNOWN,
+        ),
         ("launcher", str(facts.get("launcher") or UNKNOWN)),
         ("processes", str(facts.get("num_processes") or UNKNOWN)),
         ("machines", str(facts.get("num_machines") or UNKNOWN)),
         ("host", str(machine.get("host") or UNKNOWN)),
         ("system", str(machine.get("system") or UNKNOWN)),
-        ("processor", f"{machine.get('processor')}, {machine.get('num_cores')} cores" if machine else UNKNOWN),
+        (
+            "processor",
+            f"{machine.get('processor')}, {machine.get('num_cores')} {translate('cores')}" if machine else UNKNOWN,
+        ),
         ("memory", _memory(float(memory)) if isinstance(memory, (int, float)) else UNKNOWN),
-        ("accelerators", ", ".join(map(str, machine.get("accelerators") or [])) or ("none" if machine else UNKNOWN)),
+        (
+            "accelerators",
+            ", ".join(map(str, machine.get("accelerators") or [])) or (translate("none") if machine else UNKNOWN),
+        ),
         ("began", format_time(facts.get("began"))),
         ("ended", format_time(facts.get("ended"))),
         ("exit code", UNKNOWN if facts.get("exit_code") is None else str(facts["exit_code"])),

@@ -178,6 +178,8 @@ class Catalogue:
     """
 
     def __init__(self, entries: Mapping[str, str]) -> None:
+        self.entries: Mapping[str, str] = dict(entries)
+        """The templates, as in the file."""
         self._exact = {_unescape(key): _unescape(value) for key, value in entries.items() if not placeholders(key)}
         templates = [
             _Template(key, value, max(_pieces(key), key=len)) for key, value in entries.items() if placeholders(key)

@@ -12,7 +12,7 @@ from echelon.base import environ
 if TYPE_CHECKING:
     from echelon.base.messages.catalogue import Catalogue
 
-__all__ = ["LOCALES", "format_error", "language", "translate", "translate_lines"]
+__all__ = ["LOCALES", "format_error", "language", "translate", "translate_lines", "translated_template"]
 
 LOCALES = Path(__file__).resolve().parent.parent.parent / "locale"
 """Folder with ``<language>/LC_MESSAGES/echelon.po`` and, in an installed package, the compiled ``echelon.mo``."""
@@ -38,6 +38,12 @@ def translate(text: str) -> str:
     """Return ``text`` in the user's language, or unchanged if its catalogue has no entry for it."""
     code = language()
     return text if code is None else _catalogue(code).translate(text)
+
+
+def translated_template(msgid: str) -> str | None:
+    """Return the translation of a template (with ``{name}`` for values), or None in English and without an entry for it."""
+    code = language()
+    return None if code is None else _catalogue(code).entries.get(msgid)
 
 
 def translate_lines(text: str) -> str:

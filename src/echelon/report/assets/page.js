@@ -4,6 +4,9 @@
   const root = document.documentElement;
   const state = { axis: "step", run: 0, smooth: true, log: false, zoom: null, all: false, search: "" };
   let data = JSON.parse(document.getElementById("data").textContent);
+  // Sentences in the user's language: English sentence -> translation, both with {name} for values; empty in English.
+  const texts = data.texts || {};
+  const t = (text, values = {}) => (texts[text] || text).replace(/\{(\w+)\}/g, (mark, name) => (name in values ? String(values[name]) : mark));
   let plots = [];
   let frame = 0;
 
@@ -58,7 +61,7 @@
     ["other", "rest of the loop", "--grey"], ["communication", "communication", "--teal"],
     ["wait", "wait for slower ranks", "--warm"], ["data", "data wait", "--amber"], ["evaluation", "evaluation", "--rose"],
     ["checkpoint", "checkpoint", "--violet"], ["step", "whole step", "--accent"],
-  ];
+  ].map(([name, text, color]) => [name, t(text), color]);
   const GOODPUT = {
     compute: "--accent", program: "--accent", communication: "--teal", "data wait": "--amber", checkpoint: "--violet",
     init: "--grey", restart: "--rose", "lost steps": "--bad", detection: "--warm", end: "--grey-2",
@@ -194,7 +197,7 @@
   // ---- panels
   const panel = (id, title, { hint, cls = "", note } = {}) => h("article", { class: `panel ${cls}`, id: `panel-${id}` },
     h("header", {}, h("h3", {}, title, hint ? h("small", {}, hint) : null), h("p", { class: "readout" })),
-    h("div", { class: "plot", id: `plot-${id}`, tabindex: "0", role: "application", "aria-label": `${title}. Arrow keys read values, + and - zoom, Escape shows everything.` }),
+    h("div", { class: "plot", id: `plot-${id}`, tabindex: "0", role: "application", "aria-label": t("{title}. Arrow keys read values, + and - zoom, Escape shows everything.", { title }) }),
     note ? h("p", { class: "panel-note" }, note) : null);
   const missingPanel = (id, title, why, cls = "") => h("article", { class: `panel missing ${cls}`, id: `panel-${id}` }, h("h3", {}, title), h("p", {}, why));
   const finiteX = (x, values) => {
@@ -236,9 +239,9 @@
 
   const partsPlot = (grid) => {
     const run = data.runs[state.run], parts = run.series.parts;
-    if (!parts) return grid.append(missingPanel("parts", "Time of a step by phase", run.missing.parts || "", "wide"));
+    if (!parts) return grid.append(missingPanel("parts", t("Time of a step by phase"), run.missing.parts || "", "wide"));
     const chosen = PARTS.filter(([name]) => parts[name]);
-    const node = panel("parts", "Time of a step by phase", { hint: "ms, mean over ranks", cls: "wide tall" });
+    const node = panel("parts", t("Time of a step by phase"), { hint: t("ms, mean over ranks"), cls: "wide tall" });
     const keys = h("ul", { class: "keys" });
     node.append(keys);
     grid.append(node);
@@ -253,17 +256,17 @@
     const totals = sum.filter((v) => v !== null).sort((a, b) => a - b);
     const usual = 1.5 * (totals[Math.floor(totals.length * 0.9)] || 0), most = totals[totals.length - 1] || 0;
     const limit = most > 1.5 * usual ? usual : 0;
-    if (limit) node.append(h("p", { class: "panel-note" }, `Peaks are cut off; the highest is ${seconds(most / 1e3)} per step.`));
+    if (limit) node.append(h("p", { class: "panel-note" }, t("Peaks are cut off; the highest is {time} per step.", { time: seconds(most / 1e3) })));
     drawPlot(node, [{ x, columns }], { fromZero: true, keys, limit });
   };
 
   const memoryPlot = (grid) => {
     const run = data.runs[state.run], ranks = run.ranks;
-    if (run.missing.memory) return grid.append(missingPanel("memory", "Memory", run.missing.memory));
+    if (run.missing.memory) return grid.append(missingPanel("memory", t("Memory"), run.missing.memory));
     const known = ranks.memory.flat().filter((v) => v !== null);
     const isGB = Math.max(...known.slice(0, 20000)) >= 4096;
     const rows = ranks.memory.map((row) => row.map((v) => (v === null ? null : isGB ? v / 1024 : v)));
-    const node = panel("memory", "Memory by rank", { hint: isGB ? "GB" : "MB", cls: ranks.ids.length > 1 ? "full" : "" });
+    const node = panel("memory", t("Memory by rank"), { hint: isGB ? "GB" : "MB", cls: ranks.ids.length > 1 ? "full" : "" });
     const keys = ranks.ids.length > 1 ? h("ul", { class: "keys" }) : null;
     if (keys) node.append(keys);
     grid.append(node);
@@ -277,15 +280,15 @@
       const over = (pick) => x.map((_, k) => { const all = values.map((row) => row[k]).filter((v) => v !== null).sort((a, b) => a - b); return all.length ? pick(all) : null; });
       const middle = over((all) => all[all.length >> 1]);
       columns = [{ label: "", values: over((all) => all[all.length - 1]), color: from, stroke: "transparent", isQuiet: true, band: true }, { label: "", values: over((all) => all[0]), color: from, stroke: "transparent", isQuiet: true, isLow: true },
-        { label: "median", values: middle, raw: middle, color: from }, { label: `rank ${ranks.ids[top]} (largest)`, values: values[top], raw: values[top], color: css("--warm") }];
-      node.append(h("p", { class: "panel-note" }, `The area shows the range over ${values.length} ranks.`));
+        { label: t("median"), values: middle, raw: middle, color: from }, { label: t("rank {rank} (largest)", { rank: ranks.ids[top] }), values: values[top], raw: values[top], color: css("--warm") }];
+      node.append(h("p", { class: "panel-note" }, t("The area shows the range over {number} ranks.", { number: values.length })));
     }
     drawPlot(node, [{ x, columns: keys ? columns.reverse() : columns }], { fromZero: true, keys });
   };
 
   const heatMap = (grid) => {
     const run = data.runs[state.run], ranks = run.ranks;
-    const title = "Stragglers";
+    const title = t("Stragglers");
     if (run.missing.stragglers) return grid.append(missingPanel("stragglers", title, run.missing.stragglers));
     const rows = ranks.own, number = rows.length, width = rows[0].length;
     // Of two ranks, the median is the faster one's time, so that the slower one can be seen.
@@ -308,9 +311,9 @@
     const tell = () => {
       const [i, k] = cell, v = rows[i][k];
       const at = state.axis === "step" ? `step ${short(steps[k])}` : clock(steps[k] || 0);
-      readout.replaceChildren(`rank ${ranks.ids[i]}, ${at}  `, h("b", {}, `${short(v)} ms`), v && medians[k] ? ` (median ${short(medians[k])})` : "");
+      readout.replaceChildren(`rank ${ranks.ids[i]}, ${at}  `, h("b", {}, `${short(v)} ms`), v && medians[k] ? t(" (median {value})", { value: short(medians[k]) }) : "");
     };
-    const body = h("div", { class: "heat-body", id: "heat", tabindex: "0", role: "application", "aria-label": "Own time of each rank per step, compared with the median. Arrow keys read values.",
+    const body = h("div", { class: "heat-body", id: "heat", tabindex: "0", role: "application", "aria-label": t("Own time of each rank per step, compared with the median. Arrow keys read values."),
       onmousemove: (event) => { const r = canvas.getBoundingClientRect(); cell = [Math.max(0, Math.min(number - 1, Math.floor(((event.clientY - r.top) / r.height) * number))), Math.max(0, Math.min(width - 1, Math.floor(((event.clientX - r.left) / r.width) * width)))]; tell(); },
       onkeydown: (event) => {
         const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
@@ -321,15 +324,15 @@
       } }, canvas);
     const shown = number <= 24 ? ranks.ids : ranks.ids.filter((_, i) => i % Math.ceil(number / 12) === 0);
     grid.append(h("article", { class: "panel wide", id: "panel-stragglers" },
-      h("header", {}, h("h3", {}, title, h("small", {}, "own time of a step against the median of the ranks")), readout),
+      h("header", {}, h("h3", {}, title, h("small", {}, t("own time of a step against the median of the ranks"))), readout),
       h("div", { class: "heat" }, h("div", { class: "heat-ranks", "aria-hidden": "true" }, shown.map((id) => h("span", {}, String(id)))), body),
-      h("p", { class: "panel-note" }, run.verdict ? h("strong", {}, `${run.verdict}. `) : "No rank made the others wait for a tenth of a step or longer. ",
-        "median", h("span", { class: "scale", style: { background: `linear-gradient(90deg, ${css("--accent-wash")}, ${css("--warm")})` } }), "+50 % and more")));
+      h("p", { class: "panel-note" }, run.verdict ? h("strong", {}, `${run.verdict}. `) : t("No rank made the others wait for a tenth of a step or longer. "),
+        t("median"), h("span", { class: "scale", style: { background: `linear-gradient(90deg, ${css("--accent-wash")}, ${css("--warm")})` } }), t("+50 % and more"))));
   };
 
   const rankBars = (grid) => {
     const run = data.runs[state.run], ranks = run.ranks;
-    if (!ranks || !Object.keys(ranks.parts).length) return grid.append(missingPanel("ranks", "Time of a step by rank", run.missing.parts || ""));
+    if (!ranks || !Object.keys(ranks.parts).length) return grid.append(missingPanel("ranks", t("Time of a step by rank"), run.missing.parts || ""));
     const chosen = PARTS.filter(([name]) => ranks.parts[name]);
     const totals = ranks.ids.map((_, i) => chosen.reduce((sum, [name]) => sum + (ranks.parts[name][i] || 0), 0));
     const most = Math.max(...totals);
@@ -337,8 +340,8 @@
       h("td", { class: "bar-cell" }, h("div", { class: "rank-bar", style: { width: `${(100 * totals[i]) / most}%` }, role: "img", "aria-label": chosen.map(([name, text]) => `${text} ${short(ranks.parts[name][i])} ms`).join(", "), title: chosen.map(([name, text]) => `${text} ${short(ranks.parts[name][i])} ms`).join("\n") },
         chosen.map(([name, , color]) => h("div", { style: { flex: `${ranks.parts[name][i] || 0} 0 0`, background: css(color) } })))),
       h("td", { class: "num" }, `${short(totals[i])} ms`)));
-    grid.append(h("article", { class: "panel", id: "panel-ranks" }, h("header", {}, h("h3", {}, "Time of a step by rank", h("small", {}, "mean of the run"))),
-      h("div", { class: "ranks", tabindex: rows.length > 14 ? "0" : null, role: rows.length > 14 ? "region" : null, "aria-label": rows.length > 14 ? "Time of a step by rank" : null }, h("table", { class: "rank-table" }, h("thead", { class: "visually-hidden" }, h("tr", {}, ["rank", "phases", "time"].map((t) => h("th", { scope: "col" }, t)))), h("tbody", {}, rows))),
+    grid.append(h("article", { class: "panel", id: "panel-ranks" }, h("header", {}, h("h3", {}, t("Time of a step by rank"), h("small", {}, t("mean of the run")))),
+      h("div", { class: "ranks", tabindex: rows.length > 14 ? "0" : null, role: rows.length > 14 ? "region" : null, "aria-label": rows.length > 14 ? t("Time of a step by rank") : null }, h("table", { class: "rank-table" }, h("thead", { class: "visually-hidden" }, h("tr", {}, [t("rank"), t("phases"), t("time")].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows))),
       h("ul", { class: "keys" }, chosen.map(([, text, color]) => h("li", {}, chip(css(color)), text)))));
   };
 
@@ -355,7 +358,9 @@
     const line = run.timeline;
     const at = (s) => `${(100 * s) / length}%`;
     const text = h("p", { class: "event-text", "aria-live": "polite" });
-    const idle = `${line.attempts.length} ${line.attempts.length === 1 ? "start" : "starts"}, ${line.num_checkpoints} ${line.num_checkpoints === 1 ? "checkpoint" : "checkpoints"}, ${line.num_events} other ${line.num_events === 1 ? "event" : "events"}. Point at a mark, or move to it with Tab.`;
+    const count = (number, one, many) => t(number === 1 ? one : many, { number });
+    const counts = [count(line.attempts.length, "{number} start", "{number} starts"), count(line.num_checkpoints, "{number} checkpoint", "{number} checkpoints"), count(line.num_events, "{number} other event", "{number} other events")];
+    const idle = `${counts.join(", ")}. ${t("Point at a mark, or move to it with Tab.")}`;
     text.textContent = idle;
     // Marks that would cover each other move apart.
     const apart = (100 * 19) / Math.max(280, Math.min(window.innerWidth, 1320) - 90);
@@ -374,8 +379,8 @@
     ticks.push(h("span", { style: { left: "100%" } }, clock(length)));
     return h("div", { class: "time-run" },
       several() ? h("p", { class: "time-name" }, chip(runColor(i)), `${letter(i)}  ${run.name}`) : null,
-      h("div", { class: "lanes", role: "group", "aria-label": `Time line of ${run.name}` },
-        line.attempts.map(([from, to, failed], k) => h("div", { class: `lane-attempt${failed ? " failed" : ""}`, style: { left: at(from), width: at(Math.max(0, to - from)) } }, (to - from) / length > 0.08 ? h("span", {}, k ? `restart ${k}` : "start") : null)),
+      h("div", { class: "lanes", role: "group", "aria-label": t("Time line of {name}", { name: run.name }) },
+        line.attempts.map(([from, to, failed], k) => h("div", { class: `lane-attempt${failed ? " failed" : ""}`, style: { left: at(from), width: at(Math.max(0, to - from)) } }, (to - from) / length > 0.08 ? h("span", {}, k ? t("restart {number}", { number: k }) : t("start")) : null)),
         line.events.map(([time, kind, words], k) => mark(`lane-event ${kind}`, time, words, icon(kind), `${places[k]}%`)),
         line.checkpoints.map(([time, words, duration]) => mark("lane-save", time, duration ? `${words} (${seconds(duration)})` : words))),
       h("div", { class: "ticks", "aria-hidden": "true" }, ticks), text);
@@ -389,28 +394,28 @@
     const share = (s) => `${((100 * s) / wall).toFixed(1)} %`;
     return h("div", { class: "time-run" },
       several() ? h("p", { class: "time-name" }, chip(runColor(i)), `${letter(i)}  ${run.name}`) : null,
-      h("div", { class: "goodput-bar", role: "img", "aria-label": rows.map(([name, s]) => `${name} ${share(s)}`).join(", ") },
-        rows.map(([name, s]) => h("div", { title: `${name}: ${seconds(s)} (${share(s)})`, style: { flex: `${s} 0 0`, background: css(GOODPUT[name] || "--grey") } }))),
+      h("div", { class: "goodput-bar", role: "img", "aria-label": rows.map(([name, s]) => `${t(name)} ${share(s)}`).join(", ") },
+        rows.map(([name, s]) => h("div", { title: `${t(name)}: ${seconds(s)} (${share(s)})`, style: { flex: `${s} 0 0`, background: css(GOODPUT[name] || "--grey") } }))),
       h("ul", { class: "goodput-parts" },
-        rows.map(([name, s]) => h("li", {}, chip(css(GOODPUT[name] || "--grey")), h("span", { class: "name" }, name), h("span", {}, seconds(s)), h("span", { class: "share" }, share(s)))),
-        h("li", { class: "total" }, h("span", { class: "name" }, "sum = wall time"), h("span", { "data-sum": sum, "data-wall": wall }, seconds(sum)), h("span", { class: "share" }, share(sum)))));
+        rows.map(([name, s]) => h("li", {}, chip(css(GOODPUT[name] || "--grey")), h("span", { class: "name" }, t(name)), h("span", {}, seconds(s)), h("span", { class: "share" }, share(s)))),
+        h("li", { class: "total" }, h("span", { class: "name" }, t("sum = wall time")), h("span", { "data-sum": sum, "data-wall": wall }, seconds(sum)), h("span", { class: "share" }, share(sum)))));
   };
 
   // ---- sections
   const section = (id, title, hint, ...more) => h("section", { id, "aria-labelledby": `${id}-title` }, h("div", { class: "section-head" }, h("h2", { id: `${id}-title` }, title), h("span", { class: "hint" }, hint || ""), ...more));
-  const segments = (name, choices, current, choose) => h("div", { class: "segments", role: "group", "aria-label": name }, choices.map(([value, text]) => h("button", { type: "button", id: `choose-${name.replace(/\W/g, "")}-${value}`, "aria-pressed": String(value === current), onclick: () => { choose(value); render(); } }, text)));
-  const runChoice = (name) => (several() ? segments(`run of ${name}`, data.runs.map((run, i) => [i, letter(i)]), state.run, (i) => { state.run = i; }) : null);
+  const segments = (name, choices, current, choose) => h("div", { class: "segments", role: "group", "aria-label": t(name) }, choices.map(([value, text]) => h("button", { type: "button", id: `choose-${name.replace(/\W/g, "")}-${value}`, "aria-pressed": String(value === current), onclick: () => { choose(value); render(); } }, text)));
+  const runChoice = (name) => (several() ? segments(t("run of {name}", { name: t(name) }), data.runs.map((run, i) => [i, letter(i)]), state.run, (i) => { state.run = i; }) : null);
   const outcomeClass = (outcome) => ({ succeeded: "good", running: "live", preempted: "live", failed: "bad", interrupted: "bad" })[outcome] || (outcome.startsWith("ended") ? "bad" : "");
 
   const header = (main) => {
     const run = data.runs[0];
     if (several()) {
-      main.append(h("div", { class: "head" }, h("h1", {}, `${data.runs.length} runs compared`)),
-        h("ul", { class: "runs" }, data.runs.map((one, i) => h("li", {}, chip(runColor(i)), h("strong", {}, `${letter(i)}  ${one.name}`), h("span", { class: `badge ${outcomeClass(one.outcome)}` }, one.outcome), h("code", { class: "sub" }, one.command)))));
+      main.append(h("div", { class: "head" }, h("h1", {}, t("{number} runs compared", { number: data.runs.length }))),
+        h("ul", { class: "runs" }, data.runs.map((one, i) => h("li", {}, chip(runColor(i)), h("strong", {}, `${letter(i)}  ${one.name}`), h("span", { class: `badge ${outcomeClass(one.outcome)}` }, t(one.outcome)), h("code", { class: "sub" }, one.command)))));
     } else {
-      const ranks = run.num_ranks ? `${run.num_ranks} ${run.num_ranks === 1 ? "process" : "processes"}` : null;
-      const code = run.commit !== "-" ? `${run.branch ? `${run.branch} ` : ""}${run.commit.replace("+", " with uncommitted changes")}` : null;
-      main.append(h("div", { class: "head" }, h("h1", {}, run.script.split("/").pop()), h("span", { class: `badge ${outcomeClass(run.outcome)}` }, run.outcome)),
+      const ranks = run.num_ranks ? t(run.num_ranks === 1 ? "{number} process" : "{number} processes", { number: run.num_ranks }) : null;
+      const code = run.commit !== "-" ? `${run.branch ? `${run.branch} ` : ""}${run.commit.replace("+", ` ${t("with uncommitted changes")}`)}` : null;
+      main.append(h("div", { class: "head" }, h("h1", {}, run.script.split("/").pop()), h("span", { class: `badge ${outcomeClass(run.outcome)}` }, t(run.outcome))),
         h("p", { class: "sub" }, [run.began !== "-" ? run.began : null, run.duration !== "-" ? run.duration : null, ranks, code, run.name].filter(Boolean).join(" · ")));
       if (run.command !== "-") main.append(h("div", { class: "command mono" }, run.command));
     }
@@ -418,53 +423,53 @@
     if (!several() && run.tiles.length) main.append(h("dl", { class: "tiles", id: "tiles" }, run.tiles.map((tile) => h("div", { class: "tile" }, h("dt", {}, tile.name), h("dd", { class: "value" }, tile.value), h("dd", { class: "note" }, tile.note)))));
   };
   const comparison = (main) => {
-    const node = section("compare", "What differs", "The first run is the reference; equal settings, versions and facts are left out.");
+    const node = section("compare", t("What differs"), t("The first run is the reference; equal settings, versions and facts are left out."));
     const groups = [...new Set(data.comparison.map(([group]) => group))];
-    const body = groups.map((group) => [h("tr", { class: "group" }, h("th", { colspan: data.runs.length + 1, scope: "colgroup" }, group)),
-      ...data.comparison.filter(([one]) => one === group).map(([, name, values, same]) => h("tr", { class: same ? "same" : "differs" }, h("th", { scope: "row" }, name), values.map((value, i) => h("td", { class: i && value !== values[0] ? "other" : "" }, value))))]);
-    node.append(h("div", { class: "panel scroll", tabindex: "0", role: "region", "aria-label": "What differs between the runs" }, h("table", { class: "compare", id: "comparison" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, ""), data.runs.map((run, i) => h("th", { scope: "col" }, chip(runColor(i)), ` ${letter(i)}`, h("br"), run.name)))), h("tbody", {}, body))));
+    const body = groups.map((group) => [h("tr", { class: "group" }, h("th", { colspan: data.runs.length + 1, scope: "colgroup" }, t(group))),
+      ...data.comparison.filter(([one]) => one === group).map(([, name, values, same]) => h("tr", { class: same ? "same" : "differs" }, h("th", { scope: "row" }, t(name)), values.map((value, i) => h("td", { class: i && value !== values[0] ? "other" : "" }, value))))]);
+    node.append(h("div", { class: "panel scroll", tabindex: "0", role: "region", "aria-label": t("What differs between the runs") }, h("table", { class: "compare", id: "comparison" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, ""), data.runs.map((run, i) => h("th", { scope: "col" }, chip(runColor(i)), ` ${letter(i)}`, h("br"), run.name)))), h("tbody", {}, body))));
     main.append(node);
   };
   const timeSection = (main) => {
-    const node = section("time", "Where the time went");
+    const node = section("time", t("Where the time went"));
     main.append(node);
     const box = h("article", { class: "panel time", id: "panel-time" });
     node.append(box);
     const length = Math.max(...data.runs.map((run) => (run.timeline ? run.timeline.length : 0)));
     const reason = (run, text) => h("p", { class: "panel-note" }, several() ? `${run.name}: ${text}` : text);
-    box.append(h("div", { id: "panel-timeline" }, h("h3", {}, "Time line"), data.runs.map((run, i) => (run.timeline ? timeLine(run, i, length) : reason(run, run.missing.timeline))),
-      h("ul", { class: "keys" }, ["failure", "stall", "restart", "straggler", "preemption", "end"].filter((kind) => data.runs.some((run) => run.timeline && run.timeline.events.some((event) => event[1] === kind))).map((kind) => h("li", {}, h("span", { class: `lane-event ${kind}`, style: { position: "static", margin: "0" } }, icon(kind)), kind)),
-        data.runs.some((run) => run.timeline && run.timeline.num_checkpoints) ? h("li", {}, chip(css("--violet")), "checkpoint") : null)));
-    box.append(h("div", { id: "panel-goodput" }, h("h3", { style: { marginBottom: "8px" } }, "Goodput", h("small", {}, "share of the wall time, mean over ranks")), data.runs.map((run, i) => (run.goodput ? goodputBar(run, i) : reason(run, run.missing.goodput)))));
+    box.append(h("div", { id: "panel-timeline" }, h("h3", {}, t("Time line")), data.runs.map((run, i) => (run.timeline ? timeLine(run, i, length) : reason(run, run.missing.timeline))),
+      h("ul", { class: "keys" }, ["failure", "stall", "restart", "straggler", "preemption", "end"].filter((kind) => data.runs.some((run) => run.timeline && run.timeline.events.some((event) => event[1] === kind))).map((kind) => h("li", {}, h("span", { class: `lane-event ${kind}`, style: { position: "static", margin: "0" } }, icon(kind)), t(kind))),
+        data.runs.some((run) => run.timeline && run.timeline.num_checkpoints) ? h("li", {}, chip(css("--violet")), t("checkpoint")) : null)));
+    box.append(h("div", { id: "panel-goodput" }, h("h3", { style: { marginBottom: "8px" } }, t("Goodput"), h("small", {}, t("share of the wall time, mean over ranks"))), data.runs.map((run, i) => (run.goodput ? goodputBar(run, i) : reason(run, run.missing.goodput)))));
   };
   const training = (main) => {
-    const node = section("training", "Training", "Drag over a plot to zoom in on all of them, double-click to zoom out.",
-      h("label", { class: "hint", style: { flex: "none", minWidth: "0" } }, h("input", { type: "checkbox", id: "smooth", checked: state.smooth, onchange: (e) => { state.smooth = e.target.checked; render(); } }), " smooth"),
-      h("label", { class: "hint", style: { flex: "none", minWidth: "0" } }, h("input", { type: "checkbox", id: "log", checked: state.log, onchange: (e) => { state.log = e.target.checked; render(); } }), " logarithmic loss"));
+    const node = section("training", t("Training"), t("Drag over a plot to zoom in on all of them, double-click to zoom out."),
+      h("label", { class: "hint", style: { flex: "none", minWidth: "0" } }, h("input", { type: "checkbox", id: "smooth", checked: state.smooth, onchange: (e) => { state.smooth = e.target.checked; render(); } }), t(" smooth")),
+      h("label", { class: "hint", style: { flex: "none", minWidth: "0" } }, h("input", { type: "checkbox", id: "log", checked: state.log, onchange: (e) => { state.log = e.target.checked; render(); } }), t(" logarithmic loss")));
     main.append(node);
     const grid = h("div", { class: "grid" });
     node.append(grid);
     const isLogged = !data.runs.some((run) => run.series.loss) && data.runs.some((run) => run.metrics.some((metric) => metric.name === "loss"));
-    lines(grid, "loss", "Loss", { hint: isLogged ? "as logged" : "mean over ranks", cls: "wide tall", missingClass: "wide", canLog: true, isMetric: isLogged });
-    lines(grid, "lr", "Learning rate", { fromZero: true });
-    lines(grid, "grad_norm", "Gradient norm", { hint: "before clipping" });
+    lines(grid, "loss", t("Loss"), { hint: isLogged ? t("as logged") : t("mean over ranks"), cls: "wide tall", missingClass: "wide", canLog: true, isMetric: isLogged });
+    lines(grid, "lr", t("Learning rate"), { fromZero: true });
+    lines(grid, "grad_norm", t("Gradient norm"), { hint: t("before clipping") });
     const names = [...new Set(data.runs.flatMap((run) => run.metrics.map((metric) => metric.name)))].filter((name) => !(isLogged && name === "loss"));
     for (const name of names) lines(grid, name, name, { isMetric: true });
     const values = data.runs.flatMap((run) => run.values.map(([name, value]) => [several() ? `${run.name}: ${name}` : name, value]));
-    if (!names.length && !values.length) grid.append(missingPanel("metrics", "Metrics", why("metrics")));
-    if (values.length) grid.append(h("article", { class: "panel", id: "panel-values" }, h("header", {}, h("h3", {}, "Values logged once")), h("dl", { class: "facts" }, values.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]))));
+    if (!names.length && !values.length) grid.append(missingPanel("metrics", t("Metrics"), why("metrics")));
+    if (values.length) grid.append(h("article", { class: "panel", id: "panel-values" }, h("header", {}, h("h3", {}, t("Values logged once"))), h("dl", { class: "facts" }, values.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]))));
   };
   const speed = (main) => {
-    const node = section("speed", "Speed", "Samples and tokens per second count all ranks, without evaluations and checkpoints.", runChoice("speed"));
+    const node = section("speed", t("Speed"), t("Samples and tokens per second count all ranks, without evaluations and checkpoints."), runChoice("speed"));
     main.append(node);
     const grid = h("div", { class: "grid" });
     node.append(grid);
     partsPlot(grid);
-    lines(grid, "samples", "Samples per second", { fromZero: true, note: data.runs[state.run].mfu });
-    lines(grid, "items", "Tokens per second", { fromZero: true });
+    lines(grid, "samples", t("Samples per second"), { fromZero: true, note: data.runs[state.run].mfu });
+    lines(grid, "items", t("Tokens per second"), { fromZero: true });
   };
   const rankSection = (main) => {
-    const node = section("ranks", "Ranks", "", runChoice("ranks"));
+    const node = section("ranks", t("Ranks"), "", runChoice("ranks"));
     main.append(node);
     const grid = h("div", { class: "grid" });
     node.append(grid);
@@ -474,7 +479,7 @@
   };
   const configuration = (main) => {
     const run = data.runs[state.run];
-    const node = section("settings", "Configuration", "", runChoice("configuration"));
+    const node = section("settings", t("Configuration"), "", runChoice("configuration"));
     main.append(node);
     const box = h("article", { class: "panel", id: "panel-settings" });
     node.append(box);
@@ -483,24 +488,24 @@
       const body = h("tbody");
       const fill = () => {
         const found = run.settings.filter(([name, value, origin, , isDefault]) => (state.search ? `${name} ${value} ${origin}`.toLowerCase().includes(state.search.toLowerCase()) : state.all || !isDefault));
-        body.replaceChildren(...found.map(([name, value, origin, lost, isDefault]) => h("tr", { class: isDefault ? "default" : "" }, h("td", { class: "mono" }, name), h("td", { class: "mono" }, value), h("td", {}, origin, lost ? ` (overrides ${lost})` : ""))));
-        if (!found.length) body.append(h("tr", {}, h("td", { colspan: 3 }, state.search ? "No setting matches." : "All settings have their default values.")));
+        body.replaceChildren(...found.map(([name, value, origin, lost, isDefault]) => h("tr", { class: isDefault ? "default" : "" }, h("td", { class: "mono" }, name), h("td", { class: "mono" }, value), h("td", {}, origin, lost ? t(" (overrides {values})", { values: lost }) : ""))));
+        if (!found.length) body.append(h("tr", {}, h("td", { colspan: 3 }, state.search ? t("No setting matches.") : t("All settings have their default values."))));
       };
-      box.append(h("div", { class: "filter" }, h("input", { type: "search", id: "search", placeholder: "Search all settings", "aria-label": "Search all settings", value: state.search, oninput: (e) => { state.search = e.target.value; fill(); } }),
-        h("label", {}, h("input", { type: "checkbox", id: "all-settings", checked: state.all, onchange: (e) => { state.all = e.target.checked; fill(); } }), "show defaults")),
-        h("table", { class: "settings" }, h("thead", {}, h("tr", {}, ["setting", "value", "origin"].map((t) => h("th", { scope: "col" }, t)))), body));
+      box.append(h("div", { class: "filter" }, h("input", { type: "search", id: "search", placeholder: t("Search all settings"), "aria-label": t("Search all settings"), value: state.search, oninput: (e) => { state.search = e.target.value; fill(); } }),
+        h("label", {}, h("input", { type: "checkbox", id: "all-settings", checked: state.all, onchange: (e) => { state.all = e.target.checked; fill(); } }), t("show defaults"))),
+        h("table", { class: "settings" }, h("thead", {}, h("tr", {}, [t("setting"), t("value"), t("origin")].map((name) => h("th", { scope: "col" }, name)))), body));
       fill();
     }
-    const facts = (id, title, rows, reason) => h("article", { class: id === "panel-environment" ? "panel wide" : "panel", id }, h("h3", {}, title), rows.length ? h("dl", { class: "facts" }, rows.flatMap(([name, value]) => [h("dt", {}, name), h("dd", { class: ["command", "folder", "working directory", "git"].includes(name) ? "mono" : "" }, value)])) : h("p", { class: "panel-note" }, reason));
-    node.append(h("div", { class: "grid block" }, facts("panel-environment", "Environment", run.environment, ""), facts("panel-versions", "Versions", run.versions, "No versions were recorded, because the run has no run.json.")));
+    const facts = (id, title, rows, reason) => h("article", { class: id === "panel-environment" ? "panel wide" : "panel", id }, h("h3", {}, title), rows.length ? h("dl", { class: "facts" }, rows.flatMap(([name, value]) => [h("dt", {}, t(name)), h("dd", { class: ["command", "folder", "working directory", "git"].includes(name) ? "mono" : "" }, value)])) : h("p", { class: "panel-note" }, reason));
+    node.append(h("div", { class: "grid block" }, facts("panel-environment", t("Environment"), run.environment, ""), facts("panel-versions", t("Versions"), run.versions, t("No versions were recorded, because the run has no run.json."))));
   };
 
   const controls = () => {
-    document.getElementById("nav").replaceChildren(...[["compare", "Compare"], ["time", "Time"], ["training", "Training"], ["speed", "Speed"], ["ranks", "Ranks"], ["settings", "Configuration"]].filter(([id]) => id !== "compare" || several()).map(([id, text]) => h("a", { href: `#${id}` }, text)));
+    document.getElementById("nav").replaceChildren(...[["compare", t("Compare")], ["time", t("Time")], ["training", t("Training")], ["speed", t("Speed")], ["ranks", t("Ranks")], ["settings", t("Configuration")]].filter(([id]) => id !== "compare" || several()).map(([id, text]) => h("a", { href: `#${id}` }, text)));
     const isDark = root.dataset.theme === "dark";
     document.getElementById("controls").replaceChildren(
-      segments("horizontal axis", [["step", "Steps"], ["time", "Time"]], state.axis, (axis) => { state.axis = axis; state.zoom = null; }),
-      h("button", { class: "button", type: "button", id: "theme", "aria-pressed": String(isDark), "aria-label": "Dark colors", title: "Dark colors", onclick: () => { root.dataset.theme = isDark ? "light" : "dark"; root.dataset.chosen = ""; render(); } }, moon()));
+      segments("horizontal axis", [["step", t("Steps")], ["time", t("Time")]], state.axis, (axis) => { state.axis = axis; state.zoom = null; }),
+      h("button", { class: "button", type: "button", id: "theme", "aria-pressed": String(isDark), "aria-label": t("Dark colors"), title: t("Dark colors"), onclick: () => { root.dataset.theme = isDark ? "light" : "dark"; root.dataset.chosen = ""; render(); } }, moon()));
   };
   const moon = () => {
     const svg = document.createElementNS(SVG, "svg"), path = document.createElementNS(SVG, "path");
@@ -530,7 +535,7 @@
     speed(main);
     rankSection(main);
     configuration(main);
-    main.append(h("footer", {}, h("span", {}, `Written by echelon ${data.echelon}`), h("span", {}, "In a plot: ", h("kbd", {}, "←"), " ", h("kbd", {}, "→"), " read, ", h("kbd", {}, "+"), " ", h("kbd", {}, "-"), " zoom, ", h("kbd", {}, "Esc"), " show all")));
+    main.append(h("footer", {}, h("span", {}, t("Written by echelon {version}", { version: data.echelon })), h("span", {}, t("In a plot: "), h("kbd", {}, "←"), " ", h("kbd", {}, "→"), t(" read, "), h("kbd", {}, "+"), " ", h("kbd", {}, "-"), t(" zoom, "), h("kbd", {}, "Esc"), t(" show all"))));
     main.style.minHeight = "";
     if (focused) { const node = document.getElementById(focused); if (node) node.focus({ preventScroll: true }); }
     window.scrollTo({ top: at, behavior: "instant" });
