@@ -64,7 +64,9 @@ def headline(found: Verification) -> str:
     num_different = outcomes.count("different")
     if num_different:
         of = f"{num_different} of {len(outcomes)} layouts differ{'s' if num_different == 1 else ''}"
-        return f"Not the same run: {of if len(outcomes) > 1 else found.layouts[0].layout.name + ' differs'} from {compared}."
+        if len(outcomes) == 1:
+            of = f"training on {found.layouts[0].layout.name} differs"
+        return f"Not the same run: {of} from {compared}."
     if set(outcomes) == {"same"}:
         processes = _and([str(n) for n in dict.fromkeys(one.layout.num_processes for one in found.layouts)])
         updates = min(one.num_updates for one in found.layouts)
@@ -215,12 +217,15 @@ def _limits(found: Verification) -> Iterator[str]:
     covers = [cover for verdict in verdicts for cover in verdict.coverage]
     seen = {cover.stage for cover in covers if cover.num_compared}
     absent = [stage for stage in _MAY_BE_ABSENT if stage not in seen and any(cover.stage == stage for cover in covers)]
-    sentences: dict[str, list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for cover in covers:
         for text in cover.missing if cover.stage not in absent else ():
-            sentences.setdefault(text, []).append(cover.stage)
-    for text, stages in sentences.items():
-        yield f"Not compared: {_and(list(dict.fromkeys(stages)))}: {text}"
+            subject, _, reason = text.rpartition(": ")
+            groups.setdefault((cover.stage, reason), []).append(subject)
+    for (stage, reason), subjects in groups.items():
+        names = list(dict.fromkeys(filter(None, subjects)))
+        more = f" and {_count(len(names) - 1, 'other')}" if len(names) > 1 else ""
+        yield f"Not compared: {stage}: {f'{names[0]}{more}: ' if names else ''}{reason}"
     yield from dict.fromkeys(note for verdict in verdicts for note in verdict.notes)
     if absent:
         yield f"Not in this run, or not comparable here: {_and(absent)} (--html FILE gives the reasons)."
