@@ -195,7 +195,7 @@ class AcceleratedOptimizer(Optimizer):
     def _step_by_engine(self, closure: Any) -> bool:
         if self.guard is None:
             return self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
-        before, self.guard.is_stepping = self.guard.is_stepping, True
+        before, self.guard.is_stepping, self.guard.has_compared = self.guard.is_stepping, True, False
         try:
             return self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
         finally:

@@ -61,6 +61,8 @@ class UnpreparedOptimizerGuard:
         self._unprepared = unprepared
         self.is_stepping = False
         """Whether a prepared optimizer is stepping."""
+        self.has_compared = False
+        """Whether the weights were compared in this step: DeepSpeed steps each parameter group and then gathers the weights."""
         self.unsynced = False
         """Whether steps intentionally use only local gradients."""
         self.drift = ReplicaDriftCheck(is_error=parity != "off")
@@ -89,7 +91,9 @@ class UnpreparedOptimizerGuard:
         if self.is_stepping:
             if self._num_processes > 1 and is_in_backward():
                 self._refuse_inside_backward(optimizer)
-            self._compare_weights(optimizer)
+            if not self.has_compared:
+                self.has_compared = True
+                self._compare_weights(optimizer)
             return None
         if self.unsynced or self._engine.is_shadow_step:
             return None
