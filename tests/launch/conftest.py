@@ -37,6 +37,8 @@ class Command:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.is_warm = False
+        """Whether launchers import torch ahead for a restart, which most runs of the tests do not need."""
         self._token = uuid.uuid4().hex
         self._started: list[subprocess.Popen[str]] = []
         self._claims: list[socket.socket] = []
@@ -96,14 +98,14 @@ class Command:
         return self.run([sys.executable, "-m", "echelon", *args], **variables)
 
     def start_launch(self, *args: str, **variables: str) -> subprocess.Popen[str]:
-        return self.start([sys.executable, "-m", "echelon", "launch", *args], **variables)
+        return self.start([sys.executable, "-m", "echelon", "launch", *self._flags(), *args], **variables)
 
     def launch(self, *args: str, **variables: str) -> Result:
         """Run ``echelon launch ARGS`` in a process that has imported torch already; ``echelon`` and ``start_launch`` start a new one."""
         folder, environment = str(self.directory), self._environment(variables)
         (found,) = run_on_ranks(
             run_echelon,
-            ["launch", *args],
+            ["launch", *self._flags(), *args],
             folder,
             environment,
             world_size=1,
@@ -111,6 +113,9 @@ class Command:
             init_group=False,
         )
         return Result(*found, time.monotonic())
+
+    def _flags(self) -> list[str]:
+        return [] if self.is_warm else ["--no_warm"]
 
     def left_over(self) -> list[psutil.Process]:
         """Return the processes that carry the mark and still run."""

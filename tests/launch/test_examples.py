@@ -20,7 +20,7 @@ from tests.harness import run_on_ranks
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
 LIMIT = 256
-LAUNCH = [sys.executable, "-m", "echelon", "launch", "--cpu", "--num_processes", "2"]
+LAUNCH = [sys.executable, "-m", "echelon", "launch", "--no_warm", "--cpu", "--num_processes", "2"]
 OF_A_RANK = (
     "RANK",
     "WORLD_SIZE",

@@ -192,6 +192,7 @@ def _check_killed_run(command: Command, kills: list[int], num_steps: int, num_pr
 
 def test_a_run_with_a_kill_is_recorded_and_equals_a_plain_loop(command: Command) -> None:
     command.write("killed.py", KILLED)
+    command.is_warm = True
     began = time.monotonic()
     result = command.launch("--max_restarts=1", "killed.py", "6", "10", "0", "--api_key", "abc", **RECORD)
     assert result.code == 0, result.err

@@ -86,6 +86,7 @@ def kill_again_and_again(
 ) -> Result:
     """Kill a random rank of each attempt at a random moment; let the last one end."""
     draw = random.Random(seed)
+    command.is_warm = True
     pids = command.directory / "pids"
     pids.mkdir()
     command.write("train.py", TRAIN)

@@ -259,7 +259,7 @@ def _patterns(template: str) -> Iterator[str]:
         yield re.escape(piece)
         if name in _NUMBERS or (name == "rank" and piece.endswith("rank ")):
             yield r"(-?\d[\d.,e+-]*?)"
-        elif name in _FORMS:
+        elif name is not None and name in _FORMS:
             yield _FORMS[name]
         elif name is not None:
             yield r"(\S+?)" if name == _WORD else "(.*?)"  # a value is part of one line
