@@ -169,7 +169,7 @@ def _check_killed_run(command: Command, kills: list[int], num_steps: int, num_pr
     kinds = [(event["kind"], event["attempt"]) for event in run.events if event["kind"] != "checkpoint"]
     expected = [("start", 0)]
     for attempt in range(len(kills)):
-        expected += [("failure", attempt), ("restart", attempt + 1)]
+        expected += [("failure", attempt), ("restart", attempt + 1), ("resume", attempt + 1)]
     last = [("straggler", len(kills))] if ("straggler", len(kills)) in kinds else []
     assert kinds == [*expected, *last, ("end", len(kills))]
     assert [event["rank"] for event in run.events if event["kind"] == "failure"] == [num_processes - 1] * len(kills)
