@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import socket
@@ -30,6 +31,7 @@ class Result:
     out: str
     err: str
     ended: float  # time.monotonic
+    wall_s: float = math.nan  # of a launcher that was run to its end
 
 
 class Command:
@@ -112,7 +114,8 @@ class Command:
             timeout=_LIMIT_S,
             init_group=False,
         )
-        return Result(*found, time.monotonic())
+        code, out, err, wall_s = found
+        return Result(code, out, err, time.monotonic(), wall_s)
 
     def _flags(self) -> list[str]:
         return [] if self.is_warm else ["--no_warm"]

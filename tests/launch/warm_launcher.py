@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,20 +19,22 @@ from typing import NoReturn
 __all__ = ["run_echelon"]
 
 
-def run_echelon(argv: Sequence[str], folder: str, environ: Mapping[str, str]) -> tuple[int, str, str]:
-    """Run ``echelon ARGV`` in ``folder`` and return its exit code (negative for a signal), output and errors. Called in a worker."""
+def run_echelon(argv: Sequence[str], folder: str, environ: Mapping[str, str]) -> tuple[int, str, str, float]:
+    """Run ``echelon ARGV`` in ``folder`` and return its exit code (negative for a signal), output, errors and seconds. Called in a worker."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         sys.stdout.flush()
         sys.stderr.flush()
+        began = time.monotonic()
         pid = os.fork()
         if pid == 0:
             _be_launcher(argv, folder, environ, out.fileno(), err.fileno())
         _, status = os.waitpid(pid, 0)
+        wall_s = time.monotonic() - began
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode())
-    return os.waitstatus_to_exitcode(status), texts[0], texts[1]
+    return os.waitstatus_to_exitcode(status), texts[0], texts[1], wall_s
 
 
 def _be_launcher(argv: Sequence[str], folder: str, environ: Mapping[str, str], out: int, err: int) -> NoReturn:
