@@ -67,7 +67,7 @@ NAVIGATION: list[tuple[str, list[str | tuple[str, list[str]]]]] = [
     ),
     ("Benchmarks", ["benchmarks.md"]),
     ("Design", ["architecture.md"]),
-    ("Project", ["changelog.md", "contributing.md", "security.md"]),
+    ("Project", ["changelog.md", "contributing.md", "translating.md", "security.md"]),
 ]  # fmt: skip
 
 # The API reference: page -> title, introduction, and public names. `missing_names` finds a public name that is on no page.

@@ -432,6 +432,37 @@ def test_the_report_page_has_the_users_language(monkeypatch: pytest.MonkeyPatch)
     assert json.loads(texts)["Where the time went"] == ENTRIES["Where the time went"]
 
 
+# What the terms do not apply to: code, commands, flags, placeholders, and compounds with another meaning.
+_NO_TERMS = re.compile(
+    r"`[^`]*`|'[^']*'|\"[^\"]*\"|--[\w-]+|\{[^}]*\}|\w+\([^)]*\)(?:\.\w+)?|\w+\.\w+|\w+=\w*|\b[A-Z_]{3,}\b|\w*_\w*|"
+    r"\bechelon checkpoint \w+|\bdevice map\b|\bunsharded\b|\baccelerator = "
+)
+
+
+def _terms() -> list[tuple[str, list[str], list[str]]]:
+    page = (SOURCE.parents[1] / "docs" / "translating.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- terms: ")[2].partition("<!-- end of terms -->")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    found = [(row[0], [row[1], *row[2].split("\u3001")], row[3].split("\u3001")) for row in rows[2:]]
+    return [(english, [w for w in words if w], [w for w in wrong if w]) for english, words, wrong in found]
+
+
+def test_translations_obey_the_table_of_terms() -> None:
+    terms = _terms()
+    assert len(terms) > 35
+    faults = []
+    for msgid, msgstr in ENTRIES.items():
+        text = _NO_TERMS.sub(" ", msgid)
+        for english, words, wrong in terms:
+            is_used = re.search(rf"(?<![\w-]){english}(?:s|es)?(?![\w-])", text)
+            if is_used and not any(word in msgstr for word in words):
+                faults.append(f"{english} is {words[0]}: {msgid} -> {msgstr}")
+            faults += [f"{english} is {words[0]}, not {word}: {msgstr}" for word in wrong if word in msgstr]
+    assert faults == []
+
+
 # Reports with every kind of stall, failure and time, as the launcher prints them.
 _REPORTS = (
     "stall (a missing rank): rank 1 has not reached the collective, and rank 0 waits for other ranks",
