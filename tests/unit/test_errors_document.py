@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from echelon.base.errors import ConfigError, EchelonError
+from echelon.base.messages.catalogue import load_catalogue
+from echelon.base.messages.translation import LOCALES
 from echelon.config.files import from_file
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
 PAGE = ROOT / "docs" / "errors.md"
+CHINESE_PAGE = ROOT / "docs" / "errors.zh.md"
 BEGIN = "<!-- errors: made by python tests/unit/test_errors_document.py -->\n"
 END = "<!-- end of errors -->\n"
 
@@ -75,8 +78,34 @@ def written() -> str:
     return f"{before}{BEGIN}\n{sections}\n{END}{after}"
 
 
+def written_in_chinese() -> str:
+    """Return the Chinese page with each message beside its translation from the catalogue."""
+    chinese = load_catalogue(LOCALES / "zh_CN" / "LC_MESSAGES")
+    page = CHINESE_PAGE.read_text(encoding="utf-8")
+    before, begin, rest = page.partition("<!-- messages: ")
+    table, end, after = rest.partition("<!-- end of messages -->")
+    table = re.sub(
+        r"^\| `(.*?)` \| [^|]*\|",
+        lambda row: f"| `{row[1]}` | `{chinese.translate_lines(row[1])}` |",
+        table,
+        flags=re.MULTILINE,
+    )
+    first, second, *others = re.split(r"(?<=```text\n)", before)
+    example = second.partition("```")[0]
+    others[0] = chinese.translate_lines(example.rstrip("\n")) + "\n```" + others[0].partition("```")[2]
+    return "".join([first, second, *others, begin, table, end, after])
+
+
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == written(), "run python tests/unit/test_errors_document.py"
+
+
+def test_the_chinese_page_has_each_message_in_both_languages() -> None:
+    page = CHINESE_PAGE.read_text(encoding="utf-8")
+    assert page == written_in_chinese(), "run python tests/unit/test_errors_document.py"
+    pairs = re.findall(r"^\| `(.*?)` \| `(.*?)` \|", page, re.MULTILINE)
+    assert len(pairs) > 8
+    assert [english for english, chinese in pairs if not re.search("[\u4e00-\u9fff]", chinese)] == []
 
 
 def test_every_error_documents_causes_and_remedies() -> None:
@@ -103,3 +132,4 @@ def test_the_example_on_the_page_matches_the_output(tmp_path: Path, monkeypatch:
 
 if __name__ == "__main__":
     PAGE.write_text(written())
+    CHINESE_PAGE.write_text(written_in_chinese(), encoding="utf-8")
