@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from mnist_data import mnist
 from mnist_net import Net
 
-from echelon import EvalPrediction, Trainer, TrainingArguments
+from echelon import EvalPrediction, Trainer, TrainingArguments, set_seed
 
 
 class Digits(Trainer):
@@ -55,13 +55,15 @@ def main() -> None:
         logging_steps=50,
         log_level="info",  # logs the sizes of the run before it starts
     )
+    set_seed(0)  # the same initial weights on every rank
     trainer = Digits(
-        model_init=Net,  # called after seeding, so every rank has the same initial weights
-        args=args,
+        Net(),
+        args,
         train_dataset=mnist(True, options.data, options.limit),
         eval_dataset=mnist(False, options.data, options.limit),
         compute_metrics=accuracy,
     )
+    set_seed(0, device_specific=True)  # different dropout masks on each rank
     print(f"world: {trainer.accelerator.world}", flush=True)
     steps = trainer.train().global_step
     result = [entry["eval_accuracy"] for entry in trainer.state.log_history if "eval_accuracy" in entry][-1]

@@ -23,6 +23,8 @@ def main():
     train_loader = DataLoader(train_set, batch_size=options.batch_size, shuffle=True, collate_fn=collate)
     test_loader = DataLoader(test_set, batch_size=100, collate_fn=collate)
     model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
+    if accelerator.process_index > 0:
+        torch.manual_seed(accelerator.process_index)  # other dropout masks than on rank 0
 
     for epoch in range(options.epochs):
         model.train()

@@ -37,6 +37,8 @@ def main():
         processing_class=tokenizer,  # pads the batches, and is saved with the model
         compute_metrics=accuracy,
     )
+    if args.process_index > 0:
+        set_seed(args.process_index)  # other dropout masks than on rank 0
     trainer.train()
     metrics = trainer.evaluate()
     trainer.accelerator.print(f"test accuracy {metrics['eval_accuracy']:.1f} %")

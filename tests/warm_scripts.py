@@ -92,7 +92,7 @@ def warm_runner(
         finally:
             assert process.stdin is not None
             process.stdin.close()
-            process.wait(20)
+            process.wait(60)
 
 
 def _num_updates(request: Any) -> int:

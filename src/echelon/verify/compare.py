@@ -77,7 +77,9 @@ def compare(
     _compare_ends(comparison, order, updates)
     for difference in save_differences(comparison):
         comparison.add(difference)
-    return _verdict(comparison, order, updates, notes=_notes(ours, theirs, exact, updates))
+    return _verdict(
+        comparison, order, updates, notes=_notes(ours, theirs, exact, updates, is_bitwise=options.is_bitwise)
+    )
 
 
 def _why_not_comparable(ours: AlignedRun, theirs: AlignedRun) -> str:
@@ -384,8 +386,12 @@ def _coverage(comparison: Comparison) -> list[Coverage]:
     return result
 
 
-def _notes(ours: AlignedRun, theirs: AlignedRun, exact: AlignedRun | None, updates: range) -> list[str]:
+def _notes(
+    ours: AlignedRun, theirs: AlignedRun, exact: AlignedRun | None, updates: range, *, is_bitwise: bool
+) -> list[str]:
     notes = [*ours.notes(), *(text for text in theirs.notes() if text not in ours.notes())]
+    if is_bitwise:
+        return notes  # there are no tolerances
     if exact is None or not exact.updates:
         notes.append("Tolerances are bounds from dtype and depth, because there is no float64 run of the reference.")
     elif exact.updates.stop < updates.stop:

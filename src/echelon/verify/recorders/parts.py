@@ -13,6 +13,7 @@ from echelon.verify.recorders.updates import UpdateRecorder
 from echelon.verify.recording import Part
 from echelon.verify.reference_parts.merged_schedules import MergedSchedules
 from echelon.verify.reference_parts.perturbation import Perturbation
+from echelon.verify.reference_parts.unprepared_lengths import UnpreparedLengths
 
 __all__ = ["default_parts"]
 
@@ -23,7 +24,7 @@ def default_parts(*, perturbation: int = 0) -> list[Part]:
     Args:
         perturbation: seed of a change of all weights by one rounding; 0: none.
     """
-    return [*_parts_of_data(), Perturbation(perturbation), MergedSchedules(), UpdateRecorder()]
+    return [*_parts_of_data(), Perturbation(perturbation), MergedSchedules(), UnpreparedLengths(), UpdateRecorder()]
 
 
 def _parts_of_data() -> list[Part]:

@@ -1,0 +1,77 @@
+"""The run on one process stands for several: its schedules advance as theirs do, and its weights can be perturbed by one rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Accelerator
+from echelon.verify.recorders.merged_batches import MergedBatches
+from echelon.verify.recording import recording
+from echelon.verify.reference_parts.merged_schedules import MergedSchedules
+from echelon.verify.reference_parts.perturbation import Perturbation
+from echelon.verify.reference_parts.unprepared_lengths import UnpreparedLengths
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    accelerator = Accelerator(cpu=True)
+    yield accelerator
+    accelerator.end_training()
+
+
+def _options(tmp_path: Path, *parts: Any, factor: int = 2) -> dict[str, Any]:
+    return {"folder": tmp_path, "parts": parts, "rank": 0, "world_size": 1, "steps": 9, "batch_factor": factor}
+
+
+def _loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(24.0).reshape(12, 2)), batch_size=2)
+
+
+def test_a_prepared_scheduler_steps_once_for_each_merged_batch(tmp_path: Path, accelerator: Accelerator) -> None:
+    with recording(**_options(tmp_path, MergedBatches(), MergedSchedules())):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, _loader())
+        rates = []
+        for (batch,) in loader:
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            scheduler.step()
+            rates.append(scheduler.get_last_lr()[0])
+    assert rates == [0.25, 0.0625, 0.015625]  # on two processes, a prepared scheduler steps twice per update
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.0078125]
+
+
+def test_a_loader_that_is_not_prepared_has_the_length_of_several_processes(
+    tmp_path: Path, accelerator: Accelerator
+) -> None:
+    with recording(**_options(tmp_path, MergedBatches(), UnpreparedLengths())):
+        loader = _loader()
+        assert (len(loader), len(list(loader))) == (6, 3)
+        prepared = accelerator.prepare(loader)
+        assert (len(prepared), len(list(prepared))) == (3, 3)
+    assert len(loader) == 3  # it was built with merged batches
+
+
+def test_without_an_accelerator_a_length_is_that_of_the_merged_batches(tmp_path: Path) -> None:
+    with recording(**_options(tmp_path, MergedBatches(), UnpreparedLengths())):
+        assert len(_loader()) == 3
+
+
+def test_a_perturbation_is_one_rounding_of_each_weight(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    before, state = model.weight.detach().clone(), torch.get_rng_state()
+    with recording(**_options(tmp_path, Perturbation(1), factor=1)):
+        model(torch.zeros(1, 8))
+    change = (model.weight / before - 1).abs()
+    assert 0 < float(change.min().detach()) <= float(change.max().detach()) <= 2 * torch.finfo(torch.float32).eps
+    assert torch.equal(torch.get_rng_state(), state)
