@@ -14,11 +14,12 @@ import click
 import pytest
 
 from echelon.base.messages import once, terminal
-from echelon.cli.help.completion import VARIABLE
+from echelon.cli.help.completion import VARIABLE, complete_engines
 from echelon.cli.help.launch_groups import ALL, COMMON, LAUNCHER_FIELDS
 from echelon.cli.help.pages import wrap
 from echelon.cli.launch import command
 from echelon.cli.main import _run, cli
+from echelon.engines.registry import ENGINES
 
 _COMMON = [name for names in COMMON.values() for name in names if not name.startswith("help")]
 
@@ -189,6 +190,9 @@ def test_lines_are_wrapped_by_columns() -> None:
         (["launch", "--num_processes", "2", "tr"], ["file,tr"]),
         (["config", "explain", "--ch"], ["plain,--changed"]),
         (["completion", "f"], ["plain,fish"]),
+        (["launch", "--engine", "z"], ["plain,zero1"]),
+        (["report", "out"], ["dir,out"]),
+        (["checkpoint", "show", "out"], ["dir,out"]),
     ],
 )
 def test_completion(
@@ -211,16 +215,45 @@ def test_each_shell_has_a_line_and_a_script(shell: str, capsys: pytest.CaptureFi
     assert f"{VARIABLE}={shell}_complete" in script
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes_with_the_script(tmp_path: Path) -> None:
+# Prints, sorted, what the shell offers for the words before the cursor.
+_SHELLS = {
+    "bash": (
+        'eval "$(echelon completion bash --script)"; COMP_WORDS=({words}); COMP_CWORD={last}; '
+        '_echelon_completion echelon; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    ),
+    "zsh": (
+        "autoload -U compinit; compinit -u -d $PWD/dump; compadd() {{ local last=$@[-1]; print -l -- ${{(P)last}} }}; "
+        "_describe() {{ local -a found; found=(${{(P)3}}); print -l -- ${{found%%:*}} }}; "
+        'eval "$(echelon completion zsh --script)"; words=({words}); CURRENT={next}; _echelon_completion'
+    ),
+    "fish": "echelon completion fish --script | source; complete --do-complete 'echelon {text}'",
+}
+
+
+@pytest.mark.parametrize("shell", _SHELLS)
+def test_a_real_shell_completes_flags_choices_and_runs(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
     (tmp_path / "echelon").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m echelon "$@"\n')
     (tmp_path / "echelon").chmod(0o755)
-    program = (
-        'eval "$(echelon completion bash --script)"; COMP_WORDS=(echelon launch --pari); COMP_CWORD=2; '
-        '_echelon_completion echelon; echo "${COMPREPLY[@]}"'
-    )
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    result = subprocess.run(
-        ["bash", "-c", program], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60
-    )
-    assert result.stdout.strip() == "--parity", result.stderr
+    for name in ("20260101-train-1", "20260102-train-2"):
+        (tmp_path / "echelon-runs" / name).mkdir(parents=True)
+        (tmp_path / "echelon-runs" / name / "run.json").write_text("{}")
+    cases = {"report 2026": ["20260101-train-1", "20260102-train-2"], "launch --engine f": ["fsdp2"]}
+    for text, expected in {**cases, "launch --pari": ["--parity"]}.items() if shell == "bash" else cases.items():
+        words = ["echelon", *text.split()]
+        program = _SHELLS[shell].format(words=" ".join(words), last=len(words) - 1, next=len(words), text=text)
+        result = subprocess.run(
+            [shell, "-c", program],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert sorted(line.strip().partition("\t")[0] for line in result.stdout.split()) == expected, result.stderr
+
+
+def test_the_completed_engines_are_those_of_the_registry() -> None:
+    found = complete_engines(click.Context(command), command.params[0], "")
+    assert [item.value for item in found][: len(ENGINES)] == list(ENGINES)

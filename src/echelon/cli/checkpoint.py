@@ -20,6 +20,7 @@ from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.messages.terminal import align_columns
 from echelon.base.messages.translation import translate
 from echelon.base.progress import progress_bar
+from echelon.cli.help.completion import complete_folders
 from echelon.compat.byte_sizes import convert_file_size_to_int
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def command() -> None:
 
 
 @command.command("ls")
-@click.argument("folder", default=".")
+@click.argument("folder", default=".", shell_complete=complete_folders)
 @click.option(
     "--verify", is_flag=True, help="Verify the checksum of every file; exit with code 1 if any file is damaged."
 )
@@ -58,7 +59,7 @@ def ls(ctx: click.Context, folder: str, verify: bool, as_json: bool) -> None:
 
 
 @command.command("verify")
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, shell_complete=complete_folders)
 @_JSON
 @click.pass_context
 def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
@@ -74,7 +75,7 @@ def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
 
 
 @command.command("show")
-@click.argument("path")
+@click.argument("path", shell_complete=complete_folders)
 @_JSON
 def show(path: str, as_json: bool) -> None:
     """Print the tensors, optimizers, progress, settings and layout of a checkpoint, or of the newest checkpoint in a folder."""
@@ -91,8 +92,8 @@ def show(path: str, as_json: bool) -> None:
 
 
 @command.command("merge")
-@click.argument("path")
-@click.argument("out")
+@click.argument("path", shell_complete=complete_folders)
+@click.argument("out", shell_complete=complete_folders)
 @click.option(
     "--max_shard_size",
     default="5GB",
@@ -122,8 +123,8 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
 
 
 @command.command("export")
-@click.argument("path")
-@click.argument("out")
+@click.argument("path", shell_complete=complete_folders)
+@click.argument("out", shell_complete=complete_folders)
 @click.option(
     "--format", "layout", type=click.Choice(["accelerate", "transformers"]), required=True, help="The layout to write."
 )
@@ -159,8 +160,8 @@ def export(path: str, out: str, layout: str) -> None:
 
 
 @command.command("import")
-@click.argument("path")
-@click.argument("out")
+@click.argument("path", shell_complete=complete_folders)
+@click.argument("out", shell_complete=complete_folders)
 @click.option(
     "--parameters",
     multiple=True,

@@ -12,6 +12,7 @@ import click
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import translate, translate_lines
 from echelon.base.printable import printable
+from echelon.cli.help.completion import complete_runs
 from echelon.launch.failures.rank_errors import read_record
 from echelon.launch.local.goodput_recorder import read_goodput
 from echelon.launch.local.ranks import STALL_FILE
@@ -23,7 +24,9 @@ __all__ = ["command"]
 
 
 @click.command("doctor", context_settings={"ignore_unknown_options": True})
-@click.argument("args", metavar="[RUN] | --nnodes N ...", nargs=-1, type=click.UNPROCESSED)
+@click.argument(
+    "args", metavar="[RUN] | --nnodes N ...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_runs
+)
 @click.option("--all-threads", is_flag=True, help="Show all threads of each rank, not just the main thread.")
 @click.pass_context
 def command(ctx: click.Context, args: tuple[str, ...], all_threads: bool) -> None:

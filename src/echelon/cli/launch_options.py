@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from echelon.base.errors import ConfigError, UsageError
-from echelon.cli.help.completion import complete_folders, complete_paths
+from echelon.cli.help.completion import complete_engines, complete_folders, complete_paths
 from echelon.cli.help.launch_groups import ALL, COMMON, EXAMPLES, LAUNCHER_FIELDS, METAVARS, group_of, position_of
 from echelon.cli.help.pages import spelled
 from echelon.compat.unsupported import TPU_ALTERNATIVE
@@ -145,6 +145,8 @@ def _completer(key: Key) -> Callable[[click.Context, click.Parameter, str], list
     """Return what completes the values of the setting: its choices, or paths."""
     if METAVARS.get(key.field) == "PATH":
         return complete_paths
+    if key.field == "engine":
+        return complete_engines
     choices = [str(choice) for kind in field_types(RunConfig)[key.field] for choice in get_args(kind)]
 
     def complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[Any]:

@@ -8,17 +8,19 @@ import click
 
 from echelon.base.errors import UsageError
 from echelon.base.printable import printable
+from echelon.cli.help.completion import complete_paths, complete_runs
 from echelon.report.run_folder import find_run, read_run
 
 __all__ = ["command"]
 
 
 @click.command("report")
-@click.argument("runs", metavar="[RUN]...", nargs=-1)
+@click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_runs)
 @click.option(
     "-o",
     "--output",
     metavar="FILE",
+    shell_complete=complete_paths,
     help="File to write (default: report.html in the run's folder; for several runs, in the folder that contains the first).",
 )
 def command(runs: tuple[str, ...], output: str | None) -> None:

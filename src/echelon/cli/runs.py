@@ -13,6 +13,7 @@ from echelon.base.errors import UsageError
 from echelon.base.messages.terminal import align_columns, pad
 from echelon.base.messages.translation import translate
 from echelon.base.printable import printable
+from echelon.cli.help.completion import complete_folders, complete_runs
 from echelon.report.run_folder import RecordedRun, find_run, read_run, runs_below
 from echelon.status.run_files import DEFAULT_PARENT
 from echelon.status.strict_json import dumps
@@ -34,7 +35,7 @@ def command() -> None:
 
 
 @command.command("ls")
-@click.argument("folder", metavar="[FOLDER]", default=DEFAULT_PARENT)
+@click.argument("folder", metavar="[FOLDER]", default=DEFAULT_PARENT, shell_complete=complete_folders)
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def list_runs(folder: str, is_json: bool) -> None:
     """List the runs in FOLDER, oldest first: when, what, how far, and how they ended."""
@@ -87,7 +88,7 @@ def list_runs(folder: str, is_json: bool) -> None:
 
 
 @command.command("show")
-@click.argument("folder", metavar="[RUN]", default=DEFAULT_PARENT)
+@click.argument("folder", metavar="[RUN]", default=DEFAULT_PARENT, shell_complete=complete_runs)
 def show_run(folder: str) -> None:
     """Show a run: its command, code, machine, results, settings and events."""
     from echelon.report.comparison import (  # noqa: PLC0415 - imports numpy
@@ -120,7 +121,7 @@ _MAX_EVENTS = 20
 
 
 @command.command("compare")
-@click.argument("folders", metavar="[RUN RUN ... | FOLDER]", nargs=-1)
+@click.argument("folders", metavar="[RUN RUN ... | FOLDER]", nargs=-1, shell_complete=complete_runs)
 def compare(folders: tuple[str, ...]) -> None:
     """Compare runs, or the two newest runs in FOLDER: results, and each setting, version or fact that differs."""
     from echelon.report.comparison import compare_runs  # noqa: PLC0415 - imports numpy

@@ -7,6 +7,7 @@ import time
 
 import click
 
+from echelon.cli.help.completion import complete_runs
 from echelon.report.live_run import LiveRun
 from echelon.report.run_folder import find_run
 
@@ -17,7 +18,7 @@ _PIPE_WIDTH = 120
 
 
 @click.command("watch")
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=complete_runs)
 @click.option("--once", is_flag=True, help="Print the current state once (default if the output is not a terminal).")
 @click.option("--web", is_flag=True, help="Show the run's report in a browser on this machine, and keep it up to date.")
 @click.option("--port", type=int, default=0, help="Port for --web (default: a free one).")

@@ -1,10 +1,11 @@
-"""``echelon completion``: completion of commands, flags and paths with the Tab key in bash, zsh and fish."""
+"""``echelon completion``: completion of commands, flags, their values, runs and paths with the Tab key in bash, zsh and fish."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 
 import click
@@ -12,8 +13,17 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from echelon.base import environ
 from echelon.base.errors import UsageError
+from echelon.status.run_files import DEFAULT_PARENT, INFO_FILE
 
-__all__ = ["VARIABLE", "command", "complete_folders", "complete_paths", "words_normalized"]
+__all__ = [
+    "VARIABLE",
+    "command",
+    "complete_engines",
+    "complete_folders",
+    "complete_paths",
+    "complete_runs",
+    "words_normalized",
+]
 
 VARIABLE = "_ECHELON_COMPLETE"
 """Environment variable with which the shell asks for completions; click derives it from the program's name."""
@@ -64,3 +74,21 @@ def complete_paths(_ctx: click.Context, _param: click.Parameter, incomplete: str
 def complete_folders(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Let the shell complete the names of folders."""
     return [CompletionItem(incomplete, type="dir")]
+
+
+def complete_runs(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the names of the runs in ./echelon-runs, the newest first; let the shell complete the names of other folders."""
+    found = sorted((path.parent.name for path in Path(DEFAULT_PARENT).glob(f"*/{INFO_FILE}")), reverse=True)
+    matching = [CompletionItem(name) for name in found if name.startswith(incomplete)]
+    return matching or [CompletionItem(incomplete, type="dir")]
+
+
+_ENGINES = ("single", "dp", "ddp", "zero1", "fsdp2", "deepspeed")
+
+
+def complete_engines(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the names of engines, also of those in other packages. The registry itself would import torch."""
+    from importlib.metadata import entry_points  # noqa: PLC0415 - takes 10 ms to import
+
+    names = dict.fromkeys((*_ENGINES, *(point.name for point in entry_points(group="echelon.engines"))))
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
