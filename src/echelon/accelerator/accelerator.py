@@ -51,7 +51,6 @@ from echelon.accelerator.update.join_uneven import join_uneven_inputs
 from echelon.accelerator.update.micro_step import LocalBackward, MicroStep, trigger_sync_in_backward
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
-from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.accelerator.views import axis_rank, delegate, given_handler, view
 from echelon.base.capabilities import Capabilities
@@ -106,6 +105,8 @@ class Accelerator:
         seed: seed for random numbers and, in the exact modes, the data order. None: the script's seed on rank zero.
         canonical_shards: shards per update with ``parity="bitwise"``; at least the number of processes. None: 8.
         max_micro_batch_size: largest micro-batch per process (exact modes). None: the process's share of the batch.
+        verify_every: compare every N-th update with that of one process on the same batch (docs/verify_every.md). None:
+            never. ``verify_action``: on a difference, ``stop`` with an error (default) or ``warn``.
 
     Collective: construct on every rank, because the first Accelerator creates the process group.
 
@@ -142,6 +143,8 @@ class Accelerator:
         seed: int | None = None,
         max_micro_batch_size: int | None = None,
         canonical_shards: int | None = None,
+        verify_every: int | None = None,
+        verify_action: str | None = None,
     ) -> None:
         unsupported.refuse_unsupported(torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin)
         settings = {
@@ -151,6 +154,8 @@ class Accelerator:
             "seed": seed,
             "max_micro_batch_size": max_micro_batch_size,
             "canonical_shards": canonical_shards,
+            "verify_every": verify_every,
+            "verify_action": verify_action,
         }
         plugin = gradient_accumulation_plugin
         config = resolve_settings(mixed_precision, gradient_accumulation_steps, cpu, plugin, more=settings)
@@ -343,9 +348,7 @@ class Accelerator:
                 a step inside the context first averages the gradients across ranks.
         """
         session = self.session
-        steppers: list[AcceleratedOptimizer | UnpreparedOptimizerGuard] = (
-            [*self._optimizers, session.guard] if unsynced else []
-        )
+        steppers: list[Any] = [*self._optimizers, session.guard] if unsynced else []
         return LocalBackward(session.engine.no_sync(session.objects.engine_model(model)), steppers)
 
     def backward(self, loss: torch.Tensor, num_items: float | None = None, **kwargs: Any) -> None:
@@ -457,8 +460,7 @@ class Accelerator:
         """
         is_plain = slice_fn_for_dispatch is None and already_sharded is None
         if is_plain or id(data_loader) in self.session.objects.originals or isinstance(data_loader, PreparedLoader):
-            prepared: PreparedLoader = self.prepare(data_loader, device_placement=[device_placement])
-            return prepared
+            return self.prepare(data_loader, device_placement=[device_placement])  # type: ignore[no-any-return]
         place = self.device_placement if device_placement is None else device_placement
         return prepare_one_loader(
             self.session, data_loader, place=place, slice_fn=slice_fn_for_dispatch, already_sharded=already_sharded
@@ -533,7 +535,6 @@ class Accelerator:
         return is_on_several_devices(model)
 
     unwrap_model = delegate(unwrap_model, "session")
-
     get_state_dict = delegate(get_state_dict, "session")
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:

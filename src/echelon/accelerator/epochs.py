@@ -81,7 +81,7 @@ class Epochs(PassTracker[PreparedLoader]):
         before = loader.facts
         return PassFacts(epoch=epoch, trains=trains, outlives_epochs=before is not None and before.outlives_epochs)
 
-    def begin_batch(self, loader: PreparedLoader) -> None:
+    def begin_batch(self, loader: PreparedLoader, batch: Any) -> None:
         """Record where an update with several micro-steps starts; the exact modes do this themselves."""
         state = self._state
         if self._is_exact or not state.sync_gradients or state.num_steps == 1:

@@ -17,6 +17,7 @@ from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.setup.build_deepspeed import DeepSpeedSettings
 from echelon.accelerator.update.direct_backward import DirectBackwardCheck
 from echelon.accelerator.update.exact_update import ExactUpdate
+from echelon.accelerator.update.live_check.live_check import LiveCheck
 from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.base.capabilities import Capabilities
@@ -67,6 +68,8 @@ class Session:
     update: UpdatePolicy
     preemption: PreemptionHandler = field(default_factory=PreemptionHandler)
     """Decides where the run may stop on preemption."""
+    live_check: LiveCheck | None = None
+    """Checks every N-th update (``verify_every``)."""
     watcher: Watcher | None = None
     """Answers other ranks that check whether this rank is alive."""
     logged_schedulers: set[type] = field(default_factory=set)
@@ -85,6 +88,8 @@ class Session:
             preemption=self.preemption,
             is_exact=self.parity != "off",
         )
+        if self.live_check is not None:
+            self.live_check.attach(self.update, self.epochs)
         self.guard = UnpreparedOptimizerGuard(
             engine=self.engine,
             models=self.objects.models,
@@ -167,6 +172,8 @@ class Session:
     def run_final_checks(self) -> None:
         """At the end of a run, check for ungathered metrics and for weights that differ between ranks."""
         self.gradient_state.reading.metrics.check()
+        if self.live_check is not None:
+            self.live_check.finish()
         self.guard.compare_models("at end_training()", is_last=True)
         self.guard.drift.stop()
 
@@ -175,6 +182,8 @@ class Session:
         self._steps_before += self.objects.num_steps()
         self._number_steps()
         self.objects.clear()
+        if self.live_check is not None:
+            self.live_check.forget()
         self.guard.release()
         self.engine.release()
         self.update.step = 0

@@ -19,6 +19,7 @@ __all__ = [
     "RankTimeoutError",
     "SetupError",
     "UsageError",
+    "VerificationError",
 ]
 
 
@@ -133,6 +134,17 @@ class LaunchError(EchelonError, RuntimeError):
         accelerator before calling ``notebook_launcher``.
     Do: fix the error on the first failing rank, which the message names; the errors on other ranks are consequences of it.
         ``--log_dir`` keeps the full output.
+    """
+
+
+class VerificationError(EchelonError, RuntimeError):
+    """An update that ``verify_every`` checked is not the update that one process makes with the same batch.
+
+    Causes: ranks with different weights, buffers, learning rates or gradients; gradients that were not reduced, or clipped by the
+        norm of one rank's part; batches with the same samples on several ranks; an optimizer that stepped too often or on some
+        ranks only.
+    Do: look at the stage, the tensor and the ranks that the message names; ``verify_action="warn"`` continues with a warning.
+        Checkpoints from before the update named in the message are not affected.
     """
 
 

@@ -112,6 +112,8 @@ KEYS = (
     Key(field="parity", flags=_flag("parity")),
     Key(field="max_micro_batch_size", flags=_flag("max_micro_batch_size")),
     Key(field="canonical_shards", flags=_flag("canonical_shards")),
+    Key(field="verify_every", flags=_flag("verify_every")),
+    Key(field="verify_action", flags=_flag("verify_action")),
     Key(field="seed"),
     Key(field="allow_changed_data", flags=_flag("allow_changed_data")),
     Key(field="debug", variable="ACCELERATE_DEBUG_MODE", flags=_flag("debug")),

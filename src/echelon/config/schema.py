@@ -119,6 +119,10 @@ class RunConfig:
     summed in a fixed order. Must be at least the number of processes."""
     max_micro_batch_size: int | None = None
     """Maximum micro-batch size per process if parity is exact or bitwise. Default: the process's share of the batch."""
+    verify_every: int | None = None
+    """Check every N-th update of a live run against the update that one process makes with the same batch. Default: never."""
+    verify_action: Literal["stop", "warn"] = "stop"
+    """What to do if an update that ``verify_every`` checks differs: raise an error on every process, or warn."""
     seed: int | None = None
     """Random seed for the run. Default: no seed is set; the script may set one."""
     allow_changed_data: bool = False
@@ -229,6 +233,7 @@ _LEAST = {
     "slow_timeout": 0,
     "max_micro_batch_size": 1,
     "canonical_shards": 1,
+    "verify_every": 1,
     "gradient_accumulation_steps": 1,
     "seed": 0,
     "fsdp_min_num_params": 0,

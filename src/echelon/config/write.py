@@ -17,7 +17,16 @@ from echelon.config.schema import RunConfig
 __all__ = ["chosen", "for_accelerate", "unknown_to_accelerate", "write", "write_mapping"]
 
 # Settings that accelerate's files do not have. echelon reads them at the top level; accelerate rejects a file with them.
-_OWN = ("engine", "parity", "max_micro_batch_size", "canonical_shards", "seed", "allow_changed_data")
+_OWN = (
+    "engine",
+    "parity",
+    "max_micro_batch_size",
+    "canonical_shards",
+    "verify_every",
+    "verify_action",
+    "seed",
+    "allow_changed_data",
+)
 _TYPES = MappingProxyType({"fsdp": "FSDP", "deepspeed": "DEEPSPEED"})
 
 

@@ -112,8 +112,8 @@ class PassTracker(ABC, Generic[Loader]):
         """Handle the start of a pass and return facts about it."""
 
     @abstractmethod
-    def begin_batch(self, loader: Loader) -> None:
-        """Called for each batch before it is yielded and before the next batch is read."""
+    def begin_batch(self, loader: Loader, batch: Any) -> None:
+        """Called for each batch before it is moved to the device and yielded, and before the next batch is read."""
 
     @abstractmethod
     def end_batch(self, loader: Loader) -> None:

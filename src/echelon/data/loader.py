@@ -506,7 +506,7 @@ class PreparedLoader(DataLoader[Any]):
                     first_pass = None
                 active.make_innermost(self)
                 if tracker is not None:
-                    tracker.begin_batch(self)
+                    tracker.begin_batch(self, batch)
                 inner_state = self._inner_state() if is_saved else None
                 if draws is not None:
                     draws.take()

@@ -17,7 +17,7 @@ from echelon.base.errors import UsageError
 from echelon.engines.bitwise.tree_sum import ShardedUpdate
 from echelon.world.world import World
 
-__all__ = ["Engine", "Prepared"]
+__all__ = ["Engine", "LocalGradient", "Prepared"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,16 @@ class Prepared:
     models: tuple[nn.Module, ...]
     optimizers: tuple[Optimizer, ...]
     schedulers: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGradient:
+    """Where a backward pass delivers this rank's gradient of one parameter."""
+
+    leaf: torch.Tensor | None
+    """Leaf of the autograd graph; None before the first forward pass, or if the ranks have no whole gradient."""
+    reduce_dtype: torch.dtype | None = None
+    """Dtype in which gradients are reduced across ranks; None: the gradient's own."""
 
 
 class Engine(ABC):
@@ -212,6 +222,18 @@ class Engine(ABC):
     def parameter_groups(self, optimizer: Optimizer) -> list[list[torch.Tensor]]:
         """Return the parameters in each group of ``optimizer``, in the order in which its full state numbers them."""
         return [list(group["params"]) for group in optimizer.param_groups]
+
+    def local_gradients(self, parameters: Sequence[torch.Tensor]) -> list[LocalGradient]:
+        """Return where the gradient of each parameter can be observed on this rank before it is reduced."""
+        return [LocalGradient(parameter) for parameter in parameters]
+
+    def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer whose ``step`` updates this rank's parameters or shards."""
+        return optimizer
+
+    def keeps_buffers_equal(self, model: nn.Module) -> bool:
+        """Return whether the ranks have equal buffers whenever the user's module inside ``model`` begins a training forward."""
+        return False
 
     def full_shape(self, parameter: torch.Tensor) -> torch.Size:
         """Return the unsharded shape of a prepared model's parameter."""

@@ -19,7 +19,7 @@ from echelon.base.warnings import warn
 from echelon.distributed.ddp.replica import Replica, average_gradients
 from echelon.distributed.ddp.sparse_gradients import copy_sparse_gradients, refuse_to_join_sparse
 from echelon.distributed.ddp.unused_parameters_warning import silence_unused_parameters_warning
-from echelon.engines.base import Engine, Prepared
+from echelon.engines.base import Engine, LocalGradient, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
 from echelon.engines.comm_hooks import register_comm_hook
@@ -211,6 +211,20 @@ class DDPEngine(Engine):
 
     def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         optimizer.load_state_dict(dict(state))
+
+    def local_gradients(self, parameters: Sequence[torch.Tensor]) -> list[LocalGradient]:
+        """See ``Engine.local_gradients``. A communication hook may change gradients on purpose, so they are not comparable."""
+        hooked = {
+            id(parameter)
+            for replica in self._replicas.values()
+            if replica.wrapper._comm_hooks or replica.wrapper.mixed_precision is not None
+            for parameter in replica.parameters
+        }
+        return [LocalGradient(None if id(parameter) in hooked else parameter) for parameter in parameters]
+
+    def keeps_buffers_equal(self, model: nn.Module) -> bool:
+        replica = self._replicas.get(id(model))
+        return replica is not None and (not self._reduces or bool(replica.wrapper.broadcast_buffers))
 
     def release(self) -> None:
         for replica in self._replicas.values():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
-from echelon.engines.base import Engine, Prepared
+from echelon.engines.base import Engine, LocalGradient, Prepared
 from echelon.engines.bitwise.tree_sum import ShardedUpdate
 
 __all__ = ["DelegatingEngine"]
@@ -107,6 +107,15 @@ class DelegatingEngine(Engine):
 
     def parameter_groups(self, optimizer: Optimizer) -> list[list[torch.Tensor]]:
         return self.inner.parameter_groups(optimizer)
+
+    def local_gradients(self, parameters: Sequence[torch.Tensor]) -> list[LocalGradient]:
+        return self.inner.local_gradients(parameters)
+
+    def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return self.inner.stepping_optimizer(optimizer)
+
+    def keeps_buffers_equal(self, model: nn.Module) -> bool:
+        return self.inner.keeps_buffers_equal(model)
 
     def full_shape(self, parameter: torch.Tensor) -> torch.Size:
         return self.inner.full_shape(parameter)

@@ -147,6 +147,10 @@ class Zero1Engine(DelegatingEngine):
         state = gather_optimizer_state(own["state"])
         return None if state is None else {**own, "state": state}
 
+    def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """See ``Engine.stepping_optimizer``. This rank's part of the parameters is stepped by an optimizer inside."""
+        return optimizer.optim if isinstance(optimizer, ShardedOptimizer) else optimizer
+
     def release(self) -> None:
         super().release()
         self._sharded.clear()

@@ -94,6 +94,8 @@ def accelerator_arguments(args: TrainingArguments, model: nn.Module | None) -> d
         parity=args.parity,
         seed=args.seed if is_exact else None,
         canonical_shards=args.canonical_shards,
+        verify_every=args.verify_every,
+        verify_action=args.verify_action,
         max_micro_batch_size=(args.max_micro_batch_size or args.train_batch_size) if is_exact else None,
         **settings,
     )

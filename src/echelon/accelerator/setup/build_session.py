@@ -39,6 +39,8 @@ from echelon.accelerator.setup.build import (
 from echelon.accelerator.setup.build_deepspeed import DeepSpeedSettings, build_deepspeed
 from echelon.accelerator.update.bitwise_update import build_bitwise_update
 from echelon.accelerator.update.exact_update import ExactUpdate
+from echelon.accelerator.update.live_check.live_check import LiveCheck
+from echelon.accelerator.update.live_check.watched_engine import WatchedEngine
 from echelon.accelerator.update.plain_update import PlainUpdate
 from echelon.accelerator.update.update_policy import UpdateParts, UpdatePolicy
 from echelon.base.errors import ConfigError
@@ -105,12 +107,13 @@ def build_session(
     of_ddp: DistributedDataParallelKwargs = kinds[DistributedDataParallelKwargs]
     options, origin = deepspeed.options, config.origins["engine"]
     built = build_engine(deepspeed.engine, world, scaler, of_ddp, sharding, options, engine_from=origin)
+    watched = _watch(built, config, has_other_axes=data_world.world_size != world.world_size)
     parts = UpdateParts(
         config=config,
         world=world,
         data_world=data_world,
         loss_world=loss_world,
-        engine=built,
+        engine=watched or built,
         scaler=None if built.capabilities.owns_loss_scaling else scaler,
         state=state,
         progress=Progress(),
@@ -121,7 +124,7 @@ def build_session(
         config=config,
         world=world,
         data_world=data_world,
-        engine=built,
+        engine=parts.engine,
         precision=precision,
         deepspeed=deepspeed,
         handlers=tuple(handlers),
@@ -136,6 +139,7 @@ def build_session(
         objects=parts.objects,
         unprepared=parts.unprepared,
         update=_build_update(parts, comm_hook=of_ddp.comm_hook),
+        live_check=None if watched is None else LiveCheck(config, world, watched, state, parts.objects, parts.scaler),
         **given,
     )
 
@@ -153,6 +157,28 @@ def _parts_of(world: World, layout: ParallelismConfig | None) -> tuple[World, Wo
     if mesh.size(LOSS_AXES) == mesh.size(DATA_AXES):
         return data_world, data_world
     return data_world, world.along(mesh_along(mesh, LOSS_AXES, device_type=world.device.type))
+
+
+def _watch(engine: Engine, config: Resolved[RunConfig], *, has_other_axes: bool) -> WatchedEngine | None:
+    """Return ``engine`` as the live check observes it; None without ``verify_every``."""
+    if config.value.verify_every is None:
+        return None
+    facts = engine.capabilities
+    if has_other_axes:
+        raise ConfigError(
+            f"verify_every={config.value.verify_every} does not work if several ranks read the same samples (tensor, context, "
+            "sequence or pipeline parallelism)",
+            where=str(config.origins["verify_every"]),
+            do="remove verify_every, or use only data-parallel axes (dp_replicate_size, dp_shard_size)",
+        )
+    if not facts.exposes_state or facts.owns_loss_scaling:
+        raise ConfigError(
+            f"verify_every={config.value.verify_every} does not work with the {facts.name} engine, which keeps gradients and "
+            "optimizer state to itself",
+            where=str(config.origins["verify_every"]),
+            do="remove verify_every, or use engine='ddp', 'zero1' or 'fsdp2' (DeepSpeed's settings also work with engine='fsdp2')",
+        )
+    return WatchedEngine(engine)
 
 
 def _build_scaler(

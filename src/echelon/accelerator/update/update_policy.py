@@ -94,7 +94,8 @@ class UpdatePolicy(ABC):
         self._num_in_short_window = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "epochs": None, "_recorder": None}  # the session builds it
+        # The session builds these; a live check sets ``backward`` on the object.
+        return {**{k: v for k, v in vars(self).items() if k != "backward"}, "epochs": None, "_recorder": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpdatePolicy:
         """Return this object itself, so that copying a model that has its methods as hooks does not copy the run."""

@@ -22,7 +22,7 @@ from echelon.base.versions import torch_version
 from echelon.base.warnings import user_line, warn
 from echelon.distributed.ddp.replica import average_gradients
 from echelon.distributed.tree import map_tensors
-from echelon.engines.base import Engine, Prepared
+from echelon.engines.base import Engine, LocalGradient, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.sharded_tree_sum import ShardedTreeSum
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate
@@ -462,6 +462,14 @@ class FSDP2Engine(Engine):
             for number, entries in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": parts})
+
+    def local_gradients(self, parameters: Sequence[torch.Tensor]) -> list[LocalGradient]:
+        """See ``Engine.local_gradients``. Autograd reaches the unsharded parameters inside ``fully_shard``."""
+        inner = {
+            id(part.sharded_param): LocalGradient(getattr(part, "_unsharded_param", None), part.reduce_dtype)
+            for part in fsdp_params(self._roots.values())
+        }
+        return [inner.get(id(parameter)) or LocalGradient(parameter) for parameter in parameters]
 
     def release(self) -> None:
         self._roots.clear()

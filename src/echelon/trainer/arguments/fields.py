@@ -219,6 +219,10 @@ class TrainingFields:
     canonical_shards: int | None = extra(
         None, ("With parity='bitwise': number of shards per update, summed in a fixed order.")
     )
+    verify_every: int | None = extra(
+        None, "Check every N-th update against the update that one process makes with the same batch."
+    )
+    verify_action: str | None = extra(None, "If such a check fails: 'stop' the training (default), or 'warn'.")
     already_sharded: str | None = extra(  # no bool: transformers' argument parser accepts one type and None
         None, "Datasets that are already sharded by process: True (all), 'train', 'eval' or False (default: detected)."
     )

@@ -1,0 +1,591 @@
+"""Compares what the ranks observed of one update with each other, and with the update of one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+
+from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger
+from echelon.accelerator.update.live_check.mismatch import Mismatch, allowed_factor, those
+from echelon.accelerator.update.live_check.observation import LossWeight, Observation
+from echelon.distributed.alone import is_alone
+from echelon.distributed.checks.linear_sketch import NUM_BUCKETS
+from echelon.distributed.small_messages import gather_bytes, gather_counts, host_wire
+
+__all__ = ["Comparison"]
+
+_NUM_ROWS = 64
+_MIN_ROWS = 8
+_MOSTLY_DISTINCT = 0.9
+_MOSTLY_COMMON = 0.5
+_KINDS = ("weights", "gradient", "after")
+_LOCAL_ROUNDINGS = 5
+"""Roundings of a gradient's element besides the additions: cast, division by the number of ranks, cast back, factor, unscaling."""
+
+
+class Comparison:
+    """One comparison. Every rank finds the same mismatches.
+
+    Args:
+        observation: the update on this rank.
+        number: of the check in this run, from 1.
+        rank: this rank.
+        world_size: number of ranks.
+        averages: whether gradients are averaged across ranks, not summed.
+        carried_rows: hashes of samples of an earlier update, whose suspected duplicates were too few to be sure.
+    """
+
+    def __init__(
+        self,
+        observation: Observation,
+        *,
+        number: int,
+        rank: int,
+        world_size: int,
+        averages: bool,
+        carried_rows: Sequence[np.ndarray[Any, np.dtype[np.uint64]]] = (),
+    ) -> None:
+        assert observation.ledger is not None
+        self._own = observation
+        self._ledger: GradientLedger = observation.ledger
+        self._rank = rank
+        self._world_size = world_size
+        self._averages = averages
+        self._names = [one.name for one in self._ledger.watched]
+        self._factor = allowed_factor(len(self._names) * (NUM_BUCKETS + 2), number=number)
+        self._rows = [*carried_rows, *observation.rows]
+        self._found: list[Mismatch] = []
+        self._ranks: dict[str, list[int]] = {}
+        self.is_over = False
+        """Whether any rank has stepped: otherwise, the update continues with another loss."""
+        self.suspects_duplicates = False
+        """Whether the next update should be checked, too, because this one has too few samples to be sure."""
+        self.has_equal_masks = False
+        """Whether ranks draw the same dropout masks."""
+
+    def run(self, *, is_exact: bool) -> list[Mismatch]:
+        """Return what differs, the first stage first. Collective: call on every rank."""
+        header = self._header()
+        self._ranks = dict(zip(header, gather_counts(*header.values())))
+        self.is_over = any(self._ranks["num_steps"])
+        if not self.is_over or any(self._ranks["is_abandoned"]) or len(set(self._ranks["layout"])) > 1:
+            return []
+        if self._world_size > 1:
+            self._compare_samples()
+            self._compare_generators(is_exact=is_exact)
+            self._compare_hashes("weights", "weights")
+            self._compare_buffers()
+        self._compare_sums(self._sum_over_ranks(self._sums()))
+        if self._world_size > 1:
+            self._compare_changes()
+            self._compare_hashes("gradient", "reduce")
+            self._compare_settings()
+            self._compare_hashes("after", "optimizer")
+        self._compare_steps()
+        return sorted(self._agree(), key=lambda one: one.order)
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def _header(self) -> dict[str, int]:
+        own, watched = self._own, self._ledger.watched
+        rows = (
+            np.unique(np.concatenate(self._rows))
+            if self._rows and not own.has_padding
+            else np.empty(0, dtype=np.uint64)
+        )
+        num_rows = 0 if own.has_padding else sum(map(len, self._rows))
+        ratios = self._ledger.ratios[self._ledger.changed]
+        header = {
+            "num_steps": own.num_steps,
+            "is_abandoned": int(own.is_abandoned),
+            "layout": _digest(json.dumps([(one.name, one.num_elements) for one in watched])),
+            "shard": next((one.shard for one in watched if one.is_sharded), 0),
+            "steps": _digest(json.dumps(self._steps())),
+            "settings": _digest(json.dumps(self._settings())),
+            "buffers": _digest(json.dumps(own.forward.buffers if self._world_size > 1 else {}, sort_keys=True)),
+            "generator": own.forward.generator,
+            "draws_masks": int(own.draws_masks and own.forward.has_masks and not own.has_padding),
+            "num_changed": int(self._ledger.changed.sum()),
+            "ratio": int(ratios.median().view(torch.int64)) if len(ratios) and not bool(ratios.isnan().any()) else 0,
+            "num_rows": num_rows,
+            "num_distinct": len(rows),
+        }
+        for kind in _KINDS:
+            values = own.hashes.get(kind)
+            for name, is_sharded in (("whole", False), ("shard", True)):
+                chosen = (
+                    []
+                    if values is None
+                    else [values[i] for i, one in enumerate(watched) if one.is_sharded is is_sharded]
+                )
+                header[f"{kind} {name}"] = _digest(np.array(chosen, dtype=np.int64).tobytes())
+        smallest = [int(row) >> 1 for row in rows[:_NUM_ROWS]]  # of the same samples on all ranks, if they are equal
+        header |= {f"row {i}": smallest[i] if i < len(smallest) else -1 for i in range(_NUM_ROWS)}
+        return header
+
+    def _agree(self) -> list[Mismatch]:
+        """Return the mismatches of all ranks, those that only one rank sees included."""
+        (nums,) = gather_counts(len(self._own.found))
+        if not any(nums):
+            return self._found
+        texts = gather_bytes(json.dumps([one.to_json() for one in self._own.found]).encode())
+        merged: dict[tuple[str, str], list[Mismatch]] = {}
+        for text in texts:
+            for one in map(Mismatch.from_json, json.loads(text)):
+                merged.setdefault((one.stage, one.what), []).append(one)
+        for same in merged.values():
+            ranks = sorted({rank for one in same for rank in one.ranks})
+            first = max(same, key=lambda one: one.size)
+            self._found.append(
+                Mismatch(
+                    stage=first.stage,
+                    what=first.what,
+                    do=first.do,
+                    tensors=first.tensors,
+                    ranks=[] if len(ranks) == self._world_size else ranks,
+                    size=first.size,
+                    line=first.line,
+                )
+            )
+        return self._found
+
+    def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        if is_alone():
+            return numbers
+        numbers = numbers.to(host_wire())
+        dist.all_reduce(numbers)
+        return numbers.cpu()
+
+    def _details(self, mine: bytes) -> list[bytes]:
+        return gather_bytes(mine)
+
+    # ---- data and random numbers -------------------------------------------------------------------------------------
+
+    def _compare_samples(self) -> None:
+        sets = [{self._ranks[f"row {i}"][rank] for i in range(_NUM_ROWS)} - {-1} for rank in range(self._world_size)]
+        nums, distinct = self._ranks["num_rows"], self._ranks["num_distinct"]
+        usable = [
+            rank for rank in range(self._world_size) if nums[rank] and distinct[rank] >= _MOSTLY_DISTINCT * nums[rank]
+        ]
+        seen: dict[int, int] = {}
+        shared: Counter[tuple[int, int]] = Counter()
+        for rank in usable:
+            for row in sets[rank]:
+                first = seen.setdefault(row, rank)
+                if first != rank:
+                    shared[first, rank] += 1
+        for (one, other), num in shared.most_common(1):
+            smaller = min(len(sets[one]), len(sets[other]))
+            if num < _MOSTLY_COMMON * smaller:
+                continue
+            if smaller < _MIN_ROWS:
+                self.suspects_duplicates = True  # a few equal samples may be copies in the data
+                continue
+            self._found.append(
+                Mismatch(
+                    stage="data",
+                    what=f"{num} of {smaller} samples in the batches of rank {other} are also in the batches of rank {one}",
+                    do="pass the DataLoader to accelerator.prepare(), or give each rank its own part of the data (a "
+                    "DistributedSampler, split_dataset_by_node, or a seed per rank for data that is generated)",
+                    ranks=[one, other],
+                    line=self._own.line,
+                )
+            )
+
+    def _compare_generators(self, *, is_exact: bool) -> None:
+        drawing = [rank for rank in range(self._world_size) if self._ranks["draws_masks"][rank]]
+        by_state: dict[int, list[int]] = {}
+        for rank in drawing:
+            by_state.setdefault(self._ranks["generator"][rank], []).append(rank)
+        equal = next((ranks for ranks in by_state.values() if len(ranks) > 1), None)
+        if equal is None:
+            return
+        self.has_equal_masks = True
+        if is_exact:
+            self._found.append(
+                Mismatch(
+                    stage="rng",
+                    what=f"{those(equal, 'rank')} draw the same dropout masks, because their generators have the same state",
+                    do="remove the call that gives all ranks the same seed inside the loop (torch.manual_seed), or add the rank to "
+                    "the seed: set_seed(seed, device_specific=True)",
+                    ranks=equal,
+                    line=self._own.line,
+                )
+            )
+
+    # ---- replicas ----------------------------------------------------------------------------------------------------
+
+    def _compare_hashes(self, kind: str, stage: str) -> None:
+        """Compare tensors that must have the same bits on all ranks, or on all ranks that hold the same shard."""
+        keys = self._ranks["shard"]
+        wholes, shards = (self._ranks[f"{kind} {name}"] for name in ("whole", "shard"))
+        same_shard = {key: {shards[rank] for rank in range(self._world_size) if keys[rank] == key} for key in keys}
+        if len(set(wholes)) == 1 and all(len(found) == 1 for found in same_shard.values()):
+            return
+        own = self._own.hashes.get(kind)
+        mine = np.zeros(len(self._names), dtype=np.int64) if own is None else own
+        ranks = [np.frombuffer(theirs, dtype=np.int64) for theirs in self._details(mine.tobytes())]
+        tensors, odd = [], set()
+        for i, one in enumerate(self._ledger.watched):
+            groups = [[r for r in range(self._world_size) if keys[r] == key] for key in set(keys)]
+            for group in groups if one.is_sharded else [list(range(self._world_size))]:
+                different = _odd_ranks([int(ranks[r][i]) for r in group])
+                if different:
+                    tensors.append(one.name)
+                    odd |= {group[place] for place in different}
+        if not tensors or (kind == "gradient" and any(found.stage in ("reduce", "clip") for found in self._found)):
+            return
+        if kind == "after" and any(found.stage in ("weights", "reduce", "scheduler") for found in self._found):
+            return  # it follows from them
+        what, do = _REPLICAS[kind]
+        self._found.append(
+            Mismatch(
+                stage=stage,
+                what=what.format(tensors=those(tensors), ranks=those(sorted(odd), "rank")),
+                do=do,
+                tensors=tensors,
+                ranks=sorted(odd),
+                line=self._own.line,
+            )
+        )
+
+    def _compare_buffers(self) -> None:
+        if len(set(self._ranks["buffers"])) == 1:
+            return
+        ranks = [json.loads(theirs) for theirs in self._details(json.dumps(self._own.forward.static()).encode())]
+        common = [name for name in ranks[0] if all(name in theirs for theirs in ranks)]
+        different = {name: _odd_ranks([theirs[name] for theirs in ranks]) for name in common}
+        tensors = [name for name, odd in different.items() if odd]
+        if not tensors:
+            return
+        odd = sorted({rank for name in tensors for rank in different[name]})
+        self._found.append(
+            Mismatch(
+                stage="buffers",
+                what=f"when the forward pass began, {those(tensors, 'buffer')} had different values on {those(odd, 'rank')}",
+                do="change buffers in the same way on every rank, load the same file on every rank, and call the prepared "
+                "model, not the module inside it",
+                tensors=tensors,
+                ranks=odd,
+                line=self._own.line,
+            )
+        )
+
+    # ---- sums over ranks ---------------------------------------------------------------------------------------------
+
+    def _sums(self) -> torch.Tensor:
+        """Return this rank's terms of everything that is summed over ranks in one message."""
+        ledger, own = self._ledger, self._own
+        mean = 1 / self._world_size
+        weight = mean if self._averages else 1.0
+        shares = torch.tensor([one.share if one.is_sharded else mean for one in ledger.watched], dtype=torch.float64)
+        is_sharded = self._is_sharded()
+        expected = ledger.local * weight + ledger.base[:, :NUM_BUCKETS] * shares[:, None]
+        norms = ledger.norms * weight + ledger.base[:, NUM_BUCKETS].sqrt() * shares
+        reduced = torch.where(is_sharded[:, None], ledger.reduced[:, :NUM_BUCKETS] * shares[:, None], 0.0)
+        items = {one.micro_step: one.num_items for one in own.losses}
+        known = [num for num in items.values() if num is not None]
+        extra = [math.fsum(known), float(len(known) == len(items) > 0), *(clip.own for clip in own.clips)]
+        parts = [expected, norms, reduced, ledger.counts, ledger.is_reduced.double(), ledger.is_unknown.double()]
+        return torch.cat([*(part.reshape(-1) for part in parts), torch.tensor(extra, dtype=torch.float64)])
+
+    def _is_sharded(self) -> torch.Tensor:
+        return torch.tensor([one.is_sharded for one in self._ledger.watched], dtype=torch.bool)
+
+    def _compare_sums(self, sums: torch.Tensor) -> None:
+        num = len(self._names)
+        sizes = [num * NUM_BUCKETS, num, num * NUM_BUCKETS, num, num, num]
+        expected, norms, reduced, counts, are_reduced, are_unknown, extra = sums.split([*sizes, len(sums) - sum(sizes)])  # type: ignore[no-untyped-call]
+        num_items, num_known, *powers = extra.tolist()
+        self._compare_weights(num_items if num_known == self._world_size else None)
+        own = torch.where(self._is_sharded()[:, None], reduced.view(num, -1), self._ledger.reduced[:, :NUM_BUCKETS])
+        is_compared = (are_reduced == self._world_size) & (are_unknown == 0) & torch.isfinite(norms)
+        self._compare_gradients(expected.view(num, -1), own, norms, counts, is_compared)
+        for clip, power in zip(self._own.clips, powers):
+            norm = power ** (1 / clip.norm_type)
+            allowed = self._factor * clip.roundoff * math.sqrt(clip.num_elements) * norm
+            if math.isfinite(norm) and math.isfinite(clip.norm) and abs(clip.norm - norm) > allowed:
+                self._note(
+                    "clip",
+                    f"clip_grad_norm_() clipped by a norm of {clip.norm:.6g}, but the norm of the whole reduced gradient is "
+                    f"{norm:.6g}",
+                    "clip with accelerator.clip_grad_norm_(), after the last backward() of the update, with the parameters of the "
+                    "prepared model",
+                    size=abs(clip.norm - norm) / norm,
+                    line=clip.line,
+                )
+
+    def _compare_weights(self, total: float | None) -> None:
+        """Compare each loss's weight with its share of the items of the update, or with that of its micro-step."""
+        own, ranks = self._own, self._world_size if self._averages else 1
+        for one in own.losses:
+            weight = one.weight / ranks
+            share = self._share(one, total)
+            if share is None or not math.isfinite(weight):
+                continue
+            # The loss and its weight are each rounded once, and so is their product.
+            allowed = 3 * one.roundoff * max(share, weight)
+            if abs(weight - share) > allowed:
+                items = f"{one.num_items:g} of {total:g} items" if one.num_items is not None else "no num_items"
+                self._note(
+                    "loss weight",
+                    f"a loss has weight {weight:.6g} in the update, but its share is {share:.6g} ({items})",
+                    "report this as a bug of echelon, with the loop",
+                    size=abs(weight - share) / (share or 1.0),
+                    line=one.line,
+                )
+                return
+
+    def _share(self, one: LossWeight, total: float | None) -> float | None:
+        if one.num_items is not None and total is not None:
+            return one.num_items / total if total else 0.0
+        if one.num_items is None and self._own.num_micro_steps is not None:
+            return 1 / (self._own.num_micro_steps * self._world_size)
+        return None
+
+    def _compare_gradients(
+        self,
+        expected: torch.Tensor,
+        own: torch.Tensor,
+        norms: torch.Tensor,
+        counts: torch.Tensor,
+        is_compared: torch.Tensor,
+    ) -> None:
+        """Compare the reduced gradients with the sums of the local ones.
+
+        Each element is off by at most (number of additions and roundings) * (unit roundoff) * (sum of the absolute terms), so the norm
+        of the error is at most that of the absolute sum, which is at most the sum of the norms; ``_factor`` turns the norm of an error
+        into a bound for each bucket of its sketch.
+        """
+        ledger = self._ledger
+        num_elements = torch.tensor([one.num_elements for one in ledger.watched], dtype=torch.float64)
+        depths = counts + _LOCAL_ROUNDINGS
+        float64 = torch.finfo(torch.float64).eps * num_elements.sqrt()  # of the sketches' own sums
+        allowed = self._factor * (
+            depths * (ledger.roundoffs * norms + ledger.spacings * num_elements.sqrt()) + float64 * norms
+        )
+        distances = torch.linalg.vector_norm(own - expected, dim=1)
+        bad = [i for i in range(len(self._names)) if is_compared[i] and bool(distances[i] > allowed[i])]
+        if not bad:
+            return
+        sizes = torch.linalg.vector_norm(expected, dim=1)
+        relative = {i: float(distances[i] / sizes[i]) if float(sizes[i]) else math.inf for i in bad}
+        bad.sort(key=lambda i: -relative[i])
+        tensors = [self._names[i] for i in bad]
+        cause, do = self._cause(bad, expected, own, allowed)
+        self._note(
+            "reduce",
+            f"the reduced gradient of {those(tensors)} is not the weighted sum of the local gradients of all ranks and micro-steps: "
+            f"{cause}",
+            do,
+            tensors=tensors,
+            size=relative[bad[0]],
+        )
+
+    def _cause(
+        self, bad: Sequence[int], expected: torch.Tensor, own: torch.Tensor, allowed: torch.Tensor
+    ) -> tuple[str, str]:
+        """Return the likely cause of the first differences, and what to do about it."""
+        i, ledger, size = bad[0], self._ledger, self._world_size
+        one, other = expected[i], own[i]
+        ratio = float(one @ other / (one @ one)) if float(one @ one) else math.nan
+        local = ledger.local[i]
+        if size > 1 and not ledger.watched[i].is_sharded:
+            for part in (local, local / size):
+                if bool(torch.linalg.vector_norm(other - part) <= size * allowed[i]) and float(local @ local):
+                    return (
+                        "it is this rank's own gradient, so it was not reduced",
+                        "let the prepared model's forward() use the parameter, and do not exclude it from DDP "
+                        "(_ddp_params_and_buffers_to_ignore)",
+                    )
+        if math.isfinite(ratio) and bool(
+            torch.linalg.vector_norm(other - ratio * one) <= max(abs(ratio), 1.0) * allowed[i]
+        ):
+            known = {
+                1 / size: " (1 / number of ranks: averaged twice)",
+                float(size): " (the number of ranks: added, not averaged)",
+            }
+            note = next(
+                (text for value, text in known.items() if size > 1 and math.isclose(ratio, value, rel_tol=1e-3)), ""
+            )
+            return (
+                f"it is {ratio:.4g} times that{note}",
+                "remove what multiplies gradients inside the backward pass (hooks on parameters, or a communication hook)",
+            )
+        return (
+            "part of it is missing or was changed during the reduction",
+            "do not clear or change gradients between the micro-steps of an update (zero_grad, clipping, hooks); run the last "
+            "backward() outside no_sync()",
+        )
+
+    # ---- changes between the backward pass and the step --------------------------------------------------------------
+
+    def _compare_changes(self) -> None:
+        """Report gradients that only some ranks changed after the reduction, or that each rank scaled in its own way."""
+        nums = self._ranks["num_changed"]
+        changing = [rank for rank, num in enumerate(nums) if num]
+        if not changing:
+            return
+        ratios = [_as_float(bits) if bits else math.nan for bits in self._ranks["ratio"]]
+        known = [ratios[rank] for rank in changing if math.isfinite(ratios[rank])]
+        if len(known) == len(changing) == self._world_size and not _are_close(known, self._factor * self._coarsest()):
+            shown = ", ".join(f"{ratios[rank]:.4g} on rank {rank}" for rank in changing[:4])
+            self._found.append(
+                Mismatch(
+                    stage="clip",
+                    what=f"after the backward pass, each rank multiplied its gradients by another number ({shown}), as if it had "
+                    "clipped by the norm of its own part",
+                    do="clip with accelerator.clip_grad_norm_(model.parameters(), max_norm), which uses the norm of the whole gradient",
+                    line=self._own.line,
+                )
+            )
+        elif len(changing) < self._world_size:
+            mine = self._ledger.changed.to(torch.uint8).numpy().tobytes()
+            flags = [np.frombuffer(theirs, dtype=np.uint8) for theirs in self._details(mine)]
+            # Part of a sharded gradient may be on one rank (a mask for some rows), but no factor applies to one shard only.
+            tensors = [
+                one.name
+                for i, one in enumerate(self._ledger.watched)
+                if any(flags[rank][i] and (not one.is_sharded or math.isfinite(ratios[rank])) for rank in changing)
+            ]
+            if not tensors:
+                return
+            self._found.append(
+                Mismatch(
+                    stage="reduce",
+                    what=f"after the reduction, something changed the gradient of {those(tensors)} on {those(changing, 'rank')} only",
+                    do="change gradients in the same way on every rank, not under a condition on the rank or on the rank's own data",
+                    tensors=tensors,
+                    ranks=changing,
+                    line=self._own.line,
+                )
+            )
+
+    def _coarsest(self) -> float:
+        return float(self._ledger.roundoffs.max()) if len(self._names) else 0.0
+
+    # ---- settings and steps ------------------------------------------------------------------------------------------
+
+    def _settings(self) -> dict[str, float]:
+        several = len(self._own.steps) > 1
+        return {
+            f"{name}{f' of optimizer {k}' if several else ''}": value
+            for k, steps in sorted(self._own.steps.items())
+            for name, value in steps.settings.items()
+        }
+
+    def _compare_settings(self) -> None:
+        if len(set(self._ranks["settings"])) == 1:
+            return
+        ranks = [json.loads(theirs) for theirs in self._details(json.dumps(self._settings()).encode())]
+        for name in ranks[0]:
+            values = [theirs.get(name) for theirs in ranks]
+            odd = _odd_ranks(values)
+            if odd:
+                shown = ", ".join(
+                    f"{values[rank]} on rank {rank}" for rank in sorted({0, odd[0], self._world_size - 1})
+                )
+                self._found.append(
+                    Mismatch(
+                        stage="scheduler",
+                        what=f"the ranks stepped with different settings: {name} is {shown}",
+                        do="call scheduler.step() the same number of times on every rank, and compute the values that it uses (a "
+                        "validation loss) over all ranks: accelerator.reduce(loss, 'mean')",
+                        ranks=odd,
+                        line=self._own.line,
+                    )
+                )
+                return
+
+    def _steps(self) -> list[tuple[int, int, int]]:
+        return [(k, steps.num_steps, steps.num_skipped) for k, steps in sorted(self._own.steps.items())]
+
+    def _compare_steps(self) -> None:
+        if len(set(self._ranks["steps"])) > 1:
+            ranks = [json.loads(theirs) for theirs in self._details(json.dumps(self._steps()).encode())]
+            odd = _odd_ranks([json.dumps(theirs) for theirs in ranks])
+            shown = "; ".join(
+                f"rank {rank}: {sum(num for _, num, _ in ranks[rank])} step(s), {sum(num for *_, num in ranks[rank])} skipped"
+                for rank in sorted({0, *odd[:3]})
+            )
+            self._found.append(
+                Mismatch(
+                    stage="optimizer",
+                    what=f"the ranks did not take the same optimizer steps with the update's gradients ({shown})",
+                    do="call optimizer.step() once per update on every rank, not under a condition on the rank",
+                    ranks=odd,
+                    line=self._own.line,
+                )
+            )
+            return
+        for steps in self._own.steps.values():
+            if steps.num_steps > 1 and not steps.has_closure:
+                self._note(
+                    "optimizer",
+                    f"{type(steps.optimizer).__name__} took {steps.num_steps} steps with the same gradients",
+                    "call optimizer.step() once per update",
+                    tensors=[self._names[i] for i in steps.numbers],
+                    line=steps.line,
+                )
+
+    def _note(
+        self, stage: str, what: str, do: str, *, tensors: Iterable[str] = (), size: float = 0.0, line: str = ""
+    ) -> None:
+        """Add something that this rank found alone."""
+        self._own.found.append(
+            Mismatch(
+                stage=stage,
+                what=what,
+                do=do,
+                tensors=list(tensors),
+                ranks=[self._rank],
+                size=size,
+                line=line or self._own.line,
+            )
+        )
+
+
+_REPLICAS = {
+    "weights": (
+        "before the step, {ranks} had different values of {tensors}",
+        "change weights in the same way on every rank (load them before prepare(), and draw random numbers for them with the same "
+        "generator), and call step() on every rank with the same learning rate",
+    ),
+    "gradient": (
+        "{ranks} stepped with different gradients of {tensors}",
+        "change gradients in the same way on every rank, not under a condition on the rank or on the rank's own data",
+    ),
+    "after": (
+        "after the step, {ranks} had different values of {tensors}, although weights, gradients and settings were equal before",
+        "load the same optimizer state on every rank, and use an optimizer that draws no random numbers of its own",
+    ),
+}
+
+
+def _digest(value: str | bytes) -> int:
+    return xxhash.xxh3_64_intdigest(value.encode() if isinstance(value, str) else value) >> 2
+
+
+def _odd_ranks(values: Sequence[Any]) -> list[int]:
+    """Return the places of values that differ from most others; all places if there is no majority."""
+    counted = Counter(values).most_common()
+    if len(counted) <= 1:
+        return []
+    has_majority = counted[0][1] > len(values) / 2
+    return [place for place, value in enumerate(values) if not has_majority or value != counted[0][0]]
+
+
+def _as_float(bits: int) -> float:
+    return float(np.array([bits], dtype=np.int64).view(np.float64)[0])
+
+
+def _are_close(values: Sequence[float], tolerance: float) -> bool:
+    return max(values) - min(values) <= tolerance * max(map(abs, values))

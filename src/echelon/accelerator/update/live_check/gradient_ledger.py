@@ -1,0 +1,296 @@
+"""Sketches of an update's gradients: local, reduced, and after each change that echelon knows of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.accelerator.update.live_check.mismatch import roundoff, smallest
+from echelon.base.sharded import is_dtensor, local_shape_and_offset
+from echelon.distributed.checks.linear_sketch import NUM_BUCKETS, WIDTH, LinearSketch
+from echelon.engines.base import Engine
+from echelon.engines.state_dicts import plain_parameters
+
+__all__ = ["GradientLedger", "WatchedParameter", "local_of", "watched_parameters"]
+
+_SMALL = 4096  # elements of a gradient that is copied, to be sketched together with others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedParameter:
+    """A parameter that an optimizer of the run may step."""
+
+    name: str
+    parameter: torch.Tensor
+    num_elements: int
+    """Of the whole parameter."""
+    is_sharded: bool
+    offset: int
+    """Number of this rank's first element in the whole parameter."""
+    share: float
+    """1 / number of ranks that hold the same shard."""
+    shard: int
+    """Number of this rank's shard."""
+    is_late: bool
+    """Whether its gradient is reduced by the optimizer step, not in the backward pass."""
+
+
+def watched_parameters(
+    engine: Engine, models: Sequence[nn.Module], strays: Iterable[torch.Tensor]
+) -> list[WatchedParameter]:
+    """Return the trainable parameters of prepared models, then those that only optimizers hold."""
+    found: dict[int, WatchedParameter] = {}
+    shards = engine.capabilities.shards_parameters
+    for number, model in enumerate(models):
+        prefix = f"model {number}: " if len(models) > 1 else ""
+        for name, parameter in plain_parameters(engine.unwrap(model)):
+            if parameter.requires_grad and id(parameter) not in found:
+                is_late = shards and not is_dtensor(parameter)
+                watched = _watched(prefix + name.removeprefix("module."), parameter, is_late=is_late)
+                if watched is not None:
+                    found[id(parameter)] = watched
+    for number, parameter in enumerate(strays):
+        watched = _watched(f"parameter {number} outside of the models", parameter, is_late=True)
+        if parameter.requires_grad and id(parameter) not in found and watched is not None:
+            found[id(parameter)] = watched
+    return list(found.values())
+
+
+def _watched(name: str, parameter: torch.Tensor, *, is_late: bool) -> WatchedParameter | None:
+    facts: dict[str, Any] = {
+        "name": name,
+        "parameter": parameter,
+        "num_elements": parameter.numel(),
+        "is_late": is_late,
+    }
+    if not is_dtensor(parameter):
+        return WatchedParameter(**facts, is_sharded=False, offset=0, share=1.0, shard=0)
+    shape, offset = local_shape_and_offset(parameter)
+    if tuple(shape[1:]) != tuple(parameter.shape[1:]):
+        return None  # the shard is not contiguous in the whole parameter
+    mesh = parameter.device_mesh
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
+    share, shard = 1.0, 0
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            shard = shard * mesh.size(dim) + coordinates[dim]
+        else:
+            share /= mesh.size(dim)
+    row = parameter[0].numel() if parameter.dim() > 1 and parameter.shape[0] else 1
+    return WatchedParameter(**facts, is_sharded=True, offset=offset[0] * row, share=share, shard=shard)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``tensor`` without a copy."""
+    local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A gradient as it was after the last change that echelon knows of."""
+
+    gradient: torch.Tensor
+    version: int
+    sketch: torch.Tensor
+
+
+class GradientLedger:
+    """Keeps sketches, rows by parameter, float64 on the CPU.
+
+    Args:
+        watched: parameters.
+        engine: tells where local gradients can be observed.
+        sketch: computes sketches.
+    """
+
+    def __init__(self, watched: Sequence[WatchedParameter], engine: Engine, sketch: LinearSketch) -> None:
+        self.watched = watched
+        self.number_of = {id(one.parameter): i for i, one in enumerate(watched)}
+        """Row of each parameter, by id."""
+        self._engine = engine
+        self._sketch = sketch
+        num = len(watched)
+        self.local = torch.zeros(num, NUM_BUCKETS, dtype=torch.float64)
+        """Sum of the gradients that this rank's backward passes computed, before any reduction."""
+        self.norms = torch.zeros(num, dtype=torch.float64)
+        """Sum of their norms: the absolute sum, which bounds rounding errors."""
+        self.base = torch.zeros(num, WIDTH, dtype=torch.float64)
+        """Gradients from before the update."""
+        self.counts = torch.zeros(num, dtype=torch.float64)
+        """Number of gradients added."""
+        self.roundoffs = torch.zeros(num, dtype=torch.float64)
+        self.spacings = torch.zeros(num, dtype=torch.float64)
+        self.reduced = torch.zeros(num, WIDTH, dtype=torch.float64)
+        """After the last backward pass of the update."""
+        self.is_reduced = torch.zeros(num, dtype=torch.bool)
+        self.is_unknown = torch.zeros(num, dtype=torch.bool)
+        """Gradients that cannot be sketched: sparse ones, or those that a communication hook changes."""
+        self.changed = torch.zeros(num, dtype=torch.bool)
+        """Gradients that something other than echelon changed after the reduction."""
+        self.ratios = torch.full((num,), torch.nan, dtype=torch.float64)
+        """If such a change was a multiplication: by what."""
+        self._known: dict[int, _Known] = {}
+        self._held: list[tuple[int, torch.Tensor]] = []
+        self._is_begun = False
+
+    # ---- backward passes ---------------------------------------------------------------------------------------------
+
+    def begin_backward(self, *, keeps_gradients: bool) -> None:
+        """Note what the gradients hold before a backward pass.
+
+        Args:
+            keeps_gradients: whether a missing gradient means that the loop has cleared it.
+        """
+        if not self._is_begun:
+            self._is_begun = True
+            present = [i for i in range(len(self.watched)) if self._gradient(i) is not None]
+            if present:
+                self.base[present] = self._sketch(*self._locals(present))
+            return
+        if keeps_gradients:
+            self.clear(i for i, one in enumerate(self.watched) if one.parameter.grad is None and not one.is_sharded)
+
+    @contextmanager
+    def observing(self, *, adds_zeros: bool) -> Iterator[None]:
+        """Add the gradients that a backward pass in the block computes on this rank."""
+        handles = []
+        for i, local in enumerate(self._engine.local_gradients([one.parameter for one in self.watched])):
+            if local.leaf is None or is_dtensor(local.leaf):
+                self.is_unknown[i] = True
+                continue
+            dtypes = (local.leaf.dtype, local.reduce_dtype, self.watched[i].parameter.dtype)
+            self.roundoffs[i], self.spacings[i] = roundoff(*dtypes), smallest(*dtypes)
+            if not adds_zeros and local.leaf.requires_grad:
+                handles.append(local.leaf.register_hook(self._hook(i)))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._add_held()
+
+    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        def hold(gradient: torch.Tensor) -> None:
+            if gradient.layout is not torch.strided or is_dtensor(gradient):
+                self.is_unknown[number] = True
+            elif gradient.numel() <= _SMALL:
+                self._held.append((number, gradient.detach().clone()))  # DDP may reduce it in place
+            else:
+                self._add([number], self._sketch([gradient]))
+
+        return hold
+
+    def _add_held(self) -> None:
+        held, self._held = self._held, []
+        if held:
+            sketches = self._sketch([gradient for _, gradient in held])
+            for (number, _), sketch in zip(held, sketches):
+                self._add([number], sketch[None])
+
+    def _add(self, numbers: list[int], sketches: torch.Tensor) -> None:
+        self.local[numbers] += sketches[:, :NUM_BUCKETS]
+        self.norms[numbers] += sketches[:, NUM_BUCKETS].sqrt()
+        self.counts[numbers] += 1
+
+    def clear(self, numbers: Iterable[int]) -> None:
+        """Forget gradients that the loop has cleared."""
+        cleared = list(numbers)
+        for values in (self.local, self.norms, self.base, self.counts, self.reduced):
+            values[cleared] = 0
+        self.is_reduced[cleared] = False
+        for number in cleared:
+            self._known.pop(number, None)
+
+    def multiply(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
+        """Note that echelon has multiplied the accumulated gradients of ``parameters``."""
+        numbers = self.numbers(parameters)
+        for values in (self.local, self.norms, self.base):
+            values[numbers] *= factor
+
+    # ---- the reduced gradients ---------------------------------------------------------------------------------------
+
+    def numbers(self, parameters: Iterable[torch.Tensor]) -> list[int]:
+        """Return the rows of those ``parameters`` that are watched."""
+        found = (self.number_of.get(id(parameter)) for parameter in parameters)
+        return sorted({number for number in found if number is not None})
+
+    def take_reduced(self, numbers: Iterable[int] | None = None) -> None:
+        """Sketch the gradients after their reduction (default: all that the backward pass reduces)."""
+        chosen = [i for i, one in enumerate(self.watched) if not one.is_late] if numbers is None else list(numbers)
+        self.reduced[chosen] = self.now(chosen)
+        self.is_reduced[chosen] = True
+
+    def now(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return the sketches of the current gradients, zero for missing ones; they become known."""
+        found = torch.zeros(len(numbers), WIDTH, dtype=torch.float64)
+        places, new = [], []
+        for place, i in enumerate(numbers):
+            gradient = self._gradient(i)
+            if gradient is None:
+                self._known.pop(i, None)
+                continue
+            known = self._known.get(i)
+            if known is not None and known.gradient is gradient and known.version == _version(gradient):
+                found[place] = known.sketch
+            else:
+                places.append(place)
+                new.append(i)
+        if new:
+            sketches = self._sketch(*self._locals(new))
+            found[places] = sketches
+            for i, sketch in zip(new, sketches):
+                gradient = self._gradient(i)
+                assert gradient is not None
+                self._known[i] = _Known(gradient, _version(gradient), sketch)
+        return found
+
+    def note_changes(self, numbers: Sequence[int]) -> None:
+        """Compare the gradients with what they were after the last change that echelon knows of."""
+        chosen = [i for i in numbers if self.is_reduced[i] and not self.is_unknown[i]]
+        known = [self._known.get(i) for i in chosen]
+        before = (
+            torch.stack([torch.zeros(WIDTH, dtype=torch.float64) if one is None else one.sketch for one in known])
+            if chosen
+            else None
+        )
+        if before is None:
+            return
+        after = self.now(chosen)
+        differs = (before != after) & ~(before.isnan() & after.isnan())
+        for place, i in enumerate(chosen):
+            if not bool(differs[place].any()):
+                continue
+            self.changed[i] = True
+            one, other = before[place, :NUM_BUCKETS], after[place, :NUM_BUCKETS]
+            ratio = (one @ other) / (one @ one)
+            error = torch.linalg.vector_norm(other - ratio * one)
+            if bool(error <= NUM_BUCKETS * self.roundoffs[i] * torch.linalg.vector_norm(other)):
+                self.ratios[i] = ratio
+
+    def forget_known(self) -> None:
+        """Drop the references to gradients."""
+        self._known.clear()
+
+    def _gradient(self, number: int) -> torch.Tensor | None:
+        gradient = self.watched[number].parameter.grad
+        if gradient is None:
+            return None
+        if gradient.layout is not torch.strided:
+            self.is_unknown[number] = True
+            return None
+        return gradient
+
+    def _locals(self, numbers: Sequence[int]) -> tuple[list[torch.Tensor], list[int]]:
+        gradients = [self._gradient(i) for i in numbers]
+        return [local_of(g) for g in gradients if g is not None], [self.watched[i].offset for i in numbers]
+
+
+def _version(gradient: torch.Tensor) -> int:
+    return local_of(gradient)._version

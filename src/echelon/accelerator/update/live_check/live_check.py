@@ -1,0 +1,586 @@
+"""Decides which updates are checked, observes them, and reports what differs from the update of one process.
+
+An update is observed from the last backward pass of the update before it (batches, forward passes) to the first backward pass of the
+one after it, when the ranks compare what they saw: every rank reaches the same backward passes, even if it steps too often or not at
+all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.prepare.prepared_objects import PreparedObjects
+from echelon.accelerator.update.live_check.comparison import Comparison
+from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger, watched_parameters
+from echelon.accelerator.update.live_check.mismatch import Mismatch, allowed_factor, roundoff, those
+from echelon.accelerator.update.live_check.observation import (
+    Clip,
+    LossWeight,
+    Observation,
+    Steps,
+    generator_hash,
+)
+from echelon.accelerator.update.live_check.optimizer_twin import OptimizerTwin
+from echelon.accelerator.update.live_check.watched_engine import WatchedEngine
+from echelon.accelerator.update.update_policy import UpdatePolicy
+from echelon.base.errors import VerificationError
+from echelon.base.warnings import user_line, warn
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+from echelon.data.active_loaders import PassFacts, PassTracker
+from echelon.data.loader import PreparedLoader
+from echelon.distributed.checks.data_fingerprint import row_fingerprints
+from echelon.distributed.checks.linear_sketch import NUM_BUCKETS, LinearSketch
+from echelon.world.world import World
+
+__all__ = ["LiveCheck"]
+
+
+class LiveCheck(PassTracker[PreparedLoader]):
+    """Checks every N-th update of one run.
+
+    Args:
+        config: the run's settings, with ``verify_every`` and ``verify_action``.
+        world: the ranks.
+        engine: the run's engine.
+        state: gradient accumulation state.
+        objects: the prepared objects.
+        scaler: gradient scaler, in an fp16 run.
+    """
+
+    def __init__(
+        self,
+        config: Resolved[RunConfig],
+        world: World,
+        engine: WatchedEngine,
+        state: GradientState,
+        objects: PreparedObjects,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._engine = engine
+        self._state = state
+        self._objects = objects
+        self._scaler = scaler
+        self._is_exact = config.value.parity != "off"
+        self._every = config.value.verify_every or 0
+        self._num_checks = 0
+        self._warned_of_masks = False
+        self._restart()
+
+    def _restart(self) -> None:
+        self._sketch = LinearSketch()
+        self._num_synced = 0  # backward passes that ended an update
+        self._next = self._every - 1  # value of _num_synced after which the next update is observed
+        self._pending: Observation | None = None  # has seen no backward pass
+        self._current: Observation | None = None
+        self._missing: set[int] = set()  # optimizers that this check has not seen stepping
+        self._num_left = 0  # updates in which they may still step
+        self._carried_rows: list[Any] = []
+        self._was_joined = False
+        self._hooked: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        dropped = ("_backward", "_tracker", "_policy", "_sketch", "_pending", "_current", "_hooked", "_carried_rows")
+        return {name: value for name, value in vars(self).items() if name not in dropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._restart()
+
+    def attach(self, policy: UpdatePolicy, tracker: PassTracker[PreparedLoader]) -> None:
+        """Observe ``policy`` and the loaders. Without a live check, none of this exists, so it costs nothing."""
+        self._policy = policy
+        self._backward: Callable[[torch.Tensor, float | None, Mapping[str, Any]], None] = partial(
+            type(policy).backward, policy
+        )
+        vars(policy)["backward"] = self.backward
+        self._tracker = tracker
+        self._state.reading.tracker = self
+        self._engine.observer = self
+        if self._next == 0:
+            self._prepare()
+
+    # ---- which updates -----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, num_items: float | None, kwargs: Mapping[str, Any]) -> None:
+        """Run the policy's ``backward``, observed if it belongs to an update that is checked.
+
+        Collective in the first backward pass after such an update.
+
+        Raises:
+            VerificationError: the update was not the update of one process, and ``verify_action`` is ``stop``.
+        """
+        if self._current is None and self._pending is None:
+            self._backward(loss, num_items, kwargs)
+        elif self._state.reading.joined:  # the ranks may run different numbers of updates
+            self.forget()
+            self._backward(loss, num_items, kwargs)
+        else:
+            self._run_observed(loss, num_items, kwargs)
+        if self._state.sync_gradients and not self._state.in_closure:
+            self._count()
+
+    def _count(self) -> None:
+        """Count a backward pass that ends an update; they are the same on all ranks."""
+        if self._state.reading.joined:
+            self._was_joined = True
+            return
+        if self._was_joined:
+            self._was_joined, self._num_synced, self._next = False, 0, self._every - 1
+        self._num_synced += 1
+        if self._num_synced >= self._next:
+            # With several optimizers that take turns, the same one would be checked each time.
+            self._next = self._num_synced + self._every + (len(self._objects.optimizers) > 1)
+            self._missing = set(range(len(self._objects.optimizers)))
+            self._num_left = 2 * len(self._missing)
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Observe the batches and forward passes that come before the update's first backward pass."""
+        if self._pending is None:
+            self._pending = Observation()
+            self._engine.watch(True)
+            self._hook_models()
+
+    def _hook_models(self) -> None:
+        if self._world.world_size == 1 or self._hooked:
+            return
+        for number, model in enumerate(self._objects.models):
+            prefix = f"model {number}: " if len(self._objects.models) > 1 else ""
+            inner = self._engine.unwrap(model)
+            hook = partial(self._before_forward, prefix, model)
+            self._hooked.append(inner.register_forward_pre_hook(hook))
+
+    def _before_forward(self, prefix: str, model: nn.Module, inner: nn.Module, _inputs: Any) -> None:
+        observed = self._pending
+        if observed is None or not inner.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if not any(name.startswith(prefix) for name in observed.forward.buffers) or not observed.forward.is_complete:
+            observed.forward.add(prefix, model, self._engine, self._world.device)
+
+    def forget(self) -> None:
+        """Drop what was observed."""
+        self._pending = self._current = None
+        self._engine.watch(False)
+        for hook in self._hooked:
+            hook.remove()
+        self._hooked.clear()
+
+    def finish(self) -> None:
+        """Check an update that is still open at the end of the run. Collective."""
+        current = self._current
+        if current is not None and current.is_synced and not self._state.reading.joined:
+            self._end(current)
+        self.forget()
+
+    # ---- a backward pass of an observed update -----------------------------------------------------------------------
+
+    def _run_observed(self, loss: torch.Tensor, num_items: float | None, kwargs: Mapping[str, Any]) -> None:
+        current = self._current
+        if current is not None and current.is_synced and not (self._state.in_closure and not current.num_steps):
+            self._end(current)
+        if self._current is None:
+            self._current, self._pending = self._pending, None
+            if self._current is None and self._missing and self._num_left > 0:
+                self._current = Observation()
+            if self._current is None:
+                self.forget()
+                self._backward(loss, num_items, kwargs)
+                return
+            self._begin(self._current)
+        observed = self._current
+        assert observed.ledger is not None
+        if observed.forward.is_complete and not observed.draws_masks:
+            observed.draws_masks = generator_hash(self._world.device) != observed.forward.generator
+        self._note_padding(observed)
+        observed.ledger.begin_backward(keeps_gradients=self._policy.averages_gradients)
+        self._loss, self._num_items, self._is_finished = loss, num_items, False
+        try:
+            self._backward(loss, num_items, kwargs)
+        finally:
+            self._loss = None
+        if self._state.sync_gradients:
+            observed.is_synced = True
+            is_inside = self._policy.accumulating is not None or self._policy.drives
+            observed.num_micro_steps = self._policy.window.num_micro_steps if is_inside else None
+            if all(self._engine.reduced(model) for model in self._objects.models):
+                observed.ledger.take_reduced()
+
+    def _begin(self, observed: Observation) -> None:
+        strays = self._objects.stray_parameters()
+        watched = watched_parameters(self._engine.inner, self._objects.models, strays)
+        observed.ledger = GradientLedger(watched, self._engine.inner, self._sketch)
+        observed.update = self._objects.num_steps() + 1
+
+    def _note_padding(self, observed: Observation) -> None:
+        loader = self._state.active_dataloader
+        if loader is None:
+            return
+        contribution = loader.contribution
+        # At the end of a pass, samples may be repeated on purpose (even_batches).
+        if loader.end_of_dataloader if contribution is None else contribution.is_padding:
+            observed.has_padding = True
+
+    def run_backward(self, loss: torch.Tensor, *, parameters: Iterable[torch.Tensor] | None, **options: Any) -> None:
+        """See ``EngineObserver``."""
+        inner, observed = self._engine.inner, self._current
+        if observed is None or observed.ledger is None:
+            if parameters is None:
+                inner.backward(loss, **options)
+            else:
+                inner.backward_zeros(loss, parameters, **options)
+            return
+        self._note_weight(observed, loss, is_zero=parameters is not None)
+        with observed.ledger.observing(adds_zeros=parameters is not None):
+            if parameters is None:
+                inner.backward(loss, **options)
+            else:
+                inner.backward_zeros(loss, parameters, **options)
+
+    def _note_weight(self, observed: Observation, scaled: torch.Tensor, *, is_zero: bool) -> None:
+        loss: torch.Tensor | None = self._loss
+        if loss is None or loss.numel() != 1:
+            return
+        value = float(loss.detach())
+        weight = 0.0 if is_zero else float(scaled.detach()) / value if value and math.isfinite(value) else math.nan
+        loader = self._state.active_dataloader
+        contribution = None if loader is None else loader.contribution
+        num_items = self._num_items
+        if contribution is not None:
+            num_items = 0.0 if contribution.is_padding else contribution.num_items if num_items is None else num_items
+        micro_step = self._policy.window.num_micro_steps
+        line = str(user_line())
+        observed.losses.append(LossWeight(micro_step, weight, num_items, roundoff(loss.dtype), line))
+
+    def note_finish_gradients(self, model: nn.Module, factor: float) -> None:
+        """See ``EngineObserver``."""
+        observed = self._current
+        if observed is not None and observed.ledger is not None:
+            observed.ledger.multiply(model.parameters(), factor)
+            if not self._is_finished:
+                self._is_finished = True
+                observed.ledger.multiply(self._objects.stray_parameters(), factor)
+                observed.losses = [replace(one, weight=one.weight * factor) for one in observed.losses]
+
+    def note_zero_grad(self, optimizer: Optimizer) -> None:
+        """See ``EngineObserver``."""
+        observed = self._current
+        if observed is not None and observed.ledger is not None and not observed.num_steps:
+            observed.ledger.clear(observed.ledger.numbers(_parameters_of(optimizer)))
+            observed.losses.clear()
+
+    # ---- between the backward pass and the step ----------------------------------------------------------------------
+
+    def _synced(self) -> Observation | None:
+        """Return the observed update if its gradients are reduced."""
+        observed = self._current
+        is_usable = (
+            observed is not None and observed.ledger is not None and observed.is_synced and not observed.is_abandoned
+        )
+        return observed if is_usable else None
+
+    def run_unscale(self, optimizer: Optimizer, *, unsynced: bool) -> None:
+        """See ``EngineObserver``."""
+        observed = self._synced()
+        if observed is None or observed.ledger is None:
+            self._engine.inner.unscale(optimizer, unsynced=unsynced)
+            return
+        numbers = observed.ledger.numbers(_parameters_of(optimizer))
+        observed.ledger.note_changes(numbers)
+        self._engine.inner.unscale(optimizer, unsynced=unsynced)
+        observed.ledger.now(numbers)
+
+    def run_clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool
+    ) -> torch.Tensor:
+        """See ``EngineObserver``."""
+        chosen, inner, observed = list(parameters), self._engine.inner, self._current
+        if observed is None or observed.ledger is None or observed.is_abandoned:
+            return inner.clip_grad_norm(chosen, max_norm, norm_type, unsynced=unsynced)
+        ledger = observed.ledger
+        numbers = ledger.numbers(chosen)
+        if not observed.is_synced or unsynced:
+            norm = inner.clip_grad_norm(chosen, max_norm, norm_type, unsynced=unsynced)
+            self._note_early_clip(observed, chosen, float(norm), max_norm)
+            return norm
+        late = [i for i in numbers if ledger.watched[i].is_late]
+        if late:
+            inner.clip_grad_norm(chosen, math.inf, norm_type)  # reduces them, and changes nothing
+            ledger.take_reduced(late)
+        ledger.note_changes(numbers)
+        before = ledger.now(numbers)
+        own = self._power(ledger, numbers, before, norm_type)
+        norm = inner.clip_grad_norm(chosen, max_norm, norm_type)
+        is_whole = sum(p.grad is not None for p in chosen) <= len(numbers) and not bool(
+            ledger.is_unknown[numbers].any()
+        )
+        if math.isfinite(own) and is_whole:
+            observed.clips.append(
+                Clip(
+                    numbers=numbers,
+                    norm=float(norm),
+                    norm_type=norm_type,
+                    own=own,
+                    num_elements=sum(ledger.watched[i].num_elements for i in numbers),
+                    roundoff=max(roundoff(norm.dtype), *(float(ledger.roundoffs[i]) for i in numbers), 0.0),
+                    line=str(user_line()),
+                )
+            )
+        self._compare_clipped(observed, numbers, before, float(norm), max_norm)
+        return norm
+
+    def _note_early_clip(
+        self, observed: Observation, parameters: list[torch.Tensor], norm: float, max_norm: float
+    ) -> None:
+        """Note that gradients were clipped before they were complete."""
+        assert observed.ledger is not None
+        coefficient = _coefficient(norm, max_norm)
+        if coefficient == 1.0:
+            return
+        observed.ledger.multiply(parameters, coefficient)
+        if self._world.world_size > 1:
+            observed.found.append(
+                Mismatch(
+                    stage="clip",
+                    what="clip_grad_norm_() was called in the middle of an update, so each rank clipped by the norm of its own "
+                    "gradients, before they were reduced",
+                    do="clip only if accelerator.sync_gradients is true",
+                    ranks=[self._world.rank],
+                    line=str(user_line()),
+                )
+            )
+
+    def _power(self, ledger: GradientLedger, numbers: list[int], before: torch.Tensor, norm_type: float) -> float:
+        """Return this rank's share of the sum of the elements' powers."""
+        if norm_type != 2.0:
+            return math.nan
+        mean = 1 / self._world.world_size
+        shares = [ledger.watched[i].share if ledger.watched[i].is_sharded else mean for i in numbers]
+        return math.fsum(float(square) * share for square, share in zip(before[:, NUM_BUCKETS], shares))
+
+    def _compare_clipped(
+        self, observed: Observation, numbers: list[int], before: torch.Tensor, norm: float, max_norm: float
+    ) -> None:
+        """Compare the clipped gradients with the previous ones, multiplied by the coefficient."""
+        assert observed.ledger is not None
+        ledger, coefficient = observed.ledger, _coefficient(norm, max_norm)
+        after = ledger.now(numbers)[:, :NUM_BUCKETS]
+        expected = before[:, :NUM_BUCKETS] * coefficient
+        distances = torch.linalg.vector_norm(after - expected, dim=1)
+        # The coefficient has 3 roundings (addition, division, its dtype), and its product with an element one.
+        factor = allowed_factor(len(numbers) * NUM_BUCKETS, number=self._num_checks + 1)
+        roundoffs = ledger.roundoffs[numbers].clamp(min=roundoff(torch.float32))
+        allowed = factor * 4 * (roundoffs * before[:, NUM_BUCKETS].sqrt() * coefficient + ledger.spacings[numbers])
+        bad = [i for place, i in enumerate(numbers) if bool(distances[place] > allowed[place])]
+        if bad and math.isfinite(norm):
+            tensors = [ledger.watched[i].name for i in bad]
+            observed.found.append(
+                Mismatch(
+                    stage="clip",
+                    what=f"clip_grad_norm_() did not multiply the gradient of {those(tensors)} by min(1, max_norm / norm) = "
+                    f"{coefficient:.6g}",
+                    do="report this as a bug of echelon, with the engine and the loop",
+                    tensors=tensors,
+                    ranks=[self._world.rank],
+                    line=str(user_line()),
+                )
+            )
+
+    def note_clip_grad_value(self, parameters: Iterable[torch.Tensor]) -> None:
+        """See ``EngineObserver``."""
+        observed = self._synced()
+        if observed is not None and observed.ledger is not None:
+            observed.ledger.now(observed.ledger.numbers(parameters))
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def run_step(self, optimizer: Optimizer, *, closure: Any, unsynced: bool) -> bool:
+        """See ``EngineObserver``."""
+        inner, observed = self._engine.inner, self._current
+        if closure is not None:
+            has_stepped = inner.step(optimizer, closure=closure, unsynced=unsynced)
+            observed = self._synced()  # the closure's backward pass may have begun the update
+            if observed is not None:
+                if unsynced:
+                    observed.is_abandoned = True
+                else:
+                    self._note_step(observed, optimizer, has_stepped=has_stepped, has_closure=True)
+            return has_stepped
+        if observed is None or observed.ledger is None or observed.is_abandoned:
+            return inner.step(optimizer, unsynced=unsynced)
+        if unsynced or not observed.is_synced:
+            observed.is_abandoned = True  # the step guard reduces the gradients, or nobody does
+            return inner.step(optimizer, unsynced=unsynced)
+        ledger = observed.ledger
+        numbers = ledger.numbers(_parameters_of(optimizer))
+        parameters = [ledger.watched[i].parameter for i in numbers]
+        if self._scaler is not None:
+            self.run_unscale(optimizer, unsynced=False)
+        if not observed.steps:
+            ledger.note_changes(range(len(ledger.watched)))
+        if self._world.world_size > 1:
+            observed.hash_values("weights", numbers, parameters)
+        stepping = inner.stepping_optimizer(optimizer)
+        candidates = [(i, p) for i, p in zip(numbers, parameters) if not ledger.watched[i].is_late]
+        is_first = not any(steps.optimizer is optimizer for steps in observed.steps.values())
+        settings = _settings_of(optimizer) if is_first else {}
+        twin = OptimizerTwin(optimizer, stepping, candidates if is_first else (), number=self._num_checks)
+        has_stepped = inner.step(optimizer, unsynced=unsynced)
+        steps = self._note_step(observed, optimizer, has_stepped=has_stepped, has_closure=False)
+        if is_first:
+            steps.settings = settings
+        if has_stepped:
+            self._compare_twin(observed, optimizer, twin)
+        return has_stepped
+
+    def _note_step(self, observed: Observation, optimizer: Optimizer, *, has_stepped: bool, has_closure: bool) -> Steps:
+        assert observed.ledger is not None
+        ledger = observed.ledger
+        wrapped = [one.optimizer for one in self._objects.optimizers]
+        index = next((i for i, one in enumerate(wrapped) if one is optimizer), len(wrapped))
+        numbers = ledger.numbers(_parameters_of(optimizer))
+        steps = observed.steps.get(index)
+        if steps is None:
+            steps = observed.steps[index] = Steps(optimizer, numbers, line=str(user_line()), has_closure=has_closure)
+        steps.num_steps += 1
+        steps.num_skipped += not has_stepped
+        self._missing.discard(index)
+        late = [i for i in numbers if ledger.watched[i].is_late and not ledger.is_reduced[i]]
+        if late:
+            ledger.take_reduced(late)
+        if self._world.world_size > 1:
+            parameters = [ledger.watched[i].parameter for i in numbers]
+            if has_stepped:
+                observed.hash_values("gradient", numbers, [parameter.grad for parameter in parameters])
+            observed.hash_values("after", numbers, parameters)
+        if has_closure:
+            steps.settings = _settings_of(optimizer)
+        ledger.forget_known()
+        return steps
+
+    def _compare_twin(self, observed: Observation, optimizer: Optimizer, twin: OptimizerTwin) -> None:
+        assert observed.ledger is not None
+        different = twin.compare()
+        if different:
+            names = [observed.ledger.watched[i].name for i, *_ in different]
+            size = max(difference for _, difference, _ in different)
+            observed.found.append(
+                Mismatch(
+                    stage="optimizer",
+                    what=f"{type(optimizer).__name__} did not update {those(names)} by what the same step gives on copies of weight, "
+                    "gradient and state",
+                    do="do not change weights or optimizer state inside step() (hooks, a replaced step method), and call it once",
+                    tensors=names,
+                    ranks=[self._world.rank],
+                    size=size,
+                    line=str(user_line()),
+                )
+            )
+
+    # ---- the comparison ----------------------------------------------------------------------------------------------
+
+    def _end(self, observed: Observation) -> None:
+        """Compare what the ranks observed, unless the update continues. Collective."""
+        comparison = Comparison(
+            observed,
+            number=self._num_checks + 1,
+            rank=self._world.rank,
+            world_size=self._world.world_size,
+            averages=self._policy.averages_gradients,
+            carried_rows=self._carried_rows,
+        )
+        found = comparison.run(is_exact=self._is_exact)
+        if not comparison.is_over:
+            return
+        self._current = None
+        self._num_checks += 1
+        self._num_left -= 1
+        self._carried_rows = [*self._carried_rows, *observed.rows] if comparison.suspects_duplicates else []
+        if self._carried_rows:
+            self._num_left, self._missing = 1, {-1}  # look at the next update, too
+        else:
+            self._missing.discard(-1)
+        if comparison.has_equal_masks and not self._is_exact:
+            self._warn_of_equal_masks()
+        if found:
+            self._report(observed.update, found)
+
+    def _warn_of_equal_masks(self) -> None:
+        if not self._warned_of_masks:
+            self._warned_of_masks = True
+            warn(
+                "verify_every: the ranks draw the same dropout masks, because their generators have the same state. To draw a mask for "
+                "each sample as one process does, call set_seed(seed, device_specific=True) after the model is built"
+            )
+
+    def _report(self, update: int, found: list[Mismatch]) -> None:
+        first, *others = found
+        stages = list(dict.fromkeys(one.stage for one in others if one.stage != first.stage))
+        also = f" (later stages differ, too: {', '.join(stages)})" if stages else ""
+        what = f"update {update} is not the update that one process makes with the same batch: {first.what}{also}"
+        ranks = [those(first.ranks, "rank")] if first.ranks else []
+        origin = self._config.origins["verify_every"]
+        place = [f"stage {first.stage}", *ranks, *([first.line] if first.line else [])]
+        where = f"{', '.join(place)}, verify_every={self._every} (from {origin})"
+        if self._config.value.verify_action == "stop":
+            self.forget()
+            raise VerificationError(what, where=where, do=first.do)
+        warn(f"{what}\n  where: {where}\n  do: {first.do}")
+
+    # ---- PassTracker: the loaders' batches ---------------------------------------------------------------------------
+
+    def begin_pass(self, loader: PreparedLoader) -> PassFacts:
+        """See ``PassTracker``."""
+        return self._tracker.begin_pass(loader)
+
+    def begin_batch(self, loader: PreparedLoader, batch: Any) -> None:
+        """See ``PassTracker``."""
+        self._tracker.begin_batch(loader, batch)
+        observed = self._pending or self._current
+        if observed is None or self._world.world_size == 1:
+            return
+        self._hook_models()  # they may have been prepared after the last backward pass
+        facts = loader.facts
+        if facts is None or facts.trains:
+            rows = row_fingerprints(batch)
+            if rows is not None:
+                observed.rows.append(rows)
+
+    def end_batch(self, loader: PreparedLoader) -> None:
+        """See ``PassTracker``."""
+        self._tracker.end_batch(loader)
+
+    def unfinished_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
+        """See ``PassTracker``."""
+        return self._tracker.unfinished_update(loader)
+
+
+def _coefficient(norm: float, max_norm: float) -> float:
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _settings_of(optimizer: Optimizer) -> dict[str, float]:
+    """Return the numeric settings of the parameter groups, such as learning rates."""
+    found: dict[str, float] = {}
+    for i, group in enumerate(optimizer.param_groups):
+        suffix = f" of parameter group {i}" if len(optimizer.param_groups) > 1 else ""
+        for name, value in group.items():
+            for place, number in enumerate(value if isinstance(value, tuple) and name != "params" else [value]):
+                if isinstance(number, (int, float)) or (isinstance(number, torch.Tensor) and number.numel() == 1):
+                    found[f"{name}{f'[{place}]' if isinstance(value, tuple) else ''}{suffix}"] = float(number)
+    return found
