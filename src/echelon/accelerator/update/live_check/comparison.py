@@ -68,6 +68,8 @@ class Comparison:
         """Whether any rank has stepped: otherwise, the update continues with another loss."""
         self.suspects_duplicates = False
         """Whether the next update should be checked, too, because this one has too few samples to be sure."""
+        self.compared: set[str] = set()
+        """Stages for which there was something to compare."""
         self.has_equal_masks = False
         """Whether ranks draw the same dropout masks."""
 
@@ -78,18 +80,19 @@ class Comparison:
         self.is_over = any(self._ranks["num_steps"])
         if not self.is_over or any(self._ranks["is_abandoned"]) or len(set(self._ranks["layout"])) > 1:
             return []
+        self.compared.add("optimizer")
         if self._world_size > 1:
+            self.compared |= {"weights", "scheduler"}
             self._compare_samples()
             self._compare_generators(is_exact=is_exact)
-            self._compare_hashes("weights", "weights")
             self._compare_buffers()
         self._compare_sums(self._sum_over_ranks(self._sums()))
-        if self._world_size > 1:
+        if self._compare_steps() and self._world_size > 1:
+            self._compare_hashes("weights", "weights")
             self._compare_changes()
             self._compare_hashes("gradient", "reduce")
             self._compare_settings()
             self._compare_hashes("after", "optimizer")
-        self._compare_steps()
         return sorted(self._agree(), key=lambda one: one.order)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
@@ -175,6 +178,7 @@ class Comparison:
         usable = [
             rank for rank in range(self._world_size) if nums[rank] and distinct[rank] >= _MOSTLY_DISTINCT * nums[rank]
         ]
+        self.compared |= {"data"} if len(usable) > 1 else set()
         seen: dict[int, int] = {}
         shared: Counter[tuple[int, int]] = Counter()
         for rank in usable:
@@ -202,6 +206,7 @@ class Comparison:
 
     def _compare_generators(self, *, is_exact: bool) -> None:
         drawing = [rank for rank in range(self._world_size) if self._ranks["draws_masks"][rank]]
+        self.compared |= {"rng"} if len(drawing) > 1 else set()
         by_state: dict[int, list[int]] = {}
         for rank in drawing:
             by_state.setdefault(self._ranks["generator"][rank], []).append(rank)
@@ -258,6 +263,7 @@ class Comparison:
         )
 
     def _compare_buffers(self) -> None:
+        self.compared |= {"buffers"} if self._own.forward.buffers else set()
         if len(set(self._ranks["buffers"])) == 1:
             return
         ranks = [json.loads(theirs) for theirs in self._details(json.dumps(self._own.forward.static()).encode())]
@@ -310,6 +316,7 @@ class Comparison:
         is_compared = (are_reduced == self._world_size) & (are_unknown == 0) & torch.isfinite(norms)
         self._compare_gradients(expected.view(num, -1), own, norms, counts, is_compared)
         for clip, power in zip(self._own.clips, powers):
+            self.compared.add("clip")
             norm = power ** (1 / clip.norm_type)
             allowed = self._factor * clip.roundoff * math.sqrt(clip.num_elements) * norm
             if math.isfinite(norm) and math.isfinite(clip.norm) and abs(clip.norm - norm) > allowed:
@@ -331,6 +338,7 @@ class Comparison:
             share = self._share(one, total)
             if share is None or not math.isfinite(weight):
                 continue
+            self.compared.add("loss weight")
             # The loss and its weight are each rounded once, and so is their product.
             allowed = 3 * one.roundoff * max(share, weight)
             if abs(weight - share) > allowed:
@@ -373,6 +381,7 @@ class Comparison:
             depths * (ledger.roundoffs * norms + ledger.spacings * num_elements.sqrt()) + float64 * norms
         )
         distances = torch.linalg.vector_norm(own - expected, dim=1)
+        self.compared |= {"reduce"} if bool(is_compared.any()) else set()
         bad = [i for i in range(len(self._names)) if is_compared[i] and bool(distances[i] > allowed[i])]
         if not bad:
             return
@@ -508,7 +517,8 @@ class Comparison:
     def _steps(self) -> list[tuple[int, int, int]]:
         return [(k, steps.num_steps, steps.num_skipped) for k, steps in sorted(self._own.steps.items())]
 
-    def _compare_steps(self) -> None:
+    def _compare_steps(self) -> bool:
+        """Return whether all ranks took the same steps."""
         if len(set(self._ranks["steps"])) > 1:
             ranks = [json.loads(theirs) for theirs in self._details(json.dumps(self._steps()).encode())]
             odd = _odd_ranks([json.dumps(theirs) for theirs in ranks])
@@ -525,7 +535,7 @@ class Comparison:
                     line=self._own.line,
                 )
             )
-            return
+            return False
         for steps in self._own.steps.values():
             if steps.num_steps > 1 and not steps.has_closure:
                 self._note(
@@ -535,6 +545,7 @@ class Comparison:
                     tensors=[self._names[i] for i in steps.numbers],
                     line=steps.line,
                 )
+        return True
 
     def _note(
         self, stage: str, what: str, do: str, *, tensors: Iterable[str] = (), size: float = 0.0, line: str = ""

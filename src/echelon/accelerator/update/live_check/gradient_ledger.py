@@ -48,6 +48,7 @@ def watched_parameters(
     shards = engine.capabilities.shards_parameters
     for number, model in enumerate(models):
         prefix = f"model {number}: " if len(models) > 1 else ""
+        parameter: torch.Tensor
         for name, parameter in plain_parameters(engine.unwrap(model)):
             if parameter.requires_grad and id(parameter) not in found:
                 is_late = shards and not is_dtensor(parameter)
@@ -237,7 +238,7 @@ class GradientLedger:
                 self._known.pop(i, None)
                 continue
             known = self._known.get(i)
-            if known is not None and known.gradient is gradient and known.version == _version(gradient):
+            if known is not None and known.gradient is gradient and known.version == _version_of(gradient):
                 found[place] = known.sketch
             else:
                 places.append(place)
@@ -248,7 +249,7 @@ class GradientLedger:
             for i, sketch in zip(new, sketches):
                 gradient = self._gradient(i)
                 assert gradient is not None
-                self._known[i] = _Known(gradient, _version(gradient), sketch)
+                self._known[i] = _Known(gradient, _version_of(gradient), sketch)
         return found
 
     def note_changes(self, numbers: Sequence[int]) -> None:
@@ -292,5 +293,5 @@ class GradientLedger:
         return [local_of(g) for g in gradients if g is not None], [self.watched[i].offset for i in numbers]
 
 
-def _version(gradient: torch.Tensor) -> int:
+def _version_of(gradient: torch.Tensor) -> int:
     return local_of(gradient)._version

@@ -23,10 +23,10 @@ from echelon.accelerator.update.live_check.comparison import Comparison
 from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger, watched_parameters
 from echelon.accelerator.update.live_check.mismatch import Mismatch, allowed_factor, roundoff, those
 from echelon.accelerator.update.live_check.observation import (
-    Clip,
+    ClipCall,
     LossWeight,
     Observation,
-    Steps,
+    OptimizerSteps,
     generator_hash,
 )
 from echelon.accelerator.update.live_check.optimizer_twin import OptimizerTwin
@@ -74,7 +74,10 @@ class LiveCheck(PassTracker[PreparedLoader]):
         self._scaler = scaler
         self._is_exact = config.value.parity != "off"
         self._every = config.value.verify_every or 0
-        self._num_checks = 0
+        self.num_checks = 0
+        """Number of updates compared so far."""
+        self.compared: set[str] = set()
+        """Stages for which the latest checks had something to compare."""
         self._warned_of_masks = False
         self._restart()
 
@@ -89,6 +92,9 @@ class LiveCheck(PassTracker[PreparedLoader]):
         self._carried_rows: list[Any] = []
         self._was_joined = False
         self._hooked: list[Any] = []
+        self._loss: torch.Tensor | None = None  # of the running backward pass
+        self._num_items: float | None = None
+        self._is_finished = False
 
     def __getstate__(self) -> dict[str, Any]:
         dropped = ("_backward", "_tracker", "_policy", "_sketch", "_pending", "_current", "_hooked", "_carried_rows")
@@ -249,7 +255,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
                 inner.backward_zeros(loss, parameters, **options)
 
     def _note_weight(self, observed: Observation, scaled: torch.Tensor, *, is_zero: bool) -> None:
-        loss: torch.Tensor | None = self._loss
+        loss = self._loss
         if loss is None or loss.numel() != 1:
             return
         value = float(loss.detach())
@@ -327,7 +333,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
         )
         if math.isfinite(own) and is_whole:
             observed.clips.append(
-                Clip(
+                ClipCall(
                     numbers=numbers,
                     norm=float(norm),
                     norm_type=norm_type,
@@ -379,7 +385,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
         expected = before[:, :NUM_BUCKETS] * coefficient
         distances = torch.linalg.vector_norm(after - expected, dim=1)
         # The coefficient has 3 roundings (addition, division, its dtype), and its product with an element one.
-        factor = allowed_factor(len(numbers) * NUM_BUCKETS, number=self._num_checks + 1)
+        factor = allowed_factor(len(numbers) * NUM_BUCKETS, number=self.num_checks + 1)
         roundoffs = ledger.roundoffs[numbers].clamp(min=roundoff(torch.float32))
         allowed = factor * 4 * (roundoffs * before[:, NUM_BUCKETS].sqrt() * coefficient + ledger.spacings[numbers])
         bad = [i for place, i in enumerate(numbers) if bool(distances[place] > allowed[place])]
@@ -435,7 +441,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
         candidates = [(i, p) for i, p in zip(numbers, parameters) if not ledger.watched[i].is_late]
         is_first = not any(steps.optimizer is optimizer for steps in observed.steps.values())
         settings = _settings_of(optimizer) if is_first else {}
-        twin = OptimizerTwin(optimizer, stepping, candidates if is_first else (), number=self._num_checks)
+        twin = OptimizerTwin(optimizer, stepping, candidates if is_first else (), number=self.num_checks)
         has_stepped = inner.step(optimizer, unsynced=unsynced)
         steps = self._note_step(observed, optimizer, has_stepped=has_stepped, has_closure=False)
         if is_first:
@@ -444,7 +450,9 @@ class LiveCheck(PassTracker[PreparedLoader]):
             self._compare_twin(observed, optimizer, twin)
         return has_stepped
 
-    def _note_step(self, observed: Observation, optimizer: Optimizer, *, has_stepped: bool, has_closure: bool) -> Steps:
+    def _note_step(
+        self, observed: Observation, optimizer: Optimizer, *, has_stepped: bool, has_closure: bool
+    ) -> OptimizerSteps:
         assert observed.ledger is not None
         ledger = observed.ledger
         wrapped = [one.optimizer for one in self._objects.optimizers]
@@ -452,7 +460,9 @@ class LiveCheck(PassTracker[PreparedLoader]):
         numbers = ledger.numbers(_parameters_of(optimizer))
         steps = observed.steps.get(index)
         if steps is None:
-            steps = observed.steps[index] = Steps(optimizer, numbers, line=str(user_line()), has_closure=has_closure)
+            steps = observed.steps[index] = OptimizerSteps(
+                optimizer, numbers, line=str(user_line()), has_closure=has_closure
+            )
         steps.num_steps += 1
         steps.num_skipped += not has_stepped
         self._missing.discard(index)
@@ -494,7 +504,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
         """Compare what the ranks observed, unless the update continues. Collective."""
         comparison = Comparison(
             observed,
-            number=self._num_checks + 1,
+            number=self.num_checks + 1,
             rank=self._world.rank,
             world_size=self._world.world_size,
             averages=self._policy.averages_gradients,
@@ -504,7 +514,8 @@ class LiveCheck(PassTracker[PreparedLoader]):
         if not comparison.is_over:
             return
         self._current = None
-        self._num_checks += 1
+        self.num_checks += 1
+        self.compared |= comparison.compared
         self._num_left -= 1
         self._carried_rows = [*self._carried_rows, *observed.rows] if comparison.suspects_duplicates else []
         if self._carried_rows:
@@ -548,7 +559,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
         """See ``PassTracker``."""
         self._tracker.begin_batch(loader, batch)
         observed = self._pending or self._current
-        if observed is None or self._world.world_size == 1:
+        if observed is None or observed.is_synced or self._world.world_size == 1:
             return
         self._hook_models()  # they may have been prepared after the last backward pass
         facts = loader.facts

@@ -11,8 +11,9 @@ import torch
 
 __all__ = ["STAGES", "Mismatch", "allowed_factor", "roundoff", "smallest", "those"]
 
-STAGES = ("data", "rng", "weights", "buffers", "loss weight", "reduce", "clip", "scheduler", "optimizer")
-"""Stages of an update, in the order in which one follows from the other."""
+STAGES = ("data", "rng", "buffers", "loss weight", "reduce", "clip", "scheduler", "optimizer", "weights")
+"""Stages of an update, in the order in which one follows from the other. ``weights`` are those before the step: they follow from an
+earlier update that was not checked, in which any of the others differed."""
 
 _FALSE_ALARMS = 1e-6
 """Expected number of false alarms in a run, however long it is."""

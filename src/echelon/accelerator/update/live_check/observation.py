@@ -20,14 +20,22 @@ from echelon.distributed.small_messages import bytes_of
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_name
 
-__all__ = ["Clip", "ForwardFacts", "LossWeight", "Observation", "Steps", "content_hashes", "generator_hash"]
+__all__ = [
+    "ClipCall",
+    "ForwardFacts",
+    "LossWeight",
+    "Observation",
+    "OptimizerSteps",
+    "content_hashes",
+    "generator_hash",
+]
 
 Hashes = np.ndarray[Any, np.dtype[np.int64]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clip:
+class ClipCall:
     """One call of ``clip_grad_norm_``."""
 
     numbers: list[int]
@@ -55,8 +63,8 @@ class LossWeight:
 
 
 @dataclass(slots=True)
-class Steps:
-    """Steps of one optimizer."""
+class OptimizerSteps:
+    """OptimizerSteps of one optimizer."""
 
     optimizer: Optimizer
     numbers: list[int]
@@ -126,8 +134,8 @@ class Observation:
     losses: list[LossWeight] = field(default_factory=list)
     num_micro_steps: int | None = None
     """Of the accumulation window; None outside of one."""
-    clips: list[Clip] = field(default_factory=list)
-    steps: dict[int, Steps] = field(default_factory=dict)
+    clips: list[ClipCall] = field(default_factory=list)
+    steps: dict[int, OptimizerSteps] = field(default_factory=dict)
     """By the index of the optimizer."""
     hashes: dict[str, Hashes] = field(default_factory=dict)
     """Of weights before and after, and of the gradient that the optimizer used; one number per parameter."""

@@ -39,6 +39,7 @@ class OptimizerTwin:
     def __init__(
         self, outer: Optimizer, optimizer: Optimizer, candidates: Sequence[tuple[int, torch.Tensor]], *, number: int
     ) -> None:
+        self._outer = outer
         self._optimizer = optimizer
         self._samples: list[_Sample] = []
         self._twin: Optimizer | None = None
@@ -58,9 +59,10 @@ class OptimizerTwin:
 
     def _build(self) -> Optimizer:
         copies = {id(sample.parameter): sample.copy for sample in self._samples}
+        # An optimizer that steps a part of the parameters receives the settings in the step.
         groups = [
-            {**{name: _copied(value) for name, value in group.items() if name != "params"}, "params": own}
-            for group in self._optimizer.param_groups
+            {**{name: _copied(value) for name, value in settings.items() if name != "params"}, "params": own}
+            for settings, group in zip(self._outer.param_groups, self._optimizer.param_groups, strict=True)
             if (own := [copies[id(p)] for p in group["params"] if id(p) in copies])
         ]
         state: dict[torch.Tensor, Any] = defaultdict(dict)
@@ -113,7 +115,7 @@ def _is_repeatable(optimizer: Optimizer) -> bool:
 
 def _has_no_hooks(optimizer: Optimizer) -> bool:
     """Return whether no step hook of the script may change gradients before the step, or weights after it."""
-    return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    return not any(vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
 
 
 def _copied(value: Any) -> Any:
