@@ -43,6 +43,7 @@ FILES = {
     "ranks_options": "ranks/test_trainer_options.py",
     "ranks_resume": "ranks/test_trainer_resume.py",
     "ranks_sharded": "ranks/test_already_sharded.py",
+    "ranks_verify": "ranks/test_verify_every.py",
     "as_transformers": "unit/test_trainer_as_transformers.py",
     "overrides": "unit/test_trainer_overrides.py",
     "handler": "unit/test_trainer_callback_handler.py",

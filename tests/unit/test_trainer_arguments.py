@@ -158,6 +158,8 @@ OWN: dict[str, Any] = {
     "global_batch_size": None,
     "max_micro_batch_size": None,
     "canonical_shards": None,
+    "verify_every": None,
+    "verify_action": None,
     "already_sharded": None,
     "allow_changed_data": False,
     "log_throughput": False,

@@ -105,7 +105,7 @@ class Accelerator:
         seed: seed for random numbers and, in the exact modes, the data order. None: the script's seed on rank zero.
         canonical_shards: shards per update with ``parity="bitwise"``; at least the number of processes. None: 8.
         max_micro_batch_size: largest micro-batch per process (exact modes). None: the process's share of the batch.
-        verify_every: compare every N-th update with that of one process on the same batch (docs/verify_every.md). None:
+        verify_every: compare every N-th update with that of one process on the same batch (docs/verify.md). None:
             never. ``verify_action``: on a difference, ``stop`` with an error (default) or ``warn``.
 
     Collective: construct on every rank, because the first Accelerator creates the process group.

@@ -121,8 +121,8 @@ class RunConfig:
     """Maximum micro-batch size per process if parity is exact or bitwise. Default: the process's share of the batch."""
     verify_every: int | None = None
     """Check every N-th update of a live run against the update that one process makes with the same batch. Default: never."""
-    verify_action: Literal["stop", "warn"] = "stop"
-    """What to do if an update that ``verify_every`` checks differs: raise an error on every process, or warn."""
+    verify_action: Literal["stop", "warn"] | None = None
+    """What to do if an update that ``verify_every`` checks differs: raise an error on every process, or warn. Default: ``stop``."""
     seed: int | None = None
     """Random seed for the run. Default: no seed is set; the script may set one."""
     allow_changed_data: bool = False

@@ -224,7 +224,10 @@ class DDPEngine(Engine):
 
     def keeps_buffers_equal(self, model: nn.Module) -> bool:
         replica = self._replicas.get(id(model))
-        return replica is not None and (not self._reduces or bool(replica.wrapper.broadcast_buffers))
+        if replica is None:
+            return False
+        attributes = vars(replica.wrapper)  # since torch 2.13, forward_sync_buffers replaces broadcast_buffers
+        return not self._reduces or bool(attributes.get("forward_sync_buffers", attributes.get("broadcast_buffers")))
 
     def release(self) -> None:
         for replica in self._replicas.values():

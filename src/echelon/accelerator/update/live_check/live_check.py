@@ -544,10 +544,10 @@ class LiveCheck(PassTracker[PreparedLoader]):
         origin = self._config.origins["verify_every"]
         place = [f"stage {first.stage}", *ranks, *([first.line] if first.line else [])]
         where = f"{', '.join(place)}, verify_every={self._every} (from {origin})"
-        if self._config.value.verify_action == "stop":
+        if self._config.value.verify_action != "warn":
             self.forget()
             raise VerificationError(what, where=where, do=first.do)
-        warn(f"{what}\n  where: {where}\n  do: {first.do}")
+        warn(f"{what}. Where: {where}. To fix it: {first.do}")
 
     # ---- PassTracker: the loaders' batches ---------------------------------------------------------------------------
 
