@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def _correct_loop(seed: int, engine: str, parity: str) -> tuple[int, list[str]]:
 def test_correct_loops_raise_nothing(engine: str, parity: str) -> None:
     for num_checks, compared in run_on_ranks(_correct_loop, 10, engine, parity):
         assert num_checks >= 2
-        assert {"reduce", "optimizer", "weights", "loss weight", "data"} <= set(compared)
+        assert {"reduce", "optimizer", "weights", "loss weight"} <= set(compared)
 
 
 @pytest.mark.soak
@@ -375,8 +376,10 @@ def test_a_mismatch_can_be_a_warning_on_rank_zero() -> None:
     first, second = run_on_ranks(_train_with_warnings)
     assert second == []
     # The weights of the two ranks differ from then on.
-    assert "update 4 " in first[0] and "the gradient of last.weight on rank 1 only" in first[0]
-    assert "update 6 " in first[1] and "stage weights" in first[1]
+    assert "update 4 " in first[0]
+    assert "the gradient of last.weight on rank 1 only" in first[0]
+    assert "update 6 " in first[1]
+    assert "stage weights" in first[1]
 
 
 # ---- loops that are checked only in part ---------------------------------------------------------------------------------
@@ -452,7 +455,7 @@ def _half_precision() -> int:
         cpu=True,
         mixed_precision="fp16",
         verify_every=1,
-        kwargs_handlers=[GradScalerKwargs(init_scale=2.0**30, growth_interval=2)],
+        kwargs_handlers=[GradScalerKwargs(init_scale=2.0**18, growth_interval=2)],
     )
     torch.manual_seed(0)
     model: Any = Net()
@@ -530,7 +533,11 @@ def test_updates_that_are_local_on_purpose_are_not_compared(loop: Callable[[], i
 
 def _train_with_trainer(folder: str, action: str) -> tuple[int, int]:
     args = arguments(
-        folder, **CONSTANT_SGD, gradient_accumulation_steps=2, max_grad_norm=0.1, verify_every=2, verify_action=action
+        folder,
+        **{**CONSTANT_SGD, "max_grad_norm": 0.1},
+        gradient_accumulation_steps=2,
+        verify_every=2,
+        verify_action=action,
     )
     trainer = Trainer(TrainedNet(), args, train_dataset=net_data(32))
     trainer.train()

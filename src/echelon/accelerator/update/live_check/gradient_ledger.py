@@ -263,6 +263,7 @@ class GradientLedger:
         )
         if before is None:
             return
+        self.forget_known(chosen)  # a change through ``.data``, or by a loss scaler, leaves the version as it is
         after = self.now(chosen)
         differs = (before != after) & ~(before.isnan() & after.isnan())
         for place, i in enumerate(chosen):
@@ -275,9 +276,10 @@ class GradientLedger:
             if bool(error <= NUM_BUCKETS * self.roundoffs[i] * torch.linalg.vector_norm(other)):
                 self.ratios[i] = ratio
 
-    def forget_known(self) -> None:
-        """Drop the references to gradients."""
-        self._known.clear()
+    def forget_known(self, numbers: Iterable[int] | None = None) -> None:
+        """Drop the references to gradients (default: to all)."""
+        for number in list(self._known) if numbers is None else numbers:
+            self._known.pop(number, None)
 
     def _gradient(self, number: int) -> torch.Tensor | None:
         gradient = self.watched[number].parameter.grad

@@ -91,6 +91,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
         self._num_left = 0  # updates in which they may still step
         self._carried_rows: list[Any] = []
         self._was_joined = False
+        self._steps_counted = -1
         self._hooked: list[Any] = []
         self._loss: torch.Tensor | None = None  # of the running backward pass
         self._num_items: float | None = None
@@ -134,7 +135,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
             self._backward(loss, num_items, kwargs)
         else:
             self._run_observed(loss, num_items, kwargs)
-        if self._state.sync_gradients and not self._state.in_closure:
+        if self._state.sync_gradients and not self._engine.num_no_sync:
             self._count()
 
     def _count(self) -> None:
@@ -142,6 +143,11 @@ class LiveCheck(PassTracker[PreparedLoader]):
         if self._state.reading.joined:
             self._was_joined = True
             return
+        if self._state.in_closure:
+            num_steps = sum(optimizer.num_steps for optimizer in self._objects.optimizers)
+            if num_steps == self._steps_counted:
+                return  # the optimizer evaluates its closure again
+            self._steps_counted = num_steps
         if self._was_joined:
             self._was_joined, self._num_synced, self._next = False, 0, self._every - 1
         self._num_synced += 1
@@ -216,7 +222,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
             self._backward(loss, num_items, kwargs)
         finally:
             self._loss = None
-        if self._state.sync_gradients:
+        if self._state.sync_gradients and not self._engine.num_no_sync:
             observed.is_synced = True
             is_inside = self._policy.accumulating is not None or self._policy.drives
             observed.num_micro_steps = self._policy.window.num_micro_steps if is_inside else None
@@ -305,6 +311,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
         numbers = observed.ledger.numbers(_parameters_of(optimizer))
         observed.ledger.note_changes(numbers)
         self._engine.inner.unscale(optimizer, unsynced=unsynced)
+        observed.ledger.forget_known(numbers)
         observed.ledger.now(numbers)
 
     def run_clip_grad_norm(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +63,8 @@ class WatchedEngine(DelegatingEngine):
 
     def __init__(self, inner: Engine) -> None:
         super().__init__(inner)
+        self.num_no_sync = 0
+        """Number of ``no_sync`` contexts that are open."""
         self.watch(False)
 
     @classmethod
@@ -84,6 +87,16 @@ class WatchedEngine(DelegatingEngine):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         WatchedEngine.__init__(self, state["inner"])
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """See ``Engine.no_sync``."""
+        self.num_no_sync += 1
+        try:
+            with self.inner.no_sync(model):
+                yield
+        finally:
+            self.num_no_sync -= 1
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
         """See ``Engine.backward``."""
