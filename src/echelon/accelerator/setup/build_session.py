@@ -86,15 +86,13 @@ def build_session(
     settings = config.value
     world = build_world(settings, kinds[InitProcessGroupKwargs], deepspeed.engine)
     agree_on_settings()
-    steps = settings.gradient_accumulation_steps
-    state = GradientState(accumulation or GradientAccumulationPlugin(num_steps=steps))
+    state = GradientState(accumulation or GradientAccumulationPlugin(num_steps=settings.gradient_accumulation_steps))
     precision = PrecisionPolicy(
         mode=settings.mixed_precision,
         device_type=world.device.type,
         autocast_options=kinds[AutocastKwargs].to_kwargs(),
     )
     recipe = fp8_recipe(kinds.get(AORecipeKwargs), precision=settings.mixed_precision, device=world.device)
-    dynamo_plugin = dynamo_plugin or dynamo_plugin_of(settings)
     scaler = _build_scaler(precision, handlers, deepspeed)
     fsdp_plugin, sharding, layout = build_sharding(
         deepspeed.fsdp_plugin,
@@ -130,7 +128,7 @@ def build_session(
         handlers=tuple(handlers),
         layout=layout,
         fsdp_plugin=fsdp_plugin,
-        dynamo_plugin=dynamo_plugin,
+        dynamo_plugin=dynamo_plugin or dynamo_plugin_of(settings),
         ao_recipe_handler=recipe,
         dataloader_config=dataloader_config,
         project=project,

@@ -20,7 +20,7 @@ from echelon.distributed.alone import is_alone
 from echelon.distributed.checks.linear_sketch import NUM_BUCKETS
 from echelon.distributed.small_messages import gather_bytes, gather_counts, host_wire
 
-__all__ = ["Comparison"]
+__all__ = ["UpdateComparison"]
 
 _NUM_ROWS = 64
 _MIN_ROWS = 8
@@ -31,7 +31,7 @@ _LOCAL_ROUNDINGS = 5
 """Roundings of a gradient's element besides the additions: cast, division by the number of ranks, cast back, factor, unscaling."""
 
 
-class Comparison:
+class UpdateComparison:
     """One comparison. Every rank finds the same mismatches.
 
     Args:

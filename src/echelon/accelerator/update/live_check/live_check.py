@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.prepare.prepared_objects import PreparedObjects
-from echelon.accelerator.update.live_check.comparison import Comparison
+from echelon.accelerator.update.live_check.comparison import UpdateComparison
 from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger, watched_parameters
 from echelon.accelerator.update.live_check.mismatch import Mismatch, allowed_factor, roundoff, those
 from echelon.accelerator.update.live_check.observation import (
@@ -509,7 +509,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
 
     def _end(self, observed: Observation) -> None:
         """Compare what the ranks observed, unless the update continues. Collective."""
-        comparison = Comparison(
+        comparison = UpdateComparison(
             observed,
             number=self.num_checks + 1,
             rank=self._world.rank,
