@@ -29,7 +29,7 @@ exit $?  # as ssh, which is not what it has started
 _LAUNCHER = """
 import json, os, signal, sys, time
 def end(number, frame):
-    print(f"got {signal.Signals(number).name}", flush=True)
+    os.write(1, f"got {signal.Signals(number).name}\\n".encode())  # print may have been interrupted
     sys.exit(128 + number)
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
     signal.signal(number, end)
