@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from echelon.verify.compare import CompareOptions, compare
 from echelon.verify.finding import Finding, Stage, Verdict
-from echelon.verify.trace import Trace
+from echelon.verify.trace import Forward, OptimizerStep, Trace
 from tests.simulated_training import Setting, reference_of, simulate
 
 
@@ -220,3 +221,45 @@ def test_both_processes_of_a_resumed_run_may_be_one_trace(name: str) -> None:
         return
     assert verdict.finding is not None
     assert (verdict.finding.stage, verdict.finding.update, verdict.finding.cause) == ("load", 1, name)
+
+
+def _changed(trace: Trace, kind: type, **changes: Any) -> Trace:
+    """Return the trace with attributes of all events of a kind replaced by functions of the event."""
+    ranks = [
+        [replace(e, **{n: f(e) for n, f in changes.items()}) if isinstance(e, kind) else e for e in rank]
+        for rank in trace.ranks
+    ]
+    return Trace(ranks=ranks)
+
+
+def _damaged(forward: Forward) -> np.ndarray:
+    rows = forward.rows.copy()
+    rows[rows[:, 0] > 0.0] = np.inf
+    return rows
+
+
+def test_a_damaged_sample_gives_infinities_in_both_runs() -> None:
+    reference, exact = _traces_of_reference(reference_of(Setting()))
+    runs = [_changed(one, Forward, rows=_damaged) for one in (simulate(Setting()), reference, exact)]
+    assert any(not np.isfinite(e.rows).all() for rank in runs[0].ranks for e in rank if isinstance(e, Forward))
+    assert compare(*runs).result == "same"
+    verdict = compare(runs[0], reference, exact)
+    assert verdict.finding is not None
+    assert verdict.finding.stage == "forward"
+
+
+@pytest.mark.parametrize(("shift", "result"), [(3e-8, "same"), (0.05, "different")])
+def test_a_rate_that_follows_a_measured_loss_has_its_rounding_error(shift: float, result: str) -> None:
+    """The rate of an update is that of the loss of an evaluation; both runs round it."""
+    reference, exact = _traces_of_reference(reference_of(Setting()))
+
+    def rates(error: float) -> Any:
+        return lambda step: [rate * (1 + error * (1 + step.update)) for rate in step.lrs]
+
+    verdict = compare(
+        _changed(simulate(Setting()), OptimizerStep, lrs=rates(shift)),
+        _changed(reference, OptimizerStep, lrs=rates(1e-8)),
+        exact,
+    )
+    assert verdict.result == result, verdict.finding
+    assert result == "same" or (verdict.finding is not None and verdict.finding.stage == "scheduler")

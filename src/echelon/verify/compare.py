@@ -12,6 +12,7 @@ from echelon.verify.comparison.findings import finding_of
 from echelon.verify.comparison.invariants import GeneratorHistory, rates_of, unequal_clips, unequal_steps
 from echelon.verify.comparison.sample_comparison import SampleComparison
 from echelon.verify.comparison.saved_states import load_differences, resume_differences, save_differences
+from echelon.verify.comparison.tolerance import Measurement, RoundingModel
 from echelon.verify.finding import STAGES, Cell, CellState, Coverage, Finding, Stage, Verdict
 from echelon.verify.trace import Trace
 
@@ -224,6 +225,34 @@ def _compare_clips(comparison: Comparison, update: int) -> None:
     comparison.compare_tensors(update, "clipped", "clip")
 
 
+def _allowed_rate(comparison: Comparison, rate: float, exact: float, steps: float) -> float:
+    """Return how far a rate may be from the reference's ``rate``, which is ``exact`` in the float64 run."""
+    if abs(rate - exact) <= steps * abs(rate):
+        return steps * abs(rate)
+    # The schedule follows a measured value, such as the loss of an evaluation: the rounding errors of all its values are alike.
+    floor = comparison.roundoff_of("")
+    errors = [
+        Measurement(norm=abs(one), error=abs(one - other), freedom=1, floor=floor)
+        for one, other in _measured_rates(comparison)
+        if one != other
+    ]
+    own = Measurement(norm=abs(rate), error=abs(rate - exact), freedom=1, floor=floor)
+    return RoundingModel(errors or [own], probability=comparison.tolerances.probability).allowed(own)
+
+
+def _measured_rates(comparison: Comparison) -> list[tuple[float, float]]:
+    """Return the different rates of the first parameter group in the reference, each with those of its other runs."""
+    found: dict[tuple[float, float], None] = {}
+    runs = [run for run in (comparison.exact, *comparison.perturbed) if run is not None]
+    for update in comparison.reference.updates:
+        steps = comparison.reference.at(0, update).steps
+        for run in runs:
+            for own, other in zip(steps, run.at(0, update).steps, strict=False):
+                if own.lrs and other.lrs:
+                    found.setdefault((own.lrs[0], other.lrs[0]))
+    return list(found)
+
+
 def _compare_steps(comparison: Comparison, update: int) -> None:
     for difference in unequal_steps(comparison.layout, update):
         comparison.add(difference)
@@ -242,7 +271,7 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
         # A schedule may compute each rate from the one before it.
         steps = 16 * (update + 1) * _DOUBLE_ROUNDOFF
         distances = [
-            (abs(a - b), max(steps * abs(b), 2 * abs(b - c)), b)
+            (abs(a - b), _allowed_rate(comparison, b, c, steps), b)
             for a, b, c in zip(own.lrs, other.lrs, exact, strict=False)
         ]
         wrong = [one for one in distances if one[0] > one[1]]

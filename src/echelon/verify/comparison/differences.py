@@ -309,10 +309,13 @@ class Comparison:
     ) -> RunDifference | None:
         pairs = [(values, output.nearest(sample, values)) for sample, values in rows]
         known = [(values, near) for values, near in pairs if near is not None]
+        # A damaged sample gives infinities in both runs.
+        known = [(values, near) for values, near in known if np.isfinite(values).all() or np.isfinite(near).all()]
         if not known:
             return None
-        squares = np.array([float(np.sum((values - near) ** 2)) for values, near in known])
-        norms = np.array([float(np.sum(near**2)) for _, near in known])
+        with np.errstate(invalid="ignore"):
+            squares = np.array([float(np.sum((values - near) ** 2)) for values, near in known])
+        norms = np.array([float(np.sum(near**2)) for _, near in known if np.isfinite(near).all()] or [0.0])
         name = f"{forward.model}:{forward.module}"
         count = len(known)
         mean_norm, error = math.sqrt(norms.mean()), output.error
@@ -362,7 +365,8 @@ class Comparison:
                 place = (rank, forward.micro_step, forward.model, forward.module, call)
                 others = [twin[place] for twin in twins if place in twin and len(twin[place]) == len(rows)]
                 for index, (sample, values) in enumerate(rows):
-                    errors = [float(np.linalg.norm(values - other[index])) for other in others]
+                    finite = np.isfinite(values).all()
+                    errors = [float(np.linalg.norm(values - other[index])) for other in others if finite]
                     output.add(sample, values, max(errors, default=None))
         for key, output in result.items():
             output.finish(self.tolerances, str(key), update - self.reference.first_update)
@@ -391,11 +395,12 @@ class _Output:
 
     def add(self, sample: int, values: np.ndarray, error: float | None) -> None:
         self._rows.setdefault(sample, []).append(values)
-        self._errors.append(error)
+        if np.isfinite(values).all():
+            self._errors.append(error if error is None or math.isfinite(error) else None)
 
     def finish(self, tolerances: Tolerances, name: str, num_updates: int) -> None:
-        norms = [float(np.sum(row**2)) for rows in self._rows.values() for row in rows]
-        self._norm = math.sqrt(sum(norms) / len(norms))
+        norms = [float(np.sum(row**2)) for rows in self._rows.values() for row in rows if np.isfinite(row).all()]
+        self._norm = math.sqrt(sum(norms) / len(norms)) if norms else 0.0
         known = [one for one in self._errors if one is not None]
         error = (
             math.sqrt(sum(one * one for one in known) / len(known))
@@ -414,7 +419,10 @@ class _Output:
     def nearest(self, sample: int, values: np.ndarray) -> np.ndarray | None:
         """Return the reference's row of ``sample``; the nearest if it occurs twice."""
         rows = self._rows.get(sample)
-        return min(rows, key=lambda row: float(np.sum((row - values) ** 2))) if rows else None
+        if not rows or len(rows) == 1:
+            return rows[0] if rows else None
+        with np.errstate(invalid="ignore"):
+            return min(rows, key=lambda row: float(np.sum((row - values) ** 2)))
 
 
 def _rows_by_position(run: AlignedRun, update: int) -> dict[tuple[object, ...], np.ndarray]:

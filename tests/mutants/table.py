@@ -1,0 +1,57 @@
+"""The table of ``docs/verify.md``: what ``echelon verify`` says of each planted fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.mutants.runner import Outcome
+
+__all__ = ["NOT_FOUND", "NOT_LOCALIZED", "PAGE", "page_with", "table_of"]
+
+NOT_FOUND: tuple[str, ...] = ()
+"""Names of the faults that are not found within one step."""
+NOT_LOCALIZED: tuple[str, ...] = ()
+"""Names of the faults that are found, but at another stage or tensor."""
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "verify.md"
+_BEGIN, _END = "<!-- planted faults: begin -->", "<!-- planted faults: end -->"
+
+
+def table_of(outcomes: Sequence[Outcome]) -> str:
+    """Return the figures and the table, in Markdown."""
+    count = len(outcomes)
+    found, localized = sum(one.is_found for one in outcomes), sum(one.is_localized for one in outcomes)
+    late = sum(one.is_found_late for one in outcomes)
+    lines = [
+        f"Of {count} planted faults, {found} ({100 * found / count:.0f} %) are found within one update of their first effect and "
+        f"{late} ({100 * late / count:.0f} %) within ten; for {localized} ({100 * localized / count:.0f} %) the stage and the tensor "
+        "are right, too.",
+        "",
+        "| fault | script | layout | reference | first effect | found | stage | tensors | cause |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *map(_row, outcomes),
+    ]
+    return "\n".join(lines)
+
+
+def page_with(table: str, text: str) -> str:
+    """Return the page's text with the table between its two marks."""
+    begin, end = text.index(_BEGIN) + len(_BEGIN), text.index(_END)
+    return f"{text[:begin]}\n\n{table}\n\n{text[end:]}"
+
+
+def _row(one: Outcome) -> str:
+    mutant = one.mutant
+    layout = f"{mutant.world_size} processes" + (f", {mutant.engine}" if mutant.engine else "")
+    reference = "the script" if mutant.against == "itself" else "the correct script"
+    found = "no" if not one.is_found_late else f"update {one.update}"
+    stage = one.stage if one.is_localized or not one.stage else f"{one.stage} (expected: {' or '.join(mutant.stages)})"
+    names = [name.replace("|", r"\|") for name in one.tensors[:2]]
+    tensors = ", ".join(f"`{name}`" for name in names) + (", ..." if len(one.tensors) > 2 else "")
+    cells = (mutant.name, mutant.script, layout, reference, _update(mutant.update), found, stage, tensors, one.cause)
+    return "| " + " | ".join(cells) + " |"
+
+
+def _update(update: int) -> str:
+    return "start" if update < 0 else f"update {update}"
