@@ -312,6 +312,14 @@ _CODE = re.compile(
 )
 
 
+def test_a_label_is_not_part_of_a_value() -> None:
+    note = "--cpu after the script was passed to train.py, not to the launcher; put launcher flags before the script: "
+    note += "echelon launch --cpu ... train.py"
+    chinese = Catalogue(ENTRIES)
+    assert chinese.translate_lines(f"note: {note}") == ENTRIES["note:"] + chinese.translate(note)
+    assert "note:" not in chinese.translate_lines(f"echelon: note: {note}")
+
+
 def _is_mixed(shown: str) -> bool:
     lines = [_CODE.sub("", line) for line in shown.split("\n") if re.search(_CHINESE, line)]
     return any(re.search(r"(?<![\w./=-])[a-z]{2,} [a-z]{2,}(?![\w/=(])", line) for line in lines)

@@ -203,6 +203,9 @@ class Catalogue:
 
     def translate_lines(self, text: str) -> str:
         """Return ``text`` with each line translated; labels such as ``do:`` are translated separately."""
+        # A label first: it must not become part of the first value of a template.
+        if _LABEL.fullmatch(text) and "\n" not in text and (line := self._line(text)) != text:
+            return line
         whole = self.translate(text)
         if whole != text:
             return whole
