@@ -357,7 +357,7 @@ class Simulation:
         if s.has("equal generators", update):
             state -= 1_000_000 * rank
         if s.has("repeated generator", update):
-            state = 1_000_000 * (rank + 1)
+            state = 1_000_000 * (rank + 1) + micro_step
         if s.fault == "generators not restored" and s.first_update:
             state += 500
         events.append(Rng(update=update, micro_step=micro_step, torch=state, python=0, numpy=0, draws_masks=True))
@@ -408,6 +408,8 @@ class Simulation:
                     gradients[name] = local[rank][name] - last[rank][name] + average
             if s.has("changed after reduction", update) and rank == 1:
                 gradients["first.weight"] = gradients["first.weight"] * 1.001
+            if s.has("changed on all ranks", update):
+                gradients["first.weight"] = gradients["first.weight"] * (1 + 1e-4)
             if s.has("not cleared", update) and self.ranks[rank].previous:
                 for name in gradients:
                     gradients[name] = gradients[name] + self.ranks[rank].previous[name]

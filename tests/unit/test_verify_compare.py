@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -11,8 +12,19 @@ import pytest
 import torch
 
 from echelon.verify.compare import CompareOptions, compare
+from echelon.verify.comparison.tolerance import f_quantile
 from echelon.verify.finding import Finding, Stage, Verdict
-from echelon.verify.trace import Forward, OptimizerStep, Trace
+from echelon.verify.trace import (
+    Batch,
+    Buffers,
+    Forward,
+    Gradients,
+    ModelWeights,
+    OptimizerState,
+    OptimizerStep,
+    Rng,
+    Trace,
+)
 from tests.simulated_training import Setting, reference_of, simulate
 
 
@@ -263,3 +275,102 @@ def test_a_rate_that_follows_a_measured_loss_has_its_rounding_error(shift: float
     )
     assert verdict.result == result, verdict.finding
     assert result == "same" or (verdict.finding is not None and verdict.finding.stage == "scheduler")
+
+
+def _random_setting(seed: int) -> Setting:
+    choice = random.Random(seed)
+    return Setting(
+        seed=seed,
+        world_size=choice.choice([1, 2, 3, 4]),
+        batch_size=choice.choice([1, 2, 4, 8]),
+        num_micro_steps=choice.choice([1, 2, 3]),
+        dtype=choice.choice([torch.float32, torch.bfloat16]),
+        is_ragged=choice.random() < 0.5,
+        is_sharded=choice.random() < 0.3,
+        optimizer=choice.choice(["adamw", "sgd"]),
+        lr=choice.choice([0.001, 0.01, 0.05]),
+        width=choice.choice([4, 12, 32]),
+        activation=choice.choice(["tanh", "relu"]),
+        max_norm=choice.choice([None, 1.0, 100.0]),
+    )
+
+
+def _confirmed_verdict(setting: Setting) -> Verdict:
+    """Return the verdict as ``echelon verify`` reaches it: a difference that may be rounding must be confirmed."""
+    reference, exact = _traces_of_reference(reference_of(setting))
+    layout = simulate(setting)
+    verdict = compare(layout, reference, exact)
+    if verdict.finding is not None and verdict.finding.may_be_rounding:
+        perturbed = [simulate(reference_of(setting, perturbation=one)) for one in range(1, 5)]
+        verdict = compare(layout, reference, exact, perturbed=perturbed)
+    return verdict
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 60))])
+def test_a_clean_run_raises_no_alarm(seed: int) -> None:
+    setting = replace(_random_setting(seed), num_updates=4 if seed < 3 else 20)
+    verdict = _confirmed_verdict(setting)
+    assert verdict.result == "same", (setting, verdict.finding)
+    assert verdict.num_updates == setting.num_updates
+
+
+def test_the_allowed_distance_is_measured_and_not_set() -> None:
+    """The same training in bfloat16 has a rounding error 2**16 times as great; a difference of 1e-4 is found only in float32."""
+    for dtype, result in ((torch.float32, "different"), (torch.bfloat16, "same")):
+        setting = Setting(dtype=dtype, fault="changed on all ranks")
+        assert _verdict(setting).result == result
+
+
+@pytest.mark.parametrize(
+    ("kinds", "stage"),
+    [
+        ((Forward,), "forward"),
+        ((Batch,), "data"),
+        ((Buffers,), "buffers"),
+        ((OptimizerState, ModelWeights), "optimizer"),
+        ((Gradients,), "reduce"),
+        ((OptimizerState, Rng), "rng"),
+    ],
+)
+def test_what_is_not_recorded_is_not_compared(kinds: tuple[type, ...], stage: Stage) -> None:
+    setting = Setting(num_updates=2)
+    layout, (reference, exact) = simulate(setting), _traces_of_reference(reference_of(setting))
+    verdict = compare(_without(layout, kinds), reference, exact)
+    assert verdict.result == "same", verdict.finding
+    coverage = {one.stage: one for one in verdict.coverage}
+    if stage != "optimizer":  # its steps are still compared
+        assert coverage[stage].num_compared == 0
+        assert coverage[stage].missing
+    full = compare(layout, reference, exact)
+    assert all(one.num_compared for one in full.coverage if one.stage not in ("load", "save"))
+
+
+def test_a_run_that_recorded_nothing_is_not_comparable() -> None:
+    setting = Setting(num_updates=2)
+    layout, (reference, exact) = simulate(setting), _traces_of_reference(reference_of(setting))
+    lost = Trace(ranks=[layout.ranks[0], []])
+    verdict = compare(lost, reference, exact)
+    assert (verdict.result, verdict.reason, verdict.exit_code) == ("not comparable", "rank(s) 1 recorded nothing", 2)
+
+
+def test_without_the_float64_run_bounds_are_used() -> None:
+    setting = Setting()
+    reference, _ = _traces_of_reference(reference_of(setting))
+    verdict = compare(simulate(setting), reference)
+    assert verdict.result == "same", verdict.finding
+    assert any("no float64 run" in note for note in verdict.notes)
+    assert compare(simulate(replace(setting, fault="summed")), reference).exit_code == 1
+
+
+def _without(trace: Trace, kinds: tuple[type, ...]) -> Trace:
+    return Trace(ranks=[[event for event in events if not isinstance(event, kinds)] for events in trace.ranks])
+
+
+@pytest.mark.parametrize(
+    ("probability", "numerator", "denominator", "expected"),
+    # Source: R's qf(1 - probability, numerator, denominator)
+    [(0.05, 3, 20, 3.098), (0.001, 32, 32, 3.09), (0.01, 1, 10, 10.04), (0.05, 10, 1, 241.9)],
+)
+def test_quantiles_of_the_f_distribution(probability: float, numerator: int, denominator: int, expected: float) -> None:
+    # The logarithm of the probability is rounded to one decimal, so that quantiles can be kept.
+    assert f_quantile(probability, numerator, denominator) == pytest.approx(expected, rel=0.12)

@@ -10,6 +10,7 @@ from echelon.verify.comparison.alignment import AlignedRun
 from echelon.verify.comparison.differences import Comparison, RunDifference, Tally
 from echelon.verify.comparison.findings import finding_of
 from echelon.verify.comparison.invariants import GeneratorHistory, rates_of, unequal_clips, unequal_steps
+from echelon.verify.comparison.model_structure import structure_differences
 from echelon.verify.comparison.sample_comparison import SampleComparison
 from echelon.verify.comparison.saved_states import load_differences, resume_differences, save_differences
 from echelon.verify.comparison.tolerance import Measurement, RoundingModel
@@ -71,7 +72,9 @@ def compare(
         is_bitwise=options.is_bitwise,
     )
     order = SampleComparison(ours, theirs, comparison.samples)
-    generators = GeneratorHistory(ours, theirs, order)
+    generators = GeneratorHistory(ours, order)
+    for difference in structure_differences(comparison):
+        comparison.add(difference)
     _compare_begin(comparison, begin, is_resumed=ours.first_update > theirs.first_update)
     for update in updates:
         _compare_update(comparison, order, generators, update, is_resumed=options.is_resumed)
@@ -203,8 +206,9 @@ def _compare_clips(comparison: Comparison, update: int) -> None:
         # By the triangle inequality two norms differ by no more than the tensors do.
         allowed = max(together, floor, 2 * max(errors, default=0.0))
         distance = abs(own.norm - other.norm)
-        by_value = math.isnan(own.norm) and math.isnan(other.norm)
-        if distance <= allowed or own.norm == other.norm or by_value:
+        # Clipped by value, or gradients that have overflowed.
+        have_no_norm = not math.isfinite(own.norm) and not math.isfinite(other.norm)
+        if distance <= allowed or have_no_norm:
             comparison.passed(
                 update, "clip", largest=distance / allowed if allowed else 0.0, equal_bits=distance == 0.0
             )
@@ -295,7 +299,8 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
                 update, "scheduler", count=len(distances), equal_bits=all(one[0] == 0.0 for one in distances)
             )
         _compare_settings(comparison, update, own.settings, other.settings, line)
-        missing = [name for name in other.group_of if name not in own.group_of] if own.group_of else []
+        known = comparison.layout.optimized(update)
+        missing = [name for name in other.group_of if name not in known] if known else []
         if missing:
             values = f"{', '.join(missing[:4])} {'are' if len(missing) > 1 else 'is'} in no parameter group"
             for name in missing:
@@ -315,8 +320,16 @@ def _compare_settings(
             a, b = own[name], other[name]
             if a != b and not _close_settings(a, b, 16 * (update + 1) * _DOUBLE_ROUNDOFF):
                 values = f"{name} of parameter group {group} is {a}, in the reference {b}"
-                stage: Stage = "scheduler" if name in scheduled else "optimizer"
+                stage: Stage = (
+                    "scheduler" if name in scheduled and _changes(comparison.reference, name) else "optimizer"
+                )
                 comparison.add(RunDifference(stage=stage, update=update, kind="settings", values=values, line=line))
+
+
+def _changes(run: AlignedRun, name: str) -> bool:
+    """Return whether a schedule changes this setting, as some schedules of the learning rate change the momentum."""
+    steps = [step for update in run.updates for step in run.at(0, update).steps]
+    return len({str([group.get(name) for group in step.settings]) for step in steps}) > 1
 
 
 def _close_settings(first: object, second: object, relative: float) -> bool:

@@ -127,6 +127,8 @@ class Forward:
     total: np.ndarray
     """``(NUM_BUCKETS,)``: projection of the whole output."""
     is_training: bool = True
+    is_without_padding: bool = False
+    """Whether positions of padding in dim 1 count as zeros, so that the rows do not depend on how far the batch was padded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,6 +200,10 @@ class AlignedRun:
             self._tensors[key] = self._collect(update, kind)
         return self._tensors[key]
 
+    def optimized(self, update: int) -> set[str]:
+        """Return the parameters that are in an optimizer of some rank."""
+        return {name for one in self.ranks_at(update) for step in one.steps for name in step.group_of}
+
     def local_gradients(self, update: int) -> dict[tuple[int, int], dict[str, Sketch]]:
         """Return what backward added on each rank in each micro-step: ``(rank, micro_step)`` to name to sketch."""
         result: dict[tuple[int, int], dict[str, Sketch]] = {}
@@ -217,7 +221,17 @@ class AlignedRun:
         return _whole_tensors(self._begins, kind)
 
     def _collect(self, update: int, kind: TensorKind) -> dict[str, RecordedTensor]:
-        return _whole_tensors(self.ranks_at(update), kind)
+        tensors = _whole_tensors(self.ranks_at(update), kind)
+        if kind != "clipped" or not tensors:
+            return tensors
+        # Clipped gradients are recorded only where clipping changed them.
+        reduced = self.tensors(update, "reduced")
+        result = dict(tensors)
+        for name, one in reduced.items():
+            own = tensors[name].by_rank if name in tensors else {}
+            ranks = {rank: own.get(rank, sketch) for rank, sketch in one.by_rank.items()}
+            result[name] = _whole_tensor(ranks, is_sharded=one.is_sharded)
+        return result
 
 
 def _whole_tensors(ranks: Sequence[RankUpdate], kind: TensorKind) -> dict[str, RecordedTensor]:
@@ -230,13 +244,17 @@ def _whole_tensors(ranks: Sequence[RankUpdate], kind: TensorKind) -> dict[str, R
                 sharded[name] = sharded.get(name, False) or is_sharded
     result = {}
     for name, sketches_of_ranks in by_rank.items():
-        values = list(sketches_of_ranks.values())
-        whole = values[0]
-        if sharded[name]:
-            for value in values[1:]:
-                whole = whole + value
-        result[name] = RecordedTensor(whole=whole, by_rank=sketches_of_ranks, is_sharded=sharded[name])
+        result[name] = _whole_tensor(sketches_of_ranks, is_sharded=sharded[name])
     return result
+
+
+def _whole_tensor(by_rank: dict[int, Sketch], *, is_sharded: bool) -> RecordedTensor:
+    values = list(by_rank.values())
+    whole = values[0]
+    if is_sharded:
+        for value in values[1:]:
+            whole = whole + value
+    return RecordedTensor(whole=whole, by_rank=by_rank, is_sharded=is_sharded)
 
 
 def _named_sketches(one: RankUpdate, kind: TensorKind) -> Iterator[tuple[bool, list[str], list[Sketch]]]:

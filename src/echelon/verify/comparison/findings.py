@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from echelon.verify.comparison.alignment import RankUpdate
 from echelon.verify.comparison.differences import Comparison, RunDifference, failed_values
 from echelon.verify.comparison.gradient_causes import GradientCauses
 from echelon.verify.comparison.likely_cause import LikelyCause
+from echelon.verify.comparison.model_structure import structure_cause
 from echelon.verify.comparison.sample_comparison import SampleComparison
 from echelon.verify.comparison.saved_states import load_cause, save_cause
 from echelon.verify.comparison.value_causes import (
@@ -90,6 +92,8 @@ def _cause(
     if stage == "rng":
         return rng_cause(differences[0])
     if stage == "initial weights":
+        if any(one.kind == "structure" for one in differences):
+            return structure_cause([one for one in differences if one.kind == "structure"])
         return initial_cause(comparison, differences)
     if stage == "forward":
         return forward_cause(comparison, differences)
@@ -119,7 +123,9 @@ def _cause(
 
 
 def _gradient_cause(comparison: Comparison, update: int, differences: Sequence[RunDifference]) -> LikelyCause:
-    causes = GradientCauses(comparison, update, differences).with_loss_ratio(_loss_ratio(comparison, update))
+    causes = GradientCauses(comparison, update, differences).with_loss(
+        _loss_ratio(comparison, update), is_right=_is_loss_right(comparison, update)
+    )
     cause = causes.cause()
     if cause is None:
         cause = LikelyCause(
@@ -141,6 +147,38 @@ def _loss_ratio(comparison: Comparison, update: int) -> float | None:
             return None
         sums.append(sum(sum(one) for one in losses) / len(losses))
     return sums[0] / sums[1] if sums[1] and math.isfinite(sums[0]) and math.isfinite(sums[1]) else None
+
+
+def _is_loss_right(comparison: Comparison, update: int) -> bool:
+    """Return False only if the outputs of the models were not compared, and the losses differ however they are averaged."""
+    roots = [one for rank in comparison.layout.ranks_at(update) for one in rank.forwards if not one.module]
+    compared = comparison.tallies.get((update, "forward"))
+    if compared is not None and compared.num_compared and not comparison.skipped_outputs:
+        return True
+    theirs = [one.value for rank in comparison.reference.ranks_at(update) for one in rank.losses]
+    if not roots or not theirs:
+        return True
+    ours = [
+        (loss.value, loss.weight, len(rank.rows_of(loss.micro_step)), _num_items(rank, loss.micro_step))
+        for rank in comparison.layout.ranks_at(update)
+        for loss in rank.losses
+    ]
+    expected = sum(theirs) / len(theirs)
+    roundoff = comparison.roundoff_of("") * math.sqrt(comparison.num_samples(update))
+    for weights in ([one[1] for one in ours], [one[2] for one in ours], [one[3] for one in ours], [1] * len(ours)):
+        known = [float(weight) for weight in weights if weight]
+        if len(known) == len(ours):
+            mean = sum(weight * one[0] for weight, one in zip(known, ours, strict=True)) / sum(known)
+            twins = [run for run in (comparison.exact, *comparison.perturbed) if run is not None]
+            exact = [one.value for run in twins for rank in run.ranks_at(update) for one in rank.losses]
+            error = abs(sum(exact) / len(exact) - expected) if exact else 0.0
+            if abs(mean - expected) <= 16 * max(roundoff * abs(expected), error):
+                return True
+    return False
+
+
+def _num_items(rank: RankUpdate, micro_step: int) -> int | None:
+    return next((one.num_items for one in rank.batches if one.micro_step == micro_step and one.num_items), None)
 
 
 def _sentence(stage: Stage, differences: Sequence[RunDifference], worst: RunDifference) -> str:

@@ -53,6 +53,10 @@ class GradientCauses:
         self._sharded = any(ours[name].is_sharded for name in names)
         local = self._run.local_gradients(update)
         self._local = {key: _vector({name: one[name] for name in names if name in one}) for key, one in local.items()}
+        self._they_clip = bool(comparison.reference.at(0, update).clips)
+        self._their_local = _sum_of_vectors(
+            [_vector(one) for one in comparison.reference.local_gradients(update).values()]
+        )
         self._weights, self._weight_word = self._item_weights()
         previous = self._run.tensors(update - 1, "reduced")
         self._previous = _vector({name: previous[name].whole for name in names if name in previous})
@@ -64,6 +68,7 @@ class GradientCauses:
             return None
         checks = [
             self._clipped_before,
+            self._clipped_by_hand,
             self._not_reduced,
             self._averaged_by_rank,
             self._scaled,
@@ -84,11 +89,13 @@ class GradientCauses:
         clips = [self._run.at(rank, self._update).clips for rank in range(self._size)]
         if self._size < 2 or not all(clips) or self._sharded:
             return None
+        if all(ratio_between(one, self._of_rank[0], self._scale, self._names) is not None for one in self._of_rank):
+            return None
         norms = [one[0].norm for one in clips]
         unequal = {one.tensor for one in self._differences if one.kind == "unequal ranks"}
         used = self._run.tensors(self._update, "clipped")
         reduced_later = (
-            bool(unequal) and bool(used) and not any(used[name].unequal_ranks() for name in unequal if name in used)
+            bool(unequal) and bool(used) and all(name in used and not used[name].unequal_ranks() for name in unequal)
         )
         factors = [min(1.0, one[0].max_norm / one[0].norm) if one[0].norm > 0 else 1.0 for one in clips]
         weighted = self._combined({key: factors[key[0]] / self._size for key in self._local})
@@ -101,6 +108,32 @@ class GradientCauses:
             why=f"each rank clips its own gradient, of norm {', '.join(f'{one:.4g}' for one in norms)}, and the results are averaged",
             do="clip after the gradients are reduced: outside no_sync(), after the last backward of the update",
             line=clips[0][0].line,
+        )
+
+    def _clipped_by_hand(self) -> LikelyCause | None:
+        """Find statements that scale the gradients between backward and the step, as the loop's own clipping does."""
+        clips = any(self._run.at(rank, self._update).clips for rank in range(self._size))
+        if clips or not self._sharded or not self._their_local:
+            return None
+        scale = ratio_between(self._theirs, self._their_local, self._scale, self._names)
+        mean = self._combined(dict.fromkeys(self._local, 1 / self._size))
+        is_right = bool(mean) and ratio_between(self._theirs, mean, self._limits(), self._names) is not None
+        if self._they_clip and is_right and not self._is_mean_of_local(self._names):
+            return LikelyCause(
+                name="clipped by other means",
+                stage="clip",
+                why="the local gradients are right, and what the loop does to them before the step is not what the reference's clipping does",
+                do="clip with accelerator.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_, which add up the squares of all shards",
+                ranks=list(range(self._size)),
+            )
+        if scale is None or scale > 0.999 or ratio_between(self._theirs, mean, self._limits(), self._names) is None:
+            return None
+        return LikelyCause(
+            name="norm of one shard",
+            stage="clip",
+            why=f"the reference multiplies its gradients by {scale:.4g} before the step; the ranks multiply their shards by other numbers",
+            do="clip with accelerator.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_, which add up the squares of all shards",
+            ranks=list(range(self._size)),
         )
 
     def _not_reduced(self) -> LikelyCause | None:
@@ -129,11 +162,22 @@ class GradientCauses:
                 ranks=ranks,
                 tensors=names if part else [],
             )
-        if self._partly_reduced(some):
+        reduced_step = self._partly_reduced(some)
+        if reduced_step is not None:
+            last = reduced_step == max(micro_step for _, micro_step in self._local)
             return LikelyCause(
-                name="only the last micro-step reduced",
-                why="the gradients of the last micro-step are averaged over the ranks, those of the earlier ones are not",
+                name="only the last micro-step reduced" if last else "only some micro-steps reduced",
+                why=f"the gradients of micro-step {reduced_step} are averaged over the ranks, those of the others are not",
                 do="enter no_sync() around forward and backward of all micro-steps but the last, and leave the gradients alone in between",
+                ranks=list(range(self._size)),
+            )
+        scales = [ratio_between(one, self._of_rank[0], self._scale, some) for one in self._of_rank]
+        if 2 * len(some) > len(self._names) and all(one is not None for one in scales):
+            shown = ", ".join(f"{one:.4g}" for one in scales if one is not None)
+            return LikelyCause(
+                name="scaled differently on each rank",
+                why=f"the gradients of the ranks are {shown} times that of rank 0",
+                do="use one loss scale and one divisor on all ranks",
                 ranks=list(range(self._size)),
             )
         return LikelyCause(
@@ -143,20 +187,23 @@ class GradientCauses:
             ranks=sorted({rank for one in unequal for rank in one.ranks}),
         )
 
-    def _partly_reduced(self, names: Sequence[str]) -> bool:
+    def _partly_reduced(self, names: Sequence[str]) -> int | None:
+        """Return the one micro-step whose gradients are averaged, if the others are each rank's own."""
         steps = sorted({micro_step for _, micro_step in self._local})
-        if len(steps) < 2:
-            return False
-        last = self._combined({(rank, steps[-1]): 1 / self._size for rank in range(self._size)})
-        for rank in range(self._size):
-            guess = _add(last, self._combined({(rank, one): 1.0 for one in steps[:-1]}))
-            if ratio_between(self._of_rank[rank], guess, self._scale, names) is None:
-                return False
-        return True
+        for reduced in reversed(steps) if len(steps) > 1 else ():
+            averaged = self._combined({(rank, reduced): 1 / self._size for rank in range(self._size)})
+            own = [{(rank, one): 1.0 for one in steps if one != reduced} for rank in range(self._size)]
+            sums = [_add(averaged, self._combined(one)) for one in own]
+            if all(
+                ratio_between(self._of_rank[rank], sums[rank], self._scale, names) is not None
+                for rank in range(self._size)
+            ):
+                return reduced
+        return None
 
     def _averaged_by_rank(self) -> LikelyCause | None:
         """Explain the reference as the sum weighted by items, and the layout as the sum with equal weights."""
-        if not self._local or len(set(self._weights.values())) < 2:
+        if not self._local or len(set(self._weights.values())) < 2 or not self._most_differ():
             return None
         total = sum(self._weights.values())
         by_items = self._combined({key: weight / total for key, weight in self._weights.items()})
@@ -342,7 +389,7 @@ class GradientCauses:
 
     def _wrong_weights(self) -> LikelyCause | None:
         """Explain both gradients as sums of the local ones with free weights."""
-        if len(self._local) < 2:
+        if len(self._local) < 2 or not self._most_differ():
             return None
         theirs, ours = self._fitted(self._theirs), self._fitted(self._ours)
         if theirs is None or ours is None:
@@ -386,23 +433,37 @@ class GradientCauses:
         )
 
     def _wrong_backward(self) -> LikelyCause | None:
-        """Find whether the local gradients already fail to add up to the reference."""
+        """Find whether the local gradients already fail to add up to the reference, whatever their weights."""
         if not self._local:
             return None
-        mean = self._combined(dict.fromkeys(self._local, 1 / self._size))
         limits = self._limits()
-        names = [name for name in self._names if name in mean]
-        reduced = [name for name in names if np.linalg.norm(self._ours[name] - mean[name]) <= 2 * limits[name]]
-        wrong = [name for name in names if np.linalg.norm(self._theirs[name] - mean[name]) > 2 * limits[name]]
-        if wrong and len(reduced) == len(names):
+        failed = {one.tensor for one in self._differences}
+        if not self._is_mean_of_local(self._names):
+            ours, theirs = self._fitted(self._ours), self._fitted(self._theirs)
+            if ours is None or theirs is not None:
+                return None
+        mean = self._combined(dict.fromkeys(self._local, 1 / self._size))
+        wrong = [
+            name
+            for name in self._names
+            if name in mean and np.linalg.norm(self._theirs[name] - mean[name]) > 2 * limits[name]
+        ]
+        wrong = [name for name in wrong if name in failed] or [name for name in self._names if name in failed]
+        if not self._loss_is_right:
             return LikelyCause(
                 name="",
-                stage="backward",
-                why=f"the reduction is right, but the local gradients of {_listed(wrong)} do not add up to the reference's",
-                do="compare what backward does on this layout: hooks, checkpointing, custom autograd functions, collectives in backward",
-                tensors=wrong,
+                stage="forward",
+                why="the losses are not those of the reference; the outputs could not be compared sample by sample",
+                do="compare what the model and the loss function compute from a sample when other samples are in its batch",
+                line=self._loss_line(),
             )
-        return None
+        return LikelyCause(
+            name="",
+            stage="backward",
+            why=f"the reduction is right, but the local gradients of {_listed(wrong)} do not add up to the reference's",
+            do="compare what backward does on this layout: hooks, checkpointing, custom autograd functions, collectives in backward",
+            tensors=wrong,
+        )
 
     # arithmetic ----------------------------------------------------------------------------------------------------------------
 
@@ -415,6 +476,10 @@ class GradientCauses:
 
     def _sum_of(self, rank: int) -> dict[str, np.ndarray] | None:
         return self._combined({key: 1.0 for key in self._local if key[0] == rank}) or None
+
+    def _most_differ(self) -> bool:
+        """Return whether most tensors differ, as they do if losses are weighed wrongly."""
+        return 2 * len({one.tensor for one in self._differences}) > len(self._names)
 
     def _is_mean_of_local(self, names: Sequence[str]) -> bool:
         """Return whether these reduced gradients are the mean of the local ones, so that the reduction is not at fault."""
@@ -476,10 +541,16 @@ class GradientCauses:
         return self._losses
 
     _losses: float | None = None
+    _loss_is_right = True
 
-    def with_loss_ratio(self, ratio: float | None) -> GradientCauses:
-        """Set the ratio of the layout's loss to the reference's, if it is known."""
-        self._losses = ratio
+    def with_loss(self, ratio: float | None, *, is_right: bool) -> GradientCauses:
+        """Set what is known of the losses.
+
+        Args:
+            ratio: the mean of the layout's losses, divided by the reference's.
+            is_right: False if outputs could not be compared, and no average of the losses is the reference's.
+        """
+        self._losses, self._loss_is_right = ratio, is_right
         return self
 
     def _loss_line(self) -> str:
@@ -513,6 +584,13 @@ def _add(first: Vector, second: Vector) -> dict[str, np.ndarray]:
     result = dict(first)
     for name, values in second.items():
         result[name] = result[name] + values if name in result else values
+    return result
+
+
+def _sum_of_vectors(vectors: Sequence[Vector]) -> dict[str, np.ndarray]:
+    result: dict[str, np.ndarray] = {}
+    for one in vectors:
+        result = _add(result, one)
     return result
 
 

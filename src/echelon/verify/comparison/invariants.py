@@ -17,11 +17,11 @@ __all__ = ["GeneratorHistory", "rates_of", "unequal_clips", "unequal_steps"]
 class GeneratorHistory:
     """The states from which dropout masks were drawn so far."""
 
-    def __init__(self, layout: AlignedRun, reference: AlignedRun, order: SampleComparison) -> None:
+    def __init__(self, layout: AlignedRun, order: SampleComparison) -> None:
         self._layout = layout
         self._order = order
         self._seen: list[dict[int, int]] = [{} for _ in range(layout.world_size)]
-        self._reference_repeats = _repeats(reference)
+        self._last: list[int | None] = [None] * layout.world_size
         # Under these parities echelon draws masks by sample, from no rank's generator.
         self._by_sample = any(one.parity in ("exact", "bitwise") for one in layout.models.values())
         self.num_compared = 0
@@ -38,8 +38,10 @@ class GeneratorHistory:
                     continue
                 self.num_compared += 1
                 states.setdefault((one.micro_step, one.torch), []).append(rank)
-                if one.torch in self._seen[rank]:
+                # A recording draws no masks from the generator, which so may stay as it is; but it must not return to a state.
+                if one.torch in self._seen[rank] and one.torch != self._last[rank]:
                     repeated[rank] = self._seen[rank][one.torch]
+                self._last[rank] = one.torch
                 self._seen[rank].setdefault(one.torch, update)
         for ranks in states.values():
             others = [
@@ -52,19 +54,11 @@ class GeneratorHistory:
                 break
         if repeated and update == self._layout.resumed_at:
             yield RunDifference(stage="rng", update=update, kind="generators", ranks=sorted(repeated))
-        elif repeated and not self._reference_repeats:
+        elif repeated:
             earlier = min(repeated.values())
             yield RunDifference(
                 stage="rng", update=update, kind="repeated generator", ranks=sorted(repeated), values=str(earlier)
             )
-
-
-def _repeats(run: AlignedRun) -> bool:
-    for rank in range(run.world_size):
-        states = [one.torch for update in run.updates for one in run.at(rank, update).rngs if one.draws_masks]
-        if len(set(states)) < len(states):
-            return True
-    return False
 
 
 def unequal_clips(layout: AlignedRun, update: int) -> RunDifference | None:
@@ -73,8 +67,8 @@ def unequal_clips(layout: AlignedRun, update: int) -> RunDifference | None:
     clips = [layout.at(rank, update).clips for rank in range(layout.world_size)]
     for calls in zip(*clips, strict=False):
         norms = [one.norm for one in calls]
-        if all(math.isnan(norm) for norm in norms):
-            continue  # clipped by value
+        if not any(math.isfinite(norm) for norm in norms):
+            continue  # clipped by value, or gradients that have overflowed
         # A norm is a sum over all elements; ranks that add it up in another order than their neighbor differ in the last bits.
         spread = max(norms) - min(norms)
         if not math.isfinite(spread) or spread > unit_roundoff("float32") * math.sqrt(num_elements) * max(norms):

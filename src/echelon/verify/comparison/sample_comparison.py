@@ -149,7 +149,7 @@ class SampleComparison:
         extra, missing = ours - theirs, theirs - ours
         seen = {one for earlier in self._ours if earlier < update for one in self._ours[earlier]}
         micro_steps, theirs_steps = self._micro_steps[update], self._their_micro_steps[update]
-        if missing and any(one != theirs_steps for one in micro_steps):
+        if (missing or extra) and any(one != theirs_steps for one in micro_steps):
             return LikelyCause(
                 name="other accumulation window",
                 why=f"the update has {_span(micro_steps)} micro-steps on a rank, {theirs_steps} in the reference",

@@ -262,6 +262,14 @@ def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[R
             "build the optimizer from the parameters of the wrapped model, after it is wrapped",
         ),
     }
+    if "num steps" in by_kind and _steps_without_forward(comparison.layout, update):
+        return LikelyCause(
+            name="not in training mode",
+            stage="forward",
+            why=f"the optimizer steps again after update {update}, but no forward pass of a model in training mode came before",
+            do="call model.train() before the training loop and after each evaluation, on every rank",
+            line=line,
+        )
     for kind, (name, do) in texts.items():
         if kind in by_kind:
             return LikelyCause(name=name, why=by_kind[kind].values, do=do, ranks=by_kind[kind].ranks, line=line)
@@ -374,6 +382,13 @@ def buffer_cause(comparison: Comparison, differences: Sequence[RunDifference]) -
         why=f"{_listed(names)} are not those of the reference, although outputs and weights are",
         do="load and update buffers on every rank together with the weights",
     )
+
+
+def _steps_without_forward(run: AlignedRun, update: int) -> bool:
+    """Return whether a backward pass of the update belongs to no forward pass in training mode."""
+    one = run.at(0, update)
+    seen = {forward.micro_step for forward in one.forwards if forward.is_training}
+    return bool(seen) and any(loss.micro_step not in seen for loss in one.losses)
 
 
 def _first_step(run: AlignedRun, update: int) -> OptimizerStep | None:

@@ -81,6 +81,7 @@ class Forwards:
                 module=name,
                 shape=list(value.shape),
                 rows=np.zeros((0, NUM_PROJECTIONS)) if rows is None else rows,
+                is_without_padding=rows is not None and _has_known_lengths(value, count, lengths),
                 total=sketch_of(value).projection if rows is None else np.zeros(NUM_BUCKETS),
             )
         )
@@ -130,6 +131,13 @@ def _value(output: Any, count: int | None) -> torch.Tensor | None:
     per_sample = [one for one in found if one.dim() > 0 and one.size(0) == count]
     chosen = (per_sample or found)[:1]
     return chosen[0].detach() if chosen else None
+
+
+def _has_known_lengths(value: torch.Tensor, count: int | None, lengths: dict[int, np.ndarray]) -> bool:
+    if value.dim() < 3:
+        return False
+    length = value.size(1) if value.size(0) == count else value.size(0)
+    return length in lengths or length + 1 in lengths
 
 
 def _without_padding(value: torch.Tensor, lengths: dict[int, np.ndarray]) -> torch.Tensor:
