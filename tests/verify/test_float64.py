@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -114,6 +115,7 @@ def test_a_script_takes_its_steps_in_float64(tmp_path: Path) -> None:
 def test_autocast_is_off(tmp_path: Path) -> None:
     model, x = nn.Linear(3, 3), torch.randn(2, 3)
     with _in_float64(tmp_path), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not torch.is_autocast_enabled("cpu")
         out = model(x)
     assert out.dtype is torch.float64
     torch.testing.assert_close(out, x.double() @ model.weight.T + model.bias, rtol=1e-14, atol=0)
@@ -214,14 +216,24 @@ def test_everything_is_undone(tmp_path: Path) -> None:
     assert torch.ones(1).double().float().dtype is torch.float32
 
 
+def _keep(reduced: list[torch.dtype], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    reduced.append(bucket.buffer().dtype)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
 def _wrapped(folder: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = _Net()
     criterion = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 1, 11))
     with _in_float64(Path(folder)):
         ddp = nn.parallel.DistributedDataParallel(model)
+        reduced: list[torch.dtype] = []
+        ddp.register_comm_hook(reduced, lambda state, bucket: _keep(state, bucket))  # its annotations are strings here
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
         _train(ddp, optimizer, criterion)
+    assert reduced == [torch.float64] * 3  # hooks of the wrapper still run
     return [one.detach() for one in model.parameters()]
 
 

@@ -54,8 +54,15 @@ _PADDINGS = [
 
 @pytest.mark.parametrize(("names", "padding"), _PADDINGS)
 def test_a_sample_is_the_same_under_any_padding_and_has_the_same_key(names: list[str], padding: dict[str, int]) -> None:
-    alone = {n: _rows(_ragged([n], names=names, padding=padding)) for n in (3, 5, 9)}
-    for lengths, length in [([3, 5, 9], None), ([9, 5, 3], None), ([5, 3], None), ([3, 9, 5], 12), ([9], 10)]:
+    alone = {n: _rows(_ragged([n], names=names, padding=padding)) for n in (3, 4, 5, 9)}
+    for lengths, length in [
+        ([3, 5, 9], None),
+        ([9, 5, 3], None),
+        ([5, 3], None),
+        ([3, 9, 5], 12),
+        ([9], 10),
+        ([4, 3], None),
+    ]:
         together = _rows(_ragged(lengths, names=names, padding=padding, length=length))
         for place, n in enumerate(lengths):
             assert _same(together.rows[place], alone[n].rows[0])
@@ -63,10 +70,8 @@ def test_a_sample_is_the_same_under_any_padding_and_has_the_same_key(names: list
         for a in range(len(lengths)):
             for b in range(a):
                 assert not _same(together.rows[a], together.rows[b])
-        # where padding is unambiguous, the lengths are known
-        if len(lengths) == 3:
-            (found,) = together.lengths.values()
-            assert found.tolist() == lengths
+        (found,) = together.lengths.values()
+        assert found.tolist() == lengths
 
 
 def test_a_sample_padded_with_an_unknown_value_is_recognized() -> None:

@@ -30,7 +30,7 @@ _OTHER_LOADERS = {
     "accelerate.data_loader": ("DataLoaderShard", "DataLoaderDispatcher", "MpDeviceLoaderWrapper", "SkipDataLoader")
 }
 _MAX_HELD = 4096
-"""Batches that one loader may hand out before a forward pass uses them."""
+"""Batches that are kept until a forward pass uses them; skipped batches stay until then."""
 
 
 class Batches:
@@ -150,8 +150,7 @@ class Batches:
 
     def _hold(self, batch: Any, rows: SampleRows, iterator: _Iterator) -> None:
         storages = {_key(leaf): _reference(leaf) for leaf in leaves(batch) if _has_storage(leaf)}
-        # An earlier batch whose tensors do not exist anymore was skipped.
-        self._held = [one for one in self._held if one.index != iterator.index or one.is_alive()][-_MAX_HELD:]
+        self._held = self._held[-_MAX_HELD:]
         self._held.append(
             _Batch(iterator=ref(iterator), index=iterator.index, rows=rows, storages=storages, line=line_of_user())
         )
