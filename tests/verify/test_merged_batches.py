@@ -200,3 +200,22 @@ def _assert_equal(got: list[Any], expected: list[Any]) -> None:
     for a, b in zip(got, expected, strict=True):
         a, b = (one[0] if isinstance(one, (list, tuple)) else one for one in (a, b))
         assert torch.equal(a, b), (a, b)
+
+
+def test_a_loader_that_is_prepared_later_keeps_its_length_until_then(tmp_path: Path) -> None:
+    """A schedule that a script computes before ``prepare`` is that of several processes."""
+    lengths: list[int] = []
+
+    def script() -> None:
+        given: DataLoader[Any] = DataLoader(TensorDataset(DATA), batch_size=2)
+        lengths.append(len(given))  # this file imports Accelerator
+        lengths.append(len(list(given)))
+        lengths.append(len(Accelerator(cpu=True).prepare(given)))
+        sharded: Any = DistributedSampler(DATA, num_replicas=1, rank=0)  # type: ignore[arg-type]
+        lengths.append(len(DataLoader(TensorDataset(DATA), batch_size=2, sampler=sharded)))
+        names = {"DataLoader": DataLoader, "data": TensorDataset(DATA)}
+        exec("n = len(DataLoader(data, batch_size=2))", names)  # a script without a library that shards
+        lengths.append(names["n"])  # type: ignore[arg-type]
+
+    _merged(tmp_path, script)
+    assert lengths == [12, 4, 4, 4, 4]

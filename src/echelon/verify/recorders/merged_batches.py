@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import islice
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import (
     BatchSampler,
@@ -42,6 +44,7 @@ class MergedBatches:
         if factor == 1:
             return lambda: None
         signature = inspect.signature(construct)
+        unmerged: WeakKeyDictionary[Any, Callable[[], int]] = WeakKeyDictionary()
 
         @wraps(construct)
         def merged(loader: Any, *args: Any, **kwargs: Any) -> None:
@@ -49,15 +52,28 @@ class MergedBatches:
                 given = signature.bind(loader, *args, **kwargs)
                 given.apply_defaults()
                 options = _merged_options(given.arguments, factor)
+                own = _own_length(given.arguments)
+                if own is not None:
+                    unmerged[loader] = own
                 given.arguments.update(options)
                 args, kwargs = given.args[1:], given.kwargs
             construct(loader, *args, **kwargs)
 
+        length = DataLoader.__len__
+
+        @wraps(length)
+        def length_for_caller(loader: Any) -> int:
+            """Before it is prepared, a loader has the length that the script gave it; a schedule may be computed from it."""
+            own = unmerged.get(loader)
+            if own is not None and _is_prepared_later(sys._getframe(1)):
+                return own()
+            return length(loader)
+
         loaders: Any = DataLoader
-        loaders.__init__ = merged
+        loaders.__init__, loaders.__len__ = merged, length_for_caller
 
         def remove() -> None:
-            loaders.__init__ = construct
+            loaders.__init__, loaders.__len__ = construct, length
 
         return remove
 
@@ -79,6 +95,34 @@ def _merged_options(given: dict[str, Any], factor: int) -> dict[str, Any]:
         )
     groups = BatchSampler(sampler, factor, drop_last=False)
     return {"dataset": _MergedItems(dataset), "sampler": groups, "shuffle": None}
+
+
+def _own_length(given: dict[str, Any]) -> Callable[[], int] | None:
+    """Return the length of the loader without merging; None if it is sharded, so that several processes have shorter loaders, too."""
+    batches, sampler, dataset = given["batch_sampler"], given["sampler"], given["dataset"]
+    owners = (sampler, batches, getattr(batches, "sampler", None))
+    if any(hasattr(one, "num_replicas") for one in owners) or (batches is None and given["batch_size"] is None):
+        return None
+    if batches is not None:
+        return lambda: len(batches)
+    samples, batch_size, drop_last = (
+        sampler if sampler is not None else dataset,
+        given["batch_size"],
+        given["drop_last"],
+    )
+    return lambda: len(samples) // batch_size if drop_last else math.ceil(len(samples) / batch_size)
+
+
+def _is_prepared_later(caller: FrameType) -> bool:
+    """Return whether the caller is a script that has a library which shards the loaders that it is given."""
+    if str(caller.f_globals.get("__name__", "")).startswith((*_REBUILDERS, "transformers.", "echelon.")):
+        return False
+    for one in [*caller.f_globals.values()]:
+        module = one.__name__ if isinstance(one, ModuleType) else getattr(type(one), "__module__", None)
+        module = getattr(one, "__module__", module) if isinstance(one, (type, FunctionType)) else module
+        if str(module).startswith(("accelerate", "echelon")):
+            return True
+    return False
 
 
 def _merged_sampler(sampler: Any, factor: int) -> Any:
