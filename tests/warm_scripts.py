@@ -53,7 +53,7 @@ class WarmRunner:
             num_ranks=request.layout.num_processes,
             output=str(output),
             timeout_s=self._timeout_s,
-            cwd=str(Path.cwd()),
+            cwd=str(_empty(request.folder / "files")),
         )
         seconds = time.monotonic() - began
         self.seconds += seconds
@@ -93,6 +93,12 @@ def warm_runner(
             assert process.stdin is not None
             process.stdin.close()
             process.wait(60)
+
+
+def _empty(folder: Path) -> Path:
+    """Return a new folder, in which scripts with relative paths write."""
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def _num_updates(request: Any) -> int:

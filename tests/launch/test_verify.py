@@ -1,0 +1,104 @@
+"""``echelon verify`` for real: a recorded run through the launcher, and scripts that must be the same run on every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echelon.launch.interrupts import Interrupts
+from echelon.verify.command.layouts import Layout, parse_layouts
+from echelon.verify.command.run_layouts import LayoutRunner, RunLimits, RunRequest
+from echelon.verify.command.terminal_output import Palette, render
+from echelon.verify.command.verification import VerifyPlan, verify
+from echelon.verify.trace import Batch, Gradients, OptimizerStep, read_trace
+from tests.warm_scripts import warm_runner
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(16, 4))
+sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
+loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5):
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        model(batch).mean().backward()
+        optimizer.step()
+"""
+
+
+def test_the_launcher_records_the_steps_of_each_rank(tmp_path: Path) -> None:
+    script = tmp_path / "ddp.py"
+    script.write_text(SCRIPT)
+    runner = LayoutRunner(RunLimits(seed=0, timeout_s=120.0, num_threads=1), Interrupts())
+    request = RunRequest(
+        name="2", layout=Layout(num_processes=2), script=str(script), arguments=(), folder=tmp_path / "run", steps=3
+    )
+    run = runner.record(request)
+    assert (run.failure, run.num_updates) == (None, 3), (tmp_path / "run" / "output.txt").read_text()
+    trace = read_trace(tmp_path / "run")
+    for events in trace.ranks:
+        assert [event.update for event in events if isinstance(event, OptimizerStep)] == [0, 1, 2]
+        assert {event.stage for event in events if isinstance(event, Gradients)} == {"local", "reduced"}
+        assert [len(event.rows) for event in events if isinstance(event, Batch)] == [2, 2, 2]
+    rows = [[row.whole for event in events if isinstance(event, Batch) for row in event.rows] for events in trace.ranks]
+    assert len(set(rows[0]) | set(rows[1])) == 12  # each rank has its own samples
+
+
+_LIMIT = ["--limit", "2000"]
+_EXAMPLES = {
+    "mnist_ddp": _LIMIT,
+    "mnist_accelerator": _LIMIT,
+    "mnist_trainer": _LIMIT,
+    "ragged_language_model": [],
+    "reviews_accelerator": ["--limit", "600"],
+    "reviews_trainer": ["--limit", "600"],
+    "elastic_resume": ["--folder", "FOLDER/elastic-{layout}"],
+    "gpt2_zero3": ["--output", "FOLDER/gpt2-{layout}"],
+    "lora": ["--output", "FOLDER/lora-{layout}"],
+}
+# Those of the side-by-side scripts that train. 12_loss_scaling trains on the same samples on every rank, which is found.
+_SCRIPTS = [
+    "01_first_loop",
+    "04_accumulation",
+    "05_accumulation_plugin",
+    "06_clipping",
+    "11_mixed_precision",
+    "13_schedulers",
+]
+# It prints a weight that is a DTensor under fsdp2, which has no tolist().
+_WITHOUT_FSDP2 = {"04_accumulation"}
+_CASES = [
+    *(pytest.param(ROOT / "examples" / f"{name}.py", arguments, {}, id=name) for name, arguments in _EXAMPLES.items()),
+    *(
+        pytest.param(
+            ROOT / "tests" / "side_by_side" / "scripts" / f"{name}.py", [], {"ECHELON_AS": "accelerate"}, id=name
+        )
+        for name in _SCRIPTS
+    ),
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("script", "arguments", "variables"), _CASES)
+def test_a_correct_script_is_the_same_run_on_every_layout(
+    script: Path, arguments: list[str], variables: dict[str, str], tmp_path: Path
+) -> None:
+    plan = VerifyPlan(
+        script=str(script),
+        arguments=tuple(one.replace("FOLDER", str(tmp_path)) for one in arguments),
+        layouts=tuple(parse_layouts("1,2,4", "ddp,zero1" if script.stem in _WITHOUT_FSDP2 else "ddp,zero1,fsdp2")),
+        steps=4,
+        folder=tmp_path / "traces",
+    )
+    with warm_runner("echelon", variables=variables, timeout_s=300.0) as runner:
+        found = verify(plan, runner.record)
+    assert found.exit_code == 0, render(found, palette=Palette(), width=120)
