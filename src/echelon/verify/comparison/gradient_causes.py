@@ -75,6 +75,7 @@ class GradientCauses:
             self._micro_steps_lost,
             self._stale,
             self._some_tensors,
+            self._clipped_by_shard,
         ]
         for check in (*checks, self._wrong_weights, self._low_precision, self._wrong_backward):
             cause = check()
@@ -133,6 +134,20 @@ class GradientCauses:
             stage="clip",
             why=f"the reference multiplies its gradients by {scale:.4g} before the step; the ranks multiply their shards by other numbers",
             do="clip with accelerator.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_, which add up the squares of all shards",
+            ranks=list(range(self._size)),
+        )
+
+    def _clipped_by_shard(self) -> LikelyCause | None:
+        """Find clipping that the recorder sees only by its norms, because it was given other tensors than the parameters."""
+        clips = [self._run.at(rank, self._update).clips for rank in range(self._size)]
+        if not self._sharded or not all(clips) or len({one[0].norm for one in clips}) == 1:
+            return None
+        return LikelyCause(
+            name="norm of one shard",
+            stage="clip",
+            why=f"the ranks clip by different norms ({', '.join(f'{one[0].norm:.4g}' for one in clips)}): those of their own shards",
+            do="use accelerator.clip_grad_norm_ (or the engine's own function), which adds up the squares of all shards",
+            line=clips[0][0].line,
             ranks=list(range(self._size)),
         )
 

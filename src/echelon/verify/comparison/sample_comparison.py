@@ -19,6 +19,7 @@ class SampleComparison:
                 for one in run.ranks_at(update):
                     samples.add(one.rows())
         self._world_size = layout.world_size
+        self._resumed_at = layout.resumed_at or layout.first_update or None
         self._by_rank = {
             update: [[samples.of(row) for row in one.rows()] for one in layout.ranks_at(update)]
             for update in layout.updates
@@ -70,13 +71,13 @@ class SampleComparison:
 
     def cause(self, update: int) -> LikelyCause:
         """Return the likely cause of a difference in ``update``."""
-        for check in (
-            self._same_on_all_ranks,
-            self._repeated_order,
-            self._shifted,
-            self._sharded_twice,
-            self._by_count,
-        ):
+        order = (self._repeated_order, self._shifted)
+        if self._resumed_at is not None and update >= self._resumed_at:
+            order = (
+                self._shifted,
+                self._repeated_order,
+            )  # a wrong position is likelier than a sampler without set_epoch
+        for check in (self._same_on_all_ranks, *order, self._sharded_twice, self._by_count):
             cause = check(update)
             if cause is not None:
                 return cause
