@@ -240,11 +240,6 @@ def _clear_in_place(place: str, _rank: int, _model: Any, named: Any, _optimizer:
         named["last.bias"].grad.zero_()
 
 
-def _step_twice(place: str, _rank: int, _model: Any, _named: Any, optimizer: Any, *_: Any) -> None:
-    if place == "stepped":
-        optimizer.step()
-
-
 def _step_twice_on_one_rank(place: str, rank: int, _model: Any, _named: Any, optimizer: Any, *_: Any) -> None:
     if place == "stepped" and rank == 1:
         optimizer.step()
@@ -328,7 +323,6 @@ FAULTS = {
     "state": Fault(_change_state, "optimizer", "last.weight", ("ddp",)),
     "noisy_step": Fault(_nothing, "optimizer", "first.weight", ("ddp",)),
     "step_within_step": Fault(_patch("step", _twice), "optimizer", "weight", ("ddp", "fsdp2")),
-    "two_steps": Fault(_step_twice, "optimizer"),
     "two_steps_on_one_rank": Fault(_step_twice_on_one_rank, "optimizer", "", ("ddp",)),
     "missed_step": Fault(_nothing, "optimizer", "", ("ddp",)),
 }

@@ -89,7 +89,8 @@ class Session:
             is_exact=self.parity != "off",
         )
         if self.live_check is not None:
-            self.live_check.attach(self.update, self.epochs)
+            contribution = self.update.contribution if isinstance(self.update, ExactUpdate) else None
+            self.live_check.attach(self.update, self.epochs, contribution)
         self.guard = UnpreparedOptimizerGuard(
             engine=self.engine,
             models=self.objects.models,

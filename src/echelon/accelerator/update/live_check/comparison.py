@@ -536,15 +536,6 @@ class UpdateComparison:
                 )
             )
             return False
-        for steps in self._own.steps.values():
-            if steps.num_steps > 1 and not steps.has_closure:
-                self._note(
-                    "optimizer",
-                    f"{type(steps.optimizer).__name__} took {steps.num_steps} steps with the same gradients",
-                    "call optimizer.step() once per update",
-                    tensors=[self._names[i] for i in steps.numbers],
-                    line=steps.line,
-                )
         return True
 
     def _note(

@@ -37,6 +37,7 @@ from echelon.base.warnings import user_line, warn
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.data.active_loaders import PassFacts, PassTracker
+from echelon.data.exact.global_batch_slices import Contribution
 from echelon.data.loader import PreparedLoader
 from echelon.distributed.checks.data_fingerprint import row_fingerprints
 from echelon.distributed.checks.linear_sketch import NUM_BUCKETS, LinearSketch
@@ -98,16 +99,38 @@ class LiveCheck(PassTracker[PreparedLoader]):
         self._is_finished = False
 
     def __getstate__(self) -> dict[str, Any]:
-        dropped = ("_backward", "_tracker", "_policy", "_sketch", "_pending", "_current", "_hooked", "_carried_rows")
+        dropped = (
+            "_contribution",
+            "_backward",
+            "_tracker",
+            "_policy",
+            "_sketch",
+            "_pending",
+            "_current",
+            "_hooked",
+            "_carried_rows",
+        )
         return {name: value for name, value in vars(self).items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._restart()
 
-    def attach(self, policy: UpdatePolicy, tracker: PassTracker[PreparedLoader]) -> None:
-        """Observe ``policy`` and the loaders. Without a live check, none of this exists, so it costs nothing."""
+    def attach(
+        self,
+        policy: UpdatePolicy,
+        tracker: PassTracker[PreparedLoader],
+        contribution: Callable[[], Contribution | None] | None,
+    ) -> None:
+        """Observe ``policy`` and the loaders. Without a live check, none of this exists, so it costs nothing.
+
+        Args:
+            policy: runs the backward passes.
+            tracker: receives the loaders' batches.
+            contribution: returns the current batch's share of its update. None outside the exact modes.
+        """
         self._policy = policy
+        self._contribution = contribution
         self._backward: Callable[[torch.Tensor, float | None, Mapping[str, Any]], None] = partial(
             type(policy).backward, policy
         )
@@ -171,10 +194,10 @@ class LiveCheck(PassTracker[PreparedLoader]):
         for number, model in enumerate(self._objects.models):
             prefix = f"model {number}: " if len(self._objects.models) > 1 else ""
             inner = self._engine.unwrap(model)
-            hook = partial(self._before_forward, prefix, model)
-            self._hooked.append(inner.register_forward_pre_hook(hook))
+            self._hooked.append(inner.register_forward_pre_hook(_BeforeForward(self, prefix, model)))
 
-    def _before_forward(self, prefix: str, model: nn.Module, inner: nn.Module, _inputs: Any) -> None:
+    def before_forward(self, prefix: str, model: nn.Module, inner: nn.Module) -> None:
+        """Observe a forward pass of the module ``inner`` in the prepared ``model``."""
         observed = self._pending
         if observed is None or not inner.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
@@ -215,7 +238,6 @@ class LiveCheck(PassTracker[PreparedLoader]):
         assert observed.ledger is not None
         if observed.forward.is_complete and not observed.draws_masks:
             observed.draws_masks = generator_hash(self._world.device) != observed.forward.generator
-        self._note_padding(observed)
         observed.ledger.begin_backward(keeps_gradients=self._policy.averages_gradients)
         self._loss, self._num_items, self._is_finished = loss, num_items, False
         try:
@@ -236,12 +258,10 @@ class LiveCheck(PassTracker[PreparedLoader]):
         observed.update = self._objects.num_steps() + 1
 
     def _note_padding(self, observed: Observation) -> None:
-        loader = self._state.active_dataloader
-        if loader is None:
-            return
-        contribution = loader.contribution
+        contribution = None if self._contribution is None else self._contribution()
         # At the end of a pass, samples may be repeated on purpose (even_batches).
-        if loader.end_of_dataloader if contribution is None else contribution.is_padding:
+        is_at_end = any(loader.end_of_dataloader for loader in self._state.reading.loaders)
+        if is_at_end if contribution is None else contribution.is_padding:
             observed.has_padding = True
 
     def run_backward(self, loss: torch.Tensor, *, parameters: Iterable[torch.Tensor] | None, **options: Any) -> None:
@@ -253,6 +273,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
             else:
                 inner.backward_zeros(loss, parameters, **options)
             return
+        self._note_padding(observed)
         self._note_weight(observed, loss, is_zero=parameters is not None)
         with observed.ledger.observing(adds_zeros=parameters is not None):
             if parameters is None:
@@ -266,8 +287,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
             return
         value = float(loss.detach())
         weight = 0.0 if is_zero else float(scaled.detach()) / value if value and math.isfinite(value) else math.nan
-        loader = self._state.active_dataloader
-        contribution = None if loader is None else loader.contribution
+        contribution = None if self._contribution is None else self._contribution()
         num_items = self._num_items
         if contribution is not None:
             num_items = 0.0 if contribution.is_padding else contribution.num_items if num_items is None else num_items
@@ -432,7 +452,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
             return has_stepped
         if observed is None or observed.ledger is None or observed.is_abandoned:
             return inner.step(optimizer, unsynced=unsynced)
-        if unsynced or not observed.is_synced:
+        if unsynced or not observed.is_synced or not all(inner.reduced(model) for model in self._objects.models):
             observed.is_abandoned = True  # the step guard reduces the gradients, or nobody does
             return inner.step(optimizer, unsynced=unsynced)
         ledger = observed.ledger
@@ -442,8 +462,9 @@ class LiveCheck(PassTracker[PreparedLoader]):
             self.run_unscale(optimizer, unsynced=False)
         if not observed.steps:
             ledger.note_changes(range(len(ledger.watched)))
-        if self._world.world_size > 1:
-            observed.hash_values("weights", numbers, parameters)
+        if self._world.world_size > 1:  # late parameters are shared by the first step
+            early = [i for i in numbers if not ledger.watched[i].is_late]
+            observed.hash_values("weights", early, [ledger.watched[i].parameter for i in early])
         stepping = inner.stepping_optimizer(optimizer)
         candidates = [(i, p) for i, p in zip(numbers, parameters) if not ledger.watched[i].is_late]
         is_first = not any(steps.optimizer is optimizer for steps in observed.steps.values())
@@ -582,6 +603,24 @@ class LiveCheck(PassTracker[PreparedLoader]):
     def unfinished_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
         """See ``PassTracker``."""
         return self._tracker.unfinished_update(loader)
+
+
+class _BeforeForward:
+    """Forward pre-hook. Copies of a model, also pickled ones, have a hook that does nothing."""
+
+    __slots__ = ("_check", "_model", "_prefix")
+
+    def __init__(self, check: LiveCheck | None = None, prefix: str = "", model: nn.Module | None = None) -> None:
+        self._check = check
+        self._prefix = prefix
+        self._model = model
+
+    def __call__(self, inner: nn.Module, _inputs: Any) -> None:
+        if self._check is not None and self._model is not None:
+            self._check.before_forward(self._prefix, self._model, inner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _BeforeForward, ()
 
 
 def _coefficient(norm: float, max_norm: float) -> float:

@@ -71,12 +71,15 @@ def allowed_factor(num_comparisons: int, *, number: int) -> float:
 
 def roundoff(*dtypes: torch.dtype | None) -> float:
     """Return the unit roundoff of the coarsest dtype."""
-    return max(
-        (torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype is not None and dtype.is_floating_point), default=0.0
-    )
+    return max((kind.eps / 2 for kind in _inexact(dtypes)), default=0.0)
 
 
 def smallest(*dtypes: torch.dtype | None) -> float:
     """Return the distance between numbers near zero in the coarsest dtype."""
-    kinds = [torch.finfo(dtype) for dtype in dtypes if dtype is not None and dtype.is_floating_point]
-    return max((kind.tiny * kind.eps for kind in kinds), default=0.0)
+    return max((kind.tiny * kind.eps for kind in _inexact(dtypes)), default=0.0)
+
+
+def _inexact(dtypes: Sequence[torch.dtype | None]) -> list[torch.finfo]:
+    return [
+        torch.finfo(dtype) for dtype in dtypes if dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+    ]
