@@ -261,10 +261,8 @@ def test_the_state_that_is_saved_is_the_state_that_is_loaded(engine: str, tmp_pa
     )
     names = {"0:0.weight", "0:2.bias/exp_avg", "0:0.bias/step", "buffer 0:1.num_batches_tracked", "lr 0"}
     assert names <= set(saved)
-    own = {"buffer 0:1.running_mean", "buffer 0:1.running_var"}  # each rank has its own, of which one is saved
-    assert {n: s.bits for n, s in saved.items() if n not in own} == {
-        n: s.bits for n, s in loaded.items() if n not in own
-    }
+    # Of the statistics of BatchNorm, which differ between ranks, those of rank zero are saved.
+    assert {n: s.bits for n, s in saved.items()} == {n: s.bits for n, s in loaded.items()}
     weights, states = _sketches(first, ModelWeights, update=0), _sketches(first, OptimizerState, update=0)
     assert {f"0:{n}": s.bits for n, s in weights.items()}.items() <= {n: s.bits for n, s in saved.items()}.items()
     assert {n: s.bits for n, s in states.items()}.items() <= {n: s.bits for n, s in saved.items()}.items()

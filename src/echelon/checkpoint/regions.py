@@ -31,6 +31,8 @@ __all__ = [
     "uncovered",
 ]
 
+_SMALL_BYTES = 2**16
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkBounds:
@@ -135,6 +137,8 @@ def box_of(tensor: torch.Tensor | ShardPart) -> tuple[tuple[int, ...], ChunkBoun
 def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, TensorLayout]:
     """Assign each box to one of the ranks that hold it, so that all ranks write similar amounts of data.
 
+    A small box that several ranks hold is the lowest rank's: buffers such as the statistics of BatchNorm may differ between ranks.
+
     Args:
         pieces: each rank's shards. Must be the same on all ranks, so that they compute the same assignment.
 
@@ -165,7 +169,8 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
     # Boxes that only one rank holds come first, then large before small. The replicated boxes balance the load.
     for item in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -num_bytes(item))):
         (name, box), ranks = item
-        writer = min(ranks, key=lambda rank: (load[rank], rank))
+        # Small ones are the lowest rank's: buffers may differ between ranks (BatchNorm), and rank zero's are those that count.
+        writer = ranks[0] if num_bytes(item) <= _SMALL_BYTES else min(ranks, key=lambda rank: (load[rank], rank))
         load[writer] += num_bytes(item)
         chunks[name].append(Chunk(writer, box))
     layouts = {}

@@ -257,7 +257,7 @@ class Rng:
 class SavedState:
     """The training state when it is saved, or at the first training forward pass after it was loaded.
 
-    ``update`` is the last update that the state contains (-1: none), so that of a load is equal to that of the save.
+    ``update`` is the last update before it (-1: none). In a resumed process it is the same for the load as for the save.
     """
 
     kind: ClassVar[str] = "saved_state"
