@@ -129,15 +129,15 @@ def _sketch_together(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) ->
     layout = _layout(tuple((one.shape, offset) for one, offset in zip(tensors, offsets, strict=True)))
     with torch.no_grad():
         torch._foreach_copy_(layout.slots, tensors)
-    values, starts = layout.values, layout.starts
-    bits = np.add.reduceat(_mixed(values.view(np.int64)) * layout.keys, starts, axis=0).sum(axis=1)
-    squares = np.add.reduceat(np.einsum("ij,ij->i", values, values), starts)
+    values, starts = layout.values.reshape(-1), layout.starts * NUM_BUCKETS
+    bits = np.add.reduceat(_mixed(values.view(np.int64)) * layout.keys.reshape(-1), starts)
+    squares = np.add.reduceat(values * values, starts)
     num_nonfinite = [0] * len(tensors)
     if not np.isfinite(squares).all():
-        num_nonfinite = np.add.reduceat((~np.isfinite(values)).sum(axis=1), starts).tolist()
+        num_nonfinite = np.add.reduceat((~np.isfinite(values)).astype(np.int64), starts).tolist()
         values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-        squares = np.add.reduceat(np.einsum("ij,ij->i", values, values), starts)
-    signed = (values * layout.signs).reshape(-1)
+        squares = np.add.reduceat(values * values, starts)
+    signed = values * layout.signs.reshape(-1)
     sums = np.bincount(layout.buckets.reshape(-1), weights=signed, minlength=len(tensors) * NUM_BUCKETS)
     projections = sums.reshape(-1, NUM_BUCKETS)
     return [
