@@ -14,7 +14,8 @@ from echelon.verify.trace import Batch, OptimizerStep, RecordedProcess, Trace, r
 
 __all__ = ["MergeError", "Reference", "References", "batch_factor", "saved_traces"]
 
-_NUM_PERTURBED = 2
+_NUM_PERTURBED = 4
+"""An activation within rounding of a kink (relu) is on the other side in about half of the perturbed runs: four miss it in 6 % of cases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
