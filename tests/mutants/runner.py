@@ -99,7 +99,7 @@ class WarmRecorder:
         )
         try:
             run_on_ranks(
-                _record, program, request, world_size=request.layout.num_processes, init_group=False, timeout=30
+                _record, program, request, world_size=request.layout.num_processes, init_group=False, timeout=10
             )
         except (RanksFailed, RanksHung) as error:
             return RunFailure(what=f"{type(error).__name__}: {error}")
