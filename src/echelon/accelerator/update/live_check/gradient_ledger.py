@@ -55,7 +55,7 @@ def watched_parameters(
                 watched = _watched(prefix + name.removeprefix("module."), parameter, is_late=is_late)
                 if watched is not None:
                     found[id(parameter)] = watched
-    for number, parameter in enumerate(strays):
+    for number, parameter in enumerate(() if shards else strays):
         watched = _watched(f"parameter {number} outside of the models", parameter, is_late=True)
         if parameter.requires_grad and id(parameter) not in found and watched is not None:
             found[id(parameter)] = watched

@@ -239,6 +239,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
         if observed.forward.is_complete and not observed.draws_masks:
             observed.draws_masks = generator_hash(self._world.device) != observed.forward.generator
         observed.ledger.begin_backward(keeps_gradients=self._policy.averages_gradients)
+        observed.ledger.is_reduced[:] = False
         self._loss, self._num_items, self._is_finished = loss, num_items, False
         try:
             self._backward(loss, num_items, kwargs)
@@ -256,6 +257,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
         watched = watched_parameters(self._engine.inner, self._objects.models, strays)
         observed.ledger = GradientLedger(watched, self._engine.inner, self._sketch)
         observed.update = self._objects.num_steps() + 1
+        observed.is_whole = self._policy.window.num_micro_steps <= 1
 
     def _note_padding(self, observed: Observation) -> None:
         contribution = None if self._contribution is None else self._contribution()
@@ -283,7 +285,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
 
     def _note_weight(self, observed: Observation, scaled: torch.Tensor, *, is_zero: bool) -> None:
         loss = self._loss
-        if loss is None or loss.numel() != 1:
+        if loss is None or loss.numel() != 1 or not observed.is_whole:
             return
         value = float(loss.detach())
         weight = 0.0 if is_zero else float(scaled.detach()) / value if value and math.isfinite(value) else math.nan
@@ -347,6 +349,9 @@ class LiveCheck(PassTracker[PreparedLoader]):
             norm = inner.clip_grad_norm(chosen, max_norm, norm_type, unsynced=unsynced)
             self._note_early_clip(observed, chosen, float(norm), max_norm)
             return norm
+        if not all(inner.reduced(model) for model in self._objects.models):
+            observed.is_abandoned = True  # the step guard is about to reduce the gradients
+            return inner.clip_grad_norm(chosen, max_norm, norm_type)
         late = [i for i in numbers if ledger.watched[i].is_late]
         if late:
             inner.clip_grad_norm(chosen, math.inf, norm_type)  # reduces them, and changes nothing

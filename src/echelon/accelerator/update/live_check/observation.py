@@ -126,6 +126,8 @@ class Observation:
     """None before the first backward pass."""
     update: int = 0
     """Number of the update, from 1."""
+    is_whole: bool = True
+    """Whether it began with the first micro-step of its accumulation window."""
     is_synced: bool = False
     """Whether the last backward pass has run."""
     is_abandoned: bool = False
