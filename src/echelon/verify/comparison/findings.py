@@ -40,6 +40,10 @@ _SUBJECTS: dict[Stage, str] = {
 }
 
 
+_NEARLY_EQUAL = 1e-3
+"""A ratio this close to 1 is no fault of scale: rounding may explain it."""
+
+
 def finding_of(
     comparison: Comparison, order: SampleComparison, update: int, differences: Sequence[RunDifference]
 ) -> Finding:
@@ -73,7 +77,7 @@ def finding_of(
         do=cause.do,
         line=cause.line or next((one.line for one in differences if one.line), ""),
         may_be_rounding=ours
-        and cause.ratio is None
+        and (cause.ratio is None or abs(cause.ratio - 1) < _NEARLY_EQUAL)
         and stage not in ("initial weights", "data", "rng", "scheduler", "save"),
     )
 
