@@ -24,8 +24,7 @@ class Digits(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         images, labels = inputs  # already on the device
-        outputs = model(images)
-        loss = F.nll_loss(outputs, labels)
+        loss = F.nll_loss(outputs := model(images), labels)
         return (loss, outputs) if return_outputs else loss
 
 
@@ -42,7 +41,6 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="use only the first LIMIT images")
     parser.add_argument("--save", help="file for the trained weights")
     options = parser.parse_args()
-
     args = TrainingArguments(
         output_dir=f"{tempfile.gettempdir()}/mnist_trainer",
         per_device_train_batch_size=options.batch_size,
@@ -66,7 +64,7 @@ def main() -> None:
     set_seed(0, device_specific=True)  # different dropout masks on each rank
     print(f"world: {trainer.accelerator.world}", flush=True)
     steps = trainer.train().global_step
-    result = [entry["eval_accuracy"] for entry in trainer.state.log_history if "eval_accuracy" in entry][-1]
+    result = next(entry["eval_accuracy"] for entry in reversed(trainer.state.log_history) if "eval_accuracy" in entry)
     weights = b"".join(value.cpu().numpy().tobytes() for value in trainer.model.state_dict().values())
     print(f"rank {args.process_index}: {steps} steps, weights {hashlib.sha256(weights).hexdigest()[:12]}", flush=True)
     if options.save:
