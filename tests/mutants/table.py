@@ -9,19 +9,11 @@ from tests.mutants.runner import Outcome
 
 __all__ = ["NOT_FOUND", "NOT_LOCALIZED", "PAGE", "page_with", "table_of"]
 
-NOT_FOUND: tuple[str, ...] = (
-    "the same dropout masks in each step",
-    "one rank in eval mode",
-    "evaluation counts the repeated samples",
-    "the optimizer steps on rank 0 only",
-)
+NOT_FOUND: tuple[str, ...] = ("evaluation counts the repeated samples",)
 """Names of the faults that are not found within one step."""
 NOT_LOCALIZED: tuple[str, ...] = (
     "norm of the rank's shards, fully_shard",
     "evaluation averages the ranks' means",
-    "average of the weights taken before the step",
-    "average of the weights kept on rank 0 only",
-    "decay of the average taken to the power of the ranks",
 )
 """Names of the faults that are found, but at another stage or tensor."""
 

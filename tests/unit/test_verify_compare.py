@@ -19,6 +19,7 @@ from echelon.verify.trace import (
     Buffers,
     Forward,
     Gradients,
+    Loss,
     ModelWeights,
     OptimizerState,
     OptimizerStep,
@@ -360,6 +361,78 @@ def test_without_the_float64_run_bounds_are_used() -> None:
     assert verdict.result == "same", verdict.finding
     assert any("no float64 run" in note for note in verdict.notes)
     assert compare(simulate(replace(setting, fault="summed")), reference).exit_code == 1
+
+
+def _rank_1_without_steps(trace: Trace, *, has_steps_until: int) -> Trace:
+    """Rank 1 never ends the update in which it does not step, so that its micro-steps go on."""
+    kept: list[Any] = []
+    for event in trace.ranks[1]:
+        later = getattr(event, "update", -1) - has_steps_until
+        if later < 0:
+            kept.append(event)
+        elif isinstance(event, (Batch, Forward, Loss, Rng)):
+            kept.append(replace(event, update=has_steps_until, micro_step=10 * later + event.micro_step))
+    return Trace(ranks=[trace.ranks[0], kept])
+
+
+@pytest.mark.parametrize("begin", [0, 2])
+def test_a_run_that_hangs_because_a_rank_does_not_step(begin: int) -> None:
+    setting = Setting(num_updates=5)
+    reference, exact = _traces_of_reference(reference_of(setting))
+    options = CompareOptions(has_failed=True)
+    verdict = compare(
+        _rank_1_without_steps(simulate(setting), has_steps_until=begin), reference, exact, options=options
+    )
+    assert verdict.finding is not None
+    assert (verdict.finding.update, verdict.finding.stage, verdict.finding.ranks) == (begin, "optimizer", [1])
+    assert "without an optimizer step" in verdict.finding.what
+
+
+def test_a_run_that_hangs_because_a_rank_is_in_evaluation_mode() -> None:
+    setting = Setting(num_updates=5)
+    reference, exact = _traces_of_reference(reference_of(setting))
+    ranks = [
+        simulate(setting).ranks[0],
+        [
+            replace(event, is_in_evaluation_mode=True) if isinstance(event, Loss) else event
+            for event in _without(simulate(setting), (Batch, Forward, Rng)).ranks[1]
+        ],
+    ]
+    verdict = compare(Trace(ranks=ranks), reference, exact)
+    assert verdict.finding is not None
+    assert (verdict.finding.update, verdict.finding.stage, verdict.finding.ranks) == (0, "forward", [1])
+    assert verdict.finding.cause == "not in training mode"
+
+
+@pytest.mark.parametrize("count", range(0, 120, 7))
+def test_a_failed_run_without_a_fault_raises_no_alarm(count: int) -> None:
+    """A rank may end anywhere: ``count`` events before the other's end."""
+    setting = Setting(num_updates=3)
+    layout, (reference, exact) = simulate(setting), _traces_of_reference(reference_of(setting))
+    cut = Trace(ranks=[layout.ranks[0], layout.ranks[1][: len(layout.ranks[1]) - count]])
+    verdict = compare(cut, reference, exact, options=CompareOptions(has_failed=True))
+    assert verdict.finding is None, verdict.finding
+
+
+def test_rates_are_compared_by_parameter_where_groups_differ() -> None:
+    setting = Setting(num_updates=2)
+    layout, (reference, exact) = simulate(setting), _traces_of_reference(reference_of(setting))
+
+    def in_two_groups(factor: float) -> Trace:
+        def split(event: Any) -> Any:
+            if not isinstance(event, OptimizerStep):
+                return event
+            names = list(event.group_of)
+            groups = {name: event.group_of[name] + (index > 1) * len(event.lrs) for index, name in enumerate(names)}
+            rates = [*event.lrs, *(rate * factor for rate in event.lrs)]
+            return replace(event, lrs=rates, settings=[*event.settings, *event.settings], group_of=groups)
+
+        return Trace(ranks=[[split(event) for event in events] for events in layout.ranks])
+
+    assert compare(in_two_groups(1.0), reference, exact).result == "same"
+    wrong = compare(in_two_groups(2.0), reference, exact).finding
+    assert wrong is not None
+    assert (wrong.update, wrong.stage) == (0, "scheduler")
 
 
 def _without(trace: Trace, kinds: tuple[type, ...]) -> Trace:

@@ -295,6 +295,31 @@ def test_averaged_weights_are_recorded_with_the_buffers(tmp_path: Path) -> None:
     assert _named(buffers)["averaged.weight"].bits == _named(weights)["weight"].bits
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_an_average_of_the_weights_by_hand_is_recorded_with_the_buffers(is_frozen: bool, tmp_path: Path) -> None:
+    """It has the parameters of the model and is not trained; modules of another shape and losses are no copies."""
+
+    def script() -> None:
+        model = nn.Linear(3, 2, bias=False)
+        copy, other = nn.Linear(3, 2, bias=False), nn.Linear(3, 5)
+        copy.requires_grad_(not is_frozen)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            with torch.no_grad():
+                other(copy(_batch(step))[:, [0, 0, 0]])
+            nn.MSELoss()(model(_batch(step)), torch.zeros(5, 2)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                copy.weight.copy_(model.weight)
+
+    events = _record(tmp_path, script)
+    for update in (0, 1):
+        weights, buffers = (_of(events, kind, update=update) for kind in (ModelWeights, Buffers))
+        if update:  # the copy was called before the model was known
+            assert list(_named(buffers[0])) == ["averaged.weight"]
+            assert _named(buffers[0])["averaged.weight"].bits == _named(weights[0])["weight"].bits
+
+
 def test_a_saved_state_is_found_again_when_it_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "state.pt"
 

@@ -69,8 +69,9 @@ def test_a_sample_keeps_its_mask_in_any_batch(name: str, tmp_path: Path) -> None
     model = _Body(_BODIES[name])
     order = [5, 2, 7, 0]
     with _recorded(tmp_path):
+        whole = model(x)
         before = torch.get_rng_state()
-        whole, part, alone = model(x), model(x[order]), model(x[3:4])
+        part, alone = model(x[order]), model(x[3:4])
         assert torch.equal(torch.get_rng_state(), before)
     # matrix products of another batch size may round differently
     torch.testing.assert_close(part, whole[order], atol=1e-6, rtol=0)
@@ -91,6 +92,20 @@ def test_ranks_draw_the_masks_of_one_process(tmp_path: Path) -> None:
         whole = _Body(lambda x: F.dropout(x, 0.3))(x)
     assert torch.equal(parts[0], whole[0::2])
     assert torch.equal(parts[1], whole[1::2])
+
+
+def test_a_state_of_the_generator_returns_only_if_it_is_set_back(tmp_path: Path) -> None:
+    """Each update with masks takes one number, so that seeding alike in each update shows."""
+    model, states = _Body(lambda x: F.dropout(x, 0.5)), []
+    with _recorded(tmp_path):
+        for update in range(4):
+            if update > 1:
+                torch.manual_seed(3)
+            model(torch.ones(2 + update, 3)).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+    states = [one.torch for one in read_trace(tmp_path).ranks[0] if isinstance(one, Rng)]
+    assert len(set(states)) == 3
+    assert states[2] == states[3]
 
 
 def test_a_padded_sample_keeps_its_masks(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from echelon.verify.comparison.differences import Comparison, RunDifference, Tal
 from echelon.verify.comparison.findings import finding_of
 from echelon.verify.comparison.invariants import GeneratorHistory, rates_of, unequal_clips, unequal_steps
 from echelon.verify.comparison.model_structure import structure_differences
+from echelon.verify.comparison.progress import unequal_progress, untrained_ranks
 from echelon.verify.comparison.sample_comparison import SampleComparison
 from echelon.verify.comparison.saved_states import load_differences, resume_differences, save_differences
 from echelon.verify.comparison.tolerance import Measurement, RoundingModel
 from echelon.verify.finding import STAGES, Cell, CellState, Coverage, Finding, Stage, Verdict
-from echelon.verify.trace import Trace
+from echelon.verify.trace import OptimizerStep, Trace
 
 __all__ = ["CompareOptions", "compare"]
 
@@ -32,6 +33,8 @@ class CompareOptions:
     """Greatest probability of reporting a difference where there is only rounding."""
     is_resumed: bool = False
     """Whether the layout is a run that was resumed: the trace of its second process, or of both as one."""
+    has_failed: bool = False
+    """Whether the layout failed or hung, so that the trace ends anywhere: only updates that all ranks have closed are compared."""
 
 
 def compare(
@@ -54,9 +57,10 @@ def compare(
         options: defaults to ``CompareOptions()``.
     """
     options = options or CompareOptions()
-    ours, theirs = AlignedRun(layout), AlignedRun(reference)
+    ours, theirs = AlignedRun(layout, has_failed=options.has_failed), AlignedRun(reference)
     exact = AlignedRun(reference_float64) if reference_float64 is not None else None
-    reason = _why_not_comparable(ours, theirs)
+    unequal = unequal_progress(ours)
+    reason = _why_not_comparable(ours, theirs, has_progress=unequal is not None)
     if reason:
         return Verdict(
             result="not comparable", num_updates=0, world_size=ours.world_size, reason=reason, notes=ours.notes()
@@ -78,15 +82,19 @@ def compare(
     _compare_begin(comparison, begin, is_resumed=ours.first_update > theirs.first_update)
     for update in updates:
         _compare_update(comparison, order, generators, update, is_resumed=options.is_resumed)
-    _compare_ends(comparison, order, updates)
-    for difference in save_differences(comparison):
-        comparison.add(difference)
+    if unequal is not None:
+        comparison.add(unequal)
+    elif not options.has_failed:
+        _compare_ends(comparison, order, updates)
+    if not options.has_failed:
+        for difference in save_differences(comparison):
+            comparison.add(difference)
     return _verdict(
         comparison, order, updates, notes=_notes(ours, theirs, exact, updates, is_bitwise=options.is_bitwise)
     )
 
 
-def _why_not_comparable(ours: AlignedRun, theirs: AlignedRun) -> str:
+def _why_not_comparable(ours: AlignedRun, theirs: AlignedRun, *, has_progress: bool) -> str:
     missing = [str(rank) for rank, one in enumerate(ours.processes) if one is None]
     if not ours.world_size or len(missing) == ours.world_size:
         return "the layout recorded nothing"
@@ -94,7 +102,7 @@ def _why_not_comparable(ours: AlignedRun, theirs: AlignedRun) -> str:
         return f"rank(s) {', '.join(missing)} recorded nothing"
     if not theirs.updates:
         return "the reference completed no update"
-    if not ours.updates:
+    if not ours.updates and not has_progress:
         return "the layout completed no update"
     if ours.first_update >= theirs.updates.stop:
         return (
@@ -136,7 +144,10 @@ def _compare_begin(comparison: Comparison, begin: int, *, is_resumed: bool) -> N
 def _compare_update(
     comparison: Comparison, order: SampleComparison, generators: GeneratorHistory, update: int, *, is_resumed: bool
 ) -> None:
-    if order.differs(update):
+    untrained = untrained_ranks(comparison.layout, update)
+    if untrained is not None:
+        comparison.add(untrained)  # samples of a forward pass in evaluation mode are not recorded
+    elif order.differs(update):
         comparison.add(RunDifference(stage="data", update=update, kind="samples", values=order.summary(update)))
     elif order.is_recorded(update):
         comparison.passed(update, "data", count=order.count(update))
@@ -274,12 +285,13 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
         exact = twin[index].lrs if len(twin) == len(theirs) else other.lrs
         # A schedule may compute each rate from the one before it.
         steps = 16 * (update + 1) * _DOUBLE_ROUNDOFF
+        pairs = _paired_groups(own, other)
         distances = [
-            (abs(a - b), _allowed_rate(comparison, b, c, steps), b)
-            for a, b, c in zip(own.lrs, other.lrs, exact, strict=False)
+            (abs(own.lrs[a] - other.lrs[b]), _allowed_rate(comparison, other.lrs[b], exact[b], steps), other.lrs[b])
+            for a, b in pairs
         ]
         wrong = [one for one in distances if one[0] > one[1]]
-        if wrong or len(own.lrs) != len(other.lrs):
+        if wrong or (not pairs and own.lrs != other.lrs):
             values = f"the learning rate is {rates_of(own)}, in the reference {rates_of(other)}"
             distance, allowed, rate = max(wrong, default=(math.inf, 0.0, 0.0))
             comparison.add(
@@ -298,7 +310,13 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
             comparison.passed(
                 update, "scheduler", count=len(distances), equal_bits=all(one[0] == 0.0 for one in distances)
             )
-        _compare_settings(comparison, update, own.settings, other.settings, line)
+        _compare_settings(
+            comparison,
+            update,
+            [own.settings[a] for a, _ in pairs],
+            [other.settings[b] for _, b in pairs],
+            line,
+        )
         known = comparison.layout.optimized(update)
         missing = [name for name in other.group_of if name not in known] if known else []
         if missing:
@@ -309,6 +327,14 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
                         stage="optimizer", update=update, kind="parameters", tensor=name, values=values, line=line
                     )
                 )
+
+
+def _paired_groups(own: OptimizerStep, other: OptimizerStep) -> list[tuple[int, int]]:
+    """Return which parameter groups have the same parameters; two optimizers may group the same parameters in other ways."""
+    if len(own.lrs) == len(other.lrs):
+        return [(group, group) for group in range(len(own.lrs))]
+    names = [name for name in own.group_of if name in other.group_of]
+    return list(dict.fromkeys((own.group_of[name], other.group_of[name]) for name in names))
 
 
 def _compare_settings(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -76,9 +77,12 @@ class Recording:
         self._is_complete = False
         self._was_closed = False
         self._depth = 0
+        self._modes: set[bool] = set()  # of the forward passes with gradients since the last backward pass
         self._notes: set[str] = set()
         self._owners: dict[int, tuple[int, str]] = {}  # by the ids of parameters, which their models keep alive
         self._model_of_root: dict[int, RecordedModel] = {}
+        self._on_other_forward: list[Callable[[nn.Module], None]] = []
+        self._other_roots: WeakSet[nn.Module] = WeakSet()
         self._on_model: list[Callable[[nn.Module], None]] = []
         self._input_transforms: list[InputTransform] = []
         self._on_training_forward: list[OnTrainingForward] = []
@@ -121,6 +125,10 @@ class Recording:
         """Call ``callback(model_index, root, output)`` when a training forward pass has ended."""
         self._on_forward_end.append(callback)
 
+    def on_other_forward(self, callback: Callable[[nn.Module], None]) -> None:
+        """Call ``callback(root)`` when the first forward pass of a module begins that is not a training forward pass."""
+        self._on_other_forward.append(callback)
+
     def on_backward(self, callback: OnBackward) -> None:
         """Call ``callback(tensors, gradients)`` before an outermost backward pass."""
         self._on_backward.append(callback)
@@ -150,6 +158,11 @@ class Recording:
         return self._owners.get(id(parameter))
 
     @property
+    def is_in_evaluation_mode(self) -> bool:
+        """Whether there were forward passes with gradients since the last backward pass, all in evaluation mode."""
+        return self._modes == {False}
+
+    @property
     def last_update(self) -> int:
         """The last update that is complete; ``first_update - 1`` if none is."""
         return self.update if self._is_complete or self._was_closed else self.update - 1
@@ -165,7 +178,10 @@ class Recording:
         call_module, run_backward = nn.Module.__call__, torch.autograd.backward
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._depth or self.is_in_backward or not _has_trainable_parameters(module):
+            if self._depth or self.is_in_backward:
+                return call_module(module, *args, **kwargs)
+            if not _has_trainable_parameters(module):
+                self._see_other(module)
                 return call_module(module, *args, **kwargs)
             return self._run_root(call_module, module, args, kwargs)
 
@@ -195,9 +211,13 @@ class Recording:
         if self._is_complete and (is_training or self.update + 1 >= self.first_update + self.steps):
             self._close()
             self._end_if_done()
+        if torch.is_grad_enabled():
+            self._modes.add(root.training)
         if is_training:
             self._begin_update_if_needed()
         model = self._find_model(root) if is_training else None
+        if model is None:
+            self._see_other(module)
         for transform in self._input_transforms:
             args, kwargs = transform(root, args, kwargs)
         if model is not None:
@@ -228,6 +248,15 @@ class Recording:
         for on_end in self._on_micro_step_end:
             on_end()
         self.micro_step += 1
+        self._modes.clear()
+        self._writer.flush()  # the process may hang in the step
+
+    def _see_other(self, module: nn.Module) -> None:
+        if not self.models or module in self._other_roots:
+            return  # without a model it cannot be known what the module is
+        self._other_roots.add(module)
+        for on_other in self._on_other_forward:
+            on_other(without_wrappers(module))
 
     def _find_model(self, root: nn.Module) -> RecordedModel:
         known = self._model_of_root.get(id(root))

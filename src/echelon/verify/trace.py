@@ -145,6 +145,8 @@ class Loss:
     """The gradient that backward began with, if it is not 1."""
     line: str = ""
     """``file:line`` of the user's call."""
+    is_in_evaluation_mode: bool = False
+    """Whether all forward passes with gradients since the last backward pass were in evaluation mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,7 +152,9 @@ def _group(group: Sequence[LayoutResult], palette: Palette, width: int) -> Itera
     others = f" (the same on {_join_names([one.layout for one in group[1:]])})" if len(group) > 1 else ""
     if first.failure is not None:
         yield from _failure(first.failure, f"{first.layout.name}{others}", palette, width)
-        return
+        if first.verdict is None or first.verdict.finding is None:
+            return
+        yield ""
     assert first.verdict is not None
     if first.verdict.finding is None:
         yield from _paragraph("", f"{first.layout.name}{others}: {first.verdict.reason}", palette, width)

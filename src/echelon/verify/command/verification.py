@@ -12,6 +12,8 @@ from echelon.verify.command.layouts import Layout
 from echelon.verify.command.references import MergeError, Reference, References, batch_factor
 from echelon.verify.command.run_layouts import LayoutRun, RunFailure, RunRequest
 from echelon.verify.compare import CompareOptions, compare
+from echelon.verify.comparison.alignment import AlignedRun
+from echelon.verify.comparison.progress import unequal_progress
 from echelon.verify.finding import Finding, Verdict
 from echelon.verify.trace import Event, Model, Trace, read_trace
 
@@ -52,6 +54,7 @@ class LayoutResult:
     """How many batches one process took as one."""
     verdict: Verdict | None = None
     failure: RunFailure | None = None
+    """Why the run failed; ``verdict`` is then that of the updates before."""
     phase: str = ""
     """Of a resumed run: which part of it failed."""
     has_engine: bool = True
@@ -201,7 +204,7 @@ class _Work:
             else "after the resume",
         )
         if result.failure is not None:
-            return result
+            return self._find_in_failed(result, trace)
         try:
             reference = self._references.find(batch_factor(trace, self._first.trace))
         except MergeError as error:
@@ -219,6 +222,23 @@ class _Work:
             verdict=verdict,
             batch_factor=reference.batch_factor,
         )
+
+    def _find_in_failed(self, result: LayoutResult, trace: Trace) -> LayoutResult:
+        """Return the result of a failed run with the first difference before it failed, if there is one."""
+        if self._plan.resume_after is not None or len(trace.ranks) != result.layout.num_processes:
+            return result
+        reference: Reference | LayoutRun = self._first
+        if unequal_progress(AlignedRun(trace, has_failed=True)) is None:
+            try:
+                reference = self._references.find(batch_factor(trace, self._first.trace))
+            except MergeError:
+                return result
+        if isinstance(reference, LayoutRun):
+            return result
+        verdict = self._compare(trace, reference, CompareOptions(has_failed=True), must_be_equal=False)
+        if verdict.finding is None:
+            return result
+        return replace(result, outcome="different", verdict=verdict, batch_factor=reference.batch_factor)
 
     def find_repetition(self, results: tuple[LayoutResult, ...]) -> Finding | None:
         """Return where two runs on one process differ. They are run only if a layout differs."""

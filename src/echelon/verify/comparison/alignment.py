@@ -130,9 +130,13 @@ class SampleIds:
 
 
 class AlignedRun:
-    """A trace by update and rank."""
+    """A trace by update and rank.
 
-    def __init__(self, trace: Trace) -> None:
+    Args:
+        has_failed: whether the run failed or hung: its last updates are complete only if the weights after them were recorded.
+    """
+
+    def __init__(self, trace: Trace, *, has_failed: bool = False) -> None:
         self.world_size = len(trace.ranks)
         self.processes: list[RecordedProcess | None] = []
         self.models: dict[int, Model] = {}
@@ -157,7 +161,7 @@ class AlignedRun:
                     begin.add(event)
                 else:
                     updates.setdefault(event.update, RankUpdate()).add(event)
-                    if isinstance(event, OptimizerStep):
+                    if isinstance(event, ModelWeights if has_failed else OptimizerStep):
                         last = max(last, event.update)
             self.processes.append(process)
             self._updates.append(updates)

@@ -21,7 +21,6 @@ class GeneratorHistory:
         self._layout = layout
         self._order = order
         self._seen: list[dict[int, int]] = [{} for _ in range(layout.world_size)]
-        self._last: list[int | None] = [None] * layout.world_size
         # Under these parities echelon draws masks by sample, from no rank's generator.
         self._by_sample = any(one.parity in ("exact", "bitwise") for one in layout.models.values())
         self.num_compared = 0
@@ -38,11 +37,9 @@ class GeneratorHistory:
                     continue
                 self.num_compared += 1
                 states.setdefault((one.micro_step, one.torch), []).append(rank)
-                # A recording draws no masks from the generator, which so may stay as it is; but it must not return to a state.
-                if one.torch in self._seen[rank] and one.torch != self._last[rank]:
+                # A recorded run draws from the generator once in each update that has masks.
+                if self._seen[rank].setdefault(one.torch, update) != update:
                     repeated[rank] = self._seen[rank][one.torch]
-                self._last[rank] = one.torch
-                self._seen[rank].setdefault(one.torch, update)
         for ranks in states.values():
             others = [
                 rank

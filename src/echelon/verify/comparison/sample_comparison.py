@@ -140,7 +140,7 @@ class SampleComparison:
         ):
             return LikelyCause(
                 name="sharded twice",
-                why=f"each rank takes only every {size}th sample of its own shard: samples of {size} updates of the reference are spread",
+                why=f"each rank takes only one in {size} samples of its own shard: samples of {size} updates of the reference are spread",
                 do="shard once: give prepare() the loader without a DistributedSampler, or keep the sampler and leave the loader unprepared",
             )
         return None

@@ -59,7 +59,15 @@ def rng_cause(difference: RunDifference) -> LikelyCause:
 
 def forward_cause(comparison: Comparison, differences: Sequence[RunDifference]) -> LikelyCause:
     """Explain an output that differs although the weights before it are equal."""
-    difference = differences[0]
+    difference = next((one for one in differences if one.kind == "untrained forward"), differences[0])
+    if difference.kind == "untrained forward":
+        return LikelyCause(
+            name="not in training mode",
+            why=f"{difference.values}, which the other ranks make: the model is in evaluation mode there",
+            do="call model.train() before the training loop and after each evaluation, on every rank",
+            ranks=difference.ranks,
+            line=difference.line,
+        )
     index, _, module = difference.tensor.partition(":")
     same = [one for one in differences if one.tensor == difference.tensor]
     everywhere = all(one.share > 0.5 for one in same) and {rank for one in same for rank in one.ranks} == set(

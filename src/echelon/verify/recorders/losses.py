@@ -83,5 +83,6 @@ class Losses:
                     weight=self._weight,
                     gradient_scale=scale,
                     line=line,
+                    is_in_evaluation_mode=recording.is_in_evaluation_mode,
                 )
             )

@@ -25,6 +25,9 @@ _SIZE_OF_MT19937 = 4 * 624 + 4
 class RngStates:
     """Records the states when a training forward pass begins.
 
+    Recorded runs draw no mask from torch's generator. One number is drawn from it in each update that has masks, so that it is in the
+    same state again only if the script has set it back; on each layout it is one number, however many samples a rank has.
+
     Args:
         dropout: knows whether the pass drew masks.
     """
@@ -33,6 +36,7 @@ class RngStates:
         self._dropout = dropout
         self._recording: Recording | None = None
         self._begin: tuple[int, int, int, int] | None = None
+        self._advanced_in: int | None = None
 
     def install(self, recording: Recording) -> Callable[[], None]:
         """Register the callbacks."""
@@ -54,6 +58,11 @@ class RngStates:
             recording.note(
                 f"{type(root).__name__} draws random numbers in training other than those of dropout; they depend on the layout"
             )
+        draws_masks = has_drawn or self._dropout.num_masks > num_masks
+        if draws_masks and self._advanced_in != recording.update:
+            self._advanced_in = recording.update
+            if not has_drawn:
+                torch.empty((), dtype=torch.int64).random_()
         recording.add(
             Rng(
                 update=recording.update,
@@ -61,7 +70,7 @@ class RngStates:
                 torch=of_torch,
                 python=of_python,
                 numpy=of_numpy,
-                draws_masks=has_drawn or self._dropout.num_masks > num_masks,
+                draws_masks=draws_masks,
             )
         )
 

@@ -1,4 +1,4 @@
-"""Records weights, buffers and averaged weights after each update."""
+"""Records weights, buffers and averages of weights after each update."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ class WeightRecorder:
         self._recording: Recording
         self._seen: set[int] = set()
         self._averaged: list[tuple[AveragedModel, nn.Module]] = []
+        self._copies: list[tuple[nn.Module, RecordedModel]] = []
 
     def install(self, recording: Recording) -> Callable[[], None]:
         self._recording = recording
         recording.on_model_recorded(self._record_first)
         recording.on_update_closed(self._record)
+        recording.on_other_forward(self._note_copy)
         kind: Any = AveragedModel
         update_parameters = kind.update_parameters
 
@@ -43,6 +45,20 @@ class WeightRecorder:
             kind.update_parameters = update_parameters
 
         return remove
+
+    def _note_copy(self, root: nn.Module) -> None:
+        """Remember a module that is not trained and has the parameters of a model: an average that the script computes by hand."""
+        known = [one for one, _ in self._copies] + [averaged.module for averaged, _ in self._averaged]
+        if any(one is root for one in known):
+            return
+        if not any(True for _ in root.parameters()):
+            return
+        shapes = {plain_name(name): one.shape for name, one in root.named_parameters()}
+        for model in self._recording.models:
+            own = {name: one.shape for name, one in model.parameters.items()}
+            if shapes == own and all(model.name_of(one) is None for one in root.parameters()):
+                self._copies.append((root, model))
+                return
 
     def _record_first(self, model: RecordedModel) -> None:
         if model.index in self._seen:
@@ -69,6 +85,10 @@ class WeightRecorder:
 
     def _add_buffers(self, model: RecordedModel, update: int) -> None:
         tensors = list(model.buffers().items())
+        copies = [root for root, source in self._copies if source is model]
+        for number, root in enumerate(copies):
+            prefix = "averaged" if number == 0 else f"averaged {number + 1}"
+            tensors += [(f"{prefix}.{plain_name(name)}", value) for name, value in root.state_dict().items()]
         for averaged, source in self._averaged:
             if any(model.name_of(parameter) is not None for parameter in source.parameters()):
                 own = averaged.module.state_dict()
