@@ -637,3 +637,39 @@ def test_ranks_save_in_the_background_and_keep_one_checkpoint(tmp_path: Path) ->
     for before, after in run_on_ranks(_in_background, str(tmp_path)):
         assert before == after
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [".lock", "checkpoint_3"]
+
+
+class _WithBuffers(nn.Module):
+    """Buffers of which each rank has other values; two that are large, which would be on different ranks if they were distributed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        for name, size in (("small", 3), ("large", 2**15), ("other", 2**15)):  # the latter have 128 KiB
+            self.register_buffer(name, torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.linear(x)
+        return output
+
+
+def save_buffers(engine: str, folder: str) -> dict[str, float]:
+    accelerator = Accelerator(cpu=True, engine=engine)
+    model = _WithBuffers()
+    optimizer: Any
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.linear.parameters()))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    inner = accelerator.unwrap_model(model)
+    for buffer in inner.buffers():
+        buffer.fill_(7.0 + accelerator.process_index)
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    found = {name: float(buffer.mean()) for name, buffer in inner.named_buffers()}
+    accelerator.free_memory()
+    return found
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
+def test_a_checkpoint_holds_the_buffers_of_rank_zero_whatever_their_size(engine: str, tmp_path: Path) -> None:
+    assert run_on_ranks(save_buffers, engine, str(tmp_path / "saved")) == [dict.fromkeys(("small", "large", "other"), 7.0)] * 2

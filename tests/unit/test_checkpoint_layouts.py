@@ -92,22 +92,23 @@ def test_every_layout_of_1_to_8_ranks_can_be_read_by_every_other() -> None:
 
 
 def test_replicated_data_is_written_once_and_distributed_evenly() -> None:
-    pieces = [LocalShard(f"layer{i}", "float32", (256, 256), ChunkBounds.whole((256, 256))) for i in range(12)]
+    pieces = [LocalShard(f"layer{i}", "float32", (8, 8), ChunkBounds.whole((8, 8))) for i in range(12)]
     stored = assign_writers(dict.fromkeys(range(4), pieces))
     writers = [layout.chunks[0].rank for layout in stored.values()]
     assert all(len(layout.chunks) == 1 for layout in stored.values())
     assert [writers.count(rank) for rank in range(4)] == [3, 3, 3, 3]
 
 
-def test_small_replicated_data_is_written_by_the_lowest_rank_that_holds_it() -> None:
-    pieces = [LocalShard(f"bn{i}", "float32", (64,), ChunkBounds.whole((64,))) for i in range(12)]
+@pytest.mark.parametrize("size", [64, 2**18])
+def test_data_that_may_differ_is_written_by_the_lowest_rank_that_holds_it(size: int) -> None:
+    pieces = [LocalShard(f"bn{i}", "float32", (size,), ChunkBounds.whole((size,)), True) for i in range(12)]
     stored = assign_writers({0: pieces[:6], 1: pieces, 2: pieces})
     assert [stored[f"bn{i}"].chunks[0].rank for i in range(12)] == [0] * 6 + [1] * 6
 
 
 def test_ranks_with_exclusive_data_write_less_replicated_data() -> None:
-    shared = [LocalShard(f"s{i}", "float32", (2**15,), ChunkBounds.whole((2**15,))) for i in range(4)]
-    own = LocalShard("own", "float32", (2**17,), ChunkBounds.whole((2**17,)))
+    shared = [LocalShard(f"s{i}", "float32", (4,), ChunkBounds.whole((4,))) for i in range(4)]
+    own = LocalShard("own", "float32", (16,), ChunkBounds.whole((16,)))
     stored = assign_writers({0: [own, *shared], 1: shared})
     assert {name: layout.chunks[0].rank for name, layout in stored.items()} == {
         "own": 0,

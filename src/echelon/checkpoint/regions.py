@@ -31,8 +31,6 @@ __all__ = [
     "uncovered",
 ]
 
-_SMALL_BYTES = 2**16
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkBounds:
@@ -72,6 +70,8 @@ class LocalShard:
     dtype: str
     shape: tuple[int, ...]
     box: ChunkBounds
+    may_differ: bool = False
+    """Whether ranks that hold this box may have other values in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def box_of(tensor: torch.Tensor | ShardPart) -> tuple[tuple[int, ...], ChunkBoun
 def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, TensorLayout]:
     """Assign each box to one of the ranks that hold it, so that all ranks write similar amounts of data.
 
-    A small box that several ranks hold is the lowest rank's: buffers such as the statistics of BatchNorm may differ between ranks.
+    A box that several ranks hold, and that may differ between them (buffers such as the statistics of BatchNorm), is the lowest rank's.
 
     Args:
         pieces: each rank's shards. Must be the same on all ranks, so that they compute the same assignment.
@@ -148,6 +148,7 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
     """
     first: dict[str, tuple[int, LocalShard]] = {}
     holders: dict[tuple[str, ChunkBounds], list[int]] = {}
+    differing: set[str] = set()
     for rank, own in sorted(pieces.items()):
         for piece in own:
             known_rank, known = first.setdefault(piece.name, (rank, piece))
@@ -157,6 +158,8 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
                     f"{piece.dtype} {list(piece.shape)} on rank {rank}",
                     do="create the same model and optimizer on every rank",
                 )
+            if piece.may_differ:
+                differing.add(piece.name)
             if piece.box.volume:  # a rank with an empty part has nothing to write
                 holders.setdefault((piece.name, piece.box), []).append(rank)
 
@@ -166,11 +169,15 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
 
     load = dict.fromkeys(pieces, 0)
     chunks: dict[str, list[Chunk]] = {name: [] for name in first}
-    # Boxes that only one rank holds come first, then large before small. The replicated boxes balance the load.
-    for item in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -num_bytes(item))):
+
+    def is_shared(item: tuple[tuple[str, ChunkBounds], list[int]]) -> bool:
+        (name, _), ranks = item
+        return len(ranks) > 1 and name not in differing
+
+    # Boxes that only one rank can write come first, then large before small. The others balance the load.
+    for item in sorted(holders.items(), key=lambda item: (is_shared(item), -num_bytes(item))):
         (name, box), ranks = item
-        # Small ones are the lowest rank's: buffers may differ between ranks (BatchNorm), and rank zero's are those that count.
-        writer = ranks[0] if num_bytes(item) <= _SMALL_BYTES else min(ranks, key=lambda rank: (load[rank], rank))
+        writer = min(ranks, key=lambda rank: (load[rank], rank)) if is_shared(item) else ranks[0]
         load[writer] += num_bytes(item)
         chunks[name].append(Chunk(writer, box))
     layouts = {}

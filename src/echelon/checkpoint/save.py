@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -73,6 +73,8 @@ class Content:
     tensors: Mapping[str, torch.Tensor | ShardPart] = field(default_factory=dict)
     """This rank's tensors: full tensors, DTensors or shards. If several ranks use the same name, it refers to the same
     tensor."""
+    may_differ: Collection[str] = ()
+    """Names of tensors of which ranks may hold different values, such as buffers. Those of the first rank are saved."""
     objects: Mapping[str, Any] = field(default_factory=dict)
     """Plain data and tensors shared by all ranks. The first rank's values are saved."""
     rank_objects: Mapping[str, Any] = field(default_factory=dict)
@@ -532,7 +534,7 @@ class _LocalContent:
                     f"{name} is on the meta device, so it has no values to save", do="load the weights first"
                 )
             self._tensors[name] = values
-            shards.append([name, dtype, shape, box.offset, box.lengths])
+            shards.append([name, dtype, shape, box.offset, box.lengths, name in content.may_differ])
             view = (values.device, values.data_ptr(), dtype, shape, box, values.stride())
             if values.numel() and seen.setdefault(view, name) != name:
                 aliases[name] = seen[view]
@@ -570,8 +572,8 @@ def _common_aliases(announced: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 def _shards_of(announced: dict[str, Any], *, without: Mapping[str, str]) -> list[LocalShard]:
     return [
-        LocalShard(name, dtype, tuple(shape), ChunkBounds(tuple(offset), tuple(lengths)))
-        for name, dtype, shape, offset, lengths in announced["shards"]
+        LocalShard(name, dtype, tuple(shape), ChunkBounds(tuple(offset), tuple(lengths)), may_differ)
+        for name, dtype, shape, offset, lengths, may_differ in announced["shards"]
         if name not in without
     ]
 

@@ -35,7 +35,7 @@ from echelon.checkpoint.save import Content
 from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name, state_values
 from echelon.data.loader import PreparedLoader
 from echelon.engines.shards import restore_shard
-from echelon.engines.state_dicts import load_plain_state_dict, plain_state_dict
+from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
 
 __all__ = ["content_of", "load_content"]
 
@@ -77,10 +77,13 @@ def content_of(
     engine, is_gathered = session.engine, not session.capabilities.exposes_state
     tensors: dict[str, Any] = {}
     extras: list[dict[str, Any]] = []
+    others: set[str] = set()  # tensors of models that are no parameters
     for i, model in enumerate(models):
         state = (engine.full_state_dict(session.objects.models[i]) or {}) if is_gathered else plain_state_dict(model)
         tensors |= {f"{model_prefix(i)}{name}": value for name, value in state.items() if _is_tensor(value)}
         extras.append({name: value for name, value in state.items() if not _is_tensor(value)})
+        own = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        others |= {f"{model_prefix(i)}{name}" for name in state.keys() - own}
     names = names_of(models)
     groups, values, rests = [], [], []
     for i, optimizer in enumerate(session.objects.optimizers):
@@ -116,6 +119,7 @@ def content_of(
     config = session.config
     return Content(
         tensors=tensors,
+        may_differ=others,
         objects=objects,
         rank_objects={
             "random": random_states or current_random_states(),
