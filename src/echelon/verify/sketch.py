@@ -6,10 +6,10 @@ is compared with an unsharded one without gathering anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,10 @@ NUM_BUCKETS = 32
 Positions = int | np.ndarray
 """Where a shard's elements are in the flattened whole tensor: the index of the first one, or the index of each (int64)."""
 
-_CHUNK = (
-    2**15
-)  # elements; what is drawn for the first chunk is used for all chunks, each with other signs and keys of its own
+_COLUMNS = 1021
+"""Elements whose buckets repeat after them: a prime, so that the elements of one column of a matrix get different ones."""
+_CHUNK = 32 * _COLUMNS
+"""Elements; what is drawn for the first chunk is used for all chunks, each with other signs and keys of its own."""
 _SMALL = 2**12  # elements; smaller tensors are summarized together
 _MODULUS = 1 << 64
 
@@ -83,10 +84,13 @@ def sketches_of(tensors: Sequence[torch.Tensor], positions: Sequence[Positions] 
     sketches: list[Any] = [None] * len(tensors)
     small = []
     for number, tensor in enumerate(tensors):
-        if tensor.numel() <= _SMALL and (positions is None or isinstance(positions[number], int)):
+        where = 0 if positions is None else positions[number]
+        if not isinstance(where, int):
+            sketches[number] = _sketch_listed(_flat(tensor), where)
+        elif tensor.numel() <= _SMALL:
             small.append(number)
         else:
-            sketches[number] = _sketch_by_chunks(_flat(tensor), 0 if positions is None else positions[number])
+            sketches[number] = _sketch_run(_flat(tensor), where)
     if small:
         offsets: Any = [0] * len(small) if positions is None else [positions[number] for number in small]
         for number, sketch in zip(small, _sketch_together([tensors[number] for number in small], offsets), strict=True):
@@ -148,56 +152,116 @@ def _sketch_together(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) ->
     ]
 
 
-def _sketch_by_chunks(values: np.ndarray, positions: Positions) -> Sketch:
-    """Return the sketch of float64 ``values``, chunk by chunk, so that no signs and keys of the whole tensor are needed."""
+def _sketch_listed(values: torch.Tensor, positions: np.ndarray) -> Sketch:
+    """Return the sketch of the elements at ``positions`` of the whole tensor."""
     projection = np.zeros(NUM_BUCKETS)
     square_sum, bits, num_nonfinite = 0.0, 0, 0
-    for part, where in _chunks(values, positions):
-        if isinstance(where, int):
-            number, begin = divmod(where, _CHUNK)
-            drawn = _first_chunk().part(begin, begin + len(part))
-            chunk_signs, chunk_key = _signs_and_key_of_chunk(number)
-        else:
-            drawn = _drawn_at(where)
-            chunk_signs, chunk_key = _signs_and_key_of_chunk(0)
-        bits += int(_mixed(part.view(np.int64)) @ drawn.keys) * chunk_key
-        square = float(part @ part)
-        if not np.isfinite(square):
-            num_nonfinite += int((~np.isfinite(part)).sum())
-            part = np.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0)
-            square = float(part @ part)
-        square_sum += square
-        projection += chunk_signs * np.bincount(drawn.buckets, weights=part * drawn.signs, minlength=NUM_BUCKETS)
+    for begin in range(0, len(positions), _CHUNK):
+        drawn = _drawn_at(positions[begin : begin + _CHUNK])
+        part = values[begin : begin + _CHUNK].to(torch.float64, copy=True).numpy()
+        bits += int(_mixed(part.view(np.int64)) @ drawn.keys)
+        num_nonfinite += _remove_nonfinite(part)
+        square_sum += float(part @ part)
+        projection += np.bincount(drawn.buckets, weights=part * drawn.signs, minlength=NUM_BUCKETS)
     return Sketch(
         projection=projection,
         square_sum=square_sum,
         bits=bits % _MODULUS,
-        num_elements=len(values),
+        num_elements=len(positions),
         num_nonfinite=num_nonfinite,
     )
 
 
-def _chunks(values: np.ndarray, positions: Positions) -> list[tuple[np.ndarray, Positions]]:
-    """Cut ``values`` into parts that are within one chunk, or (if the positions are listed) of a chunk's length."""
-    if not isinstance(positions, int):
-        cuts = [*range(0, len(values), _CHUNK), len(values)]
-        return [(values[begin:end], positions[begin:end]) for begin, end in pairwise(cuts)]
-    first, last = positions, positions + len(values)
-    cuts = [first, *range((first // _CHUNK + 1) * _CHUNK, last, _CHUNK), last]
-    return [(values[begin - first : end - first], begin) for begin, end in pairwise(cuts)]
+def _sketch_run(values: torch.Tensor, first: int) -> Sketch:
+    """Return the sketch of consecutive elements, from the element ``first`` of the whole tensor on.
+
+    Chunk by chunk, because a chunk in float64 with its signs and keys fits into the processor's cache.
+    """
+    count = values.numel()
+    chunks = range(first // _CHUNK, -(-(first + count) // _CHUNK))
+    columns = np.empty((len(chunks), _COLUMNS))
+    square_sum, bits, num_nonfinite = 0.0, 0, 0
+    for place, number in enumerate(chunks):
+        start = number * _CHUNK
+        begin, end = max(first - start, 0), min(first + count - start, _CHUNK)
+        rows = _rows(begin // _COLUMNS, -(-end // _COLUMNS))
+        if rows.begin != begin:
+            rows.tensor[rows.begin : begin] = 0
+        if rows.end != end:
+            rows.tensor[end : rows.end] = 0
+        rows.tensor[begin:end].copy_(values[start + begin - first : start + end - first])
+        np.right_shift(rows.bits, 32, out=rows.mixed)
+        np.bitwise_xor(rows.mixed, rows.bits, out=rows.mixed)
+        bits += int(np.einsum("i,i->", rows.mixed, rows.keys)) * _signs_and_key_of_chunk(number)[1]
+        square = float(rows.values.dot(rows.values))
+        if not math.isfinite(square):
+            num_nonfinite += _remove_nonfinite(rows.values)
+            square = float(rows.values.dot(rows.values))
+        square_sum += square
+        np.einsum("ij,ij->j", rows.table, rows.signs, out=columns[place])
+    # In all rows, a column has the same bucket.
+    chunk_signs = np.stack([_signs_and_key_of_chunk(number)[0] for number in chunks])
+    projection = np.einsum("cb,cb->b", columns @ _buckets_of_columns(), chunk_signs)
+    return Sketch(
+        projection=projection,
+        square_sum=square_sum,
+        bits=bits % _MODULUS,
+        num_elements=count,
+        num_nonfinite=num_nonfinite,
+    )
 
 
-def _flat(tensor: torch.Tensor) -> np.ndarray:
+def _remove_nonfinite(values: np.ndarray) -> int:
+    """Set elements that are not finite to zero; return their number."""
+    if math.isfinite(float(values @ values)):
+        return 0
+    is_wrong = ~np.isfinite(values)
+    values[is_wrong] = 0.0
+    return int(is_wrong.sum())
+
+
+@lru_cache(maxsize=1)
+def _space() -> tuple[torch.Tensor, np.ndarray]:
+    """Return room for one chunk and its hashes, which is reused: fresh memory takes longer than the computation."""
+    return torch.zeros(_CHUNK, dtype=torch.float64), np.zeros(_CHUNK, dtype=np.int64)
+
+
+class _Rows:
+    """Rows of a chunk, of _COLUMNS elements each."""
+
+    def __init__(self, first: int, last: int) -> None:
+        drawn, (self.tensor, mixed) = _first_chunk(), _space()
+        self.begin, self.end = first * _COLUMNS, last * _COLUMNS
+        here = slice(self.begin, self.end)
+        self.values = self.tensor.numpy()[here]
+        self.table = self.values.reshape(-1, _COLUMNS)
+        self.bits, self.mixed, self.keys = self.values.view(np.int64), mixed[here], drawn.keys[here]
+        self.signs = drawn.signs[here].reshape(-1, _COLUMNS)
+
+
+_rows = lru_cache(maxsize=(_CHUNK // _COLUMNS + 1) ** 2)(_Rows)
+
+
+@lru_cache(maxsize=1)
+def _buckets_of_columns() -> np.ndarray:
+    """Return which bucket each column has, ``(_COLUMNS, NUM_BUCKETS)``."""
+    found: np.ndarray = np.eye(NUM_BUCKETS)[_first_chunk().buckets[:_COLUMNS]]
+    return found
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    flat: np.ndarray = tensor.to(device="cpu", dtype=torch.float64).contiguous().reshape(-1).numpy()
-    return flat
+    return tensor.cpu().reshape(-1)
 
 
 def _mixed(bits: np.ndarray) -> np.ndarray:
-    """Return the bits of float64 numbers with the upper half, in which most differences are, added to the lower half."""
-    mixed: np.ndarray = bits ^ ((bits >> 32) & 0xFFFFFFFF)
+    """Return the bits of float64 numbers with the upper half, in which most differences are, added to the lower half.
+
+    Only numbers of which one has all bits of the other inverted give the same.
+    """
+    mixed: np.ndarray = bits ^ (bits >> 32)
     return mixed
 
 
@@ -205,8 +269,8 @@ def _mixed(bits: np.ndarray) -> np.ndarray:
 class _Drawn:
     """What was drawn at random for some elements of a whole tensor.
 
-    Each element has a sign of its own, and each run of NUM_BUCKETS elements its own rotation of the buckets: with one sign per run, or
-    with bucket ``j % NUM_BUCKETS``, the estimates of rank-one matrices and of matrices with few columns (most gradients) would have one
+    Each element has a sign of its own, and each run of NUM_BUCKETS elements (out of _COLUMNS) its own rotation of the buckets: with one
+    sign per run, or with bucket ``j % NUM_BUCKETS``, the estimates of rank-one matrices and of matrices with few columns (most gradients) would have one
     degree of freedom in place of NUM_BUCKETS. Tensors of up to NUM_BUCKETS elements are kept exactly.
     """
 
@@ -217,19 +281,16 @@ class _Drawn:
     buckets: np.ndarray
     """int64."""
 
-    def part(self, begin: int, end: int) -> _Drawn:
-        here = slice(begin, end)
-        return _Drawn(signs=self.signs[here], keys=self.keys[here], buckets=self.buckets[here])
-
 
 @lru_cache(maxsize=1)
 def _first_chunk() -> _Drawn:
     random = np.random.default_rng(0x5EED)
-    rotations = random.integers(0, NUM_BUCKETS, _CHUNK // NUM_BUCKETS)
+    columns = np.arange(_CHUNK) % _COLUMNS
+    rotations = random.permutation(NUM_BUCKETS)
     return _Drawn(
         signs=random.integers(0, 2, _CHUNK).astype(np.float64) * 2 - 1,
         keys=random.integers(-(2**63), 2**63, _CHUNK, dtype=np.int64) | 1,
-        buckets=(np.arange(_CHUNK) + rotations.repeat(NUM_BUCKETS)) % NUM_BUCKETS,
+        buckets=(columns + rotations[columns // NUM_BUCKETS]) % NUM_BUCKETS,
     )
 
 

@@ -10,12 +10,13 @@ import base64
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from echelon.verify.sketch import Sketch
+from echelon.verify.sketch import NUM_BUCKETS, Sketch
 
 __all__ = [
     "Batch",
@@ -319,6 +320,7 @@ _KINDS: dict[str, Any] = {
 }
 _FIELD_NAMES: dict[Any, list[str]] = {kind: [one.name for one in fields(kind)] for kind in _KINDS.values()}
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
+_quoted = lru_cache(maxsize=1024)(_ENCODER.encode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,7 +339,7 @@ class TraceWriter:
 
     def add(self, event: Event) -> None:
         """Append ``event``; it reaches the disk with ``flush`` or ``close``."""
-        self._file.write(_ENCODER.encode({"kind": event.kind, **_encoded(event)}) + "\n")
+        self._file.write(_line_of(event))
 
     def flush(self) -> None:
         """Hand everything to the operating system."""
@@ -370,25 +372,46 @@ def _events(path: Path) -> Iterator[Event]:
             yield kind(**{one.name: _decoded(one.name, values[one.name]) for one in fields(kind) if one.name in values})
 
 
-def _encoded(event: Any) -> dict[str, Any]:
-    return {name: _encoded_value(getattr(event, name)) for name in _FIELD_NAMES[type(event)]}
+def _line_of(event: Any) -> str:
+    """Return ``event`` as a JSON object. Arrays are put in as they are: a JSON encoder would look at each character of them."""
+    values = [f',"{name}":{_text(getattr(event, name))}' for name in _FIELD_NAMES[type(event)]]
+    return f'{{"kind":"{event.kind}"{"".join(values)}}}\n'
 
 
-def _encoded_value(value: Any) -> Any:
-    if isinstance(value, (str, int)):
-        return value
-    if isinstance(value, np.ndarray):
-        data = base64.b64encode(value.astype("<f8", copy=False).tobytes())
-        return {"shape": list(value.shape), "data": data.decode("ascii")}
-    if isinstance(value, list) and value and isinstance(value[0], Sketch):
-        numbers = np.empty((len(value), len(value[0].projection) + 1))
-        numbers[:, :-1] = np.concatenate([one.projection for one in value]).reshape(len(value), -1)
-        numbers[:, -1] = [one.square_sum for one in value]
-        rest = [[str(one.bits), one.num_elements, one.num_nonfinite] for one in value]
-        return {"numbers": _encoded_value(numbers), "rest": rest}
-    if isinstance(value, list) and value and isinstance(value[0], Row):
-        return [[str(one.whole), str(one.prefix)] for one in value]
-    return value
+def _text(value: Any) -> str:
+    kind = type(value)
+    if kind is str:
+        return _quoted(value)
+    if kind is int:
+        return str(value)
+    if kind is np.ndarray:
+        return _text_of_array(value)
+    if kind is list and value:
+        if isinstance(value[0], Sketch):
+            return _text_of_sketches(value)
+        if isinstance(value[0], Row):
+            return "[" + ",".join([f'["{one.whole}","{one.prefix}"]' for one in value]) + "]"
+        if isinstance(value[0], str):
+            return _text_of_names(tuple(value))
+    return _ENCODER.encode(value)
+
+
+@lru_cache(maxsize=256)
+def _text_of_names(names: tuple[str, ...]) -> str:
+    return _ENCODER.encode(names)
+
+
+def _text_of_array(value: np.ndarray) -> str:
+    data = base64.b64encode(value.astype("<f8", copy=False).tobytes()).decode("ascii")
+    return f'{{"shape":{list(value.shape)},"data":"{data}"}}'
+
+
+def _text_of_sketches(sketches: list[Sketch]) -> str:
+    numbers = np.empty((len(sketches), NUM_BUCKETS + 1))
+    numbers[:, :-1] = [one.projection for one in sketches]
+    numbers[:, -1] = [one.square_sum for one in sketches]
+    rest = ",".join([f'["{one.bits}",{one.num_elements},{one.num_nonfinite}]' for one in sketches])
+    return f'{{"numbers":{_text_of_array(numbers)},"rest":[{rest}]}}'
 
 
 def _decoded(name: str, value: Any) -> Any:

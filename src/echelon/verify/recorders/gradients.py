@@ -10,13 +10,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from echelon.base.sharded import is_dtensor
 from echelon.verify.recorders.loss_scales import LossScales
 from echelon.verify.recorders.models import RecordedModel
 from echelon.verify.recorders.shards import sketch_named
 from echelon.verify.recording import Recording
+from echelon.verify.sketch import Sketch
 from echelon.verify.trace import Gradients
 
 __all__ = ["GradientRecorder"]
+
+_LARGE = 4096  # elements; to compare a larger gradient with an earlier one takes much less time than to summarize it
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class GradientRecorder:
@@ -31,6 +36,9 @@ class GradientRecorder:
         self._recording: Recording
         self._order: dict[tuple[int, str], int] = {}
         self._local: dict[tuple[int, str], torch.Tensor] = {}
+        self._latest: dict[
+            tuple[int, str], tuple[torch.Tensor, Sketch]
+        ] = {}  # large gradients of the latest backward pass
         self._hooks: dict[int, Any] = {}
         self._nodes: list[Any] = []  # torch keeps them only while a graph needs them
         self._frozen: list[tuple[int, str, nn.Parameter]] = []
@@ -98,14 +106,21 @@ class GradientRecorder:
             recording.note("A backward pass reached no parameter of a recorded model.")
         for owner in local:
             self._reduced.pop(owner, None)  # a clipping function in an earlier micro-step does not count
-        self._add("local", {owner: local[owner] for owner in sorted(local, key=self._order.__getitem__)}, 1 / scale)
+        ordered = {owner: local[owner] for owner in sorted(local, key=self._order.__getitem__)}
+        found = self._add("local", ordered, 1 / scale)
+        self._latest = {
+            owner: (gradient, found[owner])
+            for owner, gradient in local.items()
+            if recording.world_size == 1 and scale == 1 and gradient.numel() > _LARGE
+        }
 
     # ---- in the optimizer ----------------------------------------------------------------------------------------------
 
     def record_reduced(self, parameters: Sequence[torch.Tensor], loss_scale: float | None = None) -> None:
         """Record the gradients of ``parameters`` that were not recorded since the last backward pass."""
         loss_scale = self._scales.of(parameters) if loss_scale is None else loss_scale
-        self._reduced.update(self._add("reduced", self._gradients(parameters, recorded=False), 1 / loss_scale))
+        found = self._add("reduced", self._gradients(parameters, recorded=False), 1 / loss_scale)
+        self._reduced.update({owner: sketch.bits for owner, sketch in found.items()})
 
     def _before_step(self, optimizer: Optimizer, loss_scale: float) -> None:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -114,6 +129,7 @@ class GradientRecorder:
         self._add("clipped", clipped, 1 / loss_scale, unless=self._reduced)
         for owner in clipped:
             del self._reduced[owner]
+        self._latest.clear()
 
     def _gradients(self, parameters: Iterable[torch.Tensor], *, recorded: bool) -> dict[tuple[int, str], torch.Tensor]:
         """Return the gradients that were recorded since the last backward pass, or those that were not."""
@@ -133,17 +149,20 @@ class GradientRecorder:
         factor: float,
         *,
         unless: dict[tuple[int, str], int] | None = None,
-    ) -> dict[tuple[int, str], int]:
-        """Record the gradients, times ``factor``, unless all have the bits in ``unless``; return their bits."""
-        recording, bits = self._recording, {}
+    ) -> dict[tuple[int, str], Sketch]:
+        """Record the gradients, times ``factor``, unless all have the bits in ``unless``; return their sketches."""
+        recording, all_found = self._recording, {}
         for model in sorted({model for model, _ in gradients}):
             tensors = [(name, one) for (owner, name), one in gradients.items() if owner == model]
             if factor != 1:
                 tensors = [(name, one * factor) for name, one in tensors]
-            sketches = sketch_named(tensors)
-            own = {(model, name): one.bits for part in (sketches.whole, sketches.shards) for name, one in part.items()}
-            bits.update(own)
-            if unless is not None and all(unless[owner] == value for owner, value in own.items()):
+            known = self._unchanged(model, tensors) if stage == "reduced" and factor == 1 else {}
+            sketches = sketch_named(one for one in tensors if one[0] not in known)
+            if known:
+                sketches.whole.update(known)
+            own = {(model, name): one for part in (sketches.whole, sketches.shards) for name, one in part.items()}
+            all_found.update(own)
+            if unless is not None and all(unless[owner] == one.bits for owner, one in own.items()):
                 continue
             for names, found, is_sharded in sketches.parts():
                 recording.add(
@@ -157,4 +176,20 @@ class GradientRecorder:
                         is_sharded=is_sharded,
                     )
                 )
-        return bits
+        return all_found
+
+    def _unchanged(self, model: int, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Sketch]:
+        """Return the sketches of gradients that are what the latest backward pass has added: in one process, most are."""
+        found = {}
+        for name, gradient in gradients:
+            local, sketch = self._latest.get((model, name), (None, None))
+            if local is not None and sketch is not None and _have_equal_bits(local, gradient):
+                found[name] = sketch
+        return found
+
+
+def _have_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.is_complex() or one.layout is not other.layout or is_dtensor(other):
+        return False
+    kind = _INTEGERS[one.element_size()]
+    return torch.equal(one.view(kind), other.view(kind))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 
 from echelon.verify.recorders.keyed_dropout import KeyedDropout
@@ -77,11 +77,11 @@ class RngStates:
 
 def _torch_state() -> int:
     """Return a hash of the states of torch's generators on the CPU and on the current accelerator."""
-    digest = blake2b(torch.get_rng_state().numpy().data, digest_size=6)
+    state = _hash(torch.get_rng_state().numpy().data)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None and accelerator.type != "cpu":
-        digest.update(torch.get_device_module(accelerator).get_rng_state().cpu().numpy().data)
-    return int.from_bytes(digest.digest(), "little")
+        state ^= _hash(torch.get_device_module(accelerator).get_rng_state().cpu().numpy().data, seed=1)
+    return state
 
 
 def _python_state() -> int:
@@ -94,4 +94,8 @@ def _numpy_state() -> int:
         data = ctypes.string_at(generator.ctypes.state_address, _SIZE_OF_MT19937)
     else:
         data = repr(np.random.get_state(legacy=False)).encode()
-    return int.from_bytes(blake2b(data, digest_size=6).digest(), "little")
+    return _hash(data)
+
+
+def _hash(data: Any, *, seed: int = 0) -> int:
+    return xxhash.xxh3_64_intdigest(data, seed) >> 16
