@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.accelerator.update.live_check.content_hashes import content_hashes
 from echelon.accelerator.update.live_check.mismatch import roundoff, smallest
 from echelon.base.sharded import is_dtensor, local_shape_and_offset
 from echelon.distributed.checks.linear_sketch import NUM_BUCKETS, WIDTH, LinearSketch
@@ -100,6 +101,8 @@ class _Known:
     gradient: torch.Tensor
     version: int
     sketch: torch.Tensor
+    digest: int
+    """Hash of the contents, on the CPU; elsewhere 0: the sum of the bits would not tell a permutation."""
 
 
 class GradientLedger:
@@ -246,15 +249,16 @@ class GradientLedger:
         if new:
             sketches = self._sketch(*self._locals(new))
             found[places] = sketches
-            for i, sketch in zip(new, sketches):
+            for i, sketch, digest in zip(new, sketches, self._digests(new)):
                 gradient = self._gradient(i)
                 assert gradient is not None
-                self._known[i] = _Known(gradient, _version_of(gradient), sketch)
+                self._known[i] = _Known(gradient, _version_of(gradient), sketch, digest)
         return found
 
     def note_changes(self, numbers: Sequence[int]) -> None:
         """Compare the gradients with what they were after the last change that echelon knows of."""
         chosen = [i for i in numbers if self.is_reduced[i] and not self.is_unknown[i]]
+        chosen = self._without_unchanged(chosen)
         known = [self._known.get(i) for i in chosen]
         before = (
             torch.stack([torch.zeros(WIDTH, dtype=torch.float64) if one is None else one.sketch for one in known])
@@ -275,6 +279,18 @@ class GradientLedger:
             error = torch.linalg.vector_norm(other - ratio * one)
             if bool(error <= NUM_BUCKETS * self.roundoffs[i] * torch.linalg.vector_norm(other)):
                 self.ratios[i] = ratio
+
+    def _without_unchanged(self, numbers: list[int]) -> list[int]:
+        """Leave out the gradients whose bits are what they were after the last change that echelon knows of."""
+        hashed = [i for i in numbers if i in self._known and self._known[i].digest and self._gradient(i) is not None]
+        now = dict(zip(hashed, self._digests(hashed)))
+        return [i for i in numbers if i not in now or now[i] != self._known[i].digest]
+
+    def _digests(self, numbers: Sequence[int]) -> list[int]:
+        locals_, _ = self._locals(numbers)
+        if any(one.device.type != "cpu" for one in locals_):
+            return [0] * len(locals_)
+        return [int(each) for each in content_hashes(locals_)]
 
     def forget_known(self, numbers: Iterable[int] | None = None) -> None:
         """Drop the references to gradients (default: to all)."""

@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
+from echelon.accelerator.update.live_check.content_hashes import Hashes, content_hashes
 from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger, local_of
 from echelon.accelerator.update.live_check.mismatch import Mismatch
-from echelon.distributed.small_messages import bytes_of
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_name
 
@@ -26,12 +26,8 @@ __all__ = [
     "LossWeight",
     "Observation",
     "OptimizerSteps",
-    "content_hashes",
     "generator_hash",
 ]
-
-Hashes = np.ndarray[Any, np.dtype[np.int64]]
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,23 +160,6 @@ class Observation:
 
 def _is_readable(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
-
-
-def content_hashes(tensors: Sequence[torch.Tensor]) -> Hashes:
-    """Return a hash of each tensor's contents: 62 bits of xxh3 on the CPU, elsewhere the sum of the bit patterns."""
-    found = np.zeros(len(tensors), dtype=np.int64)
-    elsewhere: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for i, tensor in enumerate(tensors):
-        plain = tensor.detach()
-        if plain.device.type == "cpu":
-            found[i] = xxhash.xxh3_64_intdigest(bytes_of(plain).numpy().data) >> 2 if plain.numel() else 1
-            continue
-        plain = torch.view_as_real(plain) if plain.is_complex() else plain
-        total = plain.contiguous().view(_INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
-        elsewhere.setdefault(plain.device, []).append((i, total))
-    for sums in elsewhere.values():  # one transfer for each device
-        found[[i for i, _ in sums]] = torch.stack([total for _, total in sums]).cpu().numpy()
-    return found
 
 
 def generator_hash(device: torch.device) -> int:
