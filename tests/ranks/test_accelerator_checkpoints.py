@@ -672,4 +672,7 @@ def save_buffers(engine: str, folder: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
 def test_a_checkpoint_holds_the_buffers_of_rank_zero_whatever_their_size(engine: str, tmp_path: Path) -> None:
-    assert run_on_ranks(save_buffers, engine, str(tmp_path / "saved")) == [dict.fromkeys(("small", "large", "other"), 7.0)] * 2
+    assert (
+        run_on_ranks(save_buffers, engine, str(tmp_path / "saved"))
+        == [dict.fromkeys(("small", "large", "other"), 7.0)] * 2
+    )
