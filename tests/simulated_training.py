@@ -70,6 +70,9 @@ class Setting:
     """First update that has the fault."""
     local_gradients: bool = True
     perturbation: int = 0
+    """Seed of changes of the weights by one rounding, and of the gradients; opposite for an odd seed and the next even one."""
+    gradient_errors: tuple[tuple[str, float], ...] = ()
+    """By how much gradients are changed, as a part of their norms."""
 
     def has(self, name: str, update: int) -> bool:
         return self.fault == name and update >= self.at
@@ -110,6 +113,7 @@ class Simulation:
             if setting.is_ragged
             else torch.ones(setting.num_samples)
         )
+        self.noise = torch.Generator().manual_seed((setting.perturbation + 1) // 2)
         self.ranks = [self._initial(rank) for rank in range(setting.world_size)]
 
     # state ---------------------------------------------------------------------------------------------------------------------
@@ -128,10 +132,9 @@ class Simulation:
         weights = {}
         for name, shape in shapes.items():
             value = torch.randn(shape, generator=generator) / (shape[-1] ** 0.5 if len(shape) > 1 else 1.0)
-            if s.perturbation:
-                noise = torch.Generator().manual_seed(s.perturbation)
-                value = value * (1 + 2.0**-22 * (torch.rand(shape, generator=noise) - 0.5))
             weights[name] = value.to(torch.bfloat16 if s.dtype is torch.bfloat16 else torch.float32).to(s.dtype)
+            if s.perturbation:
+                weights[name] = weights[name] * (1 + torch.finfo(s.dtype).eps * self._signs(weights[name]))
         states = {
             name: {"exp_avg": torch.zeros_like(one), "exp_avg_sq": torch.zeros_like(one)}
             for name, one in weights.items()
@@ -143,6 +146,10 @@ class Simulation:
         if s.fault == "unequal buffers at the beginning":
             buffers["norm.running_mean"] += rank
         return Rank(weights, states, buffers, {name: one.clone() for name, one in weights.items()})
+
+    def _signs(self, value: torch.Tensor) -> torch.Tensor:
+        signs = torch.randint(0, 2, value.shape, generator=self.noise).to(value.dtype) * 2 - 1
+        return signs if self.setting.perturbation % 2 else -signs
 
     # data ----------------------------------------------------------------------------------------------------------------------
 
@@ -223,6 +230,7 @@ class Simulation:
                         module_classes={
                             "norm": "BatchNorm1d" if s.fault == "statistics per rank" else "SyncBatchNorm",
                             "first": "Linear",
+                            "drop": "Dropout",
                         },
                     )
                 )
@@ -480,6 +488,11 @@ class Simulation:
         )
         if s.has("average before the step", update):
             self._average(state)
+        errors = dict(s.gradient_errors) if s.perturbation else {}
+        gradients = {
+            name: one + self._signs(one) * errors.get(f"0:{name}", 0.0) * one.norm() / one.numel() ** 0.5
+            for name, one in gradients.items()
+        }
         old, state.old = state.old, dict(gradients)
         if s.has("old gradients", update) and old:
             gradients = old

@@ -42,6 +42,8 @@ class WarmRunner:
         argv += ["--float64"] * request.is_float64
         if getattr(request, "perturbation", 0):
             argv += ["--perturbation", str(request.perturbation)]
+        if getattr(request, "gradient_errors", None):
+            argv += ["--gradient_errors", str(request.gradient_errors)]
         variables = dict(self._variables)
         if request.layout.engine is not None:
             variables["ECHELON_ENGINE"] = request.layout.engine

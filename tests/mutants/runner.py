@@ -108,7 +108,8 @@ class WarmRecorder:
     def _key(self, request: RunRequest) -> str:
         text = Path(request.script).read_text(encoding="utf-8")
         shown = (text, request.arguments, request.layout, request.steps, request.first_update, request.batch_factor)
-        return sha256(repr((*shown, request.is_float64, request.perturbation)).encode()).hexdigest()
+        errors = "" if request.gradient_errors is None else request.gradient_errors.read_text(encoding="utf-8")
+        return sha256(repr((*shown, request.is_float64, request.perturbation, errors)).encode()).hexdigest()
 
 
 def outcome_of(mutant: Mutant, recorder: WarmRecorder) -> Outcome:
@@ -196,7 +197,7 @@ def _record(program: Program, request: RunRequest) -> None:
     request.folder.mkdir(parents=True, exist_ok=True)
     with recording(
         request.folder,
-        parts=default_parts(perturbation=request.perturbation),
+        parts=default_parts(perturbation=request.perturbation, gradient_errors=request.gradient_errors),
         rank=rank,
         world_size=world_size,
         steps=request.steps,

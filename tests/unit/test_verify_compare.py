@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.verify.compare import CompareOptions, compare
+from echelon.verify.compare import CompareOptions, compare, gradient_errors
+from echelon.verify.comparison.gradient_causes import ratio_between, scale_between
 from echelon.verify.comparison.tolerance import f_quantile
 from echelon.verify.finding import Finding, Stage, Verdict
+from echelon.verify.sketch import Sketch, sketch_of
 from echelon.verify.trace import (
     Batch,
     Buffers,
     Forward,
     Gradients,
     Loss,
+    Model,
     ModelWeights,
     OptimizerState,
     OptimizerStep,
@@ -302,7 +305,9 @@ def _confirmed_verdict(setting: Setting) -> Verdict:
     layout = simulate(setting)
     verdict = compare(layout, reference, exact)
     if verdict.finding is not None and verdict.finding.may_be_rounding:
-        perturbed = [simulate(reference_of(setting, perturbation=one)) for one in range(1, 5)]
+        errors = tuple(gradient_errors(reference, exact, world_size=setting.world_size).items())
+        settings = [reference_of(setting, perturbation=one, gradient_errors=errors) for one in range(1, 5)]
+        perturbed = [simulate(one) for one in settings]
         verdict = compare(layout, reference, exact, perturbed=perturbed)
     return verdict
 
@@ -344,6 +349,68 @@ def test_what_is_not_recorded_is_not_compared(kinds: tuple[type, ...], stage: St
         assert coverage[stage].missing
     full = compare(layout, reference, exact)
     assert all(one.num_compared for one in full.coverage if one.stage not in ("load", "save"))
+
+
+def test_losses_and_local_gradients_count_as_compared_where_the_reduced_gradient_differs() -> None:
+    setting = Setting(num_updates=2, fault="averaged per rank", at=0, is_ragged=True)
+    layout, (reference, exact) = simulate(setting), _traces_of_reference(reference_of(setting))
+    coverage = {one.stage: one for one in compare(layout, reference, exact).coverage}
+    for stage in ("loss weight", "backward"):
+        assert coverage[stage].num_compared > 0
+        assert not coverage[stage].missing
+    reduced = _without(layout, (Gradients,))
+    coverage = {one.stage: one for one in compare(reduced, reference, exact).coverage}
+    assert coverage["loss weight"].missing == ["no reduced gradients were recorded"]  # the losses were
+    assert coverage["backward"].missing[0].startswith("no local gradients were recorded")
+
+
+def test_a_scale_of_nearly_1_is_no_cause() -> None:
+    generator = np.random.default_rng(0)
+    theirs, noise = {"w": generator.normal(size=32)}, generator.normal(size=32)
+    limits = {"w": 1e-3 * float(np.linalg.norm(theirs["w"]))}
+    near = {"w": theirs["w"] + 1.5 * limits["w"] * noise / float(np.linalg.norm(noise))}
+    assert ratio_between(near, theirs, limits, ["w"]) == pytest.approx(1.0, abs=2e-3)
+    assert scale_between(near, theirs, limits, ["w"]) is None
+    assert scale_between({"w": 1.005 * theirs["w"]}, theirs, limits, ["w"]) == pytest.approx(1.005)
+    assert scale_between({"w": theirs["w"].copy()}, theirs, limits, ["w"]) is None
+
+
+@pytest.mark.parametrize(("kind", "drawn"), [("Dropout", "dropout masks"), ("Linear", "random numbers")])
+def test_what_equal_generators_draw_is_called_by_its_name(kind: str, drawn: str) -> None:
+    setting = Setting(num_updates=2, fault="equal generators")
+    layout = _changed(simulate(setting), Model, module_classes=lambda _: {"first": kind})
+    reference, exact = _traces_of_reference(reference_of(setting))
+    found = compare(layout, reference, exact).finding
+    assert found is not None
+    assert found.cause == f"same {drawn} on every rank"
+    assert f"draw {drawn} from equal generators" in found.what
+
+
+@pytest.mark.parametrize(("size", "is_rounding"), [(0.9, True), (100.0, False)])
+def test_a_gradient_of_rounding_errors_alone_is_measured_by_its_terms(size: float, is_rounding: bool) -> None:
+    """A bias before BatchNorm has local gradients that cancel: what is left of them is rounding, and no measure of it."""
+    setting = Setting(num_updates=1, optimizer="sgd", max_norm=None)
+    layout, (reference, exact) = simulate(setting), _traces_of_reference(reference_of(setting))
+    local = [e for rank in layout.ranks for e in rank if isinstance(e, Gradients) and e.stage == "local"]
+    terms = sum(10 * one.sketches[one.names.index("norm.weight")].norm for one in local) / setting.world_size
+    rounding = size * 2.0**-24 * np.sqrt(16) * terms  # of a sum over 16 samples
+
+    def cancelled(trace: Trace, value: float) -> Trace:
+        def sketches(event: Gradients) -> list[Sketch]:
+            found, index = list(event.sketches), event.names.index("norm.weight")
+            whole = event.stage == "reduced"
+            found[index] = sketch_of(torch.full((12,), value / 12**0.5)) if whole else _times(found[index], 10.0)
+            return found
+
+        return _changed(trace, Gradients, sketches=sketches)
+
+    ours, theirs = cancelled(layout, -rounding / 2), cancelled(reference, rounding / 2)
+    found = compare(ours, theirs, cancelled(exact, rounding / 2)).finding
+    assert (found is None) == is_rounding, found
+
+
+def _times(sketch: Sketch, factor: float) -> Sketch:
+    return replace(sketch, projection=factor * sketch.projection, square_sum=factor**2 * sketch.square_sum, bits=1)
 
 
 def test_a_run_that_recorded_nothing_is_not_comparable() -> None:

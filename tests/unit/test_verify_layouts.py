@@ -188,6 +188,15 @@ def test_no_batches_are_merged_where_the_global_batch_does_not_depend_on_the_pro
     assert [(one.outcome, one.batch_factor) for one in found.layouts] == [("same", 1), ("same", 1)]
 
 
+@pytest.mark.parametrize("parity", ["exact", "bitwise"])
+def test_samples_that_fill_up_a_global_batch_merge_no_batches(tmp_path: Path, parity: str) -> None:
+    """3 processes share the 4 samples of a batch as 2 each; those that fill it up have no weight."""
+    sizes = {1: 4, 3: 2}
+    runs = _Runs(lambda one: _write(one, batch_size=sizes[one.layout.num_processes], parity=parity))
+    found = verify(_plan(tmp_path, "3"), runs.record, compare=_compare_weights)
+    assert [(one.outcome, one.batch_factor) for one in found.layouts] == [("same", 1)]
+
+
 def test_updates_that_no_whole_number_of_batches_makes_equal_are_not_comparable(tmp_path: Path) -> None:
     runs = _Runs(lambda request: _write(request, batch_size=4 if request.layout.num_processes == 1 else 3))
     found = verify(_plan(tmp_path, "2"), runs.record, compare=_compare_weights)

@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
 from echelon.verify.recorders.merged_batches import MergedBatches
+from echelon.verify.recorders.updates import UpdateRecorder
 from echelon.verify.recording import recording
 from echelon.verify.reference_parts.merged_schedules import MergedSchedules
-from echelon.verify.reference_parts.perturbation import Perturbation
+from echelon.verify.reference_parts.perturbation import GradientPerturbation, Perturbation
 from echelon.verify.reference_parts.unprepared_lengths import UnpreparedLengths
+from echelon.verify.trace import Gradients, read_trace
 
 
 @pytest.fixture
@@ -75,3 +77,25 @@ def test_a_perturbation_is_one_rounding_of_each_weight(tmp_path: Path) -> None:
     change = (model.weight / before - 1).abs()
     assert 0 < float(change.min().detach()) <= float(change.max().detach()) <= 2 * torch.finfo(torch.float32).eps
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_gradients_are_perturbed_after_they_are_recorded_and_in_opposite_directions(tmp_path: Path) -> None:
+    steps, recorded = [], []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = model.weight.detach().clone()
+        folder = tmp_path / str(seed)
+        parts = (UpdateRecorder(), GradientPerturbation(seed, {"0:weight": 0.25}))
+        with recording(**_options(folder, *parts, factor=1)):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(1, 8)).sum().backward()
+                optimizer.step()
+        steps.append((before - model.weight.detach()) / 2)  # two equal gradients, of ones
+        assert torch.equal(model.bias.grad, torch.ones(8))  # nothing is known of its error
+        recorded.append([one for one in read_trace(folder).ranks[0] if isinstance(one, Gradients)])
+    assert all(one.sketches[0].square_sum == 64.0 for events in recorded for one in events)  # recorded before the change
+    assert 0.0 < float((steps[0] - 1).abs().max()) <= 0.25 + 1e-6  # the norm times 0.25, spread over 64 elements
+    assert torch.allclose(steps[0] + steps[1], torch.full((8, 8), 2.0))

@@ -93,7 +93,14 @@ def test_the_first_difference_is_shown_once_with_its_line_cause_and_remedy(
 ) -> None:
     monkeypatch.chdir(script.parent)
     plan = _plan(script)
-    also = Finding(update=1, stage="buffers", what="the running mean of norm differs")
+    also = Finding(
+        update=1,
+        stage="buffers",
+        what="the running mean of norm differs",
+        cause="batch statistics per rank",
+        why="each rank normalizes by its own samples",
+        do="convert the model with SyncBatchNorm.convert_sync_batchnorm",
+    )
     verdict = Verdict(result="different", num_updates=2, world_size=2, finding=_finding(script), also=[also])
     found = Verification(plan=plan, layouts=tuple(map(_result, plan.layouts, [BITS, verdict, verdict])), seconds=9.0)
     assert _screen(found).splitlines() == [
@@ -112,7 +119,12 @@ def test_the_first_difference_is_shown_once_with_its_line_cause_and_remedy(
         "  cause:   loss averaged per rank: ranks hold 10 and 2 tokens, and the gradient is the mean of the",
         "           ranks' means instead of the mean over all 12 tokens",
         "  do:      pass num_items= to accelerator.backward",
-        "  also:    update 1, buffers: the running mean of norm differs",
+        "",
+        "Another difference, which does not follow from the first",
+        "  what:    the running mean of norm differs",
+        "  where:   update 1, buffers",
+        "  cause:   batch statistics per rank: each rank normalizes by its own samples",
+        "  do:      convert the model with SyncBatchNorm.convert_sync_batchnorm",
     ]
 
 

@@ -53,6 +53,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch_factor", type=int, default=1)
     parser.add_argument("--first_update", type=int, default=0)
     parser.add_argument("--perturbation", type=int, default=0)
+    parser.add_argument("--gradient_errors", type=Path)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--stacks_after", type=float)
     parser.add_argument("script")
@@ -84,7 +85,7 @@ def _record(options: argparse.Namespace, rank: int, world_size: int) -> None:
     ended: SystemExit | None = None
     with recording(
         folder,
-        parts=default_parts(perturbation=options.perturbation),
+        parts=default_parts(perturbation=options.perturbation, gradient_errors=options.gradient_errors),
         rank=rank,
         world_size=world_size,
         steps=options.steps,

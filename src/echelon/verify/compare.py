@@ -18,7 +18,7 @@ from echelon.verify.comparison.tolerance import Measurement, RoundingModel
 from echelon.verify.finding import STAGES, Cell, CellState, Coverage, Finding, Stage, Verdict
 from echelon.verify.trace import OptimizerStep, Trace
 
-__all__ = ["CompareOptions", "compare"]
+__all__ = ["CompareOptions", "compare", "gradient_errors"]
 
 _DOUBLE_ROUNDOFF = 2.0**-53
 
@@ -92,6 +92,32 @@ def compare(
     return _verdict(
         comparison, order, updates, notes=_notes(ours, theirs, exact, updates, is_bitwise=options.is_bitwise)
     )
+
+
+def gradient_errors(reference: Trace, reference_float64: Trace | None, *, world_size: int = 1) -> dict[str, float]:
+    """Return how far rounding may move the gradient of each parameter in one update, as a part of its norm.
+
+    It is measured in the first update, in which no error has grown yet. What an optimizer makes of such an error is found by runs with
+    perturbed gradients: the first step of Adam is ``g / (|g| + eps)``, whose sign is that of the error where g is close to zero.
+
+    Args:
+        reference: the run on one process.
+        reference_float64: the same in float64, if it could be run.
+        world_size: number of ranks of the layout.
+    """
+    theirs = AlignedRun(reference)
+    if not theirs.updates:
+        return {}
+    comparison = Comparison(
+        theirs,
+        theirs,
+        AlignedRun(reference_float64) if reference_float64 is not None else None,
+        probability=CompareOptions().num_false_alarms_per_run / _num_comparisons(theirs, world_size),
+        is_bitwise=False,
+    )
+    gradients = theirs.tensors(theirs.first_update, "reduced")
+    allowed = comparison.explained_by_rounding(theirs.first_update, "reduced", gradients)
+    return {name: allowed[name] / one.whole.norm for name, one in gradients.items() if one.whole.norm > 0}
 
 
 def _why_not_comparable(ours: AlignedRun, theirs: AlignedRun, *, has_progress: bool) -> str:
@@ -195,6 +221,10 @@ def _compare_loss_weights(comparison: Comparison, update: int) -> None:
     losses = sum(len(one.losses) for one in comparison.layout.ranks_at(update))
     if losses and not reduce.differences:
         comparison.passed(update, "loss weight", largest=reduce.largest, equal_bits=reduce.equal_bits, count=losses)
+    if reduce.differences:
+        # The cause tells these stages apart: they are compared, although which of them differs is said of one update only.
+        comparison.num_told_apart["backward"] += reduce.num_compared + len(reduce.differences) if local else 0
+        comparison.num_told_apart["loss weight"] += losses
 
 
 def _compare_clips(comparison: Comparison, update: int) -> None:
@@ -429,10 +459,10 @@ _ABSENT: dict[Stage, str] = {
     "load": "the run loaded no checkpoint",
     "initial weights": "the weights before the first update were not recorded",
     "data": "no samples were recorded",
-    "rng": "the model draws no dropout masks, or draws them by sample",
+    "rng": "the model draws no random numbers (dropout masks), or draws them by sample",
     "forward": "no module has outputs of one row per sample",
     "loss weight": "no losses were recorded",
-    "backward": "the engine shows no local gradients",
+    "backward": "no local gradients were recorded, so what goes wrong in backward is reported as reduce",
     "reduce": "no reduced gradients were recorded",
     "clip": "gradients are not clipped",
     "scheduler": "no learning rates were recorded",
@@ -442,12 +472,21 @@ _ABSENT: dict[Stage, str] = {
 }
 
 
+def _why_absent(comparison: Comparison, stage: Stage) -> str:
+    updates = [one for update in comparison.layout.updates for one in comparison.layout.ranks_at(update)]
+    is_recorded = (stage == "loss weight" and any(one.losses for one in updates)) or (
+        stage == "backward" and any(event.stage == "local" for one in updates for event in one.gradients)
+    )
+    # What a loss is averaged over, and what backward adds, show in the gradient that the optimizer receives.
+    return _ABSENT["reduce"] if is_recorded else _ABSENT[stage]
+
+
 def _coverage(comparison: Comparison) -> list[Coverage]:
     result = []
     for stage in STAGES:
         tallies = [tally for (_, other), tally in comparison.tallies.items() if other == stage]
-        count = sum(one.num_compared + len(one.differences) for one in tallies)
-        missing = [] if count else [_ABSENT[stage]]
+        count = sum(one.num_compared + len(one.differences) for one in tallies) + comparison.num_told_apart[stage]
+        missing = [] if count else [_why_absent(comparison, stage)]
         if stage == "forward":
             missing += sorted(comparison.skipped_outputs)
         result.append(Coverage(stage=stage, num_compared=count, missing=missing))

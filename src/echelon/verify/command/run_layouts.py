@@ -62,7 +62,9 @@ class RunRequest:
     batch_factor: int = 1
     is_float64: bool = False
     perturbation: int = 0
-    """Seed of a change of the initial weights by one rounding; 0: none."""
+    """Seed of a change of the initial weights by one rounding, and of the gradients; 0: none."""
+    gradient_errors: Path | None = None
+    """JSON file: by how much each gradient is changed, as a part of its norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,7 @@ class LayoutRunner:
         child += ["--batch_factor", str(request.batch_factor), "--first_update", str(request.first_update)]
         child += ["--float64"] * request.is_float64
         child += ["--perturbation", str(request.perturbation)] if request.perturbation else []
+        child += ["--gradient_errors", str(request.gradient_errors)] if request.gradient_errors else []
         return [*self._start, *launch, "-m", _CHILD, *child, request.script, *request.arguments]
 
     def _wait(

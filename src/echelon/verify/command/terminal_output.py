@@ -162,7 +162,9 @@ def _group(group: Sequence[LayoutResult], palette: Palette, width: int) -> Itera
     yield f"{palette.bold}First difference on {first.layout.name}{palette.reset}{others}"
     yield from _finding(first.verdict.finding, palette, width)
     for also in first.verdict.also[:_MAX_ALSO]:
-        yield from _paragraph("also:", f"{_place(also)}: {also.what}", palette, width)
+        yield ""
+        yield f"{palette.bold}Another difference, which does not follow from the first{palette.reset}"
+        yield from _finding(also, palette, width)
     if (more := len(first.verdict.also) - _MAX_ALSO) > 0:
         yield from _paragraph("", f"and {_count(more, 'other difference')}; --html FILE shows them", palette, width)
 

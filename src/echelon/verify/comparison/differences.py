@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -136,6 +137,8 @@ class Comparison:
         self.tolerances = Tolerances(probability)
         self.tallies: dict[tuple[int, Stage], Tally] = {}
         self.skipped_outputs: set[str] = set()
+        self.num_told_apart: Counter[Stage] = Counter()
+        """Number of values of stages that show only in the reduced gradient, in updates in which that differs."""
         self.allowed: dict[tuple[int, str], dict[str, float]] = {}
         """Allowed distances of the tensors of (update, kind)."""
 
@@ -192,8 +195,7 @@ class Comparison:
             return
         names = [name for name in theirs if kind in ("reduced", "clipped") or name in ours]
         names += [name for name in ours if name not in theirs and kind in ("reduced", "clipped")]
-        measurements = self.measured(update, kind, theirs)
-        model = RoundingModel(list(measurements.values()), probability=self.tolerances.probability)
+        explained = self.explained_by_rounding(update, kind, theirs)
         typical = _typical_element(theirs)
         allowed_of = self.allowed.setdefault((update, kind), {})
         for name in names:
@@ -207,12 +209,11 @@ class Comparison:
                 and own.num_elements == other.num_elements
             ):
                 self.passed(update, stage)
-                allowed_of[name] = model.allowed(measurements[name])
+                allowed_of[name] = explained[name]
                 continue
             size = (other or own).num_elements  # type: ignore[union-attr]
-            one = measurements.get(name) or Measurement(norm=0.0, error=0.0, freedom=min(size, NUM_BUCKETS), floor=0.0)
             smallest = self.roundoff_of(name) * typical * math.sqrt(size)
-            allowed = 0.0 if self.is_bitwise else max(model.allowed(one), smallest)
+            allowed = 0.0 if self.is_bitwise else max(explained.get(name, 0.0), smallest)
             allowed_of[name] = allowed
             self._compare_values(update, stage, name, own, other, allowed)
         if kind in ("weights", "buffers"):
@@ -223,6 +224,32 @@ class Comparison:
                             stage=stage, update=update, kind="missing", tensor=name, norm=theirs[name].whole.norm
                         )
                     )
+
+    def explained_by_rounding(
+        self, update: int, kind: TensorKind, theirs: Mapping[str, RecordedTensor]
+    ) -> dict[str, float]:
+        """Return the greatest distance of each tensor of the reference that rounding explains."""
+        measurements = self.measured(update, kind, theirs)
+        model = RoundingModel(list(measurements.values()), probability=self.tolerances.probability)
+        terms = self._norms_of_terms(update) if kind in ("reduced", "clipped") else {}
+        depth = math.sqrt(self.num_samples(update))
+        return {
+            # A sum that cancels has the rounding error of its terms: a bias before BatchNorm has no gradient but this error.
+            name: max(model.allowed(one), self.roundoff_of(name) * depth * terms.get(name, 0.0))
+            for name, one in measurements.items()
+        }
+
+    def _norms_of_terms(self, update: int) -> dict[str, float]:
+        """Return the sum of the norms of the local gradients whose mean over the ranks is the gradient; of the run where it is greater."""
+        result: dict[str, float] = {}
+        for run in (self.layout, self.reference):
+            own: dict[str, float] = {}
+            for local in run.local_gradients(update).values():
+                for name, sketch in local.items():
+                    own[name] = own.get(name, 0.0) + sketch.norm / run.world_size
+            for name, norm in own.items():
+                result[name] = max(result.get(name, 0.0), norm)
+        return result
 
     def measured(self, update: int, kind: TensorKind, theirs: Mapping[str, RecordedTensor]) -> dict[str, Measurement]:
         """Return the rounding error of each tensor of the reference."""

@@ -16,6 +16,7 @@ from echelon.verify.comparison.saved_states import load_cause, save_cause
 from echelon.verify.comparison.value_causes import (
     buffer_cause,
     clip_cause,
+    drawn_numbers,
     forward_cause,
     initial_cause,
     optimizer_cause,
@@ -66,7 +67,7 @@ def finding_of(
     return Finding(
         update=update,
         stage=final,
-        what=_sentence(final, shown, worst),
+        what=_sentence(final, shown, worst, drawn=drawn_numbers(comparison)),
         tensors=tensors,
         ranks=ranks,
         difference=worst.relative,
@@ -94,7 +95,7 @@ def _cause(
             )
         return order.cause(update)
     if stage == "rng":
-        return rng_cause(differences[0])
+        return rng_cause(comparison, differences[0])
     if stage == "initial weights":
         if any(one.kind == "structure" for one in differences):
             return structure_cause([one for one in differences if one.kind == "structure"])
@@ -185,11 +186,11 @@ def _num_items(rank: RankUpdate, micro_step: int) -> int | None:
     return next((one.num_items for one in rank.batches if one.micro_step == micro_step and one.num_items), None)
 
 
-def _sentence(stage: Stage, differences: Sequence[RunDifference], worst: RunDifference) -> str:
+def _sentence(stage: Stage, differences: Sequence[RunDifference], worst: RunDifference, *, drawn: str) -> str:
     if worst.relative is None or stage not in _SUBJECTS:
         text = worst.values or f"{worst.tensor} differs"
         if worst.kind == "equal generators":
-            text = f"ranks {', '.join(str(one) for one in worst.ranks)} draw dropout masks from equal generators"
+            text = f"ranks {', '.join(str(one) for one in worst.ranks)} draw {drawn} from equal generators"
         elif worst.kind == "repeated generator":
             text = f"the generator is in the state of update {worst.values} again"
         elif worst.kind == "missing":

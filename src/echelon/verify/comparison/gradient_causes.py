@@ -17,12 +17,15 @@ from echelon.verify.comparison.likely_cause import LikelyCause
 from echelon.verify.finding import Stage
 from echelon.verify.sketch import Sketch
 
-__all__ = ["GradientCauses", "Vector", "ratio_between"]
+__all__ = ["GradientCauses", "Vector", "ratio_between", "scale_between"]
 
 Vector = Mapping[str, np.ndarray]
 """Projections of tensors by name, which stand for one vector."""
 
 _Key = tuple[int, int]
+
+_SHOWN = 1e-6
+"""A ratio that differs less from 1 would be shown as 1."""
 
 
 class GradientCauses:
@@ -187,7 +190,8 @@ class GradientCauses:
                 ranks=list(range(self._size)),
             )
         scales = [ratio_between(one, self._of_rank[0], self._scale, some) for one in self._of_rank]
-        if 2 * len(some) > len(self._names) and all(one is not None for one in scales):
+        apart = [scale_between(one, self._of_rank[0], self._scale, some) for one in self._of_rank]
+        if 2 * len(some) > len(self._names) and all(one is not None for one in scales) and any(apart):
             shown = ", ".join(f"{one:.4g}" for one in scales if one is not None)
             return LikelyCause(
                 name="scaled differently on each rank",
@@ -249,8 +253,8 @@ class GradientCauses:
         )
 
     def _scaled(self) -> LikelyCause | None:
-        ratio = ratio_between(self._ours, self._theirs, self._scale, self._names)
-        if ratio is None or not math.isfinite(ratio) or abs(ratio - 1) < 1e-12:
+        ratio = scale_between(self._ours, self._theirs, self._scale, self._names)
+        if ratio is None:
             return None
         size, steps = self._size, max((micro_step for _, micro_step in self._local), default=0) + 1
         mean = self._combined(dict.fromkeys(self._local, 1 / size)) if self._local else {}
@@ -589,6 +593,17 @@ def ratio_between(ours: Vector, theirs: Vector, limits: Mapping[str, float], nam
         if np.linalg.norm(ours[name] - ratio * theirs[name]) > 2 * max(1.0, abs(ratio)) * limits.get(name, 0.0):
             return None
     return ratio
+
+
+def scale_between(ours: Vector, theirs: Vector, limits: Mapping[str, float], names: Sequence[str]) -> float | None:
+    """Return c if ``ours`` is c times ``theirs``, and most of their difference is explained by it; None if c is nearly 1."""
+    ratio = ratio_between(ours, theirs, limits, names)
+    if ratio is None or not math.isfinite(ratio) or abs(ratio - 1) < _SHOWN:
+        return None
+    known = [name for name in names if limits.get(name, 0.0) > 0]
+    total = sum(float(np.sum((ours[name] - theirs[name]) ** 2)) / limits[name] ** 2 for name in known)
+    rest = sum(float(np.sum((ours[name] - ratio * theirs[name]) ** 2)) / limits[name] ** 2 for name in known)
+    return ratio if rest < total / 2 else None
 
 
 def _vector(tensors: Mapping[str, Sketch]) -> dict[str, np.ndarray]:

@@ -9,12 +9,21 @@ import numpy as np
 
 from echelon.verify.comparison.alignment import AlignedRun, TensorKind
 from echelon.verify.comparison.differences import Comparison, RunDifference, failed_values
-from echelon.verify.comparison.gradient_causes import ratio_between
+from echelon.verify.comparison.gradient_causes import ratio_between, scale_between
 from echelon.verify.comparison.likely_cause import LikelyCause
 from echelon.verify.sketch import Sketch
 from echelon.verify.trace import OptimizerStep
 
-__all__ = ["buffer_cause", "clip_cause", "forward_cause", "initial_cause", "optimizer_cause", "rate_cause", "rng_cause"]
+__all__ = [
+    "buffer_cause",
+    "clip_cause",
+    "drawn_numbers",
+    "forward_cause",
+    "initial_cause",
+    "optimizer_cause",
+    "rate_cause",
+    "rng_cause",
+]
 
 
 def initial_cause(comparison: Comparison, differences: Sequence[RunDifference]) -> LikelyCause:
@@ -36,18 +45,25 @@ def initial_cause(comparison: Comparison, differences: Sequence[RunDifference]) 
     )
 
 
-def rng_cause(difference: RunDifference) -> LikelyCause:
+def drawn_numbers(comparison: Comparison) -> str:
+    """Return what the models draw from their generators, in words."""
+    classes = (name for model in comparison.layout.models.values() for name in model.module_classes.values())
+    return "dropout masks" if any("Dropout" in name for name in classes) else "random numbers"
+
+
+def rng_cause(comparison: Comparison, difference: RunDifference) -> LikelyCause:
     """Explain generators."""
+    drawn = drawn_numbers(comparison)
     if difference.kind == "equal generators":
         return LikelyCause(
-            name="same dropout masks on every rank",
-            why="these ranks draw their dropout masks from equal generators, so different samples get the same masks",
+            name=f"same {drawn} on every rank",
+            why=f"these ranks draw their {drawn} from equal generators, so different samples get the same {drawn.split()[-1]}",
             do="seed with seed + rank after the model is built (set_seed(seed, device_specific=True))",
         )
     if difference.kind == "repeated generator":
         return LikelyCause(
-            name="dropout masks repeat",
-            why=f"the generator is in the state of update {difference.values} again: the masks repeat",
+            name=f"{drawn} repeat",
+            why=f"the generator is in the state of update {difference.values} again: the {drawn.split()[-1]} repeat",
             do="seed once, outside the training loop, and let a resume restore the generators",
         )
     return LikelyCause(
@@ -343,11 +359,11 @@ def _step_cause(comparison: Comparison, update: int, names: list[str], weights: 
     ours, theirs = _moves(comparison.layout, update), _moves(comparison.reference, update)
     limits = {name: 2 * value for name, value in comparison.allowed.get((update, "weights"), {}).items()}
     common = [name for name in weights if name in ours and name in theirs]
-    ratio = ratio_between(ours, theirs, limits, common) if common else None
+    ratio = scale_between(ours, theirs, limits, common) if common else None
     if ratio is not None:
         return LikelyCause(
             name="step scaled",
-            why=f"the weights move {ratio:.4g} times as far as in the reference, by equal gradients",
+            why=f"the weights move {ratio:.6g} times as far as in the reference, by equal gradients",
             do="step once per update, with the same learning rate; look for a second optimizer or a second step",
             ratio=ratio,
             line=line,

@@ -1,23 +1,28 @@
-"""Changes each weight of a new model by one rounding: runs that differ only in this show how far rounding errors grow."""
+"""Changes each weight of a new model by one rounding, and gradients by their rounding errors.
+
+Runs that differ only in this show how far rounding errors grow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer, optimizer as torch_optimizer
 
 from echelon.verify.recording import Recording
 
-__all__ = ["Perturbation"]
+__all__ = ["GradientPerturbation", "Perturbation"]
 
 
 class Perturbation:
     """Multiplies each weight by ``1 + eps`` or ``1 - eps`` of its dtype, at random, before the first forward pass.
 
     Args:
-        seed: of the random signs; 0: no weight is changed.
+        seed: of the random signs, which are opposite for an odd seed and the next even one; 0: no weight is changed.
     """
 
     def __init__(self, seed: int) -> None:
@@ -30,10 +35,83 @@ class Perturbation:
         return lambda: None
 
     def _perturb(self, root: nn.Module) -> None:
-        generator = torch.Generator().manual_seed(self._seed)  # the script's own generator is left as it is
+        signs = _Signs(self._seed)
         with torch.no_grad():
             for parameter in root.parameters():
                 weights: Any = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
                 if weights.is_floating_point():
-                    signs = torch.randint(0, 2, weights.shape, generator=generator).to(weights) * 2 - 1
-                    weights.mul_(1 + torch.finfo(weights.dtype).eps * signs)
+                    weights.mul_(1 + torch.finfo(weights.dtype).eps * signs.like(weights))
+
+
+class GradientPerturbation:
+    """Changes each element of each gradient before an optimizer step by as much as rounding may change it.
+
+    It shows what the optimizer makes of rounding errors: where a gradient is close to zero, a step of Adam has the sign of the error.
+
+    Args:
+        seed: of the random signs; the runs of an odd seed and the next even one are changed in opposite directions.
+        errors: what rounding explains of the gradient of each parameter (``"0:weight"``), as a part of its norm.
+    """
+
+    def __init__(self, seed: int, errors: Mapping[str, float]) -> None:
+        self._signs = _Signs(seed)
+        self._errors = errors
+        self._outermost: Optimizer | None = None
+        self._recording: Recording
+
+    def install(self, recording: Recording) -> Callable[[], None]:
+        """Register the hooks."""
+        self._recording = recording
+        hooks = [
+            torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
+            torch_optimizer.register_optimizer_step_post_hook(self._after_step),
+        ]
+        before: Any = torch_optimizer._global_optimizer_pre_hooks
+
+        def begin_forward(*_: Any) -> None:
+            self._outermost = None
+            before.move_to_end(hooks[0].id)  # after the hook that records the gradients
+
+        recording.on_training_forward(begin_forward)
+
+        def remove() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return remove
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._outermost is not None:
+            return  # an optimizer inside another one
+        self._outermost = optimizer
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._perturb(parameter)
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._outermost is optimizer:
+            self._outermost = None
+
+    def _perturb(self, parameter: torch.Tensor) -> None:
+        owner = self._recording.owner_of(parameter)
+        gradient: Any = parameter.grad
+        gradient = getattr(gradient, "_local_tensor", gradient)  # of a DTensor
+        if owner is None or gradient is None or gradient.layout != torch.strided or not gradient.is_floating_point():
+            return
+        error = self._errors.get(f"{owner[0]}:{owner[1]}", 0.0)
+        norm = float(gradient.double().norm())
+        if error > 0 and 0 < norm < math.inf:
+            gradient.add_(self._signs.like(gradient) * (error * norm / math.sqrt(gradient.numel())))
+
+
+class _Signs:
+    """Random signs; those of an even seed are the opposite of those of the seed before it."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed((seed + 1) // 2)  # the script's own generator is left as it is
+        self._first = 1 if seed % 2 else -1
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        signs = torch.randint(0, 2, tensor.shape, generator=self._generator).to(tensor) * 2 - 1
+        return self._first * signs
