@@ -413,6 +413,25 @@ def _times(sketch: Sketch, factor: float) -> Sketch:
     return replace(sketch, projection=factor * sketch.projection, square_sum=factor**2 * sketch.square_sum, bits=1)
 
 
+@pytest.mark.parametrize(
+    ("parity", "num_extra", "is_same"),
+    [("exact", 1, True), ("bitwise", 1, True), ("off", 1, False), ("exact", 9, False)],
+)
+def test_samples_that_fill_up_a_global_batch_have_no_weight_under_exact_parity(
+    parity: str, num_extra: int, is_same: bool
+) -> None:
+    setting = Setting(num_updates=2)
+    reference, exact = _traces_of_reference(reference_of(setting))
+    layout = _changed(simulate(setting), Model, parity=lambda _: parity)
+    last = [
+        replace(e, rows=[*e.rows, *e.rows[:1] * num_extra]) if isinstance(e, Batch) and e.micro_step else e
+        for e in layout.ranks[1]
+    ]
+    verdict = compare(_without(Trace(ranks=[layout.ranks[0], last]), (Forward,)), reference, exact)
+    assert (verdict.result == "same") == is_same, verdict.finding
+    assert is_same or (verdict.finding is not None and verdict.finding.stage == "data")
+
+
 def test_a_run_that_recorded_nothing_is_not_comparable() -> None:
     setting = Setting(num_updates=2)
     layout, (reference, exact) = simulate(setting), _traces_of_reference(reference_of(setting))

@@ -32,6 +32,8 @@ class SampleComparison:
         self._micro_steps = {
             update: [len(one.micro_steps()) for one in layout.ranks_at(update)] for update in layout.updates
         }
+        # Under these parities the samples that fill up a global batch have no weight.
+        self._fills_up = any(one.parity in ("exact", "bitwise") for one in layout.models.values())
         self._their_micro_steps = {update: len(reference.at(0, update).micro_steps()) for update in reference.updates}
 
     def is_recorded(self, update: int) -> bool:
@@ -48,7 +50,12 @@ class SampleComparison:
 
     def differs(self, update: int) -> bool:
         """Return whether the layout used other samples than the reference in ``update``; their order does not matter."""
-        return self.is_recorded(update) and Counter(self._ours[update]) != Counter(self._theirs[update])
+        if not self.is_recorded(update):
+            return False
+        ours, theirs = Counter(self._ours[update]), Counter(self._theirs[update])
+        extra = ours - theirs
+        num_filling = (self._world_size - 1) * max(self._micro_steps[update]) if self._fills_up else 0
+        return bool(theirs - ours) or extra.total() > num_filling or not extra.keys() <= theirs.keys()
 
     def same_samples(self, update: int, rank: int, other: int) -> bool:
         """Return whether two ranks used the same samples, as ranks do that hold parts of one model."""
