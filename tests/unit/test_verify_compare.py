@@ -19,6 +19,7 @@ from echelon.verify.sketch import Sketch, sketch_of
 from echelon.verify.trace import (
     Batch,
     Buffers,
+    Clip,
     Forward,
     Gradients,
     Loss,
@@ -430,6 +431,16 @@ def test_samples_that_fill_up_a_global_batch_have_no_weight_under_exact_parity(
     verdict = compare(_without(Trace(ranks=[layout.ranks[0], last]), (Forward,)), reference, exact)
     assert (verdict.result == "same") == is_same, verdict.finding
     assert is_same or (verdict.finding is not None and verdict.finding.stage == "data")
+
+
+def test_nan_is_equal_to_nan() -> None:
+    """Gradients that are clipped by value have no norm; a setting or a rate may be nan in both runs."""
+    runs = [simulate(Setting()), *_traces_of_reference(reference_of(Setting()))]
+    runs = [_changed(one, Clip, norm=lambda _: float("nan"), max_norm=lambda _: float("nan")) for one in runs]
+    settings = lambda _: [{"eps": float("nan")}]  # noqa: E731
+    runs = [_changed(one, OptimizerStep, lrs=lambda _: [float("nan")], settings=settings) for one in runs]
+    verdict = compare(*runs)
+    assert verdict.result == "same", verdict.finding
 
 
 def test_a_run_that_recorded_nothing_is_not_comparable() -> None:

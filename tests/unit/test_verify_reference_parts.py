@@ -96,6 +96,8 @@ def test_gradients_are_perturbed_after_they_are_recorded_and_in_opposite_directi
         steps.append((before - model.weight.detach()) / 2)  # two equal gradients, of ones
         assert torch.equal(model.bias.grad, torch.ones(8))  # nothing is known of its error
         recorded.append([one for one in read_trace(folder).ranks[0] if isinstance(one, Gradients)])
-    assert all(one.sketches[0].square_sum == 64.0 for events in recorded for one in events)  # recorded before the change
+    assert all(
+        one.sketches[0].square_sum == 64.0 for events in recorded for one in events
+    )  # recorded before the change
     assert 0.0 < float((steps[0] - 1).abs().max()) <= 0.25 + 1e-6  # the norm times 0.25, spread over 64 elements
     assert torch.allclose(steps[0] + steps[1], torch.full((8, 8), 2.0))

@@ -77,6 +77,16 @@ def test_nonfinite_elements_are_counted(size: int) -> None:
     assert np.isfinite(sketch.projection).all()
 
 
+@pytest.mark.parametrize("size", [10, 40_000])
+def test_all_nan_are_equal(size: int) -> None:
+    one, other = torch.ones(size), torch.ones(size)
+    one[3], other[3] = torch.tensor([0x7FC00000, -0x3FFFFF], dtype=torch.int32).view(torch.float32)
+    assert torch.isnan(torch.stack([one[3], other[3]])).all()
+    assert sketch_of(one).bits == sketch_of(other).bits
+    other[4] = 2.0
+    assert sketch_of(one).bits != sketch_of(other).bits
+
+
 @pytest.mark.parametrize("kind", ["random", "constant", "rank one", "repeated rows", "one column"])
 def test_the_distance_estimates_the_norm_of_the_difference(kind: str) -> None:
     generator = torch.Generator().manual_seed(3)

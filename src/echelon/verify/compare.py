@@ -239,7 +239,7 @@ def _compare_clips(comparison: Comparison, update: int) -> None:
         comparison.add(RunDifference(stage="clip", update=update, kind="num clips", values=values, line=line))
     together = math.sqrt(sum(value**2 for value in comparison.allowed.get((update, "reduced"), {}).values()))
     for index, (own, other) in enumerate(zip(ours, theirs, strict=False)):
-        if not math.isclose(own.max_norm, other.max_norm, rel_tol=4 * _DOUBLE_ROUNDOFF):
+        if not _are_close(own.max_norm, other.max_norm, 4 * _DOUBLE_ROUNDOFF):
             values = f"max_norm is {own.max_norm:g}, in the reference {other.max_norm:g}"
             comparison.add(RunDifference(stage="clip", update=update, kind="max norm", values=values, line=line))
         errors = [abs(other.norm - twin[index].norm) for twin in twins if len(twin) > index]
@@ -388,9 +388,13 @@ def _changes(run: AlignedRun, name: str) -> bool:
     return len({str([group.get(name) for group in step.settings]) for step in steps}) > 1
 
 
+def _are_close(first: float, second: float, relative: float) -> bool:
+    return math.isclose(first, second, rel_tol=relative) or (math.isnan(first) and math.isnan(second))
+
+
 def _close_settings(first: object, second: object, relative: float) -> bool:
     if isinstance(first, float) and isinstance(second, float):
-        return math.isclose(first, second, rel_tol=relative)
+        return _are_close(first, second, relative)
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)) and len(first) == len(second):
         return all(_close_settings(a, b, relative) or a == b for a, b in zip(first, second, strict=True))
     return False

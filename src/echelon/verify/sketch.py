@@ -138,6 +138,8 @@ def _sketch_together(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) ->
     squares = np.add.reduceat(values * values, starts)
     num_nonfinite = [0] * len(tensors)
     if not np.isfinite(squares).all():
+        _make_nan_equal(values)
+        bits = np.add.reduceat(_mixed(values.view(np.int64)) * layout.keys.reshape(-1), starts)
         num_nonfinite = np.add.reduceat((~np.isfinite(values)).astype(np.int64), starts).tolist()
         values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
         squares = np.add.reduceat(values * values, starts)
@@ -159,6 +161,7 @@ def _sketch_listed(values: torch.Tensor, positions: np.ndarray) -> Sketch:
     for begin in range(0, len(positions), _CHUNK):
         drawn = _drawn_at(positions[begin : begin + _CHUNK])
         part = values[begin : begin + _CHUNK].to(torch.float64, copy=True).numpy()
+        _make_nan_equal(part)
         bits += int(_mixed(part.view(np.int64)) @ drawn.keys)
         num_nonfinite += _remove_nonfinite(part)
         square_sum += float(part @ part)
@@ -190,10 +193,12 @@ def _sketch_run(values: torch.Tensor, first: int) -> Sketch:
         if rows.end != end:
             rows.tensor[end : rows.end] = 0
         rows.tensor[begin:end].copy_(values[start + begin - first : start + end - first])
+        square = float(rows.values.dot(rows.values))
+        if not math.isfinite(square):
+            _make_nan_equal(rows.values)
         np.right_shift(rows.bits, 32, out=rows.mixed)
         np.bitwise_xor(rows.mixed, rows.bits, out=rows.mixed)
         bits += int(np.einsum("i,i->", rows.mixed, rows.keys)) * _signs_and_key_of_chunk(number)[1]
-        square = float(rows.values.dot(rows.values))
         if not math.isfinite(square):
             num_nonfinite += _remove_nonfinite(rows.values)
             square = float(rows.values.dot(rows.values))
@@ -209,6 +214,11 @@ def _sketch_run(values: torch.Tensor, first: int) -> Sketch:
         num_elements=count,
         num_nonfinite=num_nonfinite,
     )
+
+
+def _make_nan_equal(values: np.ndarray) -> None:
+    """Give all nan the same bits; their sign and payload depend on the processor's instruction."""
+    values[np.isnan(values)] = np.nan
 
 
 def _remove_nonfinite(values: np.ndarray) -> int:

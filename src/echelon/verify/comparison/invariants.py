@@ -101,7 +101,7 @@ def unequal_steps(layout: AlignedRun, update: int) -> Iterator[RunDifference]:
                 line=calls[0].line,
             )
         rates = [one.lrs for one in calls]
-        unequal = [rank for rank, one in enumerate(rates) if one != rates[0]]
+        unequal = [rank for rank, one in enumerate(rates) if str(one) != str(rates[0])]  # nan is equal to nan
         if unequal:
             yield RunDifference(
                 stage="scheduler",
