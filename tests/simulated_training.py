@@ -361,7 +361,8 @@ class Simulation:
         events.append(
             Batch(update=update, micro_step=micro_step, source="loader", rows=identities, num_items=items, line=LINE)
         )
-        state = 1_000_000 * (rank + 1) + 1000 * update + micro_step
+        # One number is drawn in each update, after its first forward pass.
+        state = 1_000_000 * (rank + 1) + 1000 * (update + (micro_step > 0))
         if s.has("equal generators", update):
             state -= 1_000_000 * rank
         if s.has("repeated generator", update):

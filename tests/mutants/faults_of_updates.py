@@ -148,8 +148,11 @@ MUTANTS: tuple[Mutant, ...] = (
         name="evaluation counts the repeated samples",
         script="level1",
         edits=(
-            ("BATCH_SIZE))\n", "BATCH_SIZE), even=True)\n"),
-            ("make_data(3, 13)", "make_data(3, 9)"),
+            (
+                "shard(DataLoader(make_data(3, 13), batch_size=BATCH_SIZE))\n",
+                "DataLoader(test_data := make_data(3, 13), batch_size=BATCH_SIZE, "
+                "sampler=torch.utils.data.DistributedSampler(test_data, world.world_size, world.rank, shuffle=False))\n",
+            ),
         ),
         update=6,
         stages=("scheduler",),

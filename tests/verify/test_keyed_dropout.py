@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from echelon.verify.recorders.batches import Batches
 from echelon.verify.recorders.keyed_dropout import KeyedDropout, keyed_mask
+from echelon.verify.recorders.parts import default_parts
 from echelon.verify.recorders.rng_states import RngStates
 from echelon.verify.recording import recording
 from echelon.verify.trace import Note, Rng, read_trace
@@ -97,13 +98,14 @@ def test_ranks_draw_the_masks_of_one_process(tmp_path: Path) -> None:
 def test_a_state_of_the_generator_returns_only_if_it_is_set_back(tmp_path: Path) -> None:
     """Each update with masks takes one number, so that seeding alike in each update shows."""
     model, states = _Body(lambda x: F.dropout(x, 0.5)), []
-    with _recorded(tmp_path):
-        for update in range(4):
+    with recording(tmp_path, parts=default_parts(), rank=0, world_size=1, steps=4):
+        for update in range(5):
             if update > 1:
                 torch.manual_seed(3)
-            model(torch.ones(2 + update, 3)).sum().backward()
+            for _ in range(2):  # micro-steps
+                model(torch.ones(2 + update, 3)).sum().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
-    states = [one.torch for one in read_trace(tmp_path).ranks[0] if isinstance(one, Rng)]
+    states = [one.torch for one in read_trace(tmp_path).ranks[0] if isinstance(one, Rng) and one.micro_step == 0]
     assert len(set(states)) == 3
     assert states[2] == states[3]
 

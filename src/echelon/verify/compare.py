@@ -274,15 +274,32 @@ def _allowed_rate(comparison: Comparison, rate: float, exact: float, steps: floa
     """Return how far a rate may be from the reference's ``rate``, which is ``exact`` in the float64 run."""
     if abs(rate - exact) <= steps * abs(rate):
         return steps * abs(rate)
-    # The schedule follows a measured value, such as the loss of an evaluation: the rounding errors of all its values are alike.
+    # The schedule follows a measured value, such as the loss of an evaluation: its rounding errors are like those of the losses.
     floor = comparison.roundoff_of("")
     errors = [
         Measurement(norm=abs(one), error=abs(one - other), freedom=1, floor=floor)
         for one, other in _measured_rates(comparison)
         if one != other
     ]
+    if errors:
+        errors += [
+            Measurement(norm=abs(one), error=abs(one - other), freedom=1, floor=floor)
+            for one, other in _losses(comparison)
+        ]
     own = Measurement(norm=abs(rate), error=abs(rate - exact), freedom=1, floor=floor)
     return RoundingModel(errors or [own], probability=comparison.tolerances.probability).allowed(own)
+
+
+def _losses(comparison: Comparison) -> list[tuple[float, float]]:
+    """Return the losses of the reference, each with those of its other runs."""
+    runs = [run for run in (comparison.exact, *comparison.perturbed) if run is not None]
+    return [
+        (one.value, other.value)
+        for update in comparison.reference.updates
+        for run in runs
+        for one, other in zip(comparison.reference.at(0, update).losses, run.at(0, update).losses, strict=False)
+        if math.isfinite(one.value) and math.isfinite(other.value)
+    ]
 
 
 def _measured_rates(comparison: Comparison) -> list[tuple[float, float]]:

@@ -32,14 +32,13 @@ class GeneratorHistory:
         states: dict[tuple[int, int], list[int]] = {}
         repeated: dict[int, int] = {}
         for rank in range(self._layout.world_size):
-            for one in self._layout.at(rank, update).rngs:
-                if not one.draws_masks:
-                    continue
-                self.num_compared += 1
+            drawing = [one for one in self._layout.at(rank, update).rngs if one.draws_masks]
+            self.num_compared += len(drawing)
+            for one in drawing:
                 states.setdefault((one.micro_step, one.torch), []).append(rank)
-                # A recorded run draws from the generator once in each update that has masks.
-                if self._seen[rank].setdefault(one.torch, update) != update:
-                    repeated[rank] = self._seen[rank][one.torch]
+            # A recorded run draws from the generator once in each update that has masks, after the first forward pass with masks.
+            if drawing and self._seen[rank].setdefault(drawing[0].torch, update) != update:
+                repeated[rank] = self._seen[rank][drawing[0].torch]
         for ranks in states.values():
             others = [
                 rank
