@@ -203,6 +203,32 @@ def test_gradients_are_recorded_without_the_loss_scale_and_skipped_steps_as_such
     assert first.sketches[0].bits == second.sketches[0].bits
 
 
+@pytest.mark.parametrize("change", ["none", "one element", "sign of a zero"])
+def test_a_large_gradient_that_changes_after_the_backward_pass_is_summarized_again(change: str, tmp_path: Path) -> None:
+    model = nn.Linear(100, 60)
+    gradients = []
+
+    def script() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.randn(4, 100) * (torch.arange(100) > 0)).sum().backward()  # zeros in column 0
+            gradient = model.weight.grad
+            assert gradient is not None
+            if change == "one element":
+                gradient[59, 99] += 1
+            elif change == "sign of a zero":
+                gradient[0, 0] = -gradient[0, 0]
+            gradients.append(gradient.clone())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    events = _record(tmp_path, script, steps=1)
+    local, reduced = (_named(_of(events, Gradients, stage=stage, update=0)[0]) for stage in ("local", "reduced"))
+    assert reduced["weight"].bits == sketch_of(gradients[0]).bits
+    assert (local["weight"].bits == reduced["weight"].bits) == (change == "none")
+    assert local["bias"].bits == reduced["bias"].bits
+
+
 def test_clipping_is_seen_however_it_is_called(tmp_path: Path) -> None:
     def script() -> None:
         model = _net()

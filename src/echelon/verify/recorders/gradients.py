@@ -111,7 +111,7 @@ class GradientRecorder:
         self._latest = {
             owner: (gradient, found[owner])
             for owner, gradient in local.items()
-            if recording.world_size == 1 and scale == 1 and gradient.numel() > _LARGE
+            if recording.world_size == 1 and scale == 1 and gradient.numel() > _LARGE and owner in found
         }
 
     # ---- in the optimizer ----------------------------------------------------------------------------------------------
