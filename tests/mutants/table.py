@@ -11,7 +11,7 @@ __all__ = ["NOT_FOUND", "NOT_LOCALIZED", "PAGE", "page_with", "table_of"]
 
 NOT_FOUND: tuple[str, ...] = ()
 """Names of the faults that are not found within one step."""
-NOT_LOCALIZED: tuple[str, ...] = ("norm of the rank's shards, fully_shard",)
+NOT_LOCALIZED: tuple[str, ...] = ()
 """Names of the faults that are found, but at another stage or tensor."""
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "verify.md"
