@@ -177,15 +177,16 @@ def batch_factor(layout: Trace, one_process: Trace) -> int:
         MergeError: no whole number does.
     """
     models = [event for events in layout.ranks for event in events if isinstance(event, Model)]
-    if any(model.parity in ("exact", "bitwise") for model in models):
-        return 1  # the global batch does not depend on the number of ranks; samples that fill it up have no weight
+    is_global = any(model.parity in ("exact", "bitwise") for model in models)
     update = min(_updates(one_process) & _updates(layout), default=None)
     if update is None:
         raise MergeError("no update was recorded on both")
-    in_layout, in_one = _num_samples(layout, update), _num_samples(one_process, update)
+    in_layout, in_one = (_num_samples(trace, update, distinct=is_global) for trace in (layout, one_process))
     if not in_layout or not in_one:
         return 1  # no batch was seen; the other stages can be compared
     factor = Fraction(in_layout, in_one)
+    if is_global and factor.denominator != 1:
+        return 1  # the loader's batch is the global one; samples that fill it up have no weight
     if factor.denominator != 1:
         raise MergeError(
             f"update {update} has {in_layout} samples on {len(layout.ranks)} processes and {in_one} in one process, "
@@ -198,9 +199,11 @@ def _updates(trace: Trace) -> set[int]:
     return {event.update for events in trace.ranks for event in events if isinstance(event, OptimizerStep)}
 
 
-def _num_samples(trace: Trace, update: int) -> int:
+def _num_samples(trace: Trace, update: int, *, distinct: bool) -> int:
+    """Return the number of samples in an update; ``distinct`` leaves out the repeated ones that fill up a global batch."""
     events = [event for events in trace.ranks for event in events]
     batches = [event for event in events if isinstance(event, Batch) and event.update == update]
     sources = {batch.source for batch in batches}
     source = "loader" if "loader" in sources else "inputs"
-    return sum(len(batch.rows) for batch in batches if batch.source == source)
+    rows = [row.whole for batch in batches if batch.source == source for row in batch.rows]
+    return len(set(rows)) if distinct else len(rows)
