@@ -33,3 +33,8 @@ def test_every_public_name_can_be_loaded_without_the_libraries_that_echelon_stan
 def test_an_unknown_name_is_an_attribute_error() -> None:
     program = "import echelon\ntry:\n    echelon.Acelerator\nexcept AttributeError as error:\n    print(error)"
     assert _run(program) == "module 'echelon' has no attribute 'Acelerator'"
+
+
+def test_a_run_without_live_checks_does_not_import_them() -> None:
+    program = "import sys; from echelon import Accelerator; Accelerator(cpu=True); "
+    assert _run(f"{program}print([name for name in sys.modules if 'live_check' in name or 'verify' in name])") == "[]"

@@ -17,7 +17,6 @@ from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.setup.build_deepspeed import DeepSpeedSettings
 from echelon.accelerator.update.direct_backward import DirectBackwardCheck
 from echelon.accelerator.update.exact_update import ExactUpdate
-from echelon.accelerator.update.live_check.live_check import LiveCheck
 from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.base.capabilities import Capabilities
@@ -33,6 +32,7 @@ from echelon.world.world import World
 
 if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+    from echelon.accelerator.update.live_check.live_check import LiveCheck
 
 __all__ = ["Session"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from echelon.base.errors import ConfigError
 
-__all__ = ["AXES", "DATA_AXES", "LOSS_AXES", "SHARD_AXES", "MeshLayout"]
+__all__ = ["AXES", "DATA_AXES", "LOSS_AXES", "MeshLayout"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """All axes, outermost first: neighbouring ranks differ on the last one, which communicates most."""
@@ -16,8 +16,6 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 """The axes on which ranks read different samples."""
 LOSS_AXES = ("dp_replicate", "dp_shard", "cp", "sp")
 """The axes over which losses and gradients are averaged: ranks have different samples, or pieces of a sequence."""
-SHARD_AXES = ("dp_shard", "cp", "sp")
-"""The axes over which parameters are sharded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

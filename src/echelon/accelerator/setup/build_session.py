@@ -39,8 +39,6 @@ from echelon.accelerator.setup.build import (
 from echelon.accelerator.setup.build_deepspeed import DeepSpeedSettings, build_deepspeed
 from echelon.accelerator.update.bitwise_update import build_bitwise_update
 from echelon.accelerator.update.exact_update import ExactUpdate
-from echelon.accelerator.update.live_check.live_check import LiveCheck
-from echelon.accelerator.update.live_check.watched_engine import WatchedEngine
 from echelon.accelerator.update.plain_update import PlainUpdate
 from echelon.accelerator.update.update_policy import UpdateParts, UpdatePolicy
 from echelon.base.errors import ConfigError
@@ -56,6 +54,8 @@ from echelon.world.world import World, mesh_along
 
 if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+    from echelon.accelerator.update.live_check.live_check import LiveCheck
+    from echelon.accelerator.update.live_check.watched_engine import WatchedEngine
 
 __all__ = ["build_session"]
 
@@ -137,7 +137,7 @@ def build_session(
         objects=parts.objects,
         unprepared=parts.unprepared,
         update=_build_update(parts, comm_hook=of_ddp.comm_hook),
-        live_check=None if watched is None else LiveCheck(config, world, watched, state, parts.objects, parts.scaler),
+        live_check=None if watched is None else _build_live_check(parts, watched),
         **given,
     )
 
@@ -176,7 +176,16 @@ def _watch(engine: Engine, config: Resolved[RunConfig], *, has_other_axes: bool)
             where=str(config.origins["verify_every"]),
             do="remove verify_every, or use engine='ddp', 'zero1' or 'fsdp2' (DeepSpeed's settings also work with engine='fsdp2')",
         )
+    # Runs without live checks do not import them.
+    from echelon.accelerator.update.live_check.watched_engine import WatchedEngine  # noqa: PLC0415
+
     return WatchedEngine(engine)
+
+
+def _build_live_check(parts: UpdateParts, watched: WatchedEngine) -> LiveCheck:
+    from echelon.accelerator.update.live_check.live_check import LiveCheck  # noqa: PLC0415 - see _watch
+
+    return LiveCheck(parts.config, parts.world, watched, parts.state, parts.objects, parts.scaler)
 
 
 def _build_scaler(
