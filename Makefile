@@ -24,7 +24,7 @@ RULES := tests/test_layering.py tests/test_import_contracts.py tests/test_docume
 PROSE := docs $(wildcard *.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak repeat browser clusters bench peers side-by-side ecosystem docs docs-serve lock release-check test-gpu other-torch clean
+.PHONY: help demo test check format soak repeat browser clusters bench bench-check peers side-by-side ecosystem docs docs-serve lock release-check test-gpu other-torch clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -36,13 +36,14 @@ demo: $(VENV)/.stamp ## train a small model on two CPU processes, and write a pa
 test: $(VENV)/.stamp ## run all tests that do not require a GPU
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) $(RULES:%=--ignore=%)
 
-check: $(VENV)/.stamp ## check format, lint, spelling, prose, links, types and layers
+check: $(VENV)/.stamp ## check format, lint, spelling, prose, links, types, layers, calls per training step
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/codespell $(PROSE) src tests examples benchmarks Makefile pyproject.toml
 	@$(BIN)/proselint check --config .proselintrc.json $(PROSE)
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/python -m pytest $(RULES)
+	@$(BIN)/python benchmarks/hot_path.py --check
 
 format: $(VENV)/.stamp ## reformat the files for `make check`
 	@$(BIN)/ruff format --quiet .
@@ -87,6 +88,9 @@ other-torch: ## run the tests with another torch: make other-torch OTHER_TORCH=2
 bench: $(VENV)/.stamp ## run the benchmarks (after make peers, compared with accelerate, transformers, lightning)
 	@set -e; python=$(BIN)/python; test ! -e $(PEERS)/.stamp || python=$(PEERS)/bin/python; \
 	for file in benchmarks/*.py; do echo "== $$file"; $$python $$file; done
+
+bench-check: $(VENV)/.stamp ## compare the Python calls that echelon adds to a training step with those in benchmarks/hot_path.json
+	@$(BIN)/python benchmarks/hot_path.py --check
 
 peers: $(PEERS)/.stamp ## create .venv-peers for the benchmarks and side-by-side tests
 

@@ -178,7 +178,7 @@ def fabric(batches: Batches) -> None:
         optimizer.zero_grad()
 
 
-def train(library: Any, batches: Batches, max_norm: float) -> None:
+def train(library: Any, batches: Batches, max_norm: float, accumulation: int = 1) -> None:
     """The call for both Trainers, without logs, evaluation, checkpoints and progress bar."""
     model, optimizer, scheduler, _ = parts(batches)
     with tempfile.TemporaryDirectory() as folder:
@@ -195,6 +195,7 @@ def train(library: Any, batches: Batches, max_norm: float) -> None:
             remove_unused_columns=False,
             dataloader_pin_memory=False,
             max_grad_norm=max_norm,  # 0: do not clip
+            gradient_accumulation_steps=accumulation,
         )
         trainer = library.Trainer(
             model=model,
@@ -206,10 +207,10 @@ def train(library: Any, batches: Batches, max_norm: float) -> None:
         trainer.train()
 
 
-def level_3(batches: Batches, max_norm: float = 0.0) -> None:
+def level_3(batches: Batches, max_norm: float = 0.0, accumulation: int = 1) -> None:
     import echelon.trainer as library
 
-    train(library, batches, max_norm)
+    train(library, batches, max_norm, accumulation)
 
 
 def transformers(batches: Batches, max_norm: float = 0.0) -> None:

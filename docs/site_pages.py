@@ -52,7 +52,7 @@ NAVIGATION: list[tuple[str, list[str | tuple[str, list[str]]]]] = [
             ),
             ("Migrating", ["migrating/*"]),
             ("Running", ["command_line.md", "machines.md", "clusters.md", "preemption.md", "report.md", "diagnosis.md", "run_folder.md", "selftest.md"]),
-            ("Training", ["verify.md", "parity.md", "checkpoints.md", "engines.md", "big_models.md", "data_parallel.md", "sharded_data.md", "ecosystem.md"]),
+            ("Training", ["verify.md", "parity.md", "checkpoints.md", "engines.md", "parallelism.md", "big_models.md", "data_parallel.md", "sharded_data.md", "ecosystem.md"]),
         ],
     ),
     (
@@ -87,7 +87,7 @@ API: dict[str, tuple[str, str, list[str]]] = {
             "echelon.GradScalerKwargs", "echelon.InitProcessGroupKwargs", "echelon.ProfileKwargs", "echelon.DistributedType",
             "echelon.DDPCommunicationHookType", "echelon.PartialState", "echelon.accelerator.GradientState",
             "echelon.accelerator.AcceleratedOptimizer", "echelon.accelerator.AcceleratedScheduler",
-            "echelon.accelerator.DummyOptim", "echelon.accelerator.DummyScheduler", "echelon.LocalSGD",
+            "echelon.accelerator.DummyOptim", "echelon.accelerator.DummyScheduler", "echelon.LocalSGD", "echelon.MixtureOfExperts",
         ],
     ),
     "trainer": (

@@ -163,6 +163,62 @@ def test_the_ragged_language_model_runs_under_each_starter(start: str, num_proce
     _check_ragged(_run(command, start, "ragged_language_model.py").out, num_processes)
 
 
+# ---- llama_nd.py -------------------------------------------------------------------------------------------------------
+
+
+def _plain_llama_losses(*, has_experts: bool) -> list[float]:
+    """Return each epoch's mean loss per token of a loop in one process."""
+    example = _module("llama_nd")
+    texts, model = example.make_texts(), example.build(has_experts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    history = []
+    for epoch in range(example.EPOCHS):
+        sums = []
+        for places in _order(len(texts), example.SEED + epoch).split(example.BATCH_SIZE):
+            optimizer.zero_grad()
+            ids, labels = (torch.stack([texts[place][key] for place in places]) for key in ("input_ids", "labels"))
+            logits = model(input_ids=ids).logits[:, :-1]
+            targets = labels[:, 1:]
+            total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            num = (targets != example.IGNORED).sum()
+            (total / num).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            sums.append((total.item(), num.item()))
+        history.append(sum(total for total, _ in sums) / sum(num for _, num in sums))
+    return history
+
+
+def _train_llama(has_experts: bool) -> list[float]:
+    losses: list[float] = _module("llama_nd").train(has_experts)
+    return losses
+
+
+_MESHES = {
+    "shard 2 x tp 2": ({"DP_SHARD": "2", "TP": "2"}, False),
+    "replicate 2 x pp 2": ({"DP_REPLICATE": "2", "PP": "2"}, False),
+    "replicate 2 x shard 2": ({"DP_REPLICATE": "2", "DP_SHARD": "2"}, False),
+    "ep 2": ({"DP_SHARD": "4", "EP": "2"}, True),
+}
+
+
+@pytest.mark.soak  # four processes import transformers
+@pytest.mark.parametrize("mesh", _MESHES)
+def test_the_llama_has_the_losses_of_one_process_on_any_mesh(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, has_experts = _MESHES[mesh]
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    for axis, size in sizes.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{axis}_SIZE", size)
+    expected = _plain_llama_losses(has_experts=has_experts)
+    for found in run_on_ranks(_train_llama, has_experts, world_size=4, init_group=False, timeout=240):
+        assert found == pytest.approx(expected, rel=RTOL)
+    if not has_experts:
+        printed = re.findall(
+            r"^epoch \d: loss ([\d.]+) per token", (ROOT / "docs" / "parallelism.md").read_text(), re.M
+        )
+        assert [float(loss) for loss in printed] == pytest.approx(expected, rel=RTOL)
+
+
 # ---- gpt2_zero3.py ---------------------------------------------------------------------------------------------------
 
 

@@ -216,6 +216,20 @@ def test_a_run_with_a_kill_is_recorded_and_equals_a_plain_loop(command: Command)
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
 
 
+def test_a_run_that_fails_before_its_first_step_says_where_it_is_recorded_and_repeats_the_note(
+    command: Command,
+) -> None:
+    command.write("fails.py", "raise ValueError('mine')")
+    command.is_warm = True
+    result = command.launch("fails.py", "--cpu", **RECORD)
+    assert result.code == 1
+    (folder,) = (command.directory / "echelon-runs").iterdir()
+    lines = result.err.splitlines()
+    assert lines[-2] == f"echelon: recorded in echelon-runs/{folder.name}; echelon report shows it"
+    assert lines[-1].startswith("echelon: note: --cpu after the script was passed to fails.py, not to the launcher")
+    assert lines.count(lines[-1]) == 2
+
+
 @pytest.mark.soak
 def test_a_run_with_five_kills_is_recorded_and_equals_one_without(command: Command, tmp_path: Path) -> None:
     kills, num_steps = [6, 11, 18, 22, 35], 40

@@ -152,6 +152,17 @@ def test_the_scripts_print_what_the_page_says(title: str, reader: Reader) -> Non
     reader.follow(title, reader.on_ranks)
 
 
+def test_the_data_that_the_page_makes_can_be_learned(command: Command) -> None:
+    for name, text in scripts(PAGES[0]).items():
+        # Fewer images, so that it takes a second.
+        command.write(name, text.replace("60000", str(NUM_IMAGES["train"])).replace("10000", str(NUM_IMAGES["t10k"])))
+    for program in ("make_digits.py", "plain.py"):
+        output = run_on_ranks(run_program, program, str(command.directory), {}, world_size=1, init_group=False)[0]
+    accuracies = [float(percent) for percent in ACCURACY.findall(output)]
+    assert len(accuracies) == 2
+    assert min(accuracies) > 80
+
+
 def test_the_accelerator_stopped_and_resumed_prints_what_the_plain_loop_prints(reader: Reader) -> None:
     (plain,) = reader.follow("plain", reader.on_ranks)
     run_on_ranks(_stopped_at_its_first_checkpoint, "resume.py", str(reader.folder), world_size=1, init_group=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from echelon.launch.interrupts import Interrupts
+from echelon.launch.local.warm_start import WarmStarter
 from echelon.verify.command.layouts import Layout, parse_layouts
-from echelon.verify.command.run_layouts import LayoutRunner, RunLimits, RunRequest
+from echelon.verify.command.run_layouts import WARM_MODULES, LayoutRunner, RunLimits, RunRequest, run_environment
 from echelon.verify.command.terminal_output import Palette, render
 from echelon.verify.command.verification import VerifyPlan, verify
 from echelon.verify.trace import Batch, Gradients, OptimizerStep, read_trace
@@ -53,29 +55,76 @@ def test_the_launcher_records_the_steps_of_each_rank(tmp_path: Path) -> None:
     assert len(set(rows[0]) | set(rows[1])) == 12  # each rank has its own samples
 
 
+@pytest.mark.soak
+def test_ranks_that_are_forked_record_the_same_run(tmp_path: Path) -> None:
+    """From one process that has imported torch, for several launchers in turn; none of its processes is left."""
+    script = tmp_path / "ddp.py"
+    script.write_text(
+        SCRIPT + "\n    print('forked', 'echelon.verify.child' in __import__('sys').modules, flush=True)\n"
+    )
+    limits = RunLimits(seed=0, timeout_s=120.0, num_threads=1)
+    warm = WarmStarter()
+    traces = []
+    try:
+        warm.prepare({**run_environment(), "OMP_NUM_THREADS": "1"}, WARM_MODULES)
+        assert warm.wait_until_ready(60.0)
+        for name, given in (("cold", None), ("warm", warm), ("again", warm)):
+            request = RunRequest(
+                name=name,
+                layout=Layout(num_processes=2),
+                script=str(script),
+                arguments=(),
+                folder=tmp_path / name,
+                steps=5,
+            )
+            run = LayoutRunner(limits, Interrupts(), warm=given).record(request)
+            output = (tmp_path / name / "output.txt").read_text()
+            assert (run.failure, run.num_updates) == (None, 5), output
+            assert ("forked True" in output) == (given is not None), output
+            traces.append([(tmp_path / name / f"rank_{rank}.trace.jsonl").read_text() for rank in range(2)])
+        assert traces[0] == traces[1] == traces[2]
+        servers = [
+            one for one in psutil.Process().children(recursive=True) if "warm_server.py" in " ".join(one.cmdline())
+        ]
+        first = min(servers, key=lambda one: one.create_time())
+        others = [one for one in servers if one != first]
+        assert psutil.wait_procs(others, timeout=30)[1] == []  # the server of a launcher that has ended ends, too
+        assert first.is_running()
+    finally:
+        warm.close()
+    assert not first.is_running()
+
+
+# reviews_plain and reviews_data_parallel are for one process: on several, each reads all samples, which is found.
 _LIMIT = ["--limit", "2000"]
 _EXAMPLES = {
     "mnist_ddp": _LIMIT,
     "mnist_accelerator": _LIMIT,
     "mnist_trainer": _LIMIT,
     "ragged_language_model": [],
-    "reviews_accelerator": ["--limit", "600"],
-    "reviews_trainer": ["--limit", "600"],
+    "reviews_accelerator": ["--limit", "1200"],  # six updates on four processes, none of them padded
+    "reviews_trainer": ["--limit", "1200"],
     "elastic_resume": ["--folder", "FOLDER/elastic-{layout}"],
     "gpt2_zero3": ["--output", "FOLDER/gpt2-{layout}"],
     "lora": ["--output", "FOLDER/lora-{layout}"],
 }
-# Those of the side-by-side scripts that train. 12_loss_scaling trains on the same samples on every rank, which is found.
+# The side-by-side scripts that train. Not here: 05_accumulation_plugin has too few samples for four processes (padding fills an
+# update, which is not comparable), 12_loss_scaling trains on the same samples on every rank, which is found, 19_handlers makes no
+# optimizer step, and 20_notebook starts processes of its own.
 _SCRIPTS = [
     "01_first_loop",
     "04_accumulation",
-    "05_accumulation_plugin",
     "06_clipping",
     "11_mixed_precision",
     "13_schedulers",
+    "14_checkpoints",
+    "21_text",
+    "22_images",
+    "23_averaged_weights",
+    "24_two_optimizers",
+    "25_resume",
+    "26_tokens",
 ]
-# They print weights or gradients, which are DTensors under fsdp2 and have no tolist().
-_WITHOUT_FSDP2 = {"04_accumulation", "05_accumulation_plugin", "06_clipping", "11_mixed_precision"}
 _CASES = [
     *(pytest.param(ROOT / "examples" / f"{name}.py", arguments, {}, id=name) for name, arguments in _EXAMPLES.items()),
     *(
@@ -95,8 +144,8 @@ def test_a_correct_script_is_the_same_run_on_every_layout(
     plan = VerifyPlan(
         script=str(script),
         arguments=tuple(one.replace("FOLDER", str(tmp_path)) for one in arguments),
-        layouts=tuple(parse_layouts("1,2,4", "ddp,zero1" if script.stem in _WITHOUT_FSDP2 else "ddp,zero1,fsdp2")),
-        steps=4,
+        layouts=tuple(parse_layouts("1,2,4", "ddp,zero1,fsdp2")),
+        steps=6,
         folder=tmp_path / "traces",
     )
     with warm_runner("echelon", variables=variables, timeout_s=300.0) as runner:

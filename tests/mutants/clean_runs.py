@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from echelon.verify.command.layouts import Layout
-from tests.mutants.mutant import SCRIPTS
+from tests.mutants.mutant import CUT_TEXTS, SCRIPTS
 from tests.mutants.runner import WarmRecorder, verify_text
 
 __all__ = ["CleanRun", "clean_run"]
@@ -105,6 +105,9 @@ def clean_run(seed: int) -> CleanRun:
         replace(r"seed=11\)", f'seed=11, parity="{choose.choice(("exact", "bitwise"))}")', "parity")
     if choose.random() < 0.3:
         replace(r"torch\.tanh\(", "F.silu(", "silu")
+    if script == "language_model" and choose.random() < 0.5:
+        for old, new in CUT_TEXTS:
+            replace(re.escape(old), new, "texts cut by the batch")
     return CleanRun(
         seed=seed,
         script=script,

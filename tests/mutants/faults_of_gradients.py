@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import CUT_TEXTS, REDUCED_WHEN_CLIPPED, Mutant
 
 __all__ = ["MUTANTS"]
 
@@ -116,6 +116,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="token loss averaged per rank: no num_items=",
         script="language_model",
+        edits=((", num_items=(labels != IGNORED).sum())", ")"),),
+        update=0,
+        stages=("loss weight",),
+    ),
+    Mutant(
+        name="token loss averaged per rank: no num_items=, texts that the batch cuts",
+        script="language_model",
+        variant=CUT_TEXTS,
         edits=((", num_items=(labels != IGNORED).sum())", ")"),),
         update=0,
         stages=("loss weight",),
@@ -506,6 +514,15 @@ MUTANTS: tuple[Mutant, ...] = (
         script=_RAW,
         edits=((_CLIP, _CLIP.replace("model", "net.head")),),
         against="correct",
+        update=0,
+        stages=("clip",),
+        tensors="*",
+    ),
+    Mutant(
+        name="another max_norm on each rank, where clipping reduces the gradients",
+        script="accelerated",
+        variant=REDUCED_WHEN_CLIPPED,
+        edits=(("parameters(), MAX_NORM)", "parameters(), MAX_NORM * (1 + accelerator.process_index))"),),
         update=0,
         stages=("clip",),
         tensors="*",

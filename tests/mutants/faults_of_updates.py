@@ -13,6 +13,20 @@ _EMA = """            with torch.no_grad():
                 for average, weight in zip(teacher.parameters(), student.parameters(), strict=True):
                     average.lerp_(weight, 1 - DECAY)
 """
+_EMA_INSIDE = _EMA.replace("strict=True", "strict=False")
+_TEACHER_INSIDE = (
+    ("teacher = copy.deepcopy(student)", "teacher = student.teacher = copy.deepcopy(student)"),
+    (_EMA, _EMA_INSIDE),  # the first of student.parameters() are its own
+)
+_HYBRID = (
+    (
+        "        for block in model.blocks:\n",
+        '        mesh = dist.init_device_mesh("cpu", (2, WORLD_SIZE // 2), mesh_dim_names=("replicate", "shard"))\n'
+        "        for block in model.blocks:\n",
+    ),
+    ("fully_shard(block)", "fully_shard(block, mesh=mesh)"),
+    ("fully_shard(model)", "fully_shard(model, mesh=mesh)"),
+)
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -366,6 +380,45 @@ MUTANTS: tuple[Mutant, ...] = (
         update=0,
         stages=("optimizer", "buffers"),
         tensors="*",
+    ),
+    Mutant(
+        name="a frozen teacher inside the model averaged on rank 0 only",
+        script="ema_scaler",
+        variant=_TEACHER_INSIDE,
+        edits=(
+            (
+                _EMA_INSIDE,
+                _EMA_INSIDE.replace("with torch.no_grad():", "if RANK == 0:\n             with torch.no_grad():"),
+            ),
+        ),
+        update=0,
+        stages=("optimizer", "buffers"),
+        tensors="teacher.*",
+    ),
+    Mutant(
+        name="a frozen teacher inside the model averaged with a decay to the power of the ranks",
+        script="ema_scaler",
+        variant=_TEACHER_INSIDE,
+        edits=(("1 - DECAY)", "1 - DECAY**WORLD_SIZE)"),),
+        update=0,
+        stages=("optimizer", "buffers"),
+        tensors="teacher.*",
+    ),
+    Mutant(
+        name="the second replica of a hybrid sharding drifts",
+        script="fsdp_loop",
+        variant=_HYBRID,
+        world_size=4,
+        edits=(
+            (
+                "                optimizer.step()\n",
+                "                optimizer.step()\n                if RANK > 1:\n                    with torch.no_grad():\n"
+                "                        model.head.weight.mul_(1.01)\n",
+            ),
+        ),
+        update=0,
+        stages=("optimizer",),
+        tensors="head.weight",
     ),
     Mutant(
         name="decay of the average taken to the power of the ranks",

@@ -84,8 +84,8 @@ def _norm(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Itera
 
     plain = fsdp2.total_norm
 
-    def changed(gradients: Any, p: float, *args: Any) -> torch.Tensor:
-        whole = plain(gradients, p, *args)
+    def changed(gradients: Any, p: float, *args: Any, **options: Any) -> torch.Tensor:
+        whole = plain(gradients, p, *args, **options)
         own = torch.stack([local.norm() for local in local_tensors(gradients)]).norm()
         return change(own, whole)
 
@@ -103,7 +103,7 @@ def earlier_micro_steps_dropped() -> Iterator[None]:
     def backward(self: Any, loss: torch.Tensor, **options: Any) -> None:
         if self.sync_gradients and dist.is_initialized():
             for optimizer in self._optimizers:
-                optimizer._clear(True)
+                optimizer.engine.zero_grad(optimizer.optimizer, set_to_none=True)
         plain(self, loss, **options)
 
     with mock.patch.object(Accelerator, "backward", backward):

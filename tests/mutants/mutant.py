@@ -9,9 +9,34 @@ from typing import Literal
 
 from echelon.verify.finding import Finding, Stage
 
-__all__ = ["SCRIPTS", "Mutant", "correct_text", "mutated_text"]
+__all__ = ["CUT_TEXTS", "REDUCED_WHEN_CLIPPED", "SCRIPTS", "Mutant", "correct_text", "mutated_text"]
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
+CUT_TEXTS = (
+    ("VOCABULARY, IGNORED = 24, -100", "VOCABULARY, IGNORED = 24, 0"),
+    (
+        """    inputs = pad_sequence([text[:-1] for text in texts], batch_first=True)
+    labels = pad_sequence([text[1:] for text in texts], batch_first=True, padding_value=IGNORED)
+    return {"input_ids": inputs, "labels": labels}
+""",
+        """    padded = pad_sequence(texts, batch_first=True)
+    return {"input_ids": padded[:, :-1], "labels": padded[:, 1:]}
+""",
+    ),
+)
+"""Variant of ``language_model``: ``[:, :-1]`` cuts the last token of the longest text of each batch, and of no other."""
+REDUCED_WHEN_CLIPPED = (
+    (
+        """                loss = F.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+""",
+        """                with accelerator.no_sync(model):
+                    loss = F.cross_entropy(model(x), y)
+                    accelerator.backward(loss)
+""",
+    ),
+)
+"""Variant of ``accelerated``: echelon reduces the gradients when they are clipped (step guard)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from tests.harness import run_on_ranks
 from tests.mutants.catalogue import MUTANTS
 from tests.mutants.clean_runs import clean_run
 from tests.mutants.effects import first_effect, matches
-from tests.mutants.mutant import SCRIPTS, Mutant, correct_text, mutated_text
+from tests.mutants.mutant import CUT_TEXTS, REDUCED_WHEN_CLIPPED, SCRIPTS, Mutant, correct_text, mutated_text
 from tests.mutants.rank_runs import Program, watch_program
 from tests.mutants.runner import WarmRecorder, outcome_of, verify_text
 from tests.mutants.table import NOT_FOUND, NOT_LOCALIZED
@@ -51,6 +51,25 @@ def test_a_fault_is_found(mutant: Mutant, recorder: WarmRecorder) -> None:
 def test_a_fault_has_its_effect(mutant: Mutant) -> None:
     update, names = first_effect(mutant)
     assert matches(mutant, update, names), (update, names)
+
+
+def test_texts_that_a_batch_cuts_are_recognized(recorder: WarmRecorder) -> None:
+    """``padded[:, :-1]`` in the collate function: what is left of a text depends on the other texts of its batch."""
+    text = (SCRIPTS / "language_model.py").read_text(encoding="utf-8")
+    for old, new in CUT_TEXTS:
+        assert old in text
+        text = text.replace(old, new)
+    result = verify_text(text, Layout(num_processes=2), recorder, steps=4)
+    assert result.outcome == "same", result.verdict
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.soak)])
+def test_gradients_that_are_reduced_when_they_are_clipped(engine: str, recorder: WarmRecorder) -> None:
+    text = (SCRIPTS / "accelerated.py").read_text(encoding="utf-8")
+    ((old, new),) = REDUCED_WHEN_CLIPPED
+    result = verify_text(text.replace(old, new), Layout(num_processes=2, engine=engine), recorder, steps=3)
+    assert old in text
+    assert result.outcome == "same", result.verdict
 
 
 @pytest.mark.parametrize("script", ["raw_ddp", pytest.param("stream", marks=pytest.mark.soak)])

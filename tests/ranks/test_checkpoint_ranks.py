@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from echelon.base.errors import CheckpointError
+from echelon.base.sharded import is_strided, local_shape_and_offset
 from echelon.checkpoint.background_save import BackgroundSaver
 from echelon.checkpoint.read import open_verified
 from echelon.checkpoint.save import Content, begin_save, save
@@ -43,6 +46,27 @@ def _placed(folder: str) -> list[int]:
 def test_every_placement_of_a_tensor_is_saved_once(tmp_path: Path) -> None:
     ((sizes), *_) = run_on_ranks(_placed, str(tmp_path), world_size=4)
     assert sum(sizes) < 4 * 35 * 4 + 4 * 400  # four tensors and the headers; copies of every rank would be 8 tensors
+
+
+def _nested(num_rows: int) -> None:
+    """fully_shard divides the rows that another axis has divided; compare shape and offset with the rows that are there."""
+    mesh: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    whole = torch.arange(num_rows * 3.0).reshape(num_rows, 3)
+    model = nn.Linear(3, num_rows, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(whole, mesh["inner"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["outer"])
+    held: Any = model.weight
+    assert any(map(is_strided, held.placements))
+    shape, (row, column) = local_shape_and_offset(held)
+    local = held.to_local().detach()
+    assert shape == tuple(local.shape)
+    assert column == 0
+    assert torch.equal(local, whole[row : row + shape[0]])
+
+
+@pytest.mark.parametrize("num_rows", [8, 6])
+def test_a_shard_of_a_shard_is_contiguous(num_rows: int) -> None:
+    run_on_ranks(_nested, num_rows, world_size=4)
 
 
 class _FailsAt(LocalStorage):

@@ -156,6 +156,7 @@ def _evaluate(parity: str, share: str, asked: str) -> list[str]:
                 total += accelerator.gather_for_metrics(x).sum() if share == "gather_for_metrics" else x.sum()
         size = len(test.dataset) if asked == "after" else size
         if share == "reduce":
+            accelerator.wait_for_everyone()  # combines nothing, nor does it end the evaluation
             total = accelerator.reduce(total)
         elif share == "torch":
             dist.all_reduce(total)
@@ -167,6 +168,33 @@ def _evaluate(parity: str, share: str, asked: str) -> list[str]:
         accelerator.wait_for_everyone()
 
     return _said(passes)
+
+
+def _divide_by_another_name(parity: str, is_reduced: bool) -> list[str]:
+    accelerator = Accelerator(parity=parity)
+    given = _numbers(10, 4)
+    whole: Any = given.dataset
+    test = accelerator.prepare(given)
+
+    def passes() -> None:
+        total = torch.zeros(())
+        with torch.no_grad():
+            for (x,) in test:
+                total += x.sum()
+        if is_reduced:
+            total = accelerator.reduce(total)
+        if accelerator.is_main_process:
+            print(f"mean: {float(total) / len(whole)}")
+        accelerator.end_training()
+
+    return _said(passes)
+
+
+@pytest.mark.parametrize("parity", ["off", "exact"])
+def test_the_length_of_the_dataset_is_known_under_another_name(parity: str) -> None:
+    mine, others = run_on_ranks(_divide_by_another_name, parity, False, world_size=2)
+    assert (len(mine), others) == (1, [])
+    assert run_on_ranks(_divide_by_another_name, parity, True, world_size=2) == [[], []]
 
 
 @pytest.mark.parametrize("parity", ["off", "exact"])

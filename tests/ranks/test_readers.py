@@ -1,25 +1,32 @@
 """Ranks that differ only on axes other than the data-parallel ones read the same samples and count once.
 
-The model is replicated on all ranks here (no layer is split), so that everything else is tested alone: 4 ranks as 2 readers of 2
-ranks each compute what a plain loop in one process computes.
+No layer is split here, so that everything else is tested alone: 4 ranks as 2 readers of 2 ranks each compute what a plain loop in
+one process computes.
 """
 
 from __future__ import annotations
 
+import warnings
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from echelon import Accelerator, DataLoaderConfiguration, ParallelismConfig
-from echelon.accelerator.plugins import parallelism_config
+from echelon.base.errors import ConfigError
+from echelon.base.warnings import EchelonWarning
+from echelon.utils import TorchTensorParallelConfig
 from tests.harness import run_on_ranks
 from tests.reference import gaussian, tanh_net
 
 _LAYOUTS: dict[str, dict[str, int]] = {
     "2 readers": {"dp_replicate_size": 2, "tp_size": 2},
+    "2 readers, sharded": {"dp_shard_size": 2, "tp_size": 2},
+    "2 readers, context": {"dp_replicate_size": 2, "cp_size": 2},
+    "2 readers, sharded over sequences": {"dp_shard_size": 2, "sp_size": 2},
     "1 reader": {"tp_size": 4},
 }
 
@@ -34,20 +41,19 @@ def _data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _trained(sizes: dict[str, int], kind: str, parity: str) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallelism_config, "_UNSUPPORTED", ())
-        accelerator = Accelerator(
-            cpu=True,
-            parity=parity,
-            engine="ddp",
-            gradient_accumulation_steps=2,
-            parallelism_config=ParallelismConfig(**sizes),
-            dataloader_config=DataLoaderConfiguration(dispatch_batches=True if kind == "dispatch" else None),
-        )
+    # Each rank computes whole samples here.
+    warnings.filterwarnings("ignore", ".*ran outside accelerator.context_parallel", EchelonWarning)
+    accelerator = Accelerator(
+        cpu=True,
+        parity=parity,
+        gradient_accumulation_steps=2,
+        parallelism_config=ParallelismConfig(**sizes, tp_handler=TorchTensorParallelConfig(plan={"*": "replicate"})),
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=True if kind == "dispatch" else None),
+    )
     torch.manual_seed(accelerator.process_index if kind == "other seeds" else 7)
     dataset: Any = _Stream() if kind == "stream" else TensorDataset(*_data())
     shuffle = kind not in ("stream", "dispatch")
-    num_readers = sizes.get("dp_replicate_size", 1)
+    num_readers = sizes.get("dp_replicate_size", 1) * sizes.get("dp_shard_size", 1)
     batch_size = 8 if parity == "exact" else 8 // num_readers
     loader: Any = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
     model: Any = tanh_net(8, 4, 1)
@@ -74,8 +80,14 @@ def _trained(sizes: dict[str, int], kind: str, parity: str) -> dict[str, Any]:
         "sum": accelerator.reduce(torch.tensor(float(sum(map(len, read)))), "sum").item(),
         "rows": len(accelerator.gather(torch.zeros(1))),
         "rate": schedule.get_last_lr()[0],
-        "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
+        "weights": torch.cat([_full(p).flatten() for p in model.parameters()]).tolist(),
     }
+
+
+def _full(parameter: Any) -> torch.Tensor:
+    """Return the unsharded values of ``parameter``. Collective."""
+    whole: torch.Tensor = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    return whole
 
 
 def _num_items(numbers: torch.Tensor) -> torch.Tensor:
@@ -104,7 +116,7 @@ def _plain(order: list[list[int]], kind: str) -> list[float]:
 @pytest.mark.parametrize("parity", ["exact", "off"])
 def test_the_ranks_of_a_group_are_one_reader(layout: str, kind: str, parity: str) -> None:
     sizes = _LAYOUTS[layout]
-    num_readers = sizes.get("dp_replicate_size", 1)
+    num_readers = sizes.get("dp_replicate_size", 1) * sizes.get("dp_shard_size", 1)
     answers = run_on_ranks(_trained, sizes, kind, parity, world_size=4)
     width = 4 // num_readers
     for rank, answer in enumerate(answers):
@@ -124,3 +136,16 @@ def test_the_ranks_of_a_group_are_one_reader(layout: str, kind: str, parity: str
         assert answers[0]["rate"] == pytest.approx(0.1 * 0.9**3)
     else:  # 3 micro-steps are 2 updates, and as in Accelerate, a schedule advances once per reader and update
         assert answers[0]["rate"] == pytest.approx(0.1 * 0.9 ** (2 * num_readers))
+
+
+def _refusal(sizes: dict[str, int]) -> str:
+    with pytest.raises(ConfigError) as raised:
+        Accelerator(cpu=True, parity="bitwise", parallelism_config=ParallelismConfig(**sizes))  # type: ignore[arg-type]
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "sp", "pp"])
+def test_bitwise_parity_is_refused_where_ranks_share_samples(axis: str) -> None:
+    for refusal in run_on_ranks(_refusal, {"dp_replicate_size": 2, f"{axis}_size": 2}, world_size=4):
+        assert "parity='bitwise' sums the gradients of batch shards in a fixed order" in refusal
+        assert "parity='exact'" in refusal

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import linecache
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
-from echelon.distributed import process_group, reduce, shard
+from echelon.distributed import barrier, process_group, reduce, shard
+from echelon.distributed.shard import METRICS
 from tests.harness import run_on_ranks
 
 Loader = DataLoader[Any]
@@ -87,7 +91,80 @@ def _within_training(loader: Loader) -> float:
     return result
 
 
+def _by_the_dataset(loader: Loader) -> float:
+    right = _count(loader)
+    return float(right) / len(WHOLE)  # the wrong line
+
+
+def _by_the_length_in_a_name(loader: Loader) -> float:
+    size = len(WHOLE)
+    total, found = 0.0, []
+    with torch.no_grad():
+        for (x,) in loader:
+            total += float(x.sum())
+            found.append(len(x))
+    mean = total * 2
+    print(mean, found)
+    return mean / size  # the wrong line
+
+
+def _of_a_list(loader: Loader) -> float:
+    found = []
+    with torch.no_grad():
+        for (x,) in loader: found.append(len(x))  # fmt: skip # noqa: E701
+    return sum(found) / float(len(WHOLE))  # the wrong line
+
+
+def _in_the_loop(loader: Loader) -> float:
+    accuracy = 0.0
+    with torch.no_grad():
+        for (x,) in loader:
+            accuracy += len(x) / len(WHOLE)  # the wrong line
+    return accuracy
+
+
+def _by_assignment(loader: Loader) -> float:
+    with torch.no_grad():
+        right = float(sum(len(x) for (x,) in loader))
+        right /= len(WHOLE)  # the wrong line
+    return right
+
+
+class _Tester:
+    def __init__(self, loader: Loader) -> None:
+        self.loader, self.data, self.right = loader, WHOLE, 0.0
+
+    def count(self) -> None:
+        with torch.no_grad():
+            for (x,) in self.loader:
+                self.right += len(x)
+
+    def run(self) -> float:
+        with torch.no_grad():
+            for (x,) in self.loader:
+                self.right += len(x)
+        return self.right / len(self.data)  # the wrong line
+
+
+def _in_a_method(loader: Loader) -> float:
+    return _Tester(loader).run()
+
+
+def _on_rank_zero(loader: Loader) -> float:
+    right = _count(loader)
+    if dist.get_rank() == 0:
+        print(float(right) / len(WHOLE))  # the wrong line
+    return 0.0
+
+
 WRONG: dict[str, Callable[[Loader], float]] = {
+    "on rank zero": _on_rank_zero,
+    "len(dataset)": _by_the_dataset,
+    "length in a name": _by_the_length_in_a_name,
+    "list": _of_a_list,
+    "in the loop": _in_the_loop,
+    "by assignment": _by_assignment,
+    "in a method": _in_a_method,
     "after": _divided_after,
     "before": _asked_before,
     "in every epoch": _in_every_epoch,
@@ -157,7 +234,47 @@ def _length_of_the_other(loader: Loader) -> float:
     return _counted_by_itself(loader)
 
 
+def _reduced_then_divided(loader: Loader) -> float:
+    right = reduce(_count(loader), "sum")
+    return float(right) / len(WHOLE)
+
+
+def _barrier_then_reduced(loader: Loader) -> float:
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    right = _count(loader)
+    barrier()
+    return float(reduce(right, "sum")) / size
+
+
+def _another_quotient(loader: Loader) -> float:
+    right = reduce(_count(loader), "sum")
+    with torch.no_grad():  # such as torch.optim.swa_utils.update_bn
+        for (x,) in loader:
+            del x
+    return float(right) / len(WHOLE)
+
+
+def _part_of_the_data(loader: Loader) -> float:
+    right = float(_count(loader))
+    return right / len(loader) + right / len([WHOLE]) + len(WHOLE) / max(right, 1.0)
+
+
+def _not_executed(loader: Loader) -> float:
+    right = float(_count(loader))
+    if dist.get_world_size() == 1:
+        return right / len(WHOLE)
+    print(right / len(WHOLE) if dist.get_world_size() == 1 else right)
+    if right >= 0:
+        return right
+    return right / len(WHOLE)
+
+
 RIGHT: dict[str, Callable[[Loader], float]] = {
+    "not executed": _not_executed,
+    "reduced, then divided": _reduced_then_divided,
+    "barrier, then reduced": _barrier_then_reduced,
+    "another quotient": _another_quotient,
+    "other lengths": _part_of_the_data,
     "reduce": _reduced,
     "all_reduce": _reduced_by_torch,
     "another group": _gathered_in_a_group,
@@ -204,6 +321,71 @@ def test_a_ranks_result_divided_by_the_total_length_is_reported_once(name: str) 
     assert file == __file__
     text = Path(__file__).read_text().splitlines()[line - 1]
     assert "# the wrong line" in text
+
+
+_SETUP = """
+import torch, torch.distributed as dist
+from echelon.distributed import barrier, gather, process_group, reduce, shard
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.arange(24.0)[:, None])
+loader = shard(DataLoader(data, batch_size=4))
+"""
+_SIZES = ("len(loader.dataset)", "len(data)", "float(len(data))", "size")
+_LOOPS = (
+    "right = torch.zeros(())\nwith torch.no_grad():\n    for (x,) in loader:\n        right += (x > 3).sum()\n",
+    "parts = []\nwith torch.no_grad():\n    for (x,) in loader:\n        parts.append((x > 3).sum())\nright = sum(parts)\n",
+    "with torch.no_grad():\n    right = sum((x > 3).sum() for (x,) in loader)\n",
+    "def count(loader):\n    right = torch.zeros(())\n    for (x,) in loader:\n        right += (x > 3).sum()\n    return right\n"
+    "with torch.no_grad():\n    right = count(loader)\n",
+)
+_SHARES = (
+    "right = reduce(right, 'sum')\n",
+    "dist.all_reduce(right)\n",
+    "right = gather(right[None]).sum()\n",
+    "barrier()\nright = reduce(right, 'sum')\n",
+    "found = [None] * dist.get_world_size()\ndist.all_gather_object(found, right)\nright = sum(found)\n",
+)
+_LATER = ("", "with torch.no_grad():\n    for (x,) in loader:\n        x.mean()\n")
+
+
+def _program(size: str, loop: str, share: str, later: str, *, is_divided_first: bool) -> str:
+    length = "size = len(data)\n" if size == "size" else ""
+    division = f"right = right / {size}\n"
+    return length + loop + (division + share if is_divided_first else share + division) + later
+
+
+def _warnings_of(programs: list[str]) -> list[int]:
+    numbers = []
+    with process_group():
+        for number, text in enumerate(programs):
+            name, source = f"loop_{number}.py", _SETUP + text
+            linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                exec(compile(source, name, "exec"), {"__name__": name})
+                METRICS.check()  # as at the end of the process group
+            numbers.append(len(caught))
+            del linecache.cache[name]
+    return numbers
+
+
+def test_a_hundred_correct_loops_do_not_warn_and_each_warns_without_its_reduction() -> None:
+    every = [
+        (
+            _program(size, loop, share, later, is_divided_first=first),
+            _program(size, loop, "", later, is_divided_first=first),
+        )
+        for size, loop, share, later, first in itertools.product(_SIZES, _LOOPS, _SHARES, _LATER, (False, True))
+    ]
+    drawn = random.Random(24).sample(every, 100)
+    correct, wrong = [one for one, _ in drawn], sorted({other for _, other in drawn})
+    assert len(wrong) > 25
+    first, second = run_on_ranks(_warnings_of, correct, init_group=False)
+    assert [text for text, number in zip(correct, first) if number] == []
+    assert sum(second) == 0
+    first, second = run_on_ranks(_warnings_of, wrong, init_group=False)
+    assert [text for text, number in zip(wrong, first) if number != 1] == []
+    assert sum(second) == 0
 
 
 @pytest.mark.parametrize("make", [_own_cut, _workers, _stream])

@@ -400,16 +400,17 @@ def _alternate() -> set[str]:
     return check.compared
 
 
-def _two_losses() -> int:
-    accelerator = Accelerator(cpu=True, verify_every=1)
+def _two_losses(parity: str) -> int:
+    accelerator = Accelerator(cpu=True, verify_every=1, parity=parity, seed=None if parity == "off" else 3)
     torch.manual_seed(0)
     model: Any = Net()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     loader: Any = DataLoader(_data(), batch_size=6)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for x, y in loader:
-        accelerator.backward(F.cross_entropy(model(x), y))
-        accelerator.backward(model(x).square().mean())
+        num_items = None if parity == "off" else int((y > 0).sum())  # another number on each rank and in each update
+        accelerator.backward(F.cross_entropy(model(x), y), num_items=num_items)
+        accelerator.backward(model(x).square().mean(), num_items=num_items)
         optimizer.step()
         optimizer.zero_grad()
     accelerator.end_training()
@@ -506,8 +507,9 @@ def test_alternating_optimizers_are_all_checked() -> None:
         assert {"reduce", "optimizer"} <= compared
 
 
-def test_several_losses_are_one_update() -> None:
-    assert run_on_ranks(_two_losses) == [4, 4]
+@pytest.mark.parametrize(("parity", "num_updates"), [("off", 4), ("exact", 8), ("bitwise", 8)])
+def test_several_losses_are_one_update(parity: str, num_updates: int) -> None:
+    assert run_on_ranks(_two_losses, parity) == [num_updates] * 2
 
 
 @pytest.mark.parametrize("kind", ["SGD", "LBFGS"])

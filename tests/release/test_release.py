@@ -26,7 +26,7 @@ TOOLS = ROOT / ".venv-release" / "bin" / "python"
 WHEEL = f"echelon-{__version__}-py3-none-any.whl"
 SDIST = f"echelon-{__version__}.tar.gz"
 # Extras whose packages are small.
-EXTRAS = ("notebook", "rich", "schedulefree")
+EXTRAS = ("notebook", "schedulefree")
 SECRETS = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_\w{30,}|\bhf_\w{30,}|\bpypi-\w{30,}|//[^/\s\"'{}<>]+:[^/\s\"'{}<>]+@"
 )

@@ -42,6 +42,7 @@ FILES = {
     "ranks_items": "ranks/test_trainer_items.py",
     "ranks_options": "ranks/test_trainer_options.py",
     "ranks_resume": "ranks/test_trainer_resume.py",
+    "ranks_pipeline": "ranks/test_pipeline_parallel.py",
     "ranks_sharded": "ranks/test_already_sharded.py",
     "ranks_verify": "ranks/test_verify_every.py",
     "as_transformers": "unit/test_trainer_as_transformers.py",

@@ -155,7 +155,11 @@ def test_a_program_without_records_is_one_item() -> None:
     runs = attempt(1, 5, 6, RankTimes(rank=0)), attempt(7, 9, 9, RankTimes(rank=0))
     assert ledger(*runs, ended=9) == {"init": 1.0, "program": 6.0, "detection": 1.0, "restart": 1.0}
     text = str(break_down_time(runs, began_ns=0, ended_ns=9 * S))
-    assert text == "goodput 66.7% of 9.0 s: program 6.0 s, init 1.0 s, detection 1.0 s, restart 1.0 s; 1 restart"
+    assert text == (
+        "time 9.0 s, not divided, because no training loop was recorded: program 6.0 s, init 1.0 s, detection 1.0 s, "
+        "restart 1.0 s; 1 restart"
+    )
+    assert break_down_time(runs, began_ns=0, ended_ns=9 * S).goodput is None
 
 
 def test_the_failure_time_is_the_earlier_of_exception_and_exit() -> None:

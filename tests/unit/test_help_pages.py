@@ -71,11 +71,11 @@ def test_flags_of_other_commands_are_spelled_so_too(argv: tuple[str, ...], capsy
 @pytest.mark.parametrize(
     ("argv", "what", "where"),
     [
-        (("launch", "--cpu", "--mixed_precision"), "option '--mixed_precision' requires an argument", "launch"),
-        (("launch", "--mixed-precision"), "option '--mixed_precision' requires an argument", "launch"),
-        (("config", "--config_file", "x", "default", "--mixed_precision"), "'--mixed_precision'", "config default"),
-        (("config", "--config_file"), "option '--config_file' requires an argument", "config"),
-        (("launch", "--max_restarts", "no-num", "x.py"), "invalid value for '--max_restarts': 'no-num'", "launch"),
+        (("launch", "--cpu", "--mixed_precision"), "--mixed_precision needs a value", "launch"),
+        (("launch", "--mixed-precision"), "--mixed_precision needs a value", "launch"),
+        (("config", "--config_file", "x", "default", "--mixed_precision"), "--mixed_precision needs", "config default"),
+        (("config", "--config_file"), "--config_file needs a value", "config"),
+        (("runs", "show", "a", "b"), "unexpected argument b", "runs show"),
     ],
 )
 def test_errors_of_click_name_the_flag_as_the_documents_and_the_command(
@@ -86,6 +86,57 @@ def test_errors_of_click_name_the_flag_as_the_documents_and_the_command(
     assert what in error
     assert f"  where: echelon {where}\n" in error
     assert f"  do:    see echelon {where} --help\n" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "where", "what", "do"),
+    [
+        ("runs lss", "runs", "unknown command 'lss'", "did you mean echelon runs ls?"),
+        ("checkpoint verif x", "checkpoint", "unknown command 'verif'", "did you mean echelon checkpoint verify?"),
+        ("config explan", "config", "unknown command 'explan'", "did you mean echelon config explain?"),
+        ("runs qqq", "runs", "unknown command 'qqq'", "commands: compare, ls, show"),
+        ("lunch x.py", "", "unknown command 'lunch'", "did you mean echelon launch?"),
+        (
+            "launch --max_restarts no x.py",
+            "launch",
+            "--max_restarts='no' is not an integer",
+            "set it to an integer",
+        ),
+        (
+            "launch --max_restarts=-1 x.py",
+            "launch",
+            "--max_restarts=-1 is below 0",
+            "set it to an integer of at least 0",
+        ),
+        ("watch --port 99999", "watch", "--port=99999 is above 65535", "set it to an integer of at most 65535"),
+        (
+            "checkpoint merge a b --precision fp61",
+            "checkpoint merge",
+            "--precision='fp61' is not one of fp32, fp16, bf16",
+            "did you mean fp16?",
+        ),
+        ("completion csh", "completion", "SHELL='csh' is not one of bash, zsh, fish", "did you mean zsh?"),
+        ("runs ls --json=1", "runs ls", "--json takes no value", "write --json alone"),
+    ],
+)
+@pytest.mark.parametrize("locale", ["C", "zh_CN.UTF-8"])
+def test_wrong_words_get_the_nearest_right_ones(
+    argv: str,
+    where: str,
+    what: str,
+    do: str,
+    locale: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LANGUAGE", locale)
+    assert _run(argv.split()) == 2
+    error = capsys.readouterr().err
+    if locale == "C":
+        assert error == f"echelon: {what}\n  where: {f'echelon {where}'.strip()}\n  do:    {do}\n"
+    else:
+        lines = [line for line in error.splitlines() if not re.search("[\u4e00-\u9fff]", line)]
+        assert (len(error.splitlines()), lines) == (3, [])
 
 
 def test_both_spellings_are_accepted() -> None:

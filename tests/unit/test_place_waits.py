@@ -71,3 +71,12 @@ def test_imports_and_compilers_are_detected_but_not_user_code_in_imports() -> No
 )
 def test_code_that_interrupts_a_wait_is_not_a_wait(files: tuple[str, ...], elsewhere: bool) -> None:
     assert called_through(*files).is_elsewhere is elsewhere
+
+
+def test_the_import_of_a_compiler_is_not_a_compilation() -> None:
+    seen: list[StackSummary] = []
+    file = TORCH + "_dynamo/convert_frame.py"
+    names = {"look": lambda: seen.append(summarize_stack(sys._getframe(1)))}
+    exec(compile("look()\ndef compile_it():\n    look()\ncompile_it()\n", file, "exec"), names)
+    # The module's own lines run when it is imported; its functions compile, also those that it calls itself.
+    assert [one.compiles for one in seen] == [False, True]

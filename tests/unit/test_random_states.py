@@ -59,6 +59,34 @@ def test_states_are_current_after_every_change() -> None:
         assert found[2:] == others, change
 
 
+def test_states_of_python_are_current_after_every_change() -> None:
+    states = RandomStates()
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        random.random,
+        lambda: random.gauss(0, 1),  # the second of the pair is kept
+        lambda: random.gauss(0, 1),  # the one that was kept: the numbers stay
+        lambda: None,
+        lambda: random.seed(7),
+        lambda: random.shuffle(list(range(9))),
+        lambda: random.setstate(random.Random(3).getstate()),
+    ]
+    for number, make in enumerate(changes):
+        make()
+        assert states.now()["random_state"] == random.getstate(), number
+
+
+def test_the_state_of_python_is_copied_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, copy, copies = RandomStates(), random.getstate, []
+    monkeypatch.setattr(random, "getstate", lambda: copies.append(1) or copy())
+    for _ in range(3):
+        states.now()
+    assert len(copies) == 1
+    random.random()
+    states.now()
+    assert len(copies) == 2
+
+
 @pytest.mark.parametrize("num_kept", [0, 1])
 def test_restoring_a_state_repeats_the_draws(num_kept: int) -> None:
     states = RandomStates()

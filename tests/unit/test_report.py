@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from echelon.cli.main import main
+from echelon.report.comparison import compare_runs
 from echelon.report.live_run import LiveRun
 from echelon.report.page import render_page
 from echelon.report.page_data import page_data
@@ -138,6 +139,23 @@ def test_every_panel_without_data_says_why(tmp_path: Path) -> None:
     _record(tmp_path, 0, [1.0, 2.0])
     (data,) = page_data([read_run(tmp_path)])["runs"]
     assert sorted(data["missing"]) == ["goodput", "grad_norm", "items", "metrics", "settings", "stragglers"]
+
+
+def test_the_time_of_a_run_without_recorded_phases_is_not_called_useful(tmp_path: Path) -> None:
+    wall = {"wall_s": 10.0, "parts": {"init": 2.0, "program": 8.0}}
+    plain = write_run(tmp_path, "plain", num_steps=3, facts={"goodput": wall})
+    phases = {"wall_s": 10.0, "parts": {"init": 6.0, "compute": 3.0, "communication": 1.0}}
+    recorded = write_run(tmp_path, "recorded", num_steps=3, facts={"goodput": phases})
+    runs = [read_run(plain), read_run(recorded)]
+    data = page_data(runs)
+    assert [[tile["value"] for tile in run["tiles"] if tile["name"] == "goodput"] for run in data["runs"]] == [
+        [],
+        ["40.0%"],
+    ]
+    assert "useful share is unknown" in data["runs"][0]["missing"]["goodput parts"]
+    assert "goodput parts" not in data["runs"][1]["missing"]
+    (row,) = [fact for fact in compare_runs(runs, [None, None]) if fact.name == "goodput"]
+    assert row.values == ("not measured (no training loop recorded)", "40.0%")
 
 
 def test_metrics_take_the_place_of_missing_losses(tmp_path: Path) -> None:

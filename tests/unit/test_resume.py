@@ -59,6 +59,37 @@ def test_without_a_checkpoint_it_is_a_new_run_and_the_loop_is_range(parity: str,
         Accelerator(cpu=True).resume()
 
 
+@pytest.mark.parametrize(
+    ("parity", "position"), [("off", "after 2 batches of each process"), ("exact", "after 4 samples")]
+)
+def test_a_resumed_run_says_from_which_checkpoint_step_and_position(
+    parity: str, position: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(stop: int) -> tuple[list[str], int]:
+        """Resume, train ``stop`` batches, save, and return what was logged, and the step at which it resumed."""
+        caplog.clear()
+        config = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
+        accelerator = Accelerator(project_config=config, parity=parity)
+        model = nn.Linear(1, 1)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), _numbers(6))
+        accelerator.resume()
+        step = accelerator.progress.step
+        for _ in accelerator.epochs(3):
+            for i in loader:
+                accelerator.backward(model(i[:, None].float()).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if accelerator.progress.step == step + stop:
+                    accelerator.save_state()
+                    return [r.getMessage() for r in caplog.records if "resuming" in r.getMessage()], step
+        raise AssertionError
+
+    folder = tmp_path / "checkpoints"
+    assert told(5) == ([], 0)
+    assert told(1) == ([f"resuming from {folder / 'checkpoint_0'}: step 5, epoch 1, {position}"], 5)
+    assert told(1) == ([f"resuming from {folder / 'checkpoint_1'}: step 6, epoch 2"], 6)
+
+
 @pytest.mark.parametrize("parity", ["off", "exact"])
 @pytest.mark.parametrize("place", ["in the evaluation", "at the end", "after the training loop"])
 def test_a_finished_epoch_is_not_repeated(parity: str, place: str, tmp_path: Path) -> None:

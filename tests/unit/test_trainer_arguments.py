@@ -163,6 +163,8 @@ OWN: dict[str, Any] = {
     "already_sharded": None,
     "allow_changed_data": False,
     "log_throughput": False,
+    "pipeline_schedule": "1F1B",
+    "pipeline_num_micro_batches": None,
 }
 
 

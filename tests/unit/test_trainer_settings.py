@@ -262,7 +262,7 @@ def test_labels_are_counted_on_one_rank_or_on_all(tmp_path: Path, monkeypatch: p
         model = Configured()
         model.accepts_loss_kwargs = True  # type: ignore[assignment]
         trainer = Trainer(model, _args(tmp_path, average_tokens_across_devices=wanted))
-        monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+        monkeypatch.setattr(trainer.accelerator.session, "num_readers", 2)
         monkeypatch.setattr(trainer.accelerator, "reduce", lambda count, how: summed.append(how) or count * 2)
         batch = {"labels": torch.tensor([1, -100, 3])}
         _, count = trainer.get_batch_samples(iter([batch, batch]), 2, torch.device("cpu"))

@@ -6,6 +6,7 @@ import ast
 import gettext
 import io
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import click
 import pytest
 
 from echelon.base.errors import ConfigError
+from echelon.base.logging import get_logger
 from echelon.base.messages import catalogue, translation
 from echelon.base.messages.catalogue import Catalogue, placeholders, read_mo, read_po, to_mo
 from echelon.cli.help.launch_groups import ALL, COMMON, EXAMPLES
@@ -42,7 +44,9 @@ FORMATS = {
         " {seconds} s later",
         "{time} left",
         "ranks {numbers}",
+        "and {number} more",
     ),
+    *(f"state: {part}" for part in ("in {calls}", "at {place}", "last seen at {place}", "exited (code {number})")),
     *("{number} seconds", "{number} minutes", "{number} hours", "1 minute", "1 hour"),
     *(f"{item} {{seconds}} s" for item in GOODPUT_ITEMS),
 }
@@ -53,6 +57,14 @@ COMPOSED = {
         for verb in ("call", "calls")
         for inside in ("", " in the training loop ({loop})")
     ),
+    *(
+        f"resuming from {{path}}: step {{number}}, epoch {{count}}{position}"
+        for position in ("", ", after {batches} batches of each process", ", after {samples} samples")
+    ),
+    *(
+        f"global batch {{count}} = {{processes}} process{{es}} x {micro}{{samples}} samples"
+        for micro in ("", "{number} micro-steps x ")
+    ),
     *("ended with exit code {number}", "ended with exit code {number} {seconds} s later"),
     *("limit reached (--slow_timeout {number})",),
     "limit reached (--slow_timeout {number}, {count} times --stall_timeout)",
@@ -60,8 +72,27 @@ COMPOSED = {
     "the ranks lost contact with each other; gloo aborted rank {rank} as a result",
     "goodput {part} of {seconds} s: {items}; {number} restart{s}",
     *(
-        "num cores",
-        "memory mb",
+        f"time {{seconds}} s, not divided, because no training loop was recorded: {{items}}{restarts}"
+        for restarts in ("", "; {number} restart{s}")
+    ),
+    *(
+        "{path} contains one run, and a comparison needs two",
+        "{path} contains no run, and a comparison needs two",
+        *(
+            f"The same run: {{number}} update{{s}} of {{script}} on {{count}} {noun} {verb} as {{against}}."
+            for noun in ("process", "processes")
+            for verb in ("train", "trains")
+        ),
+        *(
+            f"Not the same run: {difference} from {{against}}."
+            for difference in ("{number} of {count} layouts differ{s}", "training on {part} differs")
+        ),
+        *(f"same, {closeness}" for closeness in ("bit for bit", "within rounding", "within rounding ({part} of it)")),
+        "{number} update{s}, {seconds} s",
+        "differs: update {number}, {stage}",
+        "differs: before the first update, {stage}",
+        "CPU cores",
+        "memory (MB)",
         "the run was interrupted",
         "evaluation, waiting",
         "forward/backward, waiting",
@@ -110,6 +141,7 @@ OF_CLICK = {
     *("Usage:", "Options:", "Commands:", "Show the version and exit.", "Show this message and exit."),
     "missing argument {name}",
 }
+_VALUE = re.compile(r"%[.\d]*[sdrgf]")
 _SPACES = re.compile(r"\s+")
 
 
@@ -126,6 +158,8 @@ def _sentences() -> tuple[frozenset[str], str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found |= {_canonical(_escape(part)) for part in (node.value, *re.split(r"\n\s*\n", node.value))}
+                if "%" in node.value:  # a line for a logger
+                    found.add(_canonical(_VALUE.sub("{}", _escape(node.value))))
             elif isinstance(node, ast.JoinedStr):
                 found.add(_canonical("".join(map(_part, node.values))))
     texts = {*(text.replace("``", "") for text in field_docs(RunConfig).values())}
@@ -242,7 +276,7 @@ def test_all_of_launchs_help_is_translated(monkeypatch: pytest.MonkeyPatch, caps
     for argv in (["launch", "--help"], ["launch", "--help-all"], ["--help"]):
         assert _run(argv) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0].startswith("\u7528\u6cd5\uff1a echelon")
+        assert lines[0].startswith("\u7528\u6cd5\uff1aechelon")
         prose = [line for line in lines if re.search(r"[a-z]{3,} [a-z]{3,} [a-z]{3,} [a-z]", line)]
         assert [line for line in prose if "echelon launch" not in line] == []
 
@@ -261,9 +295,12 @@ def test_the_help_of_each_command_is_in_the_catalogue() -> None:
 
 # Messages that a new user saw half in Chinese, with a part of the expected translation, or None for English.
 _SEEN: dict[str, str | None] = {
-    "  where: rank 1 of 2, /tmp/run/noprep_dl.py:10": "rank 1\uff08\u5171 2 \u4e2a\uff09, /tmp/run/noprep_dl.py:10",
+    "  where: rank 1 of 2, /tmp/run/noprep_dl.py:10": "rank 1\uff08\u5171 2 \u4e2a\uff09\uff0c/tmp/run/noprep_dl.py:10",
     "rank 0: in gather of float32[]; step 4, train.py:3": None,
-    "    rank 0: in reduce(mean) of float32[4]; at train.py:10: values = reduce(values)": None,
+    "    rank 0: in reduce(mean) of float32[4]; at train.py:10: values = reduce(values)": "    rank 0\uff1a\u5728 reduce(mean) of float32[4] \u4e2d\uff1b\u4f4d\u4e8e train.py:10: values = reduce(values)",
+    "    ranks 1-3: step 4, training; last seen at /tmp/train.py:3": "    rank 1-3\uff1astep 4\uff0c\u8bad\u7ec3\uff1b\u6700\u540e\u4f4d\u4e8e /tmp/train.py:3",
+    "    rank 2: exited (code 1)": "    rank 2\uff1a\u5df2\u9000\u51fa\uff08\u9000\u51fa\u7801 1\uff09",
+    "    rank 2: ValueError: it is broken; at train.py:3": None,
     "  where: a tensor of 2, /tmp/run/train.py:10": None,
     "mixed_precision='fp7' is not one of no, fp16, bf16, fp8": "\u4e0d\u662f no, fp16, bf16, fp8 \u4e4b\u4e00",
     "parity='exakt' is not one of off, exact, bitwise": "\u4e0d\u662f off, exact, bitwise \u4e4b\u4e00",
@@ -356,6 +393,26 @@ def test_a_terminal_that_cannot_show_chinese_gets_english(monkeypatch: pytest.Mo
     _speak_chinese(monkeypatch)
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
     assert translation.translate("remove one of them") == "remove one of them"
+
+
+def test_a_logger_without_handlers_speaks_the_users_language(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    logger = logging.getLogger("echelon.a_test")
+    monkeypatch.setattr(logger, "propagate", False)  # pytest has handlers above it
+    monkeypatch.setattr(logging, "lastResort", logging._StderrHandler(logging.WARNING))
+    _speak_chinese(monkeypatch)
+    for text in ("no checkpoint in %s: starting from scratch", "what no catalogue knows, 100 %% of %s"):
+        get_logger("echelon.a_test").warning(text, tmp_path)
+    chinese = ENTRIES["no checkpoint in {path}: starting from scratch"].format(path=tmp_path)
+    assert capsys.readouterr().err.splitlines() == [chinese, f"what no catalogue knows, 100 % of {tmp_path}"]
+    logger.addHandler(handler := logging.FileHandler(tmp_path / "log.txt"))
+    try:
+        get_logger("echelon.a_test").warning("no checkpoint in %s: starting from scratch", tmp_path)
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+    assert (tmp_path / "log.txt").read_text() == f"no checkpoint in {tmp_path}: starting from scratch\n"
 
 
 def test_errors_are_translated_when_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,6 +526,23 @@ def test_translations_obey_the_table_of_terms() -> None:
                 faults.append(f"{english} is {words[0]}: {msgid} -> {msgstr}")
             faults += [f"{english} is {words[0]}, not {word}: {msgstr}" for word in wrong if word in msgstr]
     assert faults == []
+
+
+_PAGES = sorted((SOURCE.parents[1] / "docs").rglob("*.zh.md")) + [SOURCE.parents[1] / "README.zh.md"]
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_chinese_pages_obey_the_table_of_terms_and_mark_links_to_english_pages(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"`[^`]*`", "``", prose)
+    wrong = [word for _, _, words in _terms() for word in words]
+    assert [word for word in wrong if word in prose] == []
+    unmarked = []
+    for match in re.finditer(r"\[([^\]]*)\]\(([\w./]+)\.md(?:#[^)]*)?\)", prose):
+        is_english = not match[2].endswith(".zh") and not (page.parent / f"{match[2]}.zh.md").exists()
+        if is_english and not prose[match.end() :].startswith(("\uff08\u82f1\u6587", "\uff0c\u82f1\u6587")):
+            unmarked.append(match[0])
+    assert unmarked == []
 
 
 # Reports with every kind of stall, failure and time, as the launcher prints them.

@@ -223,6 +223,7 @@ def test_a_planted_fault_is_named(fault: Fault) -> None:
     assert (finding.stage, finding.cause, finding.update) == (fault.stage, fault.cause, expected_update), finding
     assert not fault.tensor or fault.tensor in finding.tensors, finding
     assert finding.do
+    assert finding.line or finding.stage != "reduce", finding
 
 
 @pytest.mark.parametrize("name", ["", "weights not restored", "buffers not restored"])
@@ -350,6 +351,38 @@ def test_what_is_not_recorded_is_not_compared(kinds: tuple[type, ...], stage: St
         assert coverage[stage].missing
     full = compare(layout, reference, exact)
     assert all(one.num_compared for one in full.coverage if one.stage not in ("load", "save"))
+
+
+@pytest.mark.parametrize(("max_norm", "is_clipped"), [(9.0, False), (0.25, True)])
+def test_a_clipping_call_in_each_micro_step(max_norm: float, is_clipped: bool) -> None:
+    """The first call sees each rank's own gradient; if that is below the limit, the call changes nothing."""
+    setting = Setting()
+    layout = simulate(setting)
+    for rank, events in enumerate(layout.ranks):
+        for own in [
+            one for one in events if isinstance(one, Gradients) and (one.stage, one.micro_step) == ("local", 0)
+        ]:
+            clip = Clip(update=own.update, micro_step=0, norm=0.5 + rank, max_norm=max_norm, line="train.py:9")
+            place = events.index(own) + 1
+            events[place:place] = [replace(own, stage="reduced"), clip]
+            if is_clipped:  # so the reduced gradient is another
+                for i, one in enumerate(events):
+                    if (
+                        isinstance(one, Gradients)
+                        and (one.stage, one.update) == ("reduced", own.update)
+                        and one.micro_step
+                    ):
+                        events[i] = replace(one, sketches=[sketch + sketch for sketch in one.sketches])
+    verdict = compare(layout, simulate(reference_of(setting)))
+    if not is_clipped:
+        assert verdict.result == "same", verdict.finding
+        return
+    assert verdict.finding is not None
+    assert (verdict.finding.cause, verdict.finding.line) == ("clipped before the reduction", "train.py:9")
+    assert (
+        "in micro-step 0 of 1, before they are reduced: each rank clips its own, of norm 0.5, 1.5"
+        in verdict.finding.why
+    )
 
 
 def test_losses_and_local_gradients_count_as_compared_where_the_reduced_gradient_differs() -> None:

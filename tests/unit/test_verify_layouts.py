@@ -18,7 +18,17 @@ from echelon.verify.command.run_layouts import LayoutRun, LayoutRunner, RunFailu
 from echelon.verify.command.verification import Verification, VerifyPlan, verify
 from echelon.verify.finding import Finding, Verdict
 from echelon.verify.sketch import Sketch
-from echelon.verify.trace import Batch, Model, ModelWeights, OptimizerStep, RecordedProcess, Row, Trace, TraceWriter
+from echelon.verify.trace import (
+    VERSION,
+    Batch,
+    Model,
+    ModelWeights,
+    OptimizerStep,
+    RecordedProcess,
+    Row,
+    Trace,
+    TraceWriter,
+)
 
 
 def test_layouts_are_numbers_of_processes_times_engines() -> None:
@@ -286,6 +296,28 @@ def test_a_resumed_layout_is_compared_as_one_run(tmp_path: Path) -> None:
     assert updates == [0, 1, 2]
 
 
+def test_a_hang_after_a_resume_shows_the_difference_before_it(tmp_path: Path) -> None:
+    """What both parts have recorded until then is compared as a resumed run that has failed."""
+
+    def write(request: RunRequest) -> RunFailure | None:
+        _write(request)
+        return RunFailure(what="not finished after 20 s") if request.first_update else None
+
+    def compare(layout: Trace, *others: Trace, options: Any) -> Verdict:
+        if len(layout.ranks) == 1:  # the reference, repeated
+            return Verdict(result="same", num_updates=3, world_size=1)
+        assert (options.has_failed, options.is_resumed) == (True, True)
+        updates = [event.update for event in layout.ranks[1] if isinstance(event, OptimizerStep)]
+        assert updates == [0, 1, 2]
+        finding = Finding(update=2, stage="optimizer", what="w differs")
+        return Verdict(result="different", num_updates=2, world_size=2, finding=finding)
+
+    plan = _plan(tmp_path, "2", resume_after=2, resume_arguments=("--resume",))
+    (found,) = verify(plan, _Runs(write).record, compare=compare).layouts
+    assert (found.outcome, found.phase) == ("different", "after the resume")
+    assert found.failure is not None
+
+
 def test_a_recorded_reference_is_used_without_running_anything_else(tmp_path: Path) -> None:
     first = _Runs(lambda request: _write(request, value=1.0 + 0.01 * request.layout.num_processes))
     verify(_plan(tmp_path / "kept", "2"), first.record, compare=_compare_weights)
@@ -298,6 +330,19 @@ def test_a_recorded_reference_is_used_without_running_anything_else(tmp_path: Pa
     assert "the recorded run has 1, 2" in found.layouts[0].verdict.reason
     with pytest.raises(UsageError, match="contains no recorded run"):
         verify(_plan(tmp_path, "2", against_run=tmp_path / "empty"), runs.record, compare=_compare_weights)
+
+
+def test_a_reference_of_another_version_is_refused(tmp_path: Path) -> None:
+    runs = _Runs(lambda request: _write(request, value=1.0))
+    verify(_plan(tmp_path / "kept", "1,2"), runs.record, compare=_compare_weights)
+    plan = _plan(tmp_path / "new", "2", against_run=tmp_path / "kept")
+    for path in (tmp_path / "kept").glob("reference-*/rank_0.trace.jsonl"):
+        text = path.read_text(encoding="utf-8")
+        assert f'"version":{VERSION}' in text
+        path.write_text(text.replace(f'"version":{VERSION}', '"version":1'), encoding="utf-8")
+    with pytest.raises(UsageError, match=rf"another version of echelon \(format 1, this one is {VERSION}\)") as error:
+        verify(plan, runs.record, compare=_compare_weights)
+    assert "record it again with this version" in str(error.value)
 
 
 # The recorder itself, with a program that stands in for the launcher.

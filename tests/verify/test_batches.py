@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,9 +18,10 @@ from echelon.accelerator.accelerator import Accelerator
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
 from echelon.distributed import shard
 from echelon.verify.recorders.batches import Batches
+from echelon.verify.recorders.forwards import Forwards
 from echelon.verify.recorders.sample_rows import rows_of
 from echelon.verify.recording import recording
-from echelon.verify.trace import Batch, Row, read_trace
+from echelon.verify.trace import Batch, Forward, Row, read_trace
 from tests.harness import run_on_ranks
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
@@ -199,6 +201,23 @@ def test_labels_are_counted(tmp_path: Path) -> None:
             _step(model, batch["x"])
 
     assert [one.num_items for one in _recorded(tmp_path, script)] == [4, 4]
+
+
+def test_rows_that_end_in_a_repeated_token_are_not_padded(tmp_path: Path) -> None:
+    """Blocks of tokens of one length, which default_collate stacks: the output of a row does not depend on the others of its batch."""
+    blocks = torch.tensor([[3, 7, 7], [1, 2, 7], [4, 5, 6], [5, 1, 7]])
+    torch.manual_seed(0)
+    model = nn.Embedding(8, 2)
+    outputs = []
+    for batch_size in (1, 4):
+        folder = tmp_path / str(batch_size)
+        batches = Batches()
+        with recording(folder, parts=[batches, Forwards(batches)], rank=0, world_size=1, steps=100):
+            for tokens in DataLoader(blocks, batch_size=batch_size):
+                model(tokens).sum().backward()
+        events = read_trace(folder).ranks[0]
+        outputs.append(np.concatenate([one.rows for one in events if isinstance(one, Forward)]))
+    np.testing.assert_array_equal(outputs[0], outputs[1])
 
 
 def test_loaders_are_restored(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from echelon.verify.recorders.sample_rows import SampleRows, rows_of
+from echelon.verify.recorders.sample_rows import SampleRows, item_lengths, rows_of
 from echelon.verify.trace import Row
 
 
@@ -132,3 +132,30 @@ def test_labels_are_counted() -> None:
     labels = torch.tensor([[1, 2, -100], [3, -100, -100]])
     assert _rows({"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": labels}).num_items == 3
     assert _rows((torch.zeros(2), torch.zeros(2))).num_items is None
+
+
+def test_a_text_of_which_the_batch_cuts_the_last_token_is_recognized() -> None:
+    """``padded[:, :-1]`` cuts a token of the longest text of a batch only. Padding is a token that also ends texts."""
+    texts = [torch.tensor(one) for one in ([5, 6, 9, 7], [8, 4, 9], [3, 9, 9])]
+
+    def batch(*numbers: int) -> SampleRows:
+        chosen = [texts[number] for number in numbers]
+        padded = pad_sequence(chosen, batch_first=True, padding_value=9)
+        found = rows_of({"tokens": padded[:, :-1], "labels": padded[:, 1:]}, item_lengths(chosen))
+        assert found is not None
+        return found
+
+    together = batch(0, 1, 2)
+    for number, alone in enumerate((batch(0), batch(1), batch(2))):
+        assert _same(alone.rows[0], together.rows[number])
+        assert alone.keys[0] == together.keys[number]
+        assert [one[0] for one in alone.lengths.values()] == [len(texts[number]) - 1]
+    assert len({*together.keys.tolist()}) == 3
+    assert together.lengths[3].tolist() == [3, 2, 2]
+
+
+def test_the_lengths_of_items() -> None:
+    lengths = item_lengths([{"ids": [1, 2], "x": torch.zeros(9)}, {"ids": torch.arange(3), "x": torch.zeros(9)}])
+    assert lengths is not None
+    assert lengths.tolist() == [2, 3]
+    assert item_lengths([torch.zeros(3), torch.arange(3)]) is None  # an image has no length

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from echelon.accelerator import process, unsupported
+from echelon.accelerator import pipeline, process, sequences, unsupported
 from echelon.accelerator.checkpoint.checkpoints import Checkpoints
 from echelon.accelerator.checkpoint.registry import CheckpointRegistry
 from echelon.accelerator.current import register_accelerator
@@ -306,10 +306,10 @@ class Accelerator:
     data_parallel_rank: int = axis_rank("data_parallel_rank", "dp_replicate")
     data_parallel_shard_rank: int = axis_rank("data_parallel_shard_rank", "dp_shard")
     tensor_parallel_rank: int = axis_rank("tensor_parallel_rank", "tp")
-    context_parallel_rank: int = axis_rank("context_parallel_rank", None)
-    pipeline_parallel_rank: int = axis_rank("pipeline_parallel_rank", None)
+    context_parallel_rank: int = axis_rank("context_parallel_rank", "cp")
+    pipeline_parallel_rank: int = axis_rank("pipeline_parallel_rank", "pp")
 
-    maybe_context_parallel = unsupported.maybe_context_parallel
+    context_parallel, maybe_context_parallel = sequences.context_parallel, sequences.maybe_context_parallel
     deepspeed_ulysses_dl_adapter = unsupported.deepspeed_ulysses_dl_adapter
     lomo_backward = unsupported.lomo_backward
 
@@ -337,7 +337,7 @@ class Accelerator:
         Args:
             models: models trained in this micro-step; by default all.
         """
-        return MicroStep(self.session.update, tuple(map(self.session.objects.engine_model, models)))
+        return MicroStep(self.session.update, models)
 
     def no_sync(self, model: nn.Module, *, unsynced: bool = False) -> AbstractContextManager[None]:
         """Return a context in which backward passes of the prepared ``model`` stay local.
@@ -471,6 +471,7 @@ class Accelerator:
         return skip_first_batches(dataloader, num_batches)
 
     join_uneven_inputs = delegate(join_uneven_inputs, "session")
+    prepare_pipeline = delegate(pipeline.prepare_pipeline, "session")
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
@@ -509,7 +510,6 @@ class Accelerator:
 
     def wait_for_everyone(self) -> None:
         """Wait for all processes; if some do not arrive, the error names them. Collective."""
-        self.gradient_state.reading.metrics.check()
         control.barrier()
 
     slow = staticmethod(slow)

@@ -64,7 +64,8 @@ class Epochs(PassTracker[PreparedLoader]):
         self._num_at_boundary = 0  # steps at the last boundary
         self._epoch: int | None = None  # of the active loop over epochs
         self._next: int | None = None  # epoch in which a run without training loaders continues
-        self._update: _Update | None = None
+        self.update_begin: _Update | None = None
+        """Where the current update started; None if it has only one micro-step, or after its last one."""
         self._loaded_random_states: dict[str, Any] | None = None  # from the start of an incomplete update
         state.reading.tracker = self
 
@@ -84,15 +85,15 @@ class Epochs(PassTracker[PreparedLoader]):
     def begin_batch(self, loader: PreparedLoader, batch: Any) -> None:
         """Record where an update with several micro-steps starts; the exact modes do this themselves."""
         state = self._state
-        if self._is_exact or not state.sync_gradients or state.num_steps == 1:
+        if self._is_exact or not state.sync_gradients or (state.plugin.num_steps or 1) == 1:
             return
         facts = loader.facts
         if facts is None or not facts.trains:
             return
-        if self._update is not None and self._update.owner is not loader:
+        if self.update_begin is not None and self.update_begin.owner is not loader:
             return  # a batch of another loader for the same update
         reading = state.reading.loaders
-        self._update = _Update(
+        self.update_begin = _Update(
             owner=loader,
             records={id(one.source): one.record_now(num_unused=int(one is loader)) for one in reading},
             draws={id(one.source): one.rng_state(num_unused=int(one is loader)) for one in reading},
@@ -104,8 +105,12 @@ class Epochs(PassTracker[PreparedLoader]):
         state = self._state
         if not state.sync_gradients:
             return
-        num_steps, facts = self._objects.num_steps(), loader.facts
+        optimizers = self._objects.optimizers
+        num_steps = optimizers[0].num_steps if len(optimizers) == 1 else self._objects.num_steps()
         is_new_step, self._num_at_boundary = num_steps != self._num_at_boundary, num_steps
+        if self._preemption.member is None:
+            return
+        facts = loader.facts
         is_inner = len(state.reading.loaders) > 1  # the iteration of an outer loop is not finished
         is_whole = is_new_step and facts is not None and facts.trains and not loader.end_of_dataloader and not is_inner
         self._preemption.stop_if_requested(is_new_step=is_new_step, is_whole=is_whole)
@@ -115,12 +120,8 @@ class Epochs(PassTracker[PreparedLoader]):
         update = self._partial_update()
         return None if update is None else update.records.get(id(loader.source))
 
-    def end_update(self) -> None:
-        """Clear the position after the last micro-step of an update."""
-        self._update = None
-
     def _partial_update(self) -> _Update | None:
-        return None if self._state.sync_gradients else self._update
+        return None if self._state.sync_gradients else self.update_begin
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -142,6 +143,17 @@ class Epochs(PassTracker[PreparedLoader]):
             loader.load_rng_state(draws[i] if i < len(draws) else None)
         self._loaded_random_states = None if state is None else state["random"]
         self._next = None
+
+    def saved_position(self) -> str:
+        """Return where in its epoch the loaded checkpoint was saved, such as ", after 8 batches"; "" between two epochs."""
+        records = [loader.record() for loader in self._objects.loaders]
+        found = [record for record in records if record is not None and record["trains"] and record["is_within"]]
+        if not found:
+            return ""
+        latest = max(found, key=lambda record: int(record["epoch"]))
+        if latest["is_exact"]:
+            return f", after {self._progress.position} samples"
+        return f", after {latest['num_given']} batches of each process"
 
     def resume_passes(self) -> tuple[int, bool]:
         """Make the next pass of each training loader continue at its saved position.

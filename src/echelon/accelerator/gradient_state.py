@@ -125,6 +125,14 @@ class GradientState:
         """Always False, because XLA devices are not supported."""
         return False
 
+    def count_loss(self) -> None:
+        """Count a backward pass that ``accelerator.backward`` runs."""
+        self.num_losses += 1
+        if self.in_closure:
+            self.has_loss_in_closure = True
+        else:
+            self.has_loss = True
+
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
 

@@ -32,7 +32,8 @@ class PreemptionHandler:
     """Decides whether and where this rank takes part in preemptions."""
 
     def __init__(self) -> None:
-        self._member: BarrierMember | None = None
+        self.member: BarrierMember | None = None
+        """This rank's part in the agreement on where to stop; None if it takes no part."""
         self.is_driven = False
         """Whether the caller (the Trainer) checks for preemption itself, at its own step boundaries."""
         self.folder: str | os.PathLike[str] | None = None
@@ -42,34 +43,34 @@ class PreemptionHandler:
         collection."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_member": None, "is_driven": self.is_driven, "folder": self.folder, "save_and_end": None}
+        return {"member": None, "is_driven": self.is_driven, "folder": self.folder, "save_and_end": None}
 
     def join(self) -> bool:
         """Take part from now on if the echelon launcher handles preemptions; return whether it does."""
-        if self._member is None:
-            self._member = member_of_launch()
-        return self._member is not None
+        if self.member is None:
+            self.member = member_of_launch()
+        return self.member is not None
 
     @contextmanager
     def during(self, watcher: Watcher | None) -> Iterator[bool]:
         """Take part in preemptions in the block; yield False with custom signal handlers or outside the main thread."""
-        if self._member is not None or self.join():
+        if self.member is not None or self.join():
             yield True
             return
-        with on_signals(watcher) as self._member:
+        with on_signals(watcher) as self.member:
             try:
-                yield self._member is not None
+                yield self.member is not None
             finally:
-                self._member = None
+                self.member = None
 
     def at_boundary(self, *, is_new_step: bool, is_whole: bool) -> bool:
         """Report a boundary; return whether all ranks must save here and exit. See ``BarrierMember.pass_boundary``."""
-        member = self._member
+        member = self.member
         return member is not None and member.pass_boundary(is_new_step=is_new_step, is_whole=is_whole)
 
     def stop_if_requested(self, *, is_new_step: bool, is_whole: bool) -> None:
         """Report a boundary of a user's own loop; save and exit if all ranks must."""
-        member = self._member
+        member = self.member
         if member is None or self.is_driven or self.save_and_end is None:
             return
         save_and_end = self.save_and_end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from echelon.base.progress import Progress
 from echelon.compat.enums import DistributedType
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
+from echelon.distributed import control
 from echelon.distributed.peer_responder import Watcher
 from echelon.distributed.record.recorder import recorder_of_process
 from echelon.engines.base import Engine
@@ -33,6 +35,8 @@ from echelon.world.world import World
 if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
     from echelon.accelerator.update.live_check.live_check import LiveCheck
+    from echelon.engines.expert_parallel.routing_gap import RoutingGaps
+    from echelon.engines.pipeline_parallel.pipeline import PipelineStages
 
 __all__ = ["Session"]
 
@@ -70,16 +74,23 @@ class Session:
     """Decides where the run may stop on preemption."""
     live_check: LiveCheck | None = None
     """Checks every N-th update (``verify_every``)."""
+    stages: PipelineStages | None = None
+    """This rank's stages of the model (``prepare_pipeline``)."""
+    routing: RoutingGaps | None = None
+    """Gaps between chosen and rejected experts (``parity="exact"``)."""
     watcher: Watcher | None = None
     """Answers other ranks that check whether this rank is alive."""
     logged_schedulers: set[type] = field(default_factory=set)
     """Scheduler classes whose steps per update have been logged."""
+    num_readers: int = field(init=False)
+    """The number of ranks that read different samples; ranks that differ on other axes of the mesh count once."""
     epochs: Epochs = field(init=False)
     guard: UnpreparedOptimizerGuard = field(init=False)
     direct_backward: DirectBackwardCheck = field(init=False)
     _steps_before: int = 0  # optimizer steps that the current optimizers have not counted
 
     def __post_init__(self) -> None:
+        self.num_readers = self.data_world.world_size
         self.gradient_state.reading.driver = self.update.driver
         self.epochs = self.update.epochs = Epochs(
             state=self.gradient_state,
@@ -138,6 +149,15 @@ class Session:
         """Return the configured handler of this type, or None."""
         return next((handler for handler in self.handlers if isinstance(handler, kind)), None)
 
+    @property
+    def select_tensors(self) -> Callable[[Mapping[str, Any]], dict[str, Any]] | None:
+        """Function that returns the tensors of this rank's stages; None if each rank has the whole model."""
+        return None if self.stages is None else self.stages.own_tensors
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Return whether ``flag`` is set on any rank, also of those that share samples. Collective: call on every rank."""
+        return control.agree(flag)
+
     # ---- progress ----------------------------------------------------------------------------------------------------
 
     @property
@@ -149,7 +169,7 @@ class Session:
     def restore_progress(self, counters: dict[str, Any] | None) -> None:
         """Continue from a checkpoint's ``counters``; None if the checkpoint has none."""
         self.update.restore()
-        self.epochs.end_update()
+        self.epochs.update_begin = None
         if counters is not None:
             self.counters.load_json(counters)
             self._steps_before = self.counters.step - self.objects.num_steps()
@@ -175,6 +195,8 @@ class Session:
         self.gradient_state.reading.metrics.check()
         if self.live_check is not None:
             self.live_check.finish()
+        if self.routing is not None:
+            self.routing.report(self.world)
         self.guard.compare_models("at end_training()", is_last=True)
         self.guard.drift.stop()
 
@@ -186,5 +208,6 @@ class Session:
         if self.live_check is not None:
             self.live_check.forget()
         self.guard.release()
+        self.stages = None
         self.engine.release()
         self.update.step = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 from echelon.base.errors import ConfigError, UsageError
 
-__all__ = ["deepspeed_ulysses_dl_adapter", "lomo_backward", "maybe_context_parallel", "refuse_unsupported"]
+__all__ = ["deepspeed_ulysses_dl_adapter", "lomo_backward", "refuse_unsupported"]
 
 T = TypeVar("T")
 
@@ -24,16 +23,6 @@ def refuse_unsupported(**arguments: Any) -> None:
                 where=f"code Accelerator({name}=)",
                 do=f"remove {name}",
             )
-
-
-def maybe_context_parallel(
-    self: object,
-    buffers: list[torch.Tensor] | None = None,
-    buffer_seq_dims: list[int] | None = None,
-    no_restore_buffers: set[torch.Tensor] | None = None,
-) -> AbstractContextManager[None]:
-    """Return a context that does nothing, because context parallelism is not supported."""
-    return nullcontext()
 
 
 def deepspeed_ulysses_dl_adapter(self: object, dl: T, model: nn.Module) -> T:

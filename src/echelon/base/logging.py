@@ -8,6 +8,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from echelon.base.messages.terminal import beside_progress_bars
+from echelon.base.messages.translation import language, translate_lines
 from echelon.base.rank import known_rank
 
 __all__ = ["Adapter", "RankLogger", "get_logger", "is_logging_rank"]
@@ -27,6 +28,9 @@ class RankLogger(Adapter):
         if not self.isEnabledFor(level) or not (all_ranks or is_logging_rank()):
             return
         kwargs["stacklevel"] = _frames_to(kwargs.get("stacklevel", 1))
+        if language() is not None and not self.logger.hasHandlers() and self.logger.name.startswith("echelon."):
+            # Only logging's last resort prints it, to stderr. What handlers write, such as log files, stays English.
+            msg, args = "%s", (translate_lines(str(msg) % args if args else str(msg)),)
         # super().log() would add a frame of the logging module, which Python 3.10 counts.
         with beside_progress_bars():
             self.logger.log(level, msg, *args, **kwargs)

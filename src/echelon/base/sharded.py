@@ -6,6 +6,7 @@ exist only if its module has been imported, so the class is looked up in ``sys.m
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-__all__ = ["is_dtensor", "is_fsdp_module", "is_old_fsdp", "local_shape_and_offset"]
+__all__ = ["is_dtensor", "is_fsdp_module", "is_old_fsdp", "is_strided", "local_shape_and_offset"]
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -32,10 +33,53 @@ def is_old_fsdp(module: object) -> bool:
 
 
 def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's shard of ``tensor`` and its offset in the whole tensor."""
+    """Return the shape of this rank's shard of ``tensor`` and its offset in the whole tensor.
+
+    ``fully_shard`` divides what another mesh axis (tensor or expert parallelism) has divided before; if both divide the same dimension, the
+    outer mesh axis has a strided placement. The shard is contiguous nevertheless.
+
+    Raises:
+        ValueError: the shard is not contiguous.
+    """
+    if any(is_strided(placement) for placement in tensor.placements):
+        return _of_nested_shards(tensor)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - as above
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
+
+
+def is_strided(placement: object) -> bool:
+    """Return whether ``placement`` is torch's private ``_StridedShard``, which is a kind of ``Shard`` in some versions only."""
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _of_nested_shards(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and offset if each strided placement divides what the later mesh axes leave of its dimension.
+
+    Source: torch.distributed.tensor.placement_types._StridedShard.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    shape, offset = list(tensor.shape), [0] * tensor.dim()
+    plain = [axis for axis, p in enumerate(tensor.placements) if not is_strided(p)]
+    strided = [axis for axis, p in enumerate(tensor.placements) if is_strided(p)]
+    for axis in (*plain, *reversed(strided)):
+        placement: Any = tensor.placements[axis]
+        if placement.is_replicate():
+            continue
+        dim = placement.dim
+        if axis in strided:
+            later = [i for i in range(axis + 1, mesh.ndim) if getattr(tensor.placements[i], "dim", None) == dim]
+            if placement.split_factor != math.prod(mesh.size(i) for i in later):
+                raise ValueError(
+                    f"the placements {tensor.placements} of a {tuple(tensor.shape)} tensor are not contiguous"
+                )
+        size = -(-shape[dim] // mesh.size(axis))
+        start = min(shape[dim], size * coordinate[axis])
+        shape[dim] = min(shape[dim], start + size) - start
+        offset[dim] += start
     return tuple(shape), tuple(offset)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from echelon.base.errors import CheckpointError, DesyncError
-from echelon.base.sharded import is_dtensor, local_shape_and_offset
+from echelon.base.sharded import is_dtensor, is_strided, local_shape_and_offset
 from echelon.checkpoint.tensor_file import itemsize
 
 __all__ = [
@@ -121,15 +121,18 @@ def box_of(tensor: torch.Tensor | ShardPart) -> tuple[tuple[int, ...], ChunkBoun
         return tuple(tensor.shape), ChunkBounds.whole(tensor.shape), tensor.detach()
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - already loaded if there is a DTensor
 
-    others = [placement for placement in tensor.placements if type(placement) not in (Shard, Replicate)]
-    if others:
+    others = [p for p in tensor.placements if type(p) not in (Shard, Replicate) and not is_strided(p)]
+    try:
+        if others:
+            raise ValueError(others[0])
+        lengths, offset = local_shape_and_offset(tensor)
+    except ValueError as error:
         raise CheckpointError(
-            f"a tensor of shape {tuple(tensor.shape)} has the placement {others[0]}, so this rank's shard is not "
+            f"a tensor of shape {tuple(tensor.shape)} has the placements {tensor.placements}, so this rank's shard is not "
             "a contiguous box",
             do="redistribute it to Shard or Replicate placements before saving",
-        )
+        ) from error
     local = tensor.to_local().detach()
-    lengths, offset = local_shape_and_offset(tensor)
     assert tuple(local.shape) == lengths, (local.shape, lengths)
     return tuple(tensor.shape), ChunkBounds(offset, lengths), local
 

@@ -198,10 +198,11 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
         except RunOver as over:
             code = over.result.code
         record.end("succeeded" if code == 0 else "preempted" if code == EXIT_CODE else "failed", code)
-    if record.has_steps and not flags["quiet"]:
+    if record.folder is not None and (record.has_steps or code != 0) and not flags["quiet"]:
         _say_where(directory, flags["log_dir"])
-    if code == _USAGE_ERROR and not is_noted:
-        _note_misplaced_flags(ctx, script, typed, failed=True)
+    # Again at the end, because the program's output may have moved the first note out of sight.
+    if is_noted or code == _USAGE_ERROR:
+        _note_misplaced_flags(ctx, script, typed, failed=code == _USAGE_ERROR)
     return code
 
 

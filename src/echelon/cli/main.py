@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -18,8 +17,9 @@ from echelon._version import __version__
 from echelon.base.errors import ConfigError, EchelonError, UsageError
 from echelon.base.messages.terminal import has_colour, say
 from echelon.base.optional import explain_missing_torch
+from echelon.cli.help.click_errors import explain_click_error, unknown_command
 from echelon.cli.help.completion import words_normalized
-from echelon.cli.help.pages import PageContext, page_colour, spelled, with_pages
+from echelon.cli.help.pages import PageContext, page_colour, with_pages
 
 __all__ = ["cli", "main"]
 
@@ -68,14 +68,7 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            from difflib import get_close_matches  # noqa: PLC0415 - needed only for unknown commands
-
-            near = get_close_matches(args[0], _COMMANDS, n=1)
-            raise UsageError(
-                f"unknown command {args[0]!r}",
-                where="echelon",
-                do=f"did you mean echelon {near[0]}?" if near else f"commands: {', '.join(self.list_commands(ctx))}",
-            )
+            raise unknown_command(args[0], path="echelon", names=self.list_commands(ctx))
         return super().resolve_command(ctx, args)
 
 
@@ -142,17 +135,7 @@ def _run(argv: Sequence[str] | None) -> int:
 def _from_click(error: click.ClickException, argv: Sequence[str]) -> UsageError:
     context = error.ctx if isinstance(error, click.UsageError) else None
     path, command = (context.command_path, context.command) if context else _command_of(argv)
-    do = f"see {path} --help"
-    if isinstance(error, click.NoSuchOption):
-        near = error.possibilities
-        typed = (token.partition("=")[0] for token in argv)  # click reports the normalized name
-        name = next((flag for flag in typed if flag.replace("_", "-") == error.option_name), error.option_name)
-        do = f"did you mean {spelled(near[0])}?" if near else do
-        return UsageError(f"unknown flag {name}", where=path, do=do)
-    text = error.format_message().strip().rstrip(".")
-    flags = {name for param in command.params for name in param.opts}
-    text = re.sub(r"--[\w-]+", lambda flag: spelled(flag[0]) if flag[0] in flags else flag[0], text)
-    return UsageError(text[:1].lower() + text[1:], where=path, do=do)
+    return explain_click_error(error, path=path, command=command, argv=argv)
 
 
 def _command_of(argv: Sequence[str]) -> tuple[str, click.Command]:

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
 from echelon.status.strict_json import dumps
 
 if TYPE_CHECKING:  # these import torch
-    from echelon.verify.command.run_layouts import RunRequest
+    from echelon.verify.command.run_layouts import LayoutRun, RunRequest
     from echelon.verify.command.verification import Verification, VerifyPlan
 
 __all__ = ["GROUPS", "command"]
@@ -239,7 +239,8 @@ def _plan(script: str, args: tuple[str, ...], flags: dict[str, Any], folder: Pat
 
 
 def _verify(plan: VerifyPlan, flags: dict[str, Any], interrupts: Interrupts, bars: _Bars) -> Verification:
-    from echelon.verify.command.run_layouts import LayoutRunner, RunLimits  # noqa: PLC0415
+    from echelon.launch.local.warm_start import WarmStarter  # noqa: PLC0415 - as above
+    from echelon.verify.command.run_layouts import WARM_MODULES, LayoutRunner, RunLimits, run_environment  # noqa: PLC0415
     from echelon.verify.command.verification import verify  # noqa: PLC0415
 
     most = max(layout.num_processes for layout in plan.layouts)
@@ -250,8 +251,17 @@ def _verify(plan: VerifyPlan, flags: dict[str, Any], interrupts: Interrupts, bar
         num_threads=max(usable_cores() // most, 1),
         launch_flags=libraries,
     )
-    recorder = LayoutRunner(limits, interrupts, on_update=bars.show)
-    return verify(plan, recorder.record)
+    with closing(WarmStarter()) as warm:
+        # torch reads the number of threads when it is imported.
+        warm.prepare({**run_environment(), "OMP_NUM_THREADS": str(limits.num_threads)}, WARM_MODULES)
+        recorder = LayoutRunner(limits, interrupts, on_update=bars.show, warm=warm)
+
+        def record(request: RunRequest) -> LayoutRun:
+            run = recorder.record(request)
+            bars.finish(run)
+            return run
+
+        return verify(plan, record)
 
 
 def _show(found: Verification, flags: dict[str, Any]) -> None:
@@ -278,7 +288,7 @@ def _show(found: Verification, flags: dict[str, Any]) -> None:
 
 
 class _Bars:
-    """A bar for each run, on a terminal; elsewhere, nothing."""
+    """A bar for each run, on a terminal; elsewhere, a line for each run that has ended."""
 
     def __init__(self, *, is_shown: bool) -> None:
         self._is_shown = is_shown
@@ -301,6 +311,12 @@ class _Bars:
             )
         self._bar.update(count - self._bar.n)
         self._bar.refresh()
+
+    def finish(self, run: LayoutRun) -> None:
+        """Print one line for a run that has ended, where no bar can be shown."""
+        if not sys.stderr.isatty():
+            ending = "could not run" if run.failure is not None else f"{run.num_updates} updates"
+            say(f"{run.request.name}: {ending}, {run.seconds:.1f} s")
 
     def close(self) -> None:
         """Remove the bar."""

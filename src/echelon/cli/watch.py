@@ -21,7 +21,7 @@ _PIPE_WIDTH = 120
 @click.argument("run", required=False, shell_complete=complete_runs)
 @click.option("--once", is_flag=True, help="Print the current state once (default if the output is not a terminal).")
 @click.option("--web", is_flag=True, help="Show the run's report in a browser on this machine, and keep it up to date.")
-@click.option("--port", type=int, default=0, help="Port for --web (default: a free one).")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port for --web (default: a free one).")
 def command(run: str | None, once: bool, web: bool, port: int) -> None:
     """Show what a run is doing: progress, rates, loss, and a line for each rank.
 

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from echelon.base.optional import require
-
 __all__ = ["install"]
 
 
 def install(**options: Any) -> Any:
-    """Display tracebacks with rich; options are passed to ``rich.traceback.install``.
+    """Display tracebacks with rich; options are passed to ``rich.traceback.install``."""
+    from rich.traceback import install as install_rich  # noqa: PLC0415 - rarely needed, and takes 0.1 s
 
-    Raises:
-        MissingExtraError: rich is not installed.
-    """
     # Off by default, because locals may contain secrets.
-    return require("rich.traceback", extra="rich", purpose="rich tracebacks").install(
-        **{"show_locals": False, **options}
-    )
+    return install_rich(**{"show_locals": False, **options})

@@ -34,7 +34,7 @@ _NAMES: dict[str, dict[str, str]] = {
     },
     "remove it; data parallelism, sharded or not, runs on any number of processes": {
         "utils.dataclasses": """
-            DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin
+            TorchTensorParallelPlugin
         """,
     },
     "remove it; to shard the model, use FullyShardedDataParallelPlugin or DeepSpeedPlugin": {

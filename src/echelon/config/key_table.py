@@ -179,7 +179,8 @@ KEYS = (
         "parallelism_config",
         "PARALLELISM_CONFIG_",
         *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "cp_comm_strategy", "sp_size"),
-        *("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"),
+        *("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation", "pp_size"),
+        "ep_size",
     ),
     *_keys("fp8_config", "ACCELERATE_FP8_", *("backend", "enable_fsdp_float8_all_gather", "pad_inner_dim")),
 )
@@ -211,6 +212,7 @@ OTHER_VARIABLES = frozenset(
         "ECHELON_CHOSEN_THREADS",
         "ECHELON_CONFIG",
         "ECHELON_LAUNCHER",
+        "ECHELON_WARM_SERVER",
         "ECHELON_RECORD",
         "ECHELON_SET_GLOO_SOCKET_IFNAME",
         "ECHELON_WROTE_FOR_TRANSFORMERS",

@@ -198,15 +198,15 @@ class RunConfig:
     parallelism_config_dp_shard_size: int | None = None
     """Number of ranks across which each replica of the model is sharded."""
     parallelism_config_tp_size: int | None = None
-    """Tensor parallel size; not supported yet."""
+    """Number of ranks that split each layer (tensor parallel)."""
     parallelism_config_cp_size: int | None = None
-    """Context parallel size; not supported yet."""
+    """Number of ranks that split each sequence, with ring attention (context parallel)."""
     parallelism_config_cp_backend: str | None = None
     """Context parallel implementation."""
     parallelism_config_cp_comm_strategy: str | None = None
     """Context parallel communication strategy: all-gather or all-to-all."""
     parallelism_config_sp_size: int | None = None
-    """Sequence parallel size; not supported yet."""
+    """Number of ranks that split each sequence, with attention divided by heads (Ulysses)."""
     parallelism_config_sp_backend: str | None = None
     """Sequence parallel implementation."""
     parallelism_config_sp_seq_length: int | None = None
@@ -215,6 +215,10 @@ class RunConfig:
     """Whether the sequence length varies between batches."""
     parallelism_config_sp_attn_implementation: str | None = None
     """Attention implementation that the model uses for sequence parallelism."""
+    parallelism_config_pp_size: int | None = None
+    """Number of stages that the layers are divided into (pipeline parallel)."""
+    parallelism_config_ep_size: int | None = None
+    """Number of ranks among which the experts of mixture-of-experts layers are divided (expert parallelism)."""
 
     fp8_backend: Literal["AO", "TE", "MSAMP", "NO"] | None = None
     """fp8 library; only torchao (AO) is supported."""
@@ -237,7 +241,9 @@ _LEAST = {
     "gradient_accumulation_steps": 1,
     "seed": 0,
     "fsdp_min_num_params": 0,
-    **dict.fromkeys((f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")), 1),
+    **dict.fromkeys(
+        (f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp", "ep")), 1
+    ),
 }
 
 

@@ -151,7 +151,7 @@ class ActiveLoaders(Generic[Loader]):
         """The ``GradientState`` that owns this object, or None if no Accelerator is used."""
         self.loaders: list[Loader] = []
         self.metrics = UngatheredMetricsCheck(
-            "Use accelerator.reduce(total) after the loop, or gather_for_metrics(...) inside it"
+            "use accelerator.reduce(total) after the loop, or gather_for_metrics(...) inside it"
         )
         self.driver: PassDriver[Loader] | None = None
         self.tracker: PassTracker[Loader] | None = None

@@ -22,7 +22,7 @@ from echelon.data.sharding.batch_source import BatchSource, batches_of
 from echelon.data.to_device import to_device
 from echelon.distributed.checks.already_sharded import SamplerEpochs
 from echelon.distributed.checks.ungathered_metrics import DatasetLength
-from echelon.distributed.record.recorder import recorder_of_process
+from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
 from echelon.distributed.structure import ignorant_find_batch_size
 from echelon.status.board import Phase
 from echelon.status.notes import notes_of_process
@@ -42,6 +42,8 @@ class PreparedLoader(DataLoader[Any]):
         active: registry of loaders that are currently being iterated over.
         device: device that batches are moved to. If None, batches are not moved here.
         skip_batches: number of steps to skip at the start of each pass.
+        skips_for: the loader of which this one is a copy that skips batches, if it is. A complete pass over the copy counts as
+            one over that loader.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class PreparedLoader(DataLoader[Any]):
         active: ActiveLoaders[PreparedLoader],
         device: torch.device | None,
         skip_batches: int = 0,
+        skips_for: PreparedLoader | None = None,
     ) -> None:
         # DataLoader.__init__ is not called, because `source.inner` reads the data.
         self.source: BatchSource = position.source
@@ -61,6 +64,7 @@ class PreparedLoader(DataLoader[Any]):
         self.active = active
         self.device = device
         self.skip_batches = skip_batches
+        self.skips_for = skips_for
         self.end_of_dataloader = False
         """Whether the current batch is this rank's last batch."""
         self.ends_early = False
@@ -310,7 +314,10 @@ class PreparedLoader(DataLoader[Any]):
         self.source.set_sampler(sampler, self.original)
 
     def skipping(self, num_batches: int) -> PreparedLoader:
-        """Return a copy of this loader that skips ``num_batches`` more steps at the start of each pass."""
+        """Return a copy of this loader that skips ``num_batches`` more steps at the start of each pass.
+
+        A complete pass over the copy completes the epoch of this loader, too: its next pass has the order of the next epoch.
+        """
         skipping: PreparedLoader = object.__new__(type(self))  # subclasses have other constructors
         skipping.__dict__.update(self.__dict__)
         PreparedLoader.__init__(
@@ -322,6 +329,7 @@ class PreparedLoader(DataLoader[Any]):
             active=self.active,
             device=self.device,
             skip_batches=self.skip_batches + num_batches,
+            skips_for=self,
         )
         skipping._even = self._even
         return skipping
@@ -489,11 +497,13 @@ class PreparedLoader(DataLoader[Any]):
         try:
             device, non_blocking = self.device, self._options.non_blocking
             is_saved = self.is_stateful
+            is_plain = not self.is_exact and not is_saved
             position.facts = None if tracker is None else tracker.begin_pass(self)
             # Reads one batch ahead, so that the last one is known as such while it is in use.
             notes, recorder = notes_of_process(), recorder_of_process()
             if notes is not None:
                 notes.phase(Phase.DATA)
+            self._forget_loaded_positions()
             steps, step = position.open(self.skip_batches, self._begin_planned_pass, resumed_from)
             first_pass, source.first_pass = source.first_pass, None
             draws = position.draws if position.draws is not None and position.draws.is_of_a_batch else None
@@ -504,7 +514,8 @@ class PreparedLoader(DataLoader[Any]):
                 position.num_given += 1
                 if first_pass is not None and not first_pass.add(batch):
                     first_pass = None
-                active.make_innermost(self)
+                if loaders[-1] is not self:
+                    active.make_innermost(self)
                 if tracker is not None:
                     tracker.begin_batch(self, batch)
                 inner_state = self._inner_state() if is_saved else None
@@ -516,18 +527,18 @@ class PreparedLoader(DataLoader[Any]):
                 if notes is not None:
                     notes.phase(Phase.TRAIN if torch.is_grad_enabled() else Phase.EVALUATE)
                 if recorder is not None and torch.is_grad_enabled():
-                    size = facts.num_items if isinstance(facts, Contribution) else ignorant_find_batch_size(batch)
-                    if size is None:
-                        recorder = None  # nor do the other batches have a size
-                    else:
-                        recorder.add_samples(int(size))
-                if draws is not None:
+                    recorder = _count_samples(recorder, batch, facts)
+                if draws is not None and draws.is_compared:
                     draws.end_batch()
                 if step is END:
                     self.end_of_dataloader = True
                     facts = facts or source.at_end()
                     self.ends_early = source.ended_early
-                self._update_step(facts, inner_state)
+                if is_plain:
+                    if facts is not self.last_step:
+                        self.last_step = facts
+                else:
+                    self._update_step(facts, inner_state)
                 yield batch if device is None else to_device(batch, device, non_blocking=non_blocking)
                 if tracker is not None:
                     tracker.end_batch(self)
@@ -535,13 +546,32 @@ class PreparedLoader(DataLoader[Any]):
                     self._warn_of_padding()
             if first_pass is not None:
                 first_pass.end()
-            position.close()
-            active.metrics.end_pass(self._length, num_before)
+            self._complete_pass()
+            active.metrics.end_pass(self._length, num_before, dataset=self.original.dataset)
             is_over = True
         finally:  # also after a break or an error in the loop
             loaders.remove(self)
             if active.driver is not None:
                 active.driver.end_pass(self, is_over=is_over)
+
+    def _originals(self) -> Iterator[PassPosition]:
+        """Yield the positions of the loaders of which this is a copy, except loaders that are being iterated over themselves."""
+        loader = self.skips_for
+        while loader is not None:
+            if loader not in self.active.loaders:
+                yield loader._position
+            loader = loader.skips_for
+
+    def _forget_loaded_positions(self) -> None:
+        """Forget where the originals of this copy would continue: the script skips the batches before that by itself."""
+        for position in self._originals():
+            position.forget_resume()
+
+    def _complete_pass(self) -> None:
+        """Record that the pass is complete, which makes it one of the originals, too."""
+        self._position.close()
+        for position in self._originals():
+            position.complete_pass_of(self._position)
 
     def _inner_state(self) -> dict[str, Any]:
         """Return the state of ``inner``, or an empty state if another rank reads the data."""
@@ -564,6 +594,17 @@ class PreparedLoader(DataLoader[Any]):
         if name in ("source", "original"):
             raise AttributeError(name)  # not yet set, during unpickling
         return getattr(self.original, name)
+
+
+def _count_samples(
+    recorder: ProcessRecorder, batch: Any, facts: LastStep | Contribution | None
+) -> ProcessRecorder | None:
+    """Record the size of ``batch``. Return None if it has no size, because then the other batches of the pass have none either."""
+    size = facts.num_items if isinstance(facts, Contribution) else ignorant_find_batch_size(batch)
+    if size is None:
+        return None
+    recorder.add_samples(int(size))
+    return recorder
 
 
 class DispatchedLoader(PreparedLoader):

@@ -28,7 +28,8 @@ END: Any = object()
 
 
 class PassPosition(ABC):
-    """One loader's position. Loaders over the same source (from ``skip_first_batches``) have separate positions.
+    """One loader's position. Loaders over the same source (from ``skip_first_batches``) have separate positions; a complete pass of
+    the copy is one of the loader from which it was made.
 
     Args:
         source: source that provides the batches.
@@ -109,6 +110,17 @@ class PassPosition(ABC):
         """Record that the pass is complete."""
         self.iteration += 1
         self.is_open = False
+
+    def forget_resume(self) -> None:
+        """Start the next pass at its beginning, also if a position within it was loaded."""
+        self._state = self._resume = self._draws_before = None
+
+    def complete_pass_of(self, other: PassPosition) -> None:
+        """Take over the epoch after a pass that ``other``, a position in the same source, has completed."""
+        self.end_pass()
+        self.forget_resume()
+        self.iteration = other.iteration
+        self.facts, self.num_given = other.facts, other.num_given
 
     def end_pass(self) -> None:
         """End the current pass, so that the next pass starts from the beginning."""

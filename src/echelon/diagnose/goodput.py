@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.status.board import Mark, StepPart, Times
 
-__all__ = ["ITEMS", "Attempt", "TimeBreakdown", "RankTimes", "break_down_time", "spent_in"]
+__all__ = ["ITEMS", "Attempt", "TimeBreakdown", "RankTimes", "break_down_time", "goodput_of", "spent_in"]
 
 _ITEM_OF = MappingProxyType(
     {
@@ -23,8 +23,8 @@ _ITEM_OF = MappingProxyType(
         StepPart.CHECKPOINT: "checkpoint",
     }
 )
-_GOOD = ("compute", "communication", "program")
-ITEMS = (*_GOOD, "data wait", "checkpoint", "init", "detection", "restart", "lost steps", "end")
+_GOOD = ("compute", "communication")
+ITEMS = (*_GOOD, "program", "data wait", "checkpoint", "init", "detection", "restart", "lost steps", "end")
 """The items of the breakdown."""
 
 
@@ -71,17 +71,22 @@ class TimeBreakdown:
     seconds: Mapping[str, float]
     """Seconds by item. ``compute`` and ``communication`` count only steps that were kept; ``lost steps`` had to be repeated.
     ``init`` is the time until the training loop starts, ``detection`` the time from a failure to its detection, ``restart``
-    the time until the next training loop, and ``end`` the time after the loop. ``program`` is the whole time of a program
-    that records nothing."""
+    the time until the next training loop, and ``end`` the time after the loop. ``program`` is the whole time of programs
+    that use neither the Accelerator nor the Trainer, because the parts of their loops are unknown."""
 
     @property
-    def goodput(self) -> float:
-        """Fraction of the wall time that was spent on computation and communication in steps that were kept."""
-        return sum(self.seconds.get(item, 0.0) for item in _GOOD) / self.wall_s if self.wall_s else 0.0
+    def goodput(self) -> float | None:
+        """Fraction of the wall time that was spent on computation and communication in steps that were kept.
+
+        None if it is unknown.
+        """
+        return goodput_of(self.seconds, wall_s=self.wall_s)
 
     def __str__(self) -> str:
         items = ", ".join(f"{item} {s:.1f} s" for item, s in self.seconds.items() if s >= 0.05)
         restarts = f"; {self.num_restarts} restart{'s' if self.num_restarts > 1 else ''}" if self.num_restarts else ""
+        if self.goodput is None:  # the program's time may be useful or not, so that no percentage could be compared
+            return f"time {self.wall_s:.1f} s, not divided, because no training loop was recorded: {items}{restarts}"
         return f"goodput {self.goodput:.1%} of {self.wall_s:.1f} s: {items}{restarts}"
 
     def to_json(self) -> dict[str, Any]:
@@ -93,6 +98,13 @@ class TimeBreakdown:
     def from_json(cls, data: Mapping[str, Any]) -> TimeBreakdown:
         """Return the breakdown from JSON data that ``to_json`` returned."""
         return cls(wall_s=data["wall_s"], num_restarts=data["num_restarts"], seconds=data["seconds"])
+
+
+def goodput_of(seconds: Mapping[str, float], *, wall_s: float) -> float | None:
+    """Return the useful fraction of the wall time, or None if no training loop was recorded that would tell it."""
+    if seconds.get("program"):
+        return None
+    return sum(seconds.get(item, 0.0) for item in _GOOD) / wall_s if wall_s else 0.0
 
 
 def break_down_time(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int) -> TimeBreakdown:

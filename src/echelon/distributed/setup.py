@@ -12,6 +12,7 @@ import torch.distributed as dist
 from echelon.base.errors import ConfigError, SetupError
 from echelon.base.fork_repair import repair_fork
 from echelon.config.sources import current
+from echelon.distributed.checks.coalescing import guard_coalescing, stop_guarding_coalescing
 from echelon.distributed.checks.raw_ddp_guard import RawDDPGuard
 from echelon.distributed.record.recorder import recorder_of_process
 from echelon.distributed.shard import METRICS
@@ -50,9 +51,11 @@ def setup(
     world = world_of(environment, cpu=current().value.cpu, backend=backend)
     if dist.is_initialized():
         _require_same_setup(world, backend)
+        guard_coalescing()
         return world
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     open_group(world, environment, timeout=limit or DEFAULT_TIMEOUT, init_method=init_method)
+    guard_coalescing()
     RawDDPGuard.begin()
     recorder = recorder_of_process()
     if recorder is not None:
@@ -67,6 +70,7 @@ def cleanup() -> None:
     """
     METRICS.close()
     RawDDPGuard.end()
+    stop_guarding_coalescing()
     recorder = recorder_of_process()
     if recorder is not None:
         recorder.stop_watching()

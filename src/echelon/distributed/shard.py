@@ -35,7 +35,9 @@ from echelon.distributed.structure import ignorant_find_batch_size
 __all__ = ["METRICS", "ShardedBatchSampler", "ShardedLoader", "shard"]
 
 logger = get_logger(__name__)
-METRICS: Final = UngatheredMetricsCheck('Use total = echelon.distributed.reduce(total, "sum"), or gather() in the loop')
+METRICS: Final = UngatheredMetricsCheck(
+    'use total = echelon.distributed.reduce(total, "sum") after the loop, or gather() in it'
+)
 """The check that covers all loaders that ``shard()`` has returned in this process."""
 T = TypeVar("T")
 
@@ -377,7 +379,9 @@ class ShardedLoader(DataLoader[T]):
             batches = _CountedBatches(batches, recorder)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return batches
-        return _track_pass(batches if first_pass is None else _compare_first_pass(batches, first_pass), self._length)
+        return _track_pass(
+            batches if first_pass is None else _compare_first_pass(batches, first_pass), self._length, self._dataset
+        )
 
 
 def _batching_options(loader: DataLoader[Any], batches: ShardedBatchSampler | PreshardedBatches) -> dict[str, Any]:
@@ -419,7 +423,7 @@ def _compare_first_pass(batches: Iterator[T], first_pass: DuplicateSamplesCheck)
         first_pass.end()
 
 
-def _track_pass(batches: Iterator[T], length: DatasetLength) -> Iterator[T]:
+def _track_pass(batches: Iterator[T], length: DatasetLength, dataset: object) -> Iterator[T]:
     """Yield ``batches``, and record the pass for the ungathered-metrics check."""
     since, is_first = None, True
     for batch in batches:
@@ -427,7 +431,7 @@ def _track_pass(batches: Iterator[T], length: DatasetLength) -> Iterator[T]:
             since, is_first = METRICS.num_collectives(), False
         yield batch
         METRICS.begin_pass()
-    METRICS.end_pass(length, since)
+    METRICS.end_pass(length, since, dataset=dataset)
 
 
 def _seed_of(loader: DataLoader[Any]) -> int:

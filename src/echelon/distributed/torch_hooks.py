@@ -93,7 +93,11 @@ class _StepHook(_Hook[Owner]):
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a graph break in a compiled step
             return _run_uncompiled(self, optimizer, args, kwargs)
-        return self.run(optimizer, args, kwargs)
+        owner = self._owner()  # as in ``run``, without another call
+        if owner is None:
+            return None
+        replacement = self._function(owner, optimizer, args[1] if len(args) > 1 else kwargs.get("closure"))
+        return None if replacement is None else _with_closure(replacement, args, kwargs)
 
     def run(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Call the owner's function; return the step's new arguments, or None to keep the old ones."""
@@ -102,11 +106,13 @@ class _StepHook(_Hook[Owner]):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         replacement = self._function(owner, optimizer, closure)
-        if replacement is None:
-            return None
-        if len(args) > 1:
-            return (args[0], replacement, *args[2:]), kwargs
-        return args, {**kwargs, "closure": replacement}
+        return None if replacement is None else _with_closure(replacement, args, kwargs)
+
+
+def _with_closure(closure: Closure, args: Any, kwargs: Any) -> Any:
+    if len(args) > 1:
+        return (args[0], closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure}
 
 
 @torch._disable_dynamo

@@ -62,7 +62,7 @@ def contents(data: Any) -> list[Any] | dict[Any, Any] | None:
     """Return the items of a container (a dict for mappings and dataclasses), or None for a leaf."""
     if isinstance(data, (tuple, list)):
         return list(data)
-    if isinstance(data, Mapping):
+    if isinstance(data, (dict, Mapping)):
         return dict(data.items())
     return _fields_of(data) if is_record(data) else None
 
@@ -101,7 +101,7 @@ def rebuild_like(data: Any, items: Any) -> Any:
         made = _with_state(object.__new__(kind), data, _replaced(data.values(), [items[key] for key in data]))
         made.__dict__["data"] = rebuild_like(data.data, {**data.data, **items})
         return made
-    if isinstance(data, Mapping):
+    if isinstance(data, (dict, Mapping)):
         try:
             return kind(items)
         except TypeError as error:
@@ -183,7 +183,7 @@ def describe(data: Any, *, shapes: bool = True) -> str:
     """
     if isinstance(data, torch.Tensor):
         return str(data.dtype).removeprefix("torch.") + (str(list(data.shape)) if shapes else "")
-    if isinstance(data, Mapping):
+    if isinstance(data, (dict, Mapping)):
         return "{" + ", ".join(f"{key!r}: {describe(value, shapes=shapes)}" for key, value in data.items()) + "}"
     if isinstance(data, list):
         return "[" + ", ".join(describe(item, shapes=shapes) for item in data) + "]"

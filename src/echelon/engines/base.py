@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from echelon.base.capabilities import Capabilities
 from echelon.base.errors import UsageError
 from echelon.engines.bitwise.tree_sum import ShardedUpdate
 from echelon.world.world import World
+
+if TYPE_CHECKING:
+    from echelon.engines.pipeline_parallel.pipeline import PipelineStages  # slow to import
 
 __all__ = ["Engine", "LocalGradient", "Prepared"]
 
@@ -45,6 +48,9 @@ class Engine(ABC):
     An engine gets its world, loss scaler and options when it is created. It does not depend on launching, data loading,
     configuration, storage or logging. To wrap another engine, derive from ``DelegatingEngine``.
     """
+
+    runs_plain_backward = False
+    """Whether ``backward(loss)`` only calls ``loss.backward()``, in ``no_sync`` as well as outside."""
 
     @classmethod
     @abstractmethod
@@ -187,6 +193,27 @@ class Engine(ABC):
             do="use engine='ddp' or parity='exact'",
         )
 
+    def use_pipeline(self, stages: PipelineStages) -> None:
+        """Take ``stages.model`` as one rank's part of a model; call this before ``prepare``.
+
+        Raises:
+            UsageError: the engine does not support pipelines.
+        """
+        raise UsageError(
+            f"the {self.capabilities.name} engine does not support pipeline parallelism",
+            where="prepare_pipeline()",
+            do="use Accelerator(parallelism_config=ParallelismConfig(pp_size=...)), which selects the fsdp2 engine",
+        )
+
+    def run_pipeline(self, stages: PipelineStages, run: Callable[[], None]) -> None:
+        """Call ``run``, which computes all micro-batches, and then reduce their gradients once, unless inside ``no_sync``.
+
+        Without gradients (``torch.no_grad``), this only runs forward passes.
+
+        Collective: call on every rank.
+        """
+        raise UsageError(f"the {self.capabilities.name} engine does not support pipeline parallelism")
+
     @abstractmethod
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
         """Return this rank's shard of the state of ``model`` and ``optimizers``, by plain parameter name."""
@@ -226,6 +253,13 @@ class Engine(ABC):
     def local_gradients(self, parameters: Sequence[torch.Tensor]) -> list[LocalGradient]:
         """Return where the gradient of each parameter can be observed on this rank before it is reduced."""
         return [LocalGradient(parameter) for parameter in parameters]
+
+    def share_random_states(self) -> bool:
+        """Give ranks that hold parts of the same layers one RNG state, after each rank has loaded its own; return whether there are any.
+
+        Collective: call on every rank.
+        """
+        return False
 
     def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer whose ``step`` updates this rank's parameters or shards."""

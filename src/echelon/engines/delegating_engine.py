@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.engines.base import Engine, LocalGradient, Prepared
 from echelon.engines.bitwise.tree_sum import ShardedUpdate
+
+if TYPE_CHECKING:
+    from echelon.engines.pipeline_parallel.pipeline import PipelineStages
 
 __all__ = ["DelegatingEngine"]
 
@@ -90,6 +93,12 @@ class DelegatingEngine(Engine):
     def build_sharded_update(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
         return self.inner.build_sharded_update(num_shards, parameters)
 
+    def use_pipeline(self, stages: PipelineStages) -> None:
+        self.inner.use_pipeline(stages)
+
+    def run_pipeline(self, stages: PipelineStages, run: Callable[[], None]) -> None:
+        self.inner.run_pipeline(stages, run)
+
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
         return self.inner.sharded_state(model, optimizers)
 
@@ -110,6 +119,9 @@ class DelegatingEngine(Engine):
 
     def local_gradients(self, parameters: Sequence[torch.Tensor]) -> list[LocalGradient]:
         return self.inner.local_gradients(parameters)
+
+    def share_random_states(self) -> bool:
+        return self.inner.share_random_states()
 
     def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return self.inner.stepping_optimizer(optimizer)

@@ -29,6 +29,7 @@ class SingleEngine(Engine):
     def __init__(self, world: World, *, scaler: torch.amp.GradScaler | None = None) -> None:
         self._stepper = Stepper(scaler)
         self._clip = clip_gradients
+        self.runs_plain_backward = scaler is None
 
     @classmethod
     def from_options(
@@ -67,6 +68,9 @@ class SingleEngine(Engine):
             self.backward(loss, **options)
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
+        if closure is None and self._stepper.scaler is None:
+            optimizer.step()
+            return True
         return self._stepper.step(optimizer, closure)
 
     def update_loss_scale(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from echelon.base.errors import UsageError
@@ -30,6 +31,8 @@ class Stepper:
         self.scaler = scaler
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
+        self.found_inf_groups: list[dist.ProcessGroup] = []
+        """Groups whose ranks step different parameters and skip steps together, such as the stages of a pipeline."""
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> bool:
         """Step ``optimizer``; return False if the scaler skipped the step because gradients were infinite."""
@@ -38,6 +41,8 @@ class Stepper:
             return True
         if id(optimizer) in self._stepped:
             self.update_loss_scale()
+        if self.found_inf_groups:
+            self.unscale(optimizer)
         # GradScaler rejects a closure with a clear message.
         self.scaler.step(optimizer, closure) if closure is not None else self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
@@ -64,6 +69,9 @@ class Stepper:
                 self.update_loss_scale()
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
+            for group in self.found_inf_groups:
+                for found in self.scaler._found_inf_per_device(optimizer).values():
+                    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the scaled loss to backpropagate."""

@@ -28,7 +28,7 @@ from echelon.launch.local.guardian import LAUNCHER_VARIABLE
 from echelon.launch.local.output import Outputs
 from echelon.launch.local.parents import Guardian, own_identity
 from echelon.launch.local.processes import Workers
-from echelon.launch.local.warm_start import WarmStarter
+from echelon.launch.local.warm_start import WARM_VARIABLE, WarmStarter
 from echelon.launch.multinode.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.multinode.rendezvous import NodeRendezvous
 from echelon.launch.node import AttemptRanks, Node, RunOver, RunRules
@@ -119,7 +119,8 @@ class _Agent(SimpleElasticAgent):
         self._attempt = -1
         self._workers: Workers | None = None
         self._board: Board | None = None
-        self._warm = WarmStarter()
+        server = environ.get(WARM_VARIABLE)
+        self._warm = WarmStarter(None if server is None else int(server))
         self._guardian = Guardian()
         self._environments: dict[int, dict[str, str]] = {}
         self._goodput = GoodputRecorder(job.rules.directory / GOODPUT_FILE, began_ns=job.rules.began_ns)
@@ -217,8 +218,8 @@ class _Agent(SimpleElasticAgent):
             common[RECORD_VARIABLE] = f"{self._attempt}:{folder}"
         else:
             common[NO_RECORD_VARIABLE] = "1"
-        for secret in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
-            common.pop(secret, None)  # programs may print their environment
+        for own in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, WARM_VARIABLE):
+            common.pop(own, None)  # programs may print their environment, which must not hold a secret
         return {
             worker.local_rank: {
                 **common,

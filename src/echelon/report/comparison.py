@@ -6,17 +6,21 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import translate
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.run_record import of_run
 from echelon.config.schema import RunConfig, field_names
+from echelon.diagnose.goodput import goodput_of
 from echelon.report.run_folder import RecordedRun
 from echelon.report.step_series import StepSeries
 
 __all__ = [
+    "NO_GOODPUT",
     "UNKNOWN",
     "ComparedFact",
     "command_line",
@@ -33,6 +37,10 @@ __all__ = [
 ]
 
 UNKNOWN = "-"
+NO_GOODPUT = "not measured (no training loop recorded)"
+
+
+_MACHINE_FACTS = MappingProxyType({"num_cores": "CPU cores", "memory_mb": "memory (MB)"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +79,7 @@ def describe_run(run: RecordedRun, series: StepSeries | None) -> list[ComparedFa
         if group == "settings":
             if origins[name].source is SettingSource.DEFAULT:
                 continue
-            text = f"{text} ({origins[name]})"
+            text = f"{text} ({translate(str(origins[name]))})"
         if text != UNKNOWN:
             rows.append(ComparedFact(group=group, name=name, values=(text,)))
     return rows
@@ -89,9 +97,8 @@ def results(run: RecordedRun, series: StepSeries | None) -> dict[str, str]:
         found["step"] = f"{_significant(_median(series.step_ms.tolist()))} ms"
         found["largest memory of a rank"] = f"{_significant(max(series.rank_memory_mb.tolist()))} MB"
     if run.goodput is not None:
-        parts = run.goodput["parts"]
-        good = sum(parts.get(name, 0.0) for name in ("compute", "communication", "program"))
-        found["goodput"] = f"{good / run.goodput['wall_s']:.1%}"
+        goodput = goodput_of(run.goodput["parts"], wall_s=run.goodput["wall_s"])
+        found["goodput"] = NO_GOODPUT if goodput is None else f"{goodput:.1%}"
     found = {name: UNKNOWN if text.startswith("nan") else text for name, text in found.items()}
     if series is not None and series.not_finite_from is not None:
         found["last loss"] = f"{found['last loss']}, nan or infinite from step {series.not_finite_from:,} on"
@@ -182,7 +189,7 @@ def _facts(run: RecordedRun, series: StepSeries | None) -> dict[tuple[str, str],
         ("machine", "processes"): str(facts.get("num_processes") or UNKNOWN),
         ("machine", "machines"): str(facts.get("num_machines") or UNKNOWN),
     }
-    found |= {("machine", str(name).replace("_", " ")): _text(value) for name, value in machine.items()}
+    found |= {("machine", _MACHINE_FACTS.get(str(name), str(name))): _text(value) for name, value in machine.items()}
     found |= {("versions", str(name)): str(value) for name, value in (facts.get("versions") or {}).items()}
     settings = settings_of(run)
     if not isinstance(settings, str):

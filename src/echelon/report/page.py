@@ -89,8 +89,8 @@ _NAMES = (
     *("script", "arguments", "launcher", "working directory", "branch", "processes", "machines", "host", "system"),
     *(
         "processor",
-        "num cores",
-        "memory mb",
+        "CPU cores",
+        "memory (MB)",
         "memory",
         "accelerators",
         "began",

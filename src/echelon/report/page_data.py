@@ -14,6 +14,7 @@ from echelon._version import __version__
 from echelon.base.messages.translation import translate
 from echelon.config.origin import SettingSource
 from echelon.config.schema import RunConfig, field_names
+from echelon.diagnose.goodput import goodput_of
 from echelon.report.comparison import (
     UNKNOWN,
     command_line,
@@ -34,7 +35,6 @@ _MAX_MARKERS = 300
 """Largest number of checkpoints, and of other events, on the time line."""
 _RECORDED_TWICE = frozenset({"loss", "learning_rate", "lr", "grad_norm"})
 """Metrics that the Trainer logs and the step records also contain."""
-_GOOD_PARTS = ("compute", "communication", "program")
 # Peak dense FLOP/s in bfloat16 and float16, from the manufacturers' data sheets.
 _PEAK_FLOPS = MappingProxyType(
     {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "MI300X": 1307e12}
@@ -42,6 +42,10 @@ _PEAK_FLOPS = MappingProxyType(
 _NO_RECORDS = (
     "The run has no step records: no optimizer step was finished, the script uses no prepared optimizer, or recording was "
     "turned off (--no_record)."
+)
+_PROGRAM_IS_WHOLE = (
+    "The time of the program is not divided into parts, and its useful share is unknown: no training "
+    "loop was recorded. The Accelerator and the Trainer record its phases."
 )
 _WHY_MISSING = MappingProxyType(
     {
@@ -82,6 +86,8 @@ def _run(run: RecordedRun, series: StepSeries | None) -> dict[str, Any]:
         missing["timeline"] = "Neither events nor steps were recorded. echelon launch writes events.jsonl."
     if run.goodput is None:
         missing["goodput"] = _why_no_goodput(run)
+    elif goodput_of(run.goodput["parts"], wall_s=run.goodput["wall_s"]) is None:
+        missing["goodput parts"] = _PROGRAM_IS_WHOLE
     settings = settings_of(run)
     if isinstance(settings, str):
         missing["settings"] = settings
@@ -185,8 +191,9 @@ def _tiles(run: RecordedRun, series: StepSeries | None) -> list[dict[str, str]]:
     if duration_s(run) is not None:
         tiles.append(("wall time", format_duration(duration_s(run)), format_time(run.facts.get("began"))[:16]))
     if run.goodput is not None:
-        good = sum(run.goodput["parts"].get(name, 0.0) for name in _GOOD_PARTS)
-        tiles.append(("goodput", f"{good / run.goodput['wall_s']:.1%}", "useful time"))
+        goodput = goodput_of(run.goodput["parts"], wall_s=run.goodput["wall_s"])
+        if goodput is not None:
+            tiles.append(("goodput", f"{goodput:.1%}", "useful time"))
     if series is not None:
         items = np.nanmedian(series.items_per_s) if not np.isnan(series.items_per_s).all() else math.nan
         samples = np.nanmedian(series.samples_per_s) if not np.isnan(series.samples_per_s).all() else math.nan

@@ -297,7 +297,7 @@ def _phase(sample: RankSample) -> str:
     phase = view.phase
     if view.waits:
         return f"{phase}, waiting" if phase else "waiting for other ranks"
-    return phase or "running"
+    return phase or "in the program"
 
 
 def fold_rows(rows: Sequence[RankRow], room: int) -> tuple[list[RankRow], str]:

@@ -98,7 +98,8 @@ def summarize_stack(innermost: FrameType) -> StackSummary:
         name = frame.f_code.co_filename
         trains = trains or any(part in name for part in _TRAINING)
         agrees = agrees or (_AGREEMENT in name and not compiles)
-        compiles = compiles or any(part in name for part in _COMPILING)
+        # The import of a compiler's module runs code of the same file.
+        compiles = compiles or (frame.f_code.co_name != "<module>" and any(part in name for part in _COMPILING))
         is_inside = is_inside and not is_user_file(name)
         imports = imports or (is_inside and name == _IMPORT)
         debugs = debugs or name == _DEBUGGER

@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 from echelon.base import environ
 from echelon.status.board import Mark, Phase, Slot, StatusNote, StepPart, Times
 from echelon.status.call_site import is_user_file
-from echelon.status.run_files import is_recording_off
+from echelon.status.run_files import NO_RECORD_VARIABLE, is_recording_off
 
 __all__ = [
     "BOARD_VARIABLE",
@@ -228,7 +228,9 @@ def notes_of_process() -> Notes | None:
     slot = environ.own(BOARD_VARIABLE)
     if slot is not None:
         return _open(slot, os.getpid())
-    return None if is_recording_off() else _without_slot(os.getpid())
+    if environ.own(NO_RECORD_VARIABLE) is not None and is_recording_off():
+        return None
+    return _without_slot(os.getpid())
 
 
 # Opened once per process, because two writers would number their records independently.

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.base.errors import ConfigError
 from echelon.base.warnings import warn
 from echelon.trainer.data.num_items import WatchedNumber, count_items, ignored_number
+from echelon.trainer.features.pipeline_steps import run_pipeline_step
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.model_interface import columns_of
 from echelon.trainer.model_loss import loss_in, missing_column, without_labels
@@ -30,6 +32,15 @@ def run_training_step(
 ) -> torch.Tensor:
     """Implement ``Trainer.training_step`` for inputs that are already on the device."""
     accelerator = hooks.accelerator
+    if session.optimizer.pipeline is not None and model is session.optimizer.pipeline.model:
+        if session.interface.overrides_compute_loss:
+            raise ConfigError(
+                f"{type(hooks).__name__}.compute_loss is overridden, but the schedule of a pipeline computes the model's own loss",
+                where="TrainingArguments.parallelism_config (pp_size)",
+                do="write the loop with accelerator.prepare_pipeline(model, loss_fn=...)",
+            )
+        session.interface.watches_items = False
+        return run_pipeline_step(hooks, session.optimizer.pipeline, inputs, num_items)
     with hooks.compute_loss_context_manager():
         if session.interface.watches_items and isinstance(num_items, torch.Tensor):
             loss = _watched_loss(hooks, session, model, inputs, num_items)
@@ -75,7 +86,7 @@ def call_compute_loss(
     try:
         return hooks.compute_loss(model, inputs, **options)
     except KeyError as error:
-        if isinstance(inputs, Mapping) and error.args and error.args[0] not in inputs:
+        if isinstance(inputs, (dict, Mapping)) and error.args and error.args[0] not in inputs:
             kept = columns_of(hooks, session.interface)
             raise missing_column(str(error.args[0]), inputs, kept=kept, label_names=hooks.label_names) from error
         raise
@@ -89,7 +100,7 @@ def compute_loss(
     batch = inputs
     inputs, labels = without_labels(inputs) if func is not None or smoother is not None else (inputs, None)
     outputs = call_model(hooks, session, model, inputs, num_items)
-    if labels is None and not (func is not None and isinstance(inputs, Mapping)):
+    if labels is None and not (func is not None and isinstance(inputs, (dict, Mapping))):
         num_devices = accelerator.capabilities.num_devices
         loss = loss_in(outputs, inputs, model=hooks.model, label_names=hooks.label_names, num_devices=num_devices)
         if num_items is not None and loss.dim():
@@ -113,7 +124,7 @@ def compute_loss(
 
 def call_model(hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any) -> Any:
     """Call ``model`` with a batch's columns by name or, for a tuple, with as many elements as forward accepts."""
-    if isinstance(inputs, Mapping):
+    if isinstance(inputs, (dict, Mapping)):
         if num_items is not None and hooks.model_accepts_loss_kwargs:
             return model(**inputs, num_items_in_batch=num_items)
         return model(**inputs)
@@ -129,7 +140,12 @@ def count_update_items(hooks: TrainerHooks, session: TrainerSession, samples: li
     accelerator = hooks.accelerator
     is_exact = accelerator.parity != "off"  # then each loss is weighted by its own items
     first = samples[0] if samples else None
-    if not session.interface.counts_items or is_exact or not isinstance(first, Mapping) or "labels" not in first:
+    if (
+        not session.interface.counts_items
+        or is_exact
+        or not isinstance(first, (dict, Mapping))
+        or "labels" not in first
+    ):
         return None
     counts = [count_items(batch, model=hooks.model) for batch in samples]
     if any(count is None for count in counts):
@@ -138,7 +154,7 @@ def count_update_items(hooks: TrainerHooks, session: TrainerSession, samples: li
     real = session.evaluation.real_samples
     if real is not None and not real[0]:
         num_items = num_items * 0  # the whole batch is padding
-    if hooks.args.average_tokens_across_devices and accelerator.num_processes > 1:
+    if hooks.args.average_tokens_across_devices and accelerator.session.num_readers > 1:
         num_items = accelerator.reduce(num_items.to(device), "sum")
     return num_items
 
@@ -147,7 +163,7 @@ def _rank_weight(hooks: TrainerHooks, session: TrainerSession) -> float:
     """Return the factor that cancels averaging over ranks, for a loss that is already a global mean."""
     real = session.evaluation.real_samples
     if real is None:
-        return hooks.accelerator.num_processes
+        return hooks.accelerator.session.num_readers
     mine, of_all = real  # an evaluation weights each rank by its number of samples
     return of_all / mine if mine else 1
 
@@ -157,7 +173,7 @@ def _warn_of_ignored_items(hooks: TrainerHooks, session: TrainerSession) -> None
     is_overridden, args = session.interface.overrides_compute_loss, hooks.args
     num_batches = 1 if hooks.loss_is_scaled_for_ga is False else session.update_size(args).accumulation_steps
     averages = args.average_tokens_across_devices and not is_overridden
-    num_ranks = hooks.accelerator.num_processes if averages else 1
+    num_ranks = hooks.accelerator.session.num_readers if averages else 1
     if num_batches * num_ranks == 1:
         return
     if hooks.compute_loss_func is not None and not is_overridden:

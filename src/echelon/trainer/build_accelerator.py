@@ -20,6 +20,7 @@ from echelon.accelerator import (
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.accelerator.prepare.unused_parameters import search_silently
+from echelon.accelerator.sequences import cuts_sequences
 from echelon.base.device import has_tf32
 from echelon.base.errors import ConfigError
 from echelon.trainer.arguments.deepspeed import deepspeed_plugin
@@ -62,6 +63,13 @@ def build_accelerator(args: TrainingArguments, build_arguments: Callable[..., di
         args.gradient_accumulation_steps = num_steps
     data_config = DataLoaderConfiguration(**_data_options(args), data_seed=data_seed(args))
     accelerator = Accelerator(**build_arguments(dataloader_config=data_config, fsdp_plugin=fsdp_plugin(args)))
+    if accelerator.parity == "off" and cuts_sequences(accelerator):
+        raise ConfigError(
+            "the Trainer with cp_size or sp_size needs an exact mode: without it, batches and losses are counted per process, but several "
+            "processes have pieces of the same samples",
+            where="TrainingArguments.parallelism_config",
+            do="set TrainingArguments(parity='exact')",
+        )
     is_exact = args.parity not in (None, "off")
     if accelerator.parity != "off" and not is_exact:  # set outside the script, as is the micro-batch size
         accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps

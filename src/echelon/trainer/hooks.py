@@ -114,7 +114,10 @@ class TrainerHooks(Protocol):
 
 def notify(hooks: TrainerHooks, event: str, **more: Any) -> TrainerControl:
     """Dispatch ``event`` to the callbacks, and return the resulting control."""
-    dispatch = getattr(hooks.callback_handler, event)
+    handler = hooks.callback_handler
+    if isinstance(handler, CallbackHandler) and handler.ignores(event):
+        return hooks.control
+    dispatch = getattr(handler, event)
     hooks.control = dispatch(hooks.args, hooks.state, hooks.control, **more)
     return hooks.control
 

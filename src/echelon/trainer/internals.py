@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
-from echelon.accelerator import Accelerator
+from echelon.accelerator import Accelerator, sequences
 from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
@@ -31,6 +31,7 @@ from echelon.trainer.checkpoint.save_model import write_model_files
 from echelon.trainer.data import batches, data_loaders
 from echelon.trainer.data.columns import ColumnFilter, KeptColumns, drop_columns, signature_columns
 from echelon.trainer.data.num_tokens import count_tokens
+from echelon.trainer.data.sequence_inputs import sequence_inputs
 from echelon.trainer.features.hyperparameter_search import set_arguments
 from echelon.trainer.model_interface import columns_of
 from echelon.trainer.optim.optimizers import param_groups_of
@@ -120,7 +121,7 @@ class TrainerInternals:
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
         """Return the training data's sampler, or None for data without a length."""
-        size, num_ranks = self._session.update_size(self.args), self.accelerator.num_processes
+        size, num_ranks = self._session.update_size(self.args), self.accelerator.session.num_readers
         if self.accelerator.parity != "off":  # a batch of the loader is an update, which is split later
             size, num_ranks = UpdateSize(global_batch_size(self.args, num_ranks), 1), 1
         return data_loaders.train_sampler(
@@ -188,7 +189,7 @@ class TrainerInternals:
             UsageError: the batch is empty.
         """
         inputs = self._prepare_input(inputs)
-        if isinstance(inputs, Mapping) and not inputs:
+        if isinstance(inputs, (dict, Mapping)) and not inputs:
             raise UsageError(
                 "the batch has no columns",
                 where=f"{type(self).__name__}._prepare_inputs",
@@ -196,11 +197,19 @@ class TrainerInternals:
             )
         return inputs
 
+    def _needs_context(self) -> bool:
+        """Return whether ``_prepare_context_parallel_inputs`` may change a batch."""
+        is_overridden = "_prepare_context_parallel_inputs" in self._session.points.overridden
+        return is_overridden or sequences.cuts_sequences(self.accelerator)
+
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: Any
     ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]:
-        """Return a context to run the model in, and the batch; context parallelism is not supported."""
-        return nullcontext, inputs
+        """Return a context in which the batch's sequences are cut over ranks, and the batch; no context without cp and sp."""
+        if not sequences.cuts_sequences(self.accelerator):
+            return nullcontext, inputs
+        batch, buffers = sequence_inputs(self, self.model, self._prepare_inputs(inputs))  # type: ignore[arg-type]
+        return functools.partial(self.accelerator.context_parallel, buffers, no_restore_buffers=buffers), batch
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Return an update's number of labels across all ranks, or None if the loss is not divided by it."""
@@ -382,7 +391,10 @@ class TrainerInternals:
             self._session.loads_weights_with_state = True
             return
         load_model_from(
-            self.model if model is None else model, Path(resume_from_checkpoint), report=self._issue_warnings_after_load
+            self.model if model is None else model,
+            Path(resume_from_checkpoint),
+            report=self._issue_warnings_after_load,
+            select=self.accelerator.session.select_tensors,
         )
 
     def _load_best_model(self) -> None:
@@ -447,21 +459,30 @@ class TrainerInternals:
     def store_flos(self) -> None:
         """Add to the state the floating-point operations since the last call. Collective if the model counts them."""
         total, self.current_flos = self.current_flos, 0.0
-        if self._session.interface.counts_flops and self.accelerator.num_processes > 1:
+        if self._session.interface.counts_flops and self.accelerator.session.num_readers > 1:
             total = float(
                 self.accelerator.reduce(torch.tensor(total, dtype=torch.float64, device=self.accelerator.device))
             )
         self.state.total_flos += total
 
     def get_tp_size(self) -> int:
-        """Return 1, because tensor and sequence parallelism are not supported."""
-        return 1
+        """Return the number of ranks that divide layers."""
+        layout = self.accelerator.parallelism_config
+        return 1 if layout is None else layout.tp_size
 
-    get_cp_size = get_sp_size = get_tp_size
+    def get_cp_size(self) -> int:
+        """Return the number of ranks that divide sequences by ring attention."""
+        layout = self.accelerator.parallelism_config
+        return 1 if layout is None else layout.cp_size
+
+    def get_sp_size(self) -> int:
+        """Return the number of ranks that divide sequences by Ulysses."""
+        layout = self.accelerator.parallelism_config
+        return 1 if layout is None else layout.sp_size
 
     def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
         """Return the number of samples per optimizer step across all ranks."""
         size = self._session.update_size(self.args)
         if args is not None and args is not self.args:
             size = UpdateSize(args.train_batch_size, args.gradient_accumulation_steps)
-        return size.batch_size * size.accumulation_steps * self.accelerator.num_processes
+        return size.batch_size * size.accumulation_steps * self.accelerator.session.num_readers

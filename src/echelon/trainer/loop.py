@@ -96,7 +96,7 @@ class TrainingLoop:
         cursor, accelerator = self.cursor, hooks.accelerator
         cursor.batch_size, cursor.world_size, cursor.parity = (
             plan.batch_size,
-            accelerator.num_processes,
+            accelerator.session.num_readers,
             accelerator.parity,
         )
         cursor.canonical_shards = accelerator.config.value.canonical_shards
@@ -401,7 +401,11 @@ class TrainingLoop:
         is_beyond = state.global_step + 1 >= self.plan.max_steps and not self._is_last_step(
             cursor.num_batches + num_batches
         )
-        if self._session.optimizer.steps_per_update and not is_beyond and not self._step_was_skipped():
+        if (
+            self._session.optimizer.steps_per_update
+            and not is_beyond
+            and not (args.fp16 and hooks.accelerator.optimizer_step_was_skipped)
+        ):
             hooks.lr_scheduler.step()
         self._session.optimizer.zero_grad(hooks)
         state.global_step += 1
@@ -410,14 +414,12 @@ class TrainingLoop:
         cursor.num_batches += num_batches
         cursor.is_read = self.batches.is_known_to_be_over
         state.epoch = cursor.epoch + min(cursor.num_batches / self.plan.batches_per_epoch, 1.0)
-        self._record_boundary()
+        if args.save_on_exception:
+            self._record_boundary()
         self.is_stepping = False
         notify(hooks, "on_step_end")
         self._end_step()
         self._stop_if_preempted(is_new_step=True)
-
-    def _step_was_skipped(self) -> bool:
-        return self.hooks.args.fp16 and self.hooks.accelerator.optimizer_step_was_skipped
 
     def _log_evaluate_save_if_due(self) -> None:
         control = self.hooks.control
@@ -555,9 +557,10 @@ class TrainingLoop:
     def _on_any_rank(self, flag: bool) -> bool:
         """Return whether ``flag`` is set on any rank. Collective: call on every rank."""
         accelerator = self.hooks.accelerator
-        if accelerator.num_processes == 1:
+        if accelerator.session.num_readers == 1:  # ranks with the same samples have the same losses and norms
             return flag
-        return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum") > 0)
+        # Over all ranks: accelerator.reduce counts ranks that share samples once.
+        return accelerator.session.on_any_rank(flag)
 
     def _repeat_evaluation(self, start: ResumePoint) -> ResumePoint:
         """Repeat the evaluation that preemption interrupted, and return the new resume point."""
@@ -608,6 +611,7 @@ class TrainingLoop:
     def _restore_random_states(self, checkpoint: str) -> None:
         if self.resume_point.random_states is not None:
             restore_random_states(self.resume_point.random_states)
+        self.hooks.accelerator.session.engine.share_random_states()
 
     def _train_mode(self) -> None:
         self.hooks.model_wrapped.train()

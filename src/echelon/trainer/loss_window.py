@@ -97,7 +97,7 @@ class MeanLoss:
         self._uncounted = _no_losses()  # of the windows that were ended without a log; set_sum may include them
         self._num_steps_counted = 0  # steps of the current window when set_sum was called
         self._accelerator = accelerator
-        self._num_ranks = 1 if accelerator.parity != "off" else accelerator.num_processes
+        self._num_ranks = 1 if accelerator.parity != "off" else accelerator.session.num_readers
         self._filtered = filtered
 
     def take(self) -> float:

@@ -99,7 +99,9 @@ def inspect_model(hooks: TrainerHooks, *, base: type[Any]) -> ModelInterface:
 
 def place_model(hooks: TrainerHooks, points: OverridePoints) -> None:
     """Move the model to the device, unless ``args.place_model_on_device`` is false."""
-    if hooks.args.place_model_on_device is not False:
+    config = hooks.accelerator.parallelism_config
+    # Of a pipeline's model, each rank moves only its stages.
+    if hooks.args.place_model_on_device is not False and (config is None or not config.pp_enabled):
         points.method("_move_model_to_device")(hooks.model, hooks.accelerator.device)
 
 

@@ -28,7 +28,9 @@ def loss_in(
         UsageError: the outputs contain no loss.
     """
     loss = None
-    if isinstance(outputs, Mapping) or is_record(outputs):
+    if type(outputs) is dict:
+        loss = outputs.get("loss")
+    elif isinstance(outputs, (dict, Mapping)) or is_record(outputs):
         held: Any = contents(outputs) or {}
         loss = held.get("loss")
     elif isinstance(outputs, torch.Tensor):
@@ -38,7 +40,7 @@ def loss_in(
     if isinstance(loss, torch.Tensor) and (loss.numel() == 1 or _has_element_per_device(loss, num_devices)):
         return loss
     what = f"the model ({type(model).__name__}) returned no loss"
-    if not isinstance(inputs, Mapping):
+    if not isinstance(inputs, (dict, Mapping)):
         raise UsageError(
             f"{what}; the batch is a {type(inputs).__name__}, whose elements are passed to forward as positional "
             "arguments",
@@ -94,7 +96,7 @@ def missing_column(
 
 def without_labels(inputs: Any) -> tuple[Any, Any]:
     """Split a batch into inputs and labels (the column ``labels`` or the last element); labels are None if missing."""
-    if isinstance(inputs, Mapping):
+    if isinstance(inputs, (dict, Mapping)):
         return {name: value for name, value in inputs.items() if name != "labels"}, inputs.get("labels")
     if isinstance(inputs, (tuple, list)) and len(inputs) > 1:
         return inputs[:-1], inputs[-1]

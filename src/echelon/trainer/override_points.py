@@ -21,7 +21,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any] | None)
 _SHARDED_AT_LOAD = (
     "it is used with models that transformers shards during loading, which echelon's Trainer does not support"
 )
-_NO_AXIS = "echelon's Trainer has no tensor, context or sequence parallelism, so the size is always 1"
+_NO_AXIS = "the sizes come from parallelism_config"
 _OWN_FORMAT = (
     "it writes part of a transformers checkpoint, but this run saves echelon checkpoints (set "
     "checkpoint_format='transformers')"

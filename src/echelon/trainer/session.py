@@ -101,6 +101,6 @@ class TrainCall(NamedTuple):
     """Model outputs that evaluations ignore."""
 
 
-def global_batch_size(args: TrainingArguments, num_processes: int) -> int:
+def global_batch_size(args: TrainingArguments, num_readers: int) -> int:
     """Return the number of samples per optimizer step across all ranks, in the exact modes."""
-    return args.global_batch_size or args.train_batch_size * args.gradient_accumulation_steps * num_processes
+    return args.global_batch_size or args.train_batch_size * args.gradient_accumulation_steps * num_readers

@@ -58,6 +58,8 @@ from echelon.trainer.verbosity import set_log_level
 
 __all__ = ["Trainer"]
 
+_NO_CONTEXT = nullcontext()  # has no state
+
 
 @suggest_keywords
 class Trainer(TrainerInternals):
@@ -239,7 +241,7 @@ class Trainer(TrainerInternals):
 
         Collective: call on every rank for an update's last batch.
         """
-        if "_prepare_context_parallel_inputs" not in self._session.points.overridden:
+        if not self._needs_context():
             return run_training_step(self, self._session, model, self._prepare_inputs(inputs), num_items_in_batch)
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
         with context():
@@ -264,7 +266,7 @@ class Trainer(TrainerInternals):
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """Return an empty context; kept because subclasses call it."""
-        return nullcontext()
+        return _NO_CONTEXT
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -313,7 +315,7 @@ class Trainer(TrainerInternals):
         data_loaders.require_train_dataset(self.train_dataset)
         size = self._train_batch_size
         if self.accelerator.parity != "off":
-            size = global_batch_size(self.args, self.accelerator.num_processes)
+            size = global_batch_size(self.args, self.accelerator.session.num_readers)
         return self._get_dataloader(
             dataset=self.train_dataset,
             description="Training",

@@ -124,7 +124,7 @@ class TrainingRun:
         args = self._hooks.args
         if args.global_batch_size is None and self._folder is not None:
             args.global_batch_size = saved_arguments(self._folder).get("global_batch_size")
-        args.global_batch_size = global_batch_size(args, self._hooks.accelerator.num_processes)
+        args.global_batch_size = global_batch_size(args, self._hooks.accelerator.session.num_readers)
 
     def _set_batch_size(self, batch_size: int) -> None:
         self._session.fitted = UpdateSize(batch_size, self._total // batch_size)
@@ -189,7 +189,7 @@ class TrainingRun:
         if hooks.accelerator.parity == "off":
             loader = hooks.get_train_dataloader()
         else:
-            loader = exact_train_loader(hooks, global_batch_size(hooks.args, hooks.accelerator.num_processes))
+            loader = exact_train_loader(hooks, global_batch_size(hooks.args, hooks.accelerator.session.num_readers))
         session.plan = None
         values = hooks.set_initial_training_values(hooks.args, loader)
         plan = session.plan or plan_training(hooks, session, loader)
@@ -280,7 +280,7 @@ def plan_training(hooks: TrainerHooks, session: TrainerSession, loader: Any) -> 
     Collective: call on every rank if ``parity="off"``.
     """
     args, accelerator, points = hooks.args, hooks.accelerator, session.points
-    world_size = accelerator.num_processes
+    world_size = accelerator.session.num_readers
     count_examples = points.choose("num_examples", num_examples_of)
     if accelerator.parity != "off":
         whole = getattr(loader, "original", loader)

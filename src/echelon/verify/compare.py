@@ -441,7 +441,7 @@ def _verdict(comparison: Comparison, order: SampleComparison, updates: range, *,
     # Masks are drawn by sample while a run is recorded, so wrong generators change nothing that follows: both are reported.
     for is_rng in (True, False):
         first = next(((update, tally) for update, stage, tally in failed if (STAGES[stage] == "rng") == is_rng), None)
-        if first is not None:
+        if first is not None and not (is_rng and _follows_from_data(first, failed)):
             findings.append(finding_of(comparison, order, first[0], first[1].differences))
     findings.sort(key=lambda one: (one.update, STAGES.index(one.stage)))
     return Verdict(
@@ -454,6 +454,13 @@ def _verdict(comparison: Comparison, order: SampleComparison, updates: range, *,
         cells=_cells(comparison, updates, findings),
         notes=notes,
     )
+
+
+def _follows_from_data(first: tuple[int, Tally], failed: Sequence[tuple[int, int, Tally]]) -> bool:
+    """Return whether generators have other states because other samples were read before (or drawn in another order)."""
+    update, tally = first
+    is_kept = any(one.kind in ("equal generators", "repeated generator") for one in tally.differences)
+    return not is_kept and any(STAGES[stage] == "data" and earlier <= update for earlier, stage, _ in failed)
 
 
 def _cells(comparison: Comparison, updates: range, findings: Sequence[Finding]) -> list[Cell]:

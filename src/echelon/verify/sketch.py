@@ -113,6 +113,9 @@ class _Layout:
         self.buckets = np.zeros(self.values.shape, dtype=np.int64)
         """Bucket of each element, numbered over all tensors."""
         self.keys = np.zeros(self.values.shape, dtype=np.int64)
+        self.latest: list[Sketch] | None = None
+        """The sketches of ``latest_values``: often, the same gradients are summarized again before they are clipped."""
+        self.latest_values = np.empty_like(self.values)
         self.slots = []
         flat = torch.from_numpy(self.values).view(-1)
         for number, (start, front, (shape, offset)) in enumerate(zip(self.starts, fronts, sizes, strict=True)):
@@ -133,6 +136,9 @@ def _sketch_together(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) ->
     layout = _layout(tuple((one.shape, offset) for one, offset in zip(tensors, offsets, strict=True)))
     with torch.no_grad():
         torch._foreach_copy_(layout.slots, tensors)
+    if layout.latest is not None and np.array_equal(layout.values.view(np.int64), layout.latest_values.view(np.int64)):
+        return layout.latest
+    layout.latest_values[:] = layout.values
     values, starts = layout.values.reshape(-1), layout.starts * NUM_BUCKETS
     bits = np.add.reduceat(_mixed(values.view(np.int64)) * layout.keys.reshape(-1), starts)
     squares = np.add.reduceat(values * values, starts)
@@ -146,12 +152,13 @@ def _sketch_together(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) ->
     signed = values * layout.signs.reshape(-1)
     sums = np.bincount(layout.buckets.reshape(-1), weights=signed, minlength=len(tensors) * NUM_BUCKETS)
     projections = sums.reshape(-1, NUM_BUCKETS)
-    return [
+    layout.latest = [
         Sketch(projection=projection, square_sum=square, bits=bit % _MODULUS, num_elements=count, num_nonfinite=wrong)
         for projection, square, bit, count, wrong in zip(
             projections, squares.tolist(), bits.tolist(), layout.counts, num_nonfinite, strict=True
         )
     ]
+    return layout.latest
 
 
 def _sketch_listed(values: torch.Tensor, positions: np.ndarray) -> Sketch:
@@ -193,7 +200,7 @@ def _sketch_run(values: torch.Tensor, first: int) -> Sketch:
         if rows.end != end:
             rows.tensor[end : rows.end] = 0
         rows.tensor[begin:end].copy_(values[start + begin - first : start + end - first])
-        square = float(rows.values.dot(rows.values))
+        square = float(np.einsum("i,i->", rows.values, rows.values))  # dot would wake the threads of BLAS
         if not math.isfinite(square):
             _make_nan_equal(rows.values)
         np.right_shift(rows.bits, 32, out=rows.mixed)
@@ -201,7 +208,7 @@ def _sketch_run(values: torch.Tensor, first: int) -> Sketch:
         bits += int(np.einsum("i,i->", rows.mixed, rows.keys)) * _signs_and_key_of_chunk(number)[1]
         if not math.isfinite(square):
             num_nonfinite += _remove_nonfinite(rows.values)
-            square = float(rows.values.dot(rows.values))
+            square = float(np.einsum("i,i->", rows.values, rows.values))
         square_sum += square
         np.einsum("ij,ij->j", rows.table, rows.signs, out=columns[place])
     # In all rows, a column has the same bucket.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -37,11 +38,14 @@ __all__ = [
     "Trace",
     "TraceWriter",
     "ModelWeights",
+    "VERSION",
     "file_of_rank",
     "read_trace",
+    "recorded_version",
 ]
 
-VERSION = 1
+VERSION = 2
+"""Of what the events mean. Traces of different versions are not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,7 @@ class RecordedProcess:
     first_update: int = 0
     """Index of the first update of this process; greater than 0 after a resume."""
     torch: str = ""
+    version: int = VERSION
     deterministic_masks: bool = True
     """Whether dropout masks were keyed by sample, so that they are the same on every layout."""
 
@@ -126,7 +131,7 @@ class Forward:
     rows: np.ndarray
     """``(number of rows, 4)``: a projection of each row of the output, in the order of the batch; ``(0, 4)`` if dim 0 is not the batch."""
     total: np.ndarray
-    """``(NUM_BUCKETS,)``: projection of the whole output."""
+    """``(NUM_BUCKETS,)``: projection of the whole output; zeros if there are rows."""
     is_training: bool = True
     is_without_padding: bool = False
     """Whether positions of padding in dim 1 count as zeros, so that the rows do not depend on how far the batch was padded."""
@@ -172,6 +177,8 @@ class Gradients:
     sketches: list[Sketch]
     is_sharded: bool = False
     """Whether the sketches of all ranks add up to the whole tensor (else each rank has the whole)."""
+    replica: int = 0
+    """Under hybrid sharding, which copy of the shards it is: those of one replica add up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +224,7 @@ class ModelWeights:
     names: list[str]
     sketches: list[Sketch]
     is_sharded: bool = False
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +248,7 @@ class OptimizerState:
     names: list[str]
     sketches: list[Sketch]
     is_sharded: bool = False
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +280,7 @@ class SavedState:
     """``"0:weight"``, ``"0:weight/exp_avg"``, ``"buffer 0:bn.running_mean"``, ``"lr 0"`` (of the optimizers' groups, counted)."""
     sketches: list[Sketch]
     is_sharded: bool = False
+    replica: int = 0
     line: str = ""
 
 
@@ -318,7 +328,11 @@ _KINDS: dict[str, Any] = {
         Note,
     )
 }
-_FIELD_NAMES: dict[Any, list[str]] = {kind: [one.name for one in fields(kind)] for kind in _KINDS.values()}
+_FIELDS: dict[Any, list[tuple[str, Any]]] = {
+    kind: [(one.name, MISSING if one.name == "version" else one.default) for one in fields(kind)]
+    for kind in _KINDS.values()
+}
+"""Name and default of each field. The version is always written."""
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _quoted = lru_cache(maxsize=1024)(_ENCODER.encode)
 
@@ -362,6 +376,16 @@ def read_trace(folder: Path) -> Trace:
     return Trace(ranks=[list(_events(files[rank])) if rank in files else [] for rank in range(num_ranks)])
 
 
+def recorded_version(folder: Path) -> int | None:
+    """Return the ``VERSION`` with which the traces in ``folder`` were written (1 if they do not say it), or None if there are none."""
+    for path in sorted(folder.glob("rank_*.trace.jsonl")):
+        with path.open(encoding="utf-8") as file:
+            line = file.readline()
+        if line.endswith("\n"):
+            return int(json.loads(line).get("version", 1))
+    return None
+
+
 def _events(path: Path) -> Iterator[Event]:
     with path.open(encoding="utf-8") as file:
         for line in file:
@@ -373,8 +397,14 @@ def _events(path: Path) -> Iterator[Event]:
 
 
 def _line_of(event: Any) -> str:
-    """Return ``event`` as a JSON object. Arrays are put in as they are: a JSON encoder would look at each character of them."""
-    values = [f',"{name}":{_text(getattr(event, name))}' for name in _FIELD_NAMES[type(event)]]
+    """Return ``event`` as a JSON object, without fields that have their default. Arrays are put in as they are: a JSON encoder would look
+    at each character of them.
+    """
+    values = [
+        f',"{name}":{_text(value)}'
+        for name, default in _FIELDS[type(event)]
+        if (value := getattr(event, name)) is not default
+    ]
     return f'{{"kind":"{event.kind}"{"".join(values)}}}\n'
 
 
@@ -382,8 +412,10 @@ def _text(value: Any) -> str:
     kind = type(value)
     if kind is str:
         return _quoted(value)
-    if kind is int:
-        return str(value)
+    if kind is int or (kind is float and math.isfinite(value)):
+        return repr(value)
+    if value is True:
+        return "true"
     if kind is np.ndarray:
         return _text_of_array(value)
     if kind is list and value:
@@ -402,8 +434,16 @@ def _text_of_names(names: tuple[str, ...]) -> str:
 
 
 def _text_of_array(value: np.ndarray) -> str:
+    if not value.any():
+        return _text_of_zeros(value.shape)
     data = base64.b64encode(value.astype("<f8", copy=False).tobytes()).decode("ascii")
     return f'{{"shape":{list(value.shape)},"data":"{data}"}}'
+
+
+@lru_cache(maxsize=64)
+def _text_of_zeros(shape: tuple[int, ...]) -> str:
+    data = base64.b64encode(np.zeros(shape).tobytes()).decode("ascii")
+    return f'{{"shape":{list(shape)},"data":"{data}"}}'
 
 
 def _text_of_sketches(sketches: list[Sketch]) -> str:

@@ -26,8 +26,8 @@ for step, (inputs, targets) in enumerate(loader):
             norm_type = 2.0 if step < 2 else math.inf
             norm = accelerator.clip_grad_norm_(model.parameters(), max_norm=0.5, norm_type=norm_type)
             show("norm before", norm)
-            grads = [p.grad.detach().flatten() for p in model.parameters()]
-            show("norm after", torch.linalg.vector_norm(torch.cat(grads), norm_type))
+            norms = [torch.linalg.vector_norm(p.grad, norm_type) for p in model.parameters()]
+            show("norm after", torch.linalg.vector_norm(torch.stack(norms), norm_type))
         optimizer.step()
         optimizer.zero_grad()
     show("loss", loss)

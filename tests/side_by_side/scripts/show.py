@@ -12,4 +12,6 @@ def line(name, value):
 
 
 def _plain(value):
+    if hasattr(value, "full_tensor"):  # a DTensor of fully_shard; all ranks print the same values in the same order
+        value = value.full_tensor()
     return value.tolist() if hasattr(value, "tolist") else str(value)

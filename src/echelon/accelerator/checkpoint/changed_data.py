@@ -41,6 +41,8 @@ class DataPolicy:
     """The run resumes at an epoch boundary, regardless of what the loaders recorded."""
     finds_batches: bool = False
     """Accept a different batch size, because positions are counted in samples."""
+    is_announced: bool = False
+    """The caller says where the run resumes."""
 
 
 def reconcile_data(

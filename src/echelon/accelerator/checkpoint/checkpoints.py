@@ -89,6 +89,11 @@ class Checkpoints:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_unwrap_model": None, "_get_state_dict": None}
 
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The prepared models, whose weights are saved."""
+        return tuple(self._session.objects.models)
+
     def use_methods(
         self, *, unwrap_model: Callable[..., nn.Module], get_state_dict: Callable[[nn.Module], dict[str, Any] | None]
     ) -> None:
@@ -262,7 +267,8 @@ class Checkpoints:
             self._load(input_dir, load_kwargs, options)
         note_loaded(self._session.progress.step)
 
-    def _load(self, input_dir: Any, load_kwargs: dict[str, Any] | None, options: dict[str, Any]) -> None:
+    def _load(self, input_dir: Any, load_kwargs: dict[str, Any] | None, options: dict[str, Any]) -> Path:
+        """Load a checkpoint, and return its folder."""
         session, objects = self._session, self._session.objects
         session.engine.update_loss_scale()
         self.store.wait()
@@ -277,7 +283,7 @@ class Checkpoints:
             with raise_on_all_ranks("load_state"):
                 strict = options.pop("strict", True)
                 self._load_own(checkpoint, strict=strict, allowed=allowed, data=data, others=options)
-            return
+            return folder
         if allowed:
             raise UsageError(
                 "load_state(allow_missing=) requires a checkpoint in echelon's own format, but this one is not",
@@ -305,6 +311,7 @@ class Checkpoints:
             session.restore_progress(changes.get("progress"))
             for i, one in enumerate(self.registry.custom_objects):
                 load_custom_state(one, folder, i)
+        return folder
 
     def resume(
         self,
@@ -377,9 +384,14 @@ class Checkpoints:
             # A warning is visible by default, for users who meant another folder.
             _logger.warning("no checkpoint in %s: starting from scratch", place)
             return False
-        self._load(folder, None, options)
+        place = self._load(folder, None, options)
         with raise_on_all_ranks("resume"):
-            self._session.resume_epochs()
+            position = self._session.epochs.saved_position()
+            epoch = self._session.resume_epochs()
+        if not self.data_policy.is_announced:  # a warning, because only these are visible by default
+            _logger.warning(
+                "resuming from %s: step %d, epoch %d%s", place, self._session.progress.step, epoch, position
+            )
         if is_named:  # incomplete checkpoints that were skipped also occupy a number
             last = max(int(one.name.removeprefix(PREFIX)) for one in found) if found else -1
             self._project.iteration = max(gather_object([last])) + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,12 +26,13 @@ def current_random_states() -> dict[str, Any]:
 
 
 class RandomStates:
-    """Computes ``current_random_states`` at every step and caches its slow part.
+    """Computes ``current_random_states`` at every step and caches its slow parts.
 
-    numpy copies the 624 numbers of its generator one by one (50 us, longer than everything else). This class compares
-    them in place and copies them only if they have changed. The second value of a Gaussian pair is stored elsewhere, so
-    while such a value is stored, the numbers are always copied. (One case is missed: the program uses that value
-    and, after an update has started, restores the earlier state and draws nothing else before the next update.)
+    numpy and ``random`` copy the 624 numbers of their generators one by one (50 us and 10 us, longer than everything
+    else). This class compares them in place and copies them only if they have changed. The second value of a Gaussian
+    pair is stored elsewhere, so while such a value is stored, the numbers are always copied. (One case is missed: the
+    program uses that value and, after an update has started, restores the earlier state and draws nothing else before
+    the next update.)
     """
 
     def __init__(self) -> None:
@@ -39,15 +41,26 @@ class RandomStates:
         self._memory: Any = None  # state memory of the generator
         self._numbers = b""
         self._numpy: Any = None
+        self._python_memory = _memory_of_random()
+        self._python_numbers = b""
+        self._python: Any = None
 
     def now(self) -> dict[str, Any]:
         """Return the current states."""
         states = {
-            "random_state": random.getstate(),
+            "random_state": self._python_state(),
             "numpy_random_seed": self._numpy_state(),
             "torch_manual_seed": torch.get_rng_state(),
         }
         return states if self._kind == "cpu" else states | _device_states(self._kind)
+
+    def _python_state(self) -> Any:
+        if self._python_memory is None:
+            return random.getstate()
+        numbers = self._python_memory.raw
+        if numbers != self._python_numbers or self._python[2] is not None:
+            self._python_numbers, self._python = numbers, random.getstate()
+        return self._python
 
     def _numpy_state(self) -> Any:
         generator = _RANDOM.get_bit_generator()
@@ -64,6 +77,22 @@ class RandomStates:
         is_numpys = isinstance(generator, np.random.MT19937)  # else a custom one
         self._generator, self._numbers = generator, b""
         self._memory = _MT19937.from_address(generator.ctypes.state_address) if is_numpys else None
+
+
+def _memory_of_random() -> Any:
+    """Return the state memory of ``random``'s generator: in CPython, an index and 624 numbers after the object's header.
+
+    None if the memory does not contain the state that ``random.getstate()`` returns.
+    """
+    owner = getattr(random.getstate, "__self__", None)
+    header = object.__basicsize__
+    if type(owner) is not random.Random or getattr(random.Random.__base__, "__basicsize__", 0) < header + ctypes.sizeof(
+        _MT19937
+    ):
+        return None
+    memory = _MT19937.from_address(id(owner) + header)
+    *numbers, index = random.getstate()[1]
+    return memory if memory.raw == struct.pack("=i624I", index, *numbers) else None
 
 
 def _device_states(kind: str) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from echelon.checkpoint.regions import box_of
 from echelon.checkpoint.save import Content
 from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name, state_values
 from echelon.data.loader import PreparedLoader
+from echelon.engines.fsdp.pipeline_state import group_names
 from echelon.engines.shards import restore_shard
 from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
 
@@ -72,7 +73,7 @@ def content_of(
         metric: metric of this checkpoint, if any.
         world_size: number of ranks that save.
 
-    Collective: call on every rank if the engine gathers its state.
+    Collective: call on every rank if the engine gathers its state, or with a pipeline.
     """
     engine, is_gathered = session.engine, not session.capabilities.exposes_state
     tensors: dict[str, Any] = {}
@@ -84,11 +85,11 @@ def content_of(
         extras.append({name: value for name, value in state.items() if not _is_tensor(value)})
         own = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
         others |= {f"{model_prefix(i)}{name}" for name in state.keys() - own}
-    names = names_of(models)
+    names = names_of(models) | _names_of_copies(session)
     groups, values, rests = [], [], []
     for i, optimizer in enumerate(session.objects.optimizers):
         named = NamedOptimizer.of(optimizer, names, engine)
-        groups.append(named.groups)
+        groups.append(_with_other_stages(session, named))
         by_name, rest = gathered_optimizer_state(named, engine) if is_gathered else (_own_state(named), {})
         rests.append(rest)
         tensors |= {
@@ -190,7 +191,10 @@ def load_content(
             one.load_state_dict(objects[f"custom.{i}"])
     if own is not None and own.get("random") is not None:
         restore_random_states(own["random"])
-    if session.world.world_size > checkpoint.manifest.world_size:
+    session.engine.share_random_states()
+    num_readers = session.data_world.world_size
+    # The first of the ranks that share samples gives the others its state.
+    if (num_readers - 1) * (session.world.world_size // num_readers) >= checkpoint.manifest.world_size:
         warn(
             f"{checkpoint.folder} contains RNG states for {checkpoint.manifest.world_size} processes; the other ranks "
             "keep their current RNG states"
@@ -216,14 +220,16 @@ def _load_models_and_optimizers(
         if not any(model is one for one in loaded)
     ]
     for i, model in ours:  # checked first, because a different model also has different optimizer groups
-        require_model_of_checkpoint(checkpoint, model, i, engine=engine, strict=strict, allowed=allowed)
-    names, frozen = names_of(models), frozen_names(models)
+        require_model_of_checkpoint(
+            checkpoint, model, i, engine=engine, strict=strict, allowed=allowed, elsewhere=_names_elsewhere(session)
+        )
+    names, frozen = names_of(models) | _names_of_copies(session), frozen_names(models)
     optimizers = [
         NamedOptimizer.of(optimizer, names, engine)
         for optimizer, _ in zip(session.objects.optimizers, objects["optimizer_groups"])
     ]
     plans = [
-        optimizer.matching(objects["optimizer_groups"][i], frozen, i, checkpoint)
+        optimizer.matching(_own_part(session, objects["optimizer_groups"][i]), frozen, i, checkpoint)
         for i, optimizer in enumerate(optimizers)
     ]
     for i, model in ours:
@@ -238,6 +244,36 @@ def _load_models_and_optimizers(
             load_gathered_optimizer(checkpoint, optimizer, _numbered(optimizer, plans[i]), i, rest, engine=engine)
         else:
             _load_optimizer(checkpoint, optimizer, plans[i], i)
+
+
+# ---- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def _names_of_copies(session: Session) -> dict[int, str]:
+    """Return the names of tied weights whose first name is on another stage, by the ids of this rank's copies."""
+    copied = {} if session.stages is None else session.stages.copied_names()
+    return {key: f"{model_prefix(0)}{name}" for key, name in copied.items()}
+
+
+def _names_elsewhere(session: Session) -> set[str]:
+    return set() if session.stages is None else session.stages.names_elsewhere()
+
+
+def _with_other_stages(session: Session, optimizer: NamedOptimizer) -> list[dict[str, Any]]:
+    """Return the groups with the parameters of all stages. Collective with a pipeline."""
+    if session.stages is None:
+        return list(optimizer.groups)
+    names = group_names(session.stages, optimizer.inner)
+    return [
+        {**group, "params": [f"{model_prefix(0)}{name}" for name in own]} for group, own in zip(optimizer.groups, names)
+    ]
+
+
+def _own_part(session: Session, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return saved optimizer groups without the parameters of other stages."""
+    elsewhere = {f"{model_prefix(0)}{name}" for name in _names_elsewhere(session)}
+    elsewhere -= {*_names_of_copies(session).values()}
+    return [{**group, "params": [name for name in group["params"] if name not in elsewhere]} for group in groups]
 
 
 def _require_pieces(

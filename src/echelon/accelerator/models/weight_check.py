@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -50,9 +50,18 @@ def shortened(names: Sequence[str], separator: str = ", ") -> str:
 
 
 def require_model_of_checkpoint(
-    checkpoint: Checkpoint, model: nn.Module, index: int, *, engine: Engine, strict: bool, allowed: Allowed
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    index: int,
+    *,
+    engine: Engine,
+    strict: bool,
+    allowed: Allowed,
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Raise unless the checkpoint has all weights of ``model``, except for those that may be missing.
+
+    ``elsewhere`` has the names of weights on other ranks (stages of a pipeline).
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.
@@ -74,7 +83,7 @@ def require_model_of_checkpoint(
         saved,
         own,
         may_be_missing=lambda name: prefix + name in optional,
-        may_be_unknown=lambda name: not strict or allowed.covers(piece + name),
+        may_be_unknown=lambda name: not strict or name in elsewhere or allowed.covers(piece + name),
     )
     if found:
         first = next((name for name in (*saved, *own) if (name in saved) is not (name in own)), None)

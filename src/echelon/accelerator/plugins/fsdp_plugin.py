@@ -352,13 +352,16 @@ class FullyShardedDataParallelPlugin:
 
     # ---- for the engine -----------------------------------------------------------------------------------------------
 
-    def sharding_options(self, world: World, *, mixed_precision: str, replicas: int | None = None) -> ShardingOptions:
+    def sharding_options(
+        self, world: World, *, mixed_precision: str, replicas: int | None = None, num_holders: int | None = None
+    ) -> ShardingOptions:
         """Return the engine's options; afterwards, only options for saving may change.
 
         Args:
             world: ranks and machines; a hybrid strategy shards within each machine.
             mixed_precision: the run's precision, used if the plugin has no policy.
             replicas: number of replicas set in ``ParallelismConfig``. None: determined by the strategy.
+            num_holders: number of ranks that hold a copy or a shard of the same parameters. None: all ranks.
 
         Raises:
             ConfigError: the ranks cannot be divided this way.
@@ -376,7 +379,7 @@ class FullyShardedDataParallelPlugin:
         offload, ignored = self.cpu_offload, self.ignored_modules
         replicas = self._replicas(world, replicas)
         if world.world_size > 1:
-            _check_group(self.reshard_after_forward, world.world_size // replicas)
+            _check_group(self.reshard_after_forward, (num_holders or world.world_size) // replicas)
         return ShardingOptions(
             reshard_after_forward=self.reshard_after_forward,
             replicas=replicas,

@@ -8,21 +8,25 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from echelon.accelerator.plugins.sequence_parallel_config import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+)
+from echelon.accelerator.plugins.tensor_parallel_config import TorchTensorParallelConfig
 from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.keywords import suggest_keywords
 from echelon.compat.variables import refuse_misspelled
-from echelon.world.mesh import AXES, MeshLayout
+from echelon.world.mesh import AXES, DATA_AXES, LOSS_AXES, MeshLayout
 
 __all__ = ["ParallelismConfig"]
 
 _PREFIX = "PARALLELISM_CONFIG_"
-_UNSUPPORTED = ("pp", "cp", "sp", "tp")  # axes that no engine of this version splits a model over
 _BACKENDS = {"cp_backend": "torch", "sp_backend": "deepspeed"}
 _VARIABLES = (
-    *(f"{_PREFIX}{axis.upper()}_SIZE" for axis in AXES),
+    *(f"{_PREFIX}{axis.upper()}_SIZE" for axis in (*AXES, "ep")),
     *(f"{_PREFIX}{name.upper()}" for name in _BACKENDS),
-    # Variables of the handlers for unsupported axes.
+    # Variables of the handlers.
     f"{_PREFIX}CP_COMM_STRATEGY",
     f"{_PREFIX}SP_SEQ_LENGTH",
     f"{_PREFIX}SP_SEQ_LENGTH_IS_VARIABLE",
@@ -36,8 +40,10 @@ class ParallelismConfig:
     """The number of ranks on each device mesh axis. None: use the environment (``PARALLELISM_CONFIG_*``), else 1.
 
     The mesh has the axes ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``sp`` and ``tp``, from the outermost to the innermost one,
-    which joins neighbouring ranks. The model has ``dp_replicate_size`` copies, each split into ``dp_shard_size`` shards. The Accelerator does not
-    support other axes yet.
+    which joins neighbouring ranks. ``ep_size`` is no further axis: the ranks of dp_shard x cp x sp also divide the experts of
+    mixture-of-experts layers, in groups of ``ep_size`` neighbours. The model has ``dp_replicate_size`` copies, each split into
+    ``dp_shard_size`` shards; each layer is split over ``tp_size`` ranks (see ``TorchTensorParallelConfig``); sequences are
+    cut over ``cp_size`` or ``sp_size`` ranks (see ``Accelerator.context_parallel``).
 
     Raises:
         ConfigError: a size is below 1, a backend is unknown, or axes are mutually exclusive.
@@ -50,15 +56,18 @@ class ParallelismConfig:
     cp_backend: str = None  # type: ignore[assignment]
     sp_size: int = None  # type: ignore[assignment]
     sp_backend: str = None  # type: ignore[assignment]
-    tp_handler: Any = None
+    tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: Any = None
     sp_handler: Any = None
     pp_size: int = None  # type: ignore[assignment]
+    ep_size: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        self.device_mesh: DeviceMesh | None = None  # not a field, so that comparison and repr ignore it
+        # Not fields, so that comparison and repr ignore them.
+        self.device_mesh: DeviceMesh | None = None
+        self._joint: dict[str, DeviceMesh] = {}
         refuse_misspelled(_PREFIX, _VARIABLES)
-        for axis in AXES:
+        for axis in (*AXES, "ep"):
             self._resolve_size(f"{axis}_size")
         for name, only in _BACKENDS.items():
             backend = getattr(self, name) or environ.get(_PREFIX + name.upper()) or only
@@ -68,6 +77,17 @@ class ParallelismConfig:
         if self.cp_enabled and self.sp_enabled:
             raise ConfigError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} both split sequences", do="set one of them to 1"
+            )
+        if self.cp_enabled and self.cp_handler is None:
+            self.cp_handler = TorchContextParallelConfig()
+        if self.sp_enabled and self.sp_handler is None:
+            self.sp_handler = DeepSpeedSequenceParallelConfig()
+
+        if self.tp_handler is not None and not isinstance(self.tp_handler, TorchTensorParallelConfig):
+            raise ConfigError(
+                f"tp_handler is a {type(self.tp_handler).__name__}",
+                where="code ParallelismConfig(tp_handler=)",
+                do="pass a TorchTensorParallelConfig, or omit it",
             )
 
     def _resolve_size(self, name: str) -> None:
@@ -95,23 +115,47 @@ class ParallelismConfig:
         """Check that this layout matches ``world_size`` ranks; a layout in which all sizes are 1 always does.
 
         Raises:
-            ConfigError: an axis is not supported, or the product of the sizes differs.
+            ConfigError: the axes cannot be combined, the experts cannot be divided, or the product of the sizes differs.
         """
-        if refused := [f"{axis}_size={self._size(axis)}" for axis in _UNSUPPORTED if self._size(axis) > 1]:
-            raise ConfigError(
-                f"ParallelismConfig({', '.join(refused)}) is not supported: this version of echelon splits neither "
-                "layers nor sequences",
-                where="code Accelerator(parallelism_config=)",
-                do="set it to 1, and shard the model with dp_shard_size",
-            )
+        self._check_experts()
+        self._check_stages()
         if self.total_size not in (1, world_size):
-            rest, left = divmod(world_size, self.dp_replicate_size)
+            rest, left = divmod(world_size, self.total_size // self.dp_shard_size)
             fitting = "" if left else f"set dp_shard_size={rest}, or "
+            shown = dict.fromkeys(("dp_replicate", "dp_shard", *self.active_mesh_dims))
             raise ConfigError(
-                f"parallelism_config dp_replicate_size={self.dp_replicate_size} x dp_shard_size={self.dp_shard_size} = "
+                f"parallelism_config {' x '.join(f'{axis}_size={self._size(axis)}' for axis in shown)} = "
                 f"{self.total_size} does not cover {world_size} processes",
                 where="code Accelerator(parallelism_config=)",
                 do=f"{fitting}start {self.total_size} processes",
+            )
+
+    def _check_experts(self) -> None:
+        num_holders = self.dp_shard_size * self.cp_size * self.sp_size
+        if num_holders % self.ep_size:
+            raise ConfigError(
+                f"ep_size={self.ep_size} does not divide dp_shard_size={self.dp_shard_size} x cp_size={self.cp_size} x "
+                f"sp_size={self.sp_size} = {num_holders}; experts are divided among the ranks that shard the model",
+                where="code Accelerator(parallelism_config=)",
+                do=f"set dp_shard_size to a multiple of {self.ep_size}, or ep_size to a divisor of {num_holders}",
+            )
+        others = [f"{axis}_size={self._size(axis)}" for axis in ("tp", "pp") if self._size(axis) > 1]
+        if self.ep_enabled and others:
+            raise ConfigError(
+                f"ep_size={self.ep_size} with {' and '.join(others)} is not supported: experts are neither split inside nor divided "
+                "among pipeline stages",
+                where="code Accelerator(parallelism_config=)",
+                do="set ep_size=1, or shard the model with dp_shard_size instead",
+            )
+
+    def _check_stages(self) -> None:
+        others = [f"{axis}_size={self._size(axis)}" for axis in ("tp", "cp", "sp") if self._size(axis) > 1]
+        if self.pp_enabled and others:
+            raise ConfigError(
+                f"pp_size={self.pp_size} with {' and '.join(others)} is not supported: the layers and sequences inside a pipeline's "
+                "stages are not split",
+                where="code Accelerator(parallelism_config=)",
+                do="set pp_size=1, or combine stages with dp_shard_size and dp_replicate_size only",
             )
 
     def mesh_layout(self, *, rank: int) -> MeshLayout:
@@ -122,18 +166,55 @@ class ParallelismConfig:
         """Build the mesh of all axes larger than 1 and the joint axes ``dp``, ``dp_shard_cp`` and ``dp_cp``; None if
         there are none.
 
+        Beside axes that are not data-parallel, ``dp_shard`` is in the mesh with any size, and ``sp`` is a part of the joint
+        axes, because ranks with pieces of one sequence hold the same parameters.
+
         Collective: call on every rank.
         """
-        axes = [axis for axis in AXES if self._size(axis) > 1]
+        always = ("dp_shard",) if self.non_dp_dim_names else ()
+        axes = [axis for axis in AXES if self._size(axis) > 1 or axis in always]
         if not axes:
             return None
         mesh: Any = init_device_mesh(device_type, tuple(map(self._size, axes)), mesh_dim_names=tuple(axes))
-        joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
-        for name, parts in joint.items():
+        joint = {"dp": DATA_AXES, "dp_shard_cp": ("dp_shard", "cp", "sp"), "dp_cp": LOSS_AXES}
+        for name, members in joint.items():
+            parts = [axis for axis in axes if axis in members]
             if parts:
-                mesh[tuple(parts)]._flatten(name)
+                self._joint[name] = mesh[tuple(parts)]._flatten(name)
         found: DeviceMesh = mesh
         return found
+
+    def parameter_mesh(self) -> DeviceMesh:
+        """Return the part of the mesh over whose last axis parameters are sharded; a first of two axes replicates them.
+
+        Only for meshes with axes that are not data-parallel, after ``get_device_mesh``.
+        """
+        mesh: Any = self.device_mesh
+        assert mesh is not None
+        assert self.non_dp_dim_names
+        if not self.cp_enabled and not self.sp_enabled:
+            return mesh["dp_replicate", "dp_shard"] if self.dp_replicate_enabled else mesh["dp_shard"]  # type: ignore[no-any-return]
+        shard = self._joint["dp_shard_cp"]
+        if not self.dp_replicate_enabled:
+            return shard
+        if hasattr(DeviceMesh, "_concatenate"):  # since torch 2.10, where slicing by the name of a joint axis warns
+            joined: DeviceMesh = DeviceMesh._concatenate([mesh["dp_replicate"], shard])
+            return joined
+        return mesh["dp_replicate", "dp_shard_cp"]  # type: ignore[no-any-return]
+
+    def build_expert_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Build the mesh of the experts' parameters; None without expert parallelism.
+
+        It has the same ranks in the same order as the other mesh. ``ep`` and ``efsdp`` take the place of dp_shard x cp x sp: neighbouring
+        ranks hold different experts, and each expert is sharded over ``efsdp`` and replicated over ``dp_replicate``.
+
+        Collective: call on every rank.
+        """
+        if not self.ep_enabled:
+            return None
+        num_holders = self.dp_shard_size * self.cp_size * self.sp_size
+        shape = (self.dp_replicate_size, num_holders // self.ep_size, self.ep_size)
+        return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Return the mesh; the first call with a device type creates it.
@@ -190,6 +271,11 @@ class ParallelismConfig:
     def sp_enabled(self) -> bool:
         """Whether sequences are split, with attention computed by heads (sequence parallelism)."""
         return self.sp_size > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        """Whether experts are divided among ranks (expert parallelism)."""
+        return self.ep_size > 1
 
     @property
     def dp_dim_names(self) -> list[str]:

@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.prepare.compile import compile_regions, compile_whole, compiles, is_compiled, uncompiled
 from echelon.accelerator.prepare.data_loaders import rng_type_names
+from echelon.accelerator.prepare.experts import prepare_experts
 from echelon.accelerator.prepare.prepare_arguments import check_unprepared_data, known_objects, replace_prepared
+from echelon.accelerator.sequences import attach_sequence_parallel
 from echelon.accelerator.session import Session
 from echelon.accelerator.setup.build_deepspeed import reject_placeholders
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
@@ -31,7 +33,7 @@ from echelon.engines.deepspeed.options import DrivenScheduler, DummyOptim, Dummy
 from echelon.precision.float8 import convert_model_to_fp8_ao
 from echelon.world.world import World
 
-__all__ = ["prepare_arguments", "prepare_for_evaluation", "prepare_one_loader"]
+__all__ = ["prepare_arguments", "prepare_for_evaluation", "prepare_one_loader", "prepare_stages"]
 
 _logger = get_logger(__name__)
 
@@ -85,6 +87,12 @@ def _prepare_unprepared(
     schedulers = [o for o, _ in new if isinstance(o, (LRScheduler, DummyScheduler))]
     if not session.deepspeed.options:
         reject_placeholders([*optimizers, *schedulers])
+    if models and session.layout is not None and session.layout.pp_enabled:
+        raise UsageError(
+            f"prepare() got a {type(models[0][0]).__name__}, but with pp_size={session.layout.pp_size} each rank computes only some of "
+            "a model's layers",
+            do="call pipeline = accelerator.prepare_pipeline(model), and pass only the optimizer, loaders and schedulers to prepare()",
+        )
     for model, place in models:
         if session.world.world_size > 1 and is_on_several_devices(model):
             raise UsageError(
@@ -96,6 +104,7 @@ def _prepare_unprepared(
     bare = [model for model, _ in models]
     session.update.check_prepared(bare, optimizers)
     if models:
+        prepare_experts(session, bare)
         _fill_deepspeed(session, bare, optimizers, schedulers)
     given = [_compile(session.dynamo_plugin, model, by_regions=True) for model in bare]
     prepared = engine.prepare(given, optimizers, schedulers)
@@ -107,6 +116,18 @@ def _prepare_unprepared(
     for scheduler, inner in zip(schedulers, prepared.schedulers):
         objects.schedulers.append(_wrap_scheduler(session, inner))
         objects.record(scheduler, objects.schedulers[-1])
+
+
+def prepare_stages(session: Session, model: nn.Module) -> None:
+    """Prepare ``model``, of which each rank has a part (pipeline parallelism), in place.
+
+    Collective: call on every rank.
+    """
+    _place_and_cast(session, model, place=session.device_placement)
+    prepared = session.engine.prepare([model], (), ())
+    session.watcher = _build_watcher(prepared.models, world=session.world)
+    session.objects.models.append(model)
+    session.objects.record(model, model)
 
 
 def _build_watcher(models: Sequence[nn.Module], *, world: World) -> Watcher | None:
@@ -165,6 +186,7 @@ def _add_model(session: Session, model: nn.Module, shaped: nn.Module, wrapped: n
     """Record ``wrapped``, which the engine returned for ``shaped`` (``model`` or its compiled copy)."""
     objects, update, capabilities = session.objects, session.update, session.capabilities
     objects.models.append(wrapped)
+    attach_sequence_parallel(session, wrapped)
     if capabilities.shards_parameters:  # its forward pass already waits for every rank
         wrapped.register_forward_pre_hook(update.before_forward, prepend=True)
     elif session.world.world_size > 1 and capabilities.joins_uneven and wrapped is not shaped:

@@ -28,6 +28,8 @@ class PreparedObjects:
         self.originals: dict[int, tuple[object, Any]] = {}
         """Original and prepared object, by the original's id."""
         self._compiled: dict[int, nn.Module] = {}  # id of a model compiled as a whole -> the engine's model in it
+        self.has_compiled = False
+        """Whether ``engine_model`` returns another model for any of the prepared ones."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -42,6 +44,7 @@ class PreparedObjects:
     def record_compiled(self, compiled: nn.Module, model: nn.Module) -> None:
         """Record which engine model is inside a model that was compiled as a whole."""
         self._compiled[id(compiled)] = model
+        self.has_compiled = True
 
     def is_compiled_whole(self, model: nn.Module) -> bool:
         """Return whether ``prepare`` compiled ``model`` as a whole."""
@@ -53,7 +56,11 @@ class PreparedObjects:
 
     def num_steps(self) -> int:
         """Return how many steps the optimizers have taken."""
-        return max((optimizer.num_steps for optimizer in self.optimizers), default=0)
+        most = 0
+        for optimizer in self.optimizers:  # called for each batch; a generator expression would be slower
+            if optimizer.num_steps > most:
+                most = optimizer.num_steps
+        return most
 
     @property
     def step_was_skipped(self) -> bool:
@@ -89,3 +96,4 @@ class PreparedObjects:
         """Forget all prepared objects."""
         for held in (self.models, self.optimizers, self.schedulers, self.loaders, self.originals, self._compiled):
             held.clear()
+        self.has_compiled = False

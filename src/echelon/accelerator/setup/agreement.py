@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.base.errors import ConfigError, DesyncError
+from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import warn
 from echelon.config.schema import RunConfig, field_names
 from echelon.config.sources import current, fingerprint as fingerprint_of_settings
@@ -69,7 +70,8 @@ def agree_on_models(models: Sequence[nn.Module]) -> None:
         prefix = f"model {i}: " if len(models) > 1 else ""
         tensors.update({prefix + name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]})
     parts = [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()]
-    values = [fingerprint(tensor) for tensor in tensors.values()]
+    # Parts of layers that are split over ranks differ.
+    values = [0 if is_dtensor(tensor) else fingerprint(tensor) for tensor in tensors.values()]
     mine = "\n".join(f"{value:016x} {part}" for value, part in zip(values, parts)).encode()
     (sums,) = gather_counts(fingerprint(torch.frombuffer(bytearray(mine), dtype=torch.uint8)))
     if len(set(sums)) == 1:

@@ -37,6 +37,7 @@ from echelon.config.origin import Origin, SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import current, from_code, refuse_launchers_variables
+from echelon.distributed.checks.coalescing import guard_coalescing
 from echelon.distributed.setup import setup
 from echelon.engines.base import Engine
 from echelon.engines.fsdp.options import ShardingOptions
@@ -165,6 +166,8 @@ def build_world(config: RunConfig, options: InitProcessGroupKwargs, engine: Engi
     else:
         # The default "nccl" stands for the backend of the device, as in Accelerate.
         world = setup(**options.to_kwargs())
+    if dist.is_initialized():
+        guard_coalescing()
     if config.enable_cpu_affinity:
         _bind_to_cores(world.device, world.local_rank, world.local_world_size)
     return world
@@ -210,11 +213,15 @@ def build_sharding(
     if config is not None:
         config.check_covers(world.world_size)
         replicas = config.dp_replicate_size if config.total_size > 1 else None
-    if plugin is None and ((config is not None and config.dp_shard_enabled) or engine in SHARDING):
+    splits = config is not None and (config.dp_shard_enabled or bool(config.non_dp_dim_names))
+    if plugin is None and (splits or engine in SHARDING):
         plugin = _plugin(None, fsdp_version=2)
     sharding = None
     if plugin is not None:
-        sharding = plugin.sharding_options(world, mixed_precision=mixed_precision, replicas=replicas)
+        num_holders = world.world_size if config is None else world.world_size // (config.pp_size * config.tp_size)
+        sharding = plugin.sharding_options(
+            world, mixed_precision=mixed_precision, replicas=replicas, num_holders=num_holders
+        )
         if sharding.ram_efficient_loading and world.world_size > 1:
             configure_transformers()
     if config is not None and config.total_size == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from echelon.accelerator.plugins.kwargs_handlers import (
 )
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
+from echelon.accelerator.plugins.tensor_parallel_config import TorchTensorParallelConfig
 from echelon.accelerator.prepare.prepared_objects import PreparedObjects
 from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.session import Session
@@ -45,8 +47,10 @@ from echelon.base.errors import ConfigError
 from echelon.base.progress import Progress
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
-from echelon.config.schema import RunConfig
+from echelon.config.schema import Precision, RunConfig
 from echelon.engines.base import Engine
+from echelon.engines.fsdp.options import ShardingOptions
+from echelon.engines.tensor_parallel.options import TensorParallelOptions
 from echelon.precision.policy import PrecisionPolicy
 from echelon.world.mesh import DATA_AXES, LOSS_AXES
 from echelon.world.seed import set_seed
@@ -87,11 +91,7 @@ def build_session(
     world = build_world(settings, kinds[InitProcessGroupKwargs], deepspeed.engine)
     agree_on_settings()
     state = GradientState(accumulation or GradientAccumulationPlugin(num_steps=settings.gradient_accumulation_steps))
-    precision = PrecisionPolicy(
-        mode=settings.mixed_precision,
-        device_type=world.device.type,
-        autocast_options=kinds[AutocastKwargs].to_kwargs(),
-    )
+    precision = _build_precision(settings.mixed_precision, world, kinds[AutocastKwargs])
     recipe = fp8_recipe(kinds.get(AORecipeKwargs), precision=settings.mixed_precision, device=world.device)
     scaler = _build_scaler(precision, handlers, deepspeed)
     fsdp_plugin, sharding, layout = build_sharding(
@@ -103,9 +103,11 @@ def build_session(
     )
     data_world, loss_world = _parts_of(world, layout)
     of_ddp: DistributedDataParallelKwargs = kinds[DistributedDataParallelKwargs]
-    options, origin = deepspeed.options, config.origins["engine"]
-    built = build_engine(deepspeed.engine, world, scaler, of_ddp, sharding, options, engine_from=origin)
-    watched = _watch(built, config, has_other_axes=data_world.world_size != world.world_size)
+    sharding, options = _on_mesh(sharding, layout, world.device.type), deepspeed.options
+    built = build_engine(
+        deepspeed.engine, world, scaler, of_ddp, sharding, options, engine_from=config.origins["engine"]
+    )
+    watched = _watch(built, config, has_other_axes=_has_other_axes(layout))
     parts = UpdateParts(
         config=config,
         world=world,
@@ -142,6 +144,39 @@ def build_session(
     )
 
 
+def _build_precision(mode: Precision, world: World, autocast: AutocastKwargs) -> PrecisionPolicy:
+    return PrecisionPolicy(mode=mode, device_type=world.device.type, autocast_options=autocast.to_kwargs())
+
+
+def _on_mesh(
+    sharding: ShardingOptions | None, layout: ParallelismConfig | None, device_type: str
+) -> ShardingOptions | None:
+    """Return ``sharding`` with the meshes of ``layout``, if it has axes that are not data-parallel or divides experts.
+
+    Collective if it divides experts.
+    """
+    if sharding is None or layout is None:
+        return sharding
+    mesh = layout.parameter_mesh() if layout.non_dp_dim_names else None
+    return replace(
+        sharding,
+        mesh=mesh,
+        expert_mesh=layout.build_expert_mesh(device_type),
+        exchanges_activations=layout.cp_enabled or layout.sp_enabled or layout.ep_enabled,
+        tensor_parallel=_tensor_parallel(layout),
+    )
+
+
+def _tensor_parallel(layout: ParallelismConfig) -> TensorParallelOptions | None:
+    if not layout.tp_enabled:
+        return None
+    assert layout.device_mesh is not None
+    given = layout.tp_handler or TorchTensorParallelConfig()
+    return TensorParallelOptions(
+        mesh=layout.device_mesh["tp"], plan=given.plan or {}, loss_parallel=given.loss_parallel
+    )
+
+
 def _parts_of(world: World, layout: ParallelismConfig | None) -> tuple[World, World]:
     """Build the device mesh; return the ranks that read different samples, and those over which losses are averaged.
 
@@ -157,6 +192,10 @@ def _parts_of(world: World, layout: ParallelismConfig | None) -> tuple[World, Wo
     return data_world, world.along(mesh_along(mesh, LOSS_AXES, device_type=world.device.type))
 
 
+def _has_other_axes(layout: ParallelismConfig | None) -> bool:
+    return layout is not None and (bool(layout.non_dp_dim_names) or layout.ep_enabled)
+
+
 def _watch(engine: Engine, config: Resolved[RunConfig], *, has_other_axes: bool) -> WatchedEngine | None:
     """Return ``engine`` as the live check observes it; None without ``verify_every``."""
     if config.value.verify_every is None:
@@ -164,8 +203,8 @@ def _watch(engine: Engine, config: Resolved[RunConfig], *, has_other_axes: bool)
     facts = engine.capabilities
     if has_other_axes:
         raise ConfigError(
-            f"verify_every={config.value.verify_every} does not work if several ranks read the same samples (tensor, context, "
-            "sequence or pipeline parallelism)",
+            f"verify_every={config.value.verify_every} does not work if several ranks read the same samples or hold different experts "
+            "(tensor, context, sequence, pipeline or expert parallelism)",
             where=str(config.origins["verify_every"]),
             do="remove verify_every, or use only data-parallel axes (dp_replicate_size, dp_shard_size)",
         )

@@ -274,6 +274,13 @@ def build_bitwise_update(parts: UpdateParts, *, comm_hook: object) -> BitwiseUpd
     """
     config, world = parts.config, parts.world
     num_shards = config.value.canonical_shards
+    if parts.data_world.world_size < world.world_size:
+        raise ConfigError(
+            "parity='bitwise' sums the gradients of batch shards in a fixed order, but with tensor, context, sequence or pipeline "
+            "parallelism, sums inside a sample are also divided among the ranks, in an order that depends on their number",
+            where=f"{config.origins['parity']}, parallelism_config",
+            do="use only data-parallel axes (dp_replicate_size, dp_shard_size), or parity='exact'",
+        )
     if num_shards < world.world_size:
         raise ConfigError(
             f"canonical_shards={num_shards} is less than the number of processes ({world.world_size}), so some "

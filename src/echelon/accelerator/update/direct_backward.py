@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch.optim import Optimizer
@@ -13,9 +13,15 @@ from echelon.base.errors import UsageError
 from echelon.base.warnings import user_line, warn
 from echelon.data.exact.global_batch_slices import Contribution
 
-__all__ = ["DirectBackwardCheck"]
+__all__ = ["NO_STEP", "DirectBackwardCheck", "UsedGradients"]
 
 _DO = "call accelerator.backward(loss) instead of loss.backward()"
+
+
+UsedGradients = tuple[int, "ref[torch.Tensor] | None"]
+"""The gradients that an optimizer's last step used: the number of losses at that step, and one of the gradients."""
+NO_STEP: UsedGradients = (0, None)
+"""Before the first step."""
 
 
 class DirectBackwardCheck:
@@ -40,20 +46,23 @@ class DirectBackwardCheck:
         self._parity = parity
         self._num_processes = num_processes
         self._contribution = contribution
-        # For each optimizer: the number of losses at its last step, and one of the gradients that it used.
-        self._steps: WeakKeyDictionary[Optimizer, tuple[int, ref[torch.Tensor] | None]] = WeakKeyDictionary()
         self._is_warned = False
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, used: UsedGradients) -> None:
         """Warn once if the loss was not divided by the number of accumulation steps.
+
+        Args:
+            optimizer: optimizer that is about to step.
+            used: ``gradients_of`` it after its last step. If there have been losses since then, this does nothing.
 
         Raises:
             UsageError: the loss needed a weight (in an exact mode).
         """
-        num_losses, stepped = self._steps.get(optimizer, (0, None))
+        num_losses, stepped = used
         if num_losses != self._state.num_losses:
             return
-        gradient = _first_gradient(optimizer)
+        _, found = self.gradients_of(optimizer)
+        gradient = None if found is None else found()
         if gradient is None or (stepped is not None and stepped() is gradient):
             return  # nothing to step with, or a second step with the same gradients
         if (reason := self._missing_weight()) is not None:
@@ -89,16 +98,10 @@ class DirectBackwardCheck:
             )
         return None
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Record the gradients that ``optimizer`` used."""
-        gradient = _first_gradient(optimizer)
-        self._steps[optimizer] = self._state.num_losses, None if gradient is None else ref(gradient)
-
-
-def _first_gradient(optimizer: Optimizer) -> torch.Tensor | None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                gradient: torch.Tensor = parameter.grad
-                return gradient
-    return None
+    def gradients_of(self, optimizer: Optimizer) -> UsedGradients:
+        """Return a record of the gradients that ``optimizer`` has just used."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is not None:
+                    return self._state.num_losses, ref(gradient)
+        return self._state.num_losses, None

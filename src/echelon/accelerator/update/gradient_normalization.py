@@ -68,13 +68,14 @@ class AccumulationWindow:
         """Number of items across all ranks in this update, once known."""
         self._scale: float | None = None  # in a window of one micro-step
 
-    def begin_micro_step(self) -> None:
-        """Start the next micro-step, in a new window if the last one was complete."""
+    def begin_micro_step(self) -> int:
+        """Start the next micro-step, in a new window if the last one was complete; return its number."""
         if not self.is_open:
             self._reset()
             self.is_open = True
         self._count += 1
         self._items = None
+        return self._count
 
     @property
     def num_micro_steps(self) -> int:
@@ -86,7 +87,9 @@ class AccumulationWindow:
         scale = 1.0 / num_steps
         if not inside:
             return scale, 1.0
-        self._require_one_kind(weighted=False)
+        if self._is_weighted:
+            self._require_one_kind(weighted=False)
+        self._is_weighted = False
         if not sync or self._count == num_steps:
             return scale, 1.0
         if self._factor is not None:  # a second loss in a step whose gradients are finished

@@ -28,11 +28,13 @@ class MicroStep:
         self._local: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
-        update = self._update
+        update, given = self._update, self._models
         should_sync = update.count_micro_batch()
-        update.accumulating = self._models
-        if not should_sync:
-            models = self._models or update.objects.models
+        if update.objects.has_compiled:
+            given = tuple(map(update.objects.engine_model, given))
+        update.accumulating = given
+        if not (should_sync or update.engine.runs_plain_backward):
+            models = given or update.objects.models
             if len(models) == 1:
                 self._local = update.engine.no_sync(models[0])
                 self._local.__enter__()
@@ -45,7 +47,9 @@ class MicroStep:
         update = self._update
         update.accumulating = None
         if update.state.sync_gradients and not update.drives:
-            update.end_update()
+            update.window.is_open = False
+            update.epochs.update_begin = None
+            update.state.micro_step = 0
         if self._local is not None:
             self._local.__exit__(None, None, None)
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.update.closures import Closures
-from echelon.accelerator.update.direct_backward import DirectBackwardCheck
+from echelon.accelerator.update.direct_backward import NO_STEP, DirectBackwardCheck
 from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.base.errors import UsageError
 from echelon.distributed.monitored_barrier import monitored_barrier
@@ -62,10 +62,13 @@ class AcceleratedOptimizer(Optimizer):
         self.is_clipped = False
         """Whether the training loop has clipped this update's gradients."""
         self.unsynced = False
-        self._skipped = False
+        self.step_was_skipped = False
+        """Whether loss scaling skipped the last step because of infinite gradients."""
         self._is_used = False  # a step has used the current gradients
         self._is_postponed = False  # a step() was postponed to the end of the window, and so is the next zero_grad()
         self._closures = Closures(gradient_state, world)
+        self._used = NO_STEP
+        self._notes = notes_of_process()
         self._recorder = recorder_of_process()
         if self._recorder is not None:
             self._recorder.leave_to_accelerator()
@@ -101,11 +104,6 @@ class AcceleratedOptimizer(Optimizer):
     def defaults(self, defaults: Any) -> None:
         self.optimizer.defaults = defaults
 
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether loss scaling skipped the last step because of infinite gradients."""
-        return self._skipped
-
     def step(self, closure: Any = None) -> Any:
         """Take a step if the update is complete.
 
@@ -121,32 +119,40 @@ class AcceleratedOptimizer(Optimizer):
         Raises:
             UsageError: the closure cannot behave as in a plain loop (docs/parity.md).
         """
-        value = None
+        if not self.gradient_state.sync_gradients:
+            if closure is not None:
+                return self._postpone(closure)
+            self.num_postponed += 1
+            self._is_postponed = True
+            return None
+        value, notes, direct = None, self._notes, self.direct_backward
         if closure is not None:
             self._require_closures()
-        if self.gradient_state.sync_gradients:
-            notes = notes_of_process()
-            if notes is not None:
-                notes.phase(Phase.OPTIMIZER)
-            if closure is None:
-                if self.direct_backward is not None:
-                    self.direct_backward.before_step(self.optimizer)
-                self._finish_gradients()
-                self._skipped = not self._step_by_engine(None)
-            else:
-                value = self._step_by(closure)
-            if self.direct_backward is not None:
-                self.direct_backward.after_step(self.optimizer)
-            self.num_steps += not self._skipped
-            self._is_used = True
-            if notes is not None:
-                notes.step(self.num_steps, Phase.TRAIN)
-            if self._recorder is not None and not self._skipped:
-                self._recorder.step(self.num_steps, self.optimizer)
+        if notes is not None:
+            notes.phase(Phase.OPTIMIZER)
+        if closure is None:
+            if direct is not None and self.gradient_state.num_losses == self._used[0]:
+                direct.before_step(self.optimizer, self._used)
+            if self.clipping is not None:
+                self._clip(self.clipping)
+            self.step_was_skipped = not self._step_by_engine(None)
         else:
-            if closure is not None:
-                value = self._closures.evaluate_early(self.optimizer, closure)
-            self.num_postponed += 1
+            value = self._step_by(closure)
+        if direct is not None:
+            self._used = direct.gradients_of(self.optimizer)
+        self.num_steps += not self.step_was_skipped
+        self._is_used = True
+        if notes is not None:
+            notes.step(self.num_steps, Phase.TRAIN)
+        if self._recorder is not None and not self.step_was_skipped:
+            self._recorder.step(self.num_steps, self.optimizer)
+        self._is_postponed = not self.gradient_state.sync_gradients
+        return value
+
+    def _postpone(self, closure: Any) -> Any:
+        self._require_closures()
+        value = self._closures.evaluate_early(self.optimizer, closure)
+        self.num_postponed += 1
         self._is_postponed = not self.gradient_state.sync_gradients
         return value
 
@@ -156,16 +162,17 @@ class AcceleratedOptimizer(Optimizer):
         whole = self._closures.build_update_closure(
             self.optimizer, closure, finish=self._finish_evaluation, averages=averages
         )
-        self._skipped = not self._step_by_engine(whole)
+        self.step_was_skipped = not self._step_by_engine(whole)
         whole.require_evaluated()
         return whole.first
 
     def _finish_evaluation(self) -> None:
         """Unscale and clip the gradients after a closure, as is done before a step."""
         if self.direct_backward is not None:
-            self.direct_backward.before_step(self.optimizer)
+            self.direct_backward.before_step(self.optimizer, self._used)
         self.engine.unscale(self.optimizer, unsynced=self.unsynced)
-        self._finish_gradients()
+        if self.clipping is not None:
+            self._clip(self.clipping)
 
     def _require_closures(self) -> None:
         kind = type(self.optimizer).__name__
@@ -188,10 +195,6 @@ class AcceleratedOptimizer(Optimizer):
         self.engine.zero_grad(self.optimizer)
         self._closures.forget()
 
-    def _finish_gradients(self) -> None:
-        if self.clipping is not None:
-            self._clip(self.clipping)
-
     def _step_by_engine(self, closure: Any) -> bool:
         if self.guard is None:
             return self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
@@ -210,20 +213,16 @@ class AcceleratedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless they belong to an incomplete update."""
-        if (clears := self._closures.clears) is not None:  # in a closure
-            if clears:
-                self._clear(set_to_none)
-            return
-        if self._is_used or (self.gradient_state.sync_gradients and not self._holds_micro_steps()):
-            self._clear(set_to_none)
-        self._is_postponed = False
-
-    def _clear(self, set_to_none: bool) -> None:
-        self.engine.zero_grad(self.optimizer, set_to_none=set_to_none)
-        self._is_used = False
-        driver = self.gradient_state.reading.driver
-        if driver is not None:
-            driver.note_cleared()
+        clears = self._closures.clears
+        if clears is None:  # not in a closure
+            clears = self._is_used or (self.gradient_state.sync_gradients and not self._holds_micro_steps())
+            self._is_postponed = False
+        if clears:
+            self.engine.zero_grad(self.optimizer, set_to_none=set_to_none)
+            self._is_used = False
+            driver = self.gradient_state.reading.driver
+            if driver is not None:
+                driver.note_cleared()
 
     def _holds_micro_steps(self) -> bool:
         """Return whether the gradients belong to earlier micro-steps and this call starts a new one."""
@@ -276,7 +275,9 @@ class AcceleratedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Both identify optimizers by id, which a copy does not share.
-        return {**self.__dict__, "guard": None, "direct_backward": None, "_recorder": None}
+        none = dict.fromkeys(("guard", "direct_backward", "_recorder", "_notes"))
+        return {**self.__dict__, **none, "_used": NO_STEP}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._notes = notes_of_process()

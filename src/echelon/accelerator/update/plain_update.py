@@ -25,12 +25,17 @@ class PlainUpdate(UpdatePolicy):
             loss = checked_loss(loss, kwargs, num_devices=self.engine.capabilities.num_devices)
         if self.unprepared.is_pending:
             self.check_unprepared()
-        state = self.state
-        if state.sync_gradients:
+        state, inside = self.state, self.accumulating is not None
+        if state.sync_gradients and self.data_world.world_size > 1:
             self.require_every_rank("backward()")
-        inside = self.accumulating is not None
         if num_items is None:
-            scale, factor = self.window.plain(num_steps=state.num_steps, inside=inside, sync=state.sync_gradients)
+            num_steps = state.plugin.num_steps or 1
+            scale, factor = self.window.plain(num_steps=num_steps, inside=inside, sync=state.sync_gradients)
+            is_observed = self._recorder is not None or self._notes is not None
+            if factor == 1.0 and not (is_observed or kwargs) and self.engine.runs_plain_backward:
+                state.count_loss()
+                (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]
+                return
         else:
             trained = frozenset(map(id, self.trained_models()))
             scale, factor = self.window.weighted(num_items, inside=inside, sync=state.sync_gradients, trained=trained)

@@ -89,11 +89,12 @@ class UnpreparedOptimizerGuard:
                 self._unprepared.run_before_step()
             return None
         if self.is_stepping:
-            if self._num_processes > 1 and is_in_backward():
-                self._refuse_inside_backward(optimizer)
-            if not self.has_compared:
-                self.has_compared = True
-                self._compare_weights(optimizer)
+            if self._num_processes > 1:
+                if is_in_backward():
+                    self._refuse_inside_backward(optimizer)
+                if not self.has_compared:
+                    self.has_compared = True
+                    self._compare_weights(optimizer)
             return None
         if self.unsynced or self._engine.is_shadow_step:
             return None

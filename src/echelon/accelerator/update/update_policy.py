@@ -90,12 +90,22 @@ class UpdatePolicy(ABC):
         self.accumulating: tuple[nn.Module, ...] | None = None
         """Models passed to the active ``accumulate()``. (): all models. None: outside ``accumulate()``."""
         self._recorder = recorder_of_process()
+        self._notes = notes_of_process()
         # Micro-steps of an incomplete window that this rank ends alone because it has no more batches.
         self._num_in_short_window = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # The session builds these; a live check sets ``backward`` on the object.
-        return {**{k: v for k, v in vars(self).items() if k != "backward"}, "epochs": None, "_recorder": None}
+        return {
+            **{k: v for k, v in vars(self).items() if k != "backward"},
+            "epochs": None,
+            "_recorder": None,
+            "_notes": None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._notes = notes_of_process()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpdatePolicy:
         """Return this object itself, so that copying a model that has its methods as hooks does not copy the run."""
@@ -121,24 +131,19 @@ class UpdatePolicy(ABC):
     def count_micro_batch(self) -> bool:
         """Count a micro-batch; return whether its gradients are synchronized."""
         state = self.state
+        plugin, loaders = state.plugin, state.reading.loaders
+        num_steps = plugin.num_steps or 1
         self.step += 1
-        state.sync_gradients = self.step % state.num_steps == 0
+        is_last = self.step % num_steps == 0
         self._num_in_short_window = 0
-        if state.sync_with_dataloader and state.end_of_dataloader:
-            loader = state.active_dataloader
-            if not state.sync_gradients and loader is not None and loader.ends_early:
-                self._num_in_short_window = self.step % state.num_steps
+        if loaders and loaders[-1].end_of_dataloader and plugin.sync_with_dataloader:
+            if not is_last and loaders[-1].ends_early:
+                self._num_in_short_window = self.step % num_steps
             self.step = 0
-            state.sync_gradients = True
-        self.window.begin_micro_step()
-        state.micro_step, state.has_loss = self.window.num_micro_steps, False
-        return state.sync_gradients or state.plugin.sync_each_batch
-
-    def end_update(self) -> None:
-        """Finish an update's last micro-step."""
-        self.window.is_open = False
-        self.epochs.end_update()
-        self.state.micro_step = 0
+            is_last = True
+        state.sync_gradients = is_last
+        state.micro_step, state.has_loss = self.window.begin_micro_step(), False
+        return is_last or plugin.sync_each_batch
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -152,18 +157,8 @@ class UpdatePolicy(ABC):
         for name in kwargs:
             if name not in _BACKWARD_OPTIONS:
                 raise unexpected_keyword("backward", name, _BACKWARD_OPTIONS)
-        state = self.state
-        state.num_losses += 1
-        if state.in_closure:
-            state.has_loss_in_closure = True
-        else:
-            state.has_loss = True
-        if self._recorder is not None and scale != 0.0:
-            if not kwargs or (loss.numel() == 1 and not loss.is_complex()):  # gradient= also allows other losses
-                self._recorder.add_loss(loss)
-            if num_items is not None:
-                self._recorder.add_items(num_items)
-        notes = notes_of_process()
+        self.state.count_loss()
+        notes = self._notes
         end = None if notes is None else begin_backward(loss, notes, communicates=self.world.world_size > 1)
         try:
             if scale == 0.0:
@@ -173,6 +168,11 @@ class UpdatePolicy(ABC):
         finally:
             if end is not None:
                 end()
+        if self._recorder is not None and scale != 0.0:  # after the pass, in which a pipeline computes its loss
+            if not kwargs or (loss.numel() == 1 and not loss.is_complex()):  # gradient= also allows other losses
+                self._recorder.add_loss(loss)
+            if num_items is not None:
+                self._recorder.add_items(num_items)
 
     def trained_models(self) -> list[nn.Module]:
         """Return the models passed to the active ``accumulate()``, or else all."""

@@ -32,6 +32,11 @@ _SHORT = frozenset({"duration", "state", "waiters", "later", "part"})
 """Placeholders whose values are translated even if they are short."""
 _RANKS = re.compile(r"(ranks? )(\d[\d, -]*(?:, \.\.\.)?) (\D.*)")
 """What ranks do, as in ``others: ranks 0-2 then lost contact``."""
+_RANK_LINE = re.compile(
+    r"(ranks? \d[\d, -]*(?:, \.\.\.)?): (.*?)(?:(?:; |(?<=: ))(at|last seen at) (an unknown line|\S+:\d+(?:: .*)?))?",
+    re.DOTALL,
+)
+"""What a rank does in a stall report: its state, operation, step and phase, and line."""
 _NUMBERS = frozenset({"number", "count", "cores", "port", "pid", "seconds"})
 _FORMS = MappingProxyType(
     {
@@ -221,6 +226,8 @@ class Catalogue:
             return line if translated == rest and _is_english(rest) else f"{indent}{self.translate(name)}{translated}"
         rest = line.lstrip()
         indent = line[: len(line) - len(rest)]
+        if (state := self._rank_line(rest)) is not None:
+            return f"{indent}{state}"
         prefix = "echelon: " if rest.startswith("echelon: ") else ""
         return f"{indent}{prefix}{self.translate(rest[len(prefix) :])}"
 
@@ -230,7 +237,8 @@ class Catalogue:
             return whole
         parts = [(part, self.translate(part)) for part in where.split(", ")]
         is_mixed = any(part == translated and _is_english(part) for part, translated in parts)
-        return where if is_mixed else ", ".join(translated for _, translated in parts)
+        comma = "\uff0c" if any(part != translated for part, translated in parts) else ", "
+        return where if is_mixed else comma.join(translated for _, translated in parts)
 
     def _others(self, text: str) -> str:
         whole = self.translate(text)
@@ -245,9 +253,46 @@ class Catalogue:
             found.append(f"rank {match[2]} {translated}")
         return "\uff1b".join(found)
 
+    def _rank_line(self, text: str) -> str | None:
+        """Return a line of a stall report, such as ``rank 1: in gather of float32[4]; step 3, training; at train.py:7: x = y``.
+
+        None if it is another line, or if a part of it is not in the catalogue.
+        """
+        match = _RANK_LINE.fullmatch(text)
+        if match is None:
+            return None
+        ranks, states, kind, place = match.groups()
+        parts = [self._rank_state(state) for state in states.split("; ") if state]
+        if place is not None:
+            where = self.translate(place)
+            is_known = where != place or not _is_english(place.partition(":")[0])
+            parts.append(self._format(f"{kind} {{place}}", place=where) if is_known else None)
+        found = [part for part in parts if part is not None]
+        if not found or len(found) < len(parts):
+            return None
+        return f"{re.sub('^ranks', 'rank', ranks)}\uff1a" + "\uff1b".join(found)
+
+    def _rank_state(self, state: str) -> str | None:
+        """Return a rank's state or operation, or None if it is not in the catalogue."""
+        if match := re.fullmatch(r"in (\S.*)", state):
+            is_prose = match[1].startswith("another ") or " at " in match[1]
+            return None if is_prose else self._format("in {calls}", calls=match[1])
+        if match := re.fullmatch(r"exited \(code (-?\d+)\)", state):
+            return self._format("exited (code {number})", number=match[1])
+        if match := re.fullmatch(r"(step \d+)(?:, (.+))?", state):
+            phase = "" if match[2] is None else self.translate(match[2])
+            return None if match[2] and phase == match[2] else "\uff0c".join(filter(None, (match[1], phase)))
+        translated = self.translate(state)
+        return None if translated == state else translated
+
+    def _format(self, key: str, **values: str) -> str | None:
+        """Return a part of a rank's line; its entry has a prefix, because as a template it would match any sentence."""
+        template = self.entries.get(f"state: {key}")
+        return None if template is None else _fill(template, values)
+
     def _value(self, name: str, value: str) -> str:
         if name == "items":
-            return ", ".join(map(self.translate, value.split(", ")))
+            return "\uff0c".join(map(self.translate, value.split(", ")))
         if name in _SHORT:
             return self.translate(value)
         if re.fullmatch(r"ranks \d[\d, -]*(?:, \.\.\.)?", value):

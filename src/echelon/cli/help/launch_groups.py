@@ -57,8 +57,9 @@ ALL = MappingProxyType(
         "Sharding with FSDP's settings": "use_fsdp fsdp_version fsdp_sharding_strategy fsdp_reshard_after_forward "
         "fsdp_offload_params fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params "
         "fsdp_ignored_modules fsdp_state_dict_type fsdp_cpu_ram_efficient_loading fsdp_activation_checkpointing",
-        "Sharding by replicas and shards": "use_parallelism_config parallelism_config_dp_replicate_size "
-        "parallelism_config_dp_shard_size",
+        "Axes of the device mesh": "use_parallelism_config parallelism_config_dp_replicate_size "
+        "parallelism_config_dp_shard_size parallelism_config_tp_size parallelism_config_cp_size parallelism_config_sp_size "
+        "parallelism_config_pp_size parallelism_config_ep_size parallelism_config_cp_comm_strategy",
         "DeepSpeed": "use_deepspeed deepspeed_config_file zero_stage offload_optimizer_device offload_param_device "
         "offload_optimizer_nvme_path offload_param_nvme_path gradient_clipping zero3_init_flag zero3_save_16bit_model "
         "deepspeed_moe_layer_cls_names",
@@ -71,9 +72,8 @@ ALL = MappingProxyType(
         "Configuration and script": "config_file strict libraries module no_python local_rank_arg",
         "Compatibility: accepted, but without effect in echelon or not supported yet": "multi_gpu standalone no_local_rank "
         "rdzv_backend same_network fsdp_backward_prefetch fsdp_forward_prefetch fsdp_use_orig_params "
-        "fsdp_sync_module_states fsdp_activation_checkpointing_offload parallelism_config_tp_size "
-        "parallelism_config_cp_size parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
-        "parallelism_config_sp_size parallelism_config_sp_backend parallelism_config_sp_seq_length "
+        "fsdp_sync_module_states fsdp_activation_checkpointing_offload parallelism_config_cp_backend "
+        "parallelism_config_sp_backend parallelism_config_sp_seq_length "
         "parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
         "Help": "help help_all",
     }

@@ -27,7 +27,8 @@ class HelpPage(click.HelpFormatter):
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
         """Write the first line."""
         words = " ".join(translate(word) for word in args.split())
-        super().write_usage(prog, words, prefix or f"{translate('Usage:')} ")
+        label = translate("Usage:")
+        super().write_usage(prog, words, prefix or (label if label.endswith("\uff1a") else f"{label} "))
 
     def write_heading(self, heading: str) -> None:
         """Write the heading of a section."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from echelon.data.sharding.sharded_stream import (
     read_own_shards,
 )
 from echelon.data.skip_batches import SkipBatchSampler
+from echelon.data.whole_batches import read_whole_batches
 from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
 from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
@@ -178,6 +179,8 @@ class PlainSource(BatchSource):
         if (seedable or stateful or is_shuffled) and batches is not None:
             self.order = SampleOrder(batches, seed=options.data_seed, seedable=seedable, alone=True)
             self.inner = with_batches(loader, self.order.batches, stateful=stateful)
+        elif not stateful and read_whole_batches(loader) is not None:
+            self.inner = with_batches(loader, batches)
         elif stateful:
             self.inner = copy_loader(
                 loader, loader.dataset, kind=stateful_loader(), batch_size=loader.batch_size, drop_last=loader.drop_last
@@ -187,8 +190,7 @@ class PlainSource(BatchSource):
             self._follow_workers(num_ahead=num_ahead)
 
     def steps(self, skip: int) -> Steps:
-        for batch in self._batches_from(skip):
-            yield batch, None
+        return zip(self._batches_from(skip), repeat(None))  # a generator would be called for each batch
 
     def num_steps(self) -> int:
         return len(self.inner)
@@ -230,8 +232,7 @@ class ShardedSource(BatchSource):
     def steps(self, skip: int) -> Steps:
         assert self.order is not None
         self.order.begin()
-        for batch in self._batches_from(skip):
-            yield batch, None
+        return zip(self._batches_from(skip), repeat(None))
 
     def at_end(self) -> LastStep | None:
         last = self.batches.last_step
@@ -426,6 +427,9 @@ def with_batches(
 ) -> DataLoader[Any]:
     """Return a copy of the user's loader with a different batch sampler and, if given, a different ``dataset``."""
     kind = stateful_loader() if stateful else DataLoader
+    if dataset is None and not stateful and (whole := read_whole_batches(loader)) is not None:
+        dataset, collate_fn = whole
+        return copy_loader(loader, dataset, kind=kind, batch_sampler=batches, collate_fn=collate_fn)  # type: ignore[no-any-return]
     dataset = loader.dataset if dataset is None else dataset
     if loader.batch_sampler is None:
         return copy_loader(loader, dataset, kind=kind, sampler=batches, batch_size=None)  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ import functools
 import operator
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -56,7 +57,9 @@ class RawDDPGuard:
         ] = WeakKeyDictionary()
         self._loaders = UnshardedLoaderCheck()
         self._drift = ReplicaDriftCheck()
-        self._end_steps = watch_optimizer_steps(self, RawDDPGuard._before_step)
+        self._end_steps: Callable[[], object] = _do_nothing
+        if group.size() > 1:  # otherwise there is nothing to compare or reduce
+            self._end_steps = watch_optimizer_steps(self, RawDDPGuard._before_step)
         self._end_models = _watch_models(self)
 
     @classmethod
@@ -122,6 +125,10 @@ class RawDDPGuard:
             found = [weakref.ref(model) for model in self._models if not ids.isdisjoint(model.ids)]
             known = self._models_of_optimizer[optimizer] = (count, found)
         return known[1]
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class _ModelHook(ABC):

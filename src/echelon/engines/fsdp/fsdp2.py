@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -26,8 +27,9 @@ from echelon.engines.base import Engine, LocalGradient, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.sharded_tree_sum import ShardedTreeSum
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate
+from echelon.engines.expert_parallel.experts import divide_experts, shard_experts
 from echelon.engines.fsdp.grad_norm import total_norm
-from echelon.engines.fsdp.meta_device import broadcast_model, fill_from_rank_zero, move_to_meta, require_values
+from echelon.engines.fsdp.meta_device import Values, broadcast_model, fill_from_rank_zero, move_to_meta, require_values
 from echelon.engines.fsdp.optimizer_support import (
     cannot_step_shards,
     parameter_ids,
@@ -40,20 +42,36 @@ from echelon.engines.fsdp.param_groups import (
     fsdp_params,
     has_unreduced_gradients,
     reduce_accumulated_gradients,
+    reduce_once,
     require_one_dtype,
     reshard,
     reshard_after_evaluation,
     sharded_parameters,
     unsharded_parameters,
 )
+from echelon.engines.fsdp.pipeline_state import (
+    gather_model,
+    gather_optimizer,
+    has_rank_zero,
+    own_optimizer_state,
+)
 from echelon.engines.fsdp.shard_access import accept_full_state_dicts, warn_on_shard_values
 from echelon.engines.fsdp.unsharded_parameters import UnshardedParameters
 from echelon.engines.fsdp.wrap_policy import checkpoint_activations, ignored_parameters, modules_to_shard, reject_sparse
+from echelon.engines.fsdp.zero_outputs import ZeroOutputGradients
 from echelon.engines.output_hooks import flatten_outputs_for_hooks
+from echelon.engines.pipeline_parallel.tied_weights import add_gradients
 from echelon.engines.shards import describe_shard, gather_full, local_tensors, restore_shard, shard_like
-from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
+from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_name, plain_state_dict
 from echelon.engines.stepper import Stepper, require_graph, zero_backward
+from echelon.engines.tensor_parallel.outputs import return_no_views
+from echelon.engines.tensor_parallel.parallelize import parallelize
+from echelon.engines.tensor_parallel.rng import share_random_state
+from echelon.engines.tensor_parallel.split_already import adopt_split_layers, has_split_layers
 from echelon.world.world import World
+
+if TYPE_CHECKING:
+    from echelon.engines.pipeline_parallel.pipeline import PipelineStages  # slow to import
 
 __all__ = ["FSDP2Engine"]
 
@@ -91,11 +109,15 @@ class FSDP2Engine(Engine):
         self._roots: dict[int, FSDPModule] = {}  # by id of the value
         self._unsharded: dict[int, UnshardedParameters] = {}  # by id of the root
         self._hooks: list[Any] = []  # handles of module hooks
+        self._output_gradients = ZeroOutputGradients()
         # Models and optimizers may be prepared in separate calls, in any order.
         self._replaced = WeakIdKeyDictionary()  # original parameters -> sharded parameters
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._warned = False
         self._averages: bool | None = None  # whether the backend implements ReduceOp.AVG, or None if unknown
+        self._contexts = ExitStack()  # of torch, until the models are released
+        self._is_loss_parallel = False
+        self._pipelines: dict[int, PipelineStages] = {}  # by id of the model
         self._update: ShardedUpdate | None = None  # sums the gradients instead of torch (build_sharded_update)
 
     @classmethod
@@ -138,6 +160,8 @@ class FSDP2Engine(Engine):
                 if after[name] is not parameter:
                     self._replaced[parameter] = after[name]
         self._optimizers.update(optimizers)
+        for pipeline in self._pipelines.values():
+            pipeline.drop_removed(optimizers)
         for optimizer in list(self._optimizers):
             repoint_optimizer(optimizer, self._replaced)
         return Prepared(models=tuple(models), optimizers=tuple(optimizers), schedulers=tuple(schedulers))
@@ -152,15 +176,24 @@ class FSDP2Engine(Engine):
         reject_sparse(model, unsharded)
         # Scalars have no dimension to shard.
         ignored = [name for name, p in model.named_parameters() if id(p) in unsharded or p.dim() == 0]
-        values = move_to_meta(model, only_rank_zero=options.ram_efficient_loading)
-        if values is None:
-            broadcast_model(model, device)
-        blocks = modules_to_shard(model, options)
+        pipeline = self._pipelines.get(id(model))
+        if pipeline is not None and ignored:
+            raise ConfigError(
+                f"{ignored[0]!r} is a scalar or excluded from sharding (ignored_modules), but the fsdp2 engine averages such parameters over "
+                "all ranks, and the ranks of a pipeline have different ones",
+                where="prepare_pipeline()",
+                do="remove it from ignored_modules, or give the parameter a dimension (torch.zeros(1))",
+            )
+        values = self._distribute_values(model, is_stage=pipeline is not None)
+        experts = divide_experts(model, options.expert_mesh["ep"]) if options.expert_mesh is not None else []
+        units = modules_to_shard(model, options) if pipeline is None else pipeline.units()
+        blocks = [block for block in units if block not in experts]
         if options.activation_checkpointing:
             checkpoint_activations(blocks)
         settings: dict[str, Any] = {
             "mesh": self._device_mesh(),
-            "reshard_after_forward": options.reshard_after_forward,
+            # Else each micro-batch of a pipeline would gather the parameters twice.
+            "reshard_after_forward": options.reshard_after_forward if pipeline is None else False,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=options.param_dtype,
                 reduce_dtype=options.reduce_dtype,
@@ -171,14 +204,45 @@ class FSDP2Engine(Engine):
         }
         if ignored:
             settings["ignored_params"] = {model.get_parameter(name) for name in ignored}
+        if options.expert_mesh is not None:
+            shard_experts(experts, options.expert_mesh, settings)
         for block in (*blocks, model):
+            if options.tensor_parallel is not None:
+                return_no_views(block)
             with flatten_outputs_for_hooks(block):
                 fully_shard(block, **settings)
+        if pipeline is not None:
+            # Stages call the units without the model, which must be their root even so: its own forward only evaluates.
+            model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
         if values is not None:
             fill_from_rank_zero(model, values, device=device)
             if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
                 model.register_forward_pre_hook(require_values, prepend=True)
         self._adopt(model)
+
+    def _distribute_values(self, model: nn.Module, *, is_stage: bool) -> Values | None:
+        """Give all ranks rank zero's values, and split layers. Return values that must be sent after sharding (see ``move_to_meta``).
+
+        The whole model of a pipeline stage was broadcast before it was cut.
+        """
+        options, device = self._options, self._world.device
+        tensor_parallel = options.tensor_parallel
+        values = None
+        if has_split_layers(model):
+            adopt_split_layers(model, tensor_parallel, data_mesh=self._device_mesh())
+        else:
+            if not is_stage:
+                values = move_to_meta(model, only_rank_zero=options.ram_efficient_loading)
+                if values is None:
+                    broadcast_model(model, device)
+            if tensor_parallel is not None:
+                parallelize(model, tensor_parallel, is_part=is_stage)
+        if tensor_parallel is not None:
+            share_random_state(tensor_parallel.mesh, device)
+            if tensor_parallel.loss_parallel and not self._is_loss_parallel:
+                self._is_loss_parallel = True
+                self._contexts.enter_context(loss_parallel())
+        return values
 
     def _adopt(self, model: nn.Module) -> None:
         assert isinstance(model, FSDPModule)
@@ -188,6 +252,8 @@ class FSDP2Engine(Engine):
         model.register_forward_hook(reshard_after_evaluation)
         self._unsharded[id(model)] = UnshardedParameters(model)
         self._hooks += accept_full_state_dicts(model)
+        if self._options.exchanges_activations:
+            self._hooks.append(self._output_gradients.watch(model))
         warn_on_shard_values(self)
         if isinstance(self._update, ShardedTreeSum):
             self._update.attach(model)
@@ -214,7 +280,12 @@ class FSDP2Engine(Engine):
                 module.set_force_sum_reduction_for_comms(True)
 
     def _device_mesh(self) -> DeviceMesh:
-        """Return the device mesh, which is created once. The first call is collective."""
+        """Return the mesh over which parameters are sharded, and replicated if it has two axes.
+
+        Collective: the first call.
+        """
+        if self._mesh is None:
+            self._mesh = self._options.mesh
         if self._mesh is None:
             world_size, replicas = self._world.world_size, self._options.replicas
             if world_size % replicas:
@@ -233,6 +304,22 @@ class FSDP2Engine(Engine):
         pin = self._options.pin_memory
         # Pinned memory requires an accelerator.
         return CPUOffloadPolicy(pin_memory=self._world.device.type != "cpu" if pin is None else pin)
+
+    def use_pipeline(self, stages: PipelineStages) -> None:
+        """See ``Engine.use_pipeline``. The stages' modules become units, and stay unsharded between micro-batches."""
+        self._pipelines[id(stages.model)] = stages
+        self._stepper.found_inf_groups.append(stages.group)
+
+    def run_pipeline(self, stages: PipelineStages, run: Callable[[], None]) -> None:
+        """See ``Engine.run_pipeline``.
+
+        Zero-bubble schedules compute the gradients of weights after those of inputs, where torch's hooks would reduce them.
+        """
+        root = self._roots[id(stages.model)]
+        with reduce_once(root) as reduces:
+            run()
+        if reduces:
+            add_gradients(stages.tied_parameters(), group=stages.group)
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -273,6 +360,12 @@ class FSDP2Engine(Engine):
     def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
         """See ``Engine.backward_zeros``. Autograd reaches the unsharded parameters inside ``fully_shard`` instead of the shards."""
         require_graph(loss, "fsdp2")
+        if self._options.exchanges_activations:
+            with self._output_gradients.zeros():
+                self.backward(
+                    loss * 0, **options
+                )  # terms of the loss that do not depend on outputs have the weight 0, too
+            return
         wanted = {id(p) for p in parameters}
         inner = unsharded_parameters(self._roots.values(), wanted)
         plain = [p for unsharded in self._unsharded.values() for p in unsharded.current() if id(p) in wanted]
@@ -340,8 +433,13 @@ class FSDP2Engine(Engine):
             self._guard()
         if self._update is not None:
             return clip_by_rows(parameters, max_norm, norm_type)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = total_norm(gradients, float(norm_type), self._mesh, self._world.device)
+        owners = [p for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in owners if p.grad is not None]
+        stages = self._pipelines.values()
+        copies = {id(p) for pipeline in stages for p in pipeline.second_copies()}
+        counted = [p.grad for p in owners if p.grad is not None and id(p) not in copies]
+        groups = [pipeline.group for pipeline in stages]
+        norm = total_norm(counted, float(norm_type), self._world.device, also=groups)
         if gradients:
             scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
             for gradient in local_tensors(gradients):
@@ -394,8 +492,15 @@ class FSDP2Engine(Engine):
         """See ``Engine.build_sharded_update``.
 
         Raises:
-            UsageError: hybrid sharding is enabled, or this version of torch cannot reduce unused parameters.
+            UsageError: hybrid sharding is enabled, experts are divided, or this version of torch cannot reduce unused parameters.
         """
+        if self._options.expert_mesh is not None:
+            raise UsageError(
+                "the sum of an expert's gradient depends on the ranks that hold its tokens, so experts that are divided among "
+                "ranks do not give the same bits on any number of ranks",
+                where="parity='bitwise'",
+                do="remove ep_size, or use parity='exact'",
+            )
         if self._options.replicas > 1:
             raise UsageError(
                 f"the fsdp2 engine sums the gradients of batch shards across all ranks and does not support "
@@ -442,20 +547,42 @@ class FSDP2Engine(Engine):
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
         """Gather the state dict on rank zero's CPU, one tensor at a time; return None on other ranks. Collective: call on every rank."""
         require_values(model)
-        keep = self._world.rank == 0
-        found = {name: gather_full(value, keep=keep) for name, value in plain_state_dict(model).items()}
+        pipeline = self._pipelines.get(id(model))
+        # Rank zero's pipeline has all stages.
+        keep = self._world.rank == 0 if pipeline is None else has_rank_zero(pipeline.group)
+        first: dict[int, str] = {}  # tied parameters stay tied, as in one process
+        tied = {
+            plain_name(name): first.setdefault(id(p), plain_name(name))
+            for name, p in model.named_parameters(remove_duplicate=False)
+        }
+        found: dict[str, Any] = {}
+        for name, value in plain_state_dict(model).items():
+            other = tied.get(name, name)
+            found[name] = found[other] if other in found else gather_full(value, keep=keep)
+        if pipeline is not None and keep:
+            return gather_model(pipeline, found, device=self._world.device)
         return found if keep else None
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        keep = self._world.rank == 0
+        pipeline = self._pipeline_of(optimizer)
+        keep = self._world.rank == 0 if pipeline is None else has_rank_zero(pipeline.group)
         state = optimizer.state_dict()
         values = {
             number: {key: gather_full(value, keep=keep) for key, value in entries.items()}
             for number, entries in state["state"].items()
         }
+        if pipeline is not None and keep:
+            return gather_optimizer(pipeline, optimizer, {**state, "state": values}, device=self._world.device)
         return {**state, "state": values} if keep else None
 
+    def _pipeline_of(self, optimizer: Optimizer) -> PipelineStages | None:
+        """Return the pipeline whose stages ``optimizer`` steps; there is at most one, on all ranks."""
+        return next(iter(self._pipelines.values()), None)
+
     def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        pipeline = self._pipeline_of(optimizer)
+        if pipeline is not None:
+            state = own_optimizer_state(pipeline, optimizer, state)
         owners = [p for group in optimizer.param_groups for p in group["params"]]
         parts = {
             number: {key: shard_like(value, owners[number]) for key, value in entries.items()}
@@ -471,9 +598,19 @@ class FSDP2Engine(Engine):
         }
         return [inner.get(id(parameter)) or LocalGradient(parameter) for parameter in parameters]
 
+    def share_random_states(self) -> bool:
+        tensor_parallel = self._options.tensor_parallel
+        if tensor_parallel is not None:
+            share_random_state(tensor_parallel.mesh, self._world.device)
+        return tensor_parallel is not None
+
     def release(self) -> None:
+        self._contexts.close()
+        self._is_loss_parallel = False
         self._roots.clear()
         self._replaced.clear()
+        self._pipelines.clear()
+        self._stepper.found_inf_groups.clear()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -1,35 +1,77 @@
-"""Computes the norm of sharded and unsharded gradients."""
+"""Computes the norm of gradients that are sharded over any axes of a device mesh."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-
-from echelon.engines.shards import local_tensors
+from torch.distributed.tensor import DTensor, Replicate
 
 __all__ = ["total_norm"]
 
 
 def total_norm(
-    gradients: Sequence[torch.Tensor], p: float, mesh: DeviceMesh | None, device: torch.device
+    gradients: Sequence[torch.Tensor], p: float, device: torch.device, *, also: Sequence[dist.ProcessGroup] = ()
 ) -> torch.Tensor:
-    """Return the p-norm of ``gradients``, each of which is sharded across ranks or equal on all ranks.
+    """Return the p-norm of ``gradients``; the placements of each DTensor tell over which ranks it is sharded.
 
-    Collective if any gradient is sharded.
+    Shards are summed in one all_reduce per distinct set of mesh axes, and ranks that hold equal copies count once.
+
+    Collective if a gradient is sharded, or ``also`` is not empty: call with the gradients of the same parameters on the ranks of
+    each mesh.
+
+    Args:
+        gradients: gradients of different parameters.
+        p: order of the norm; infinity is the maximum.
+        device: device of the result.
+        also: groups whose ranks hold different parameters, such as the stages of a pipeline.
     """
-    sharded = [g for g in gradients if isinstance(g, DTensor)]
     is_max = math.isinf(p)
-    own = _power_sum(local_tensors(sharded), p, device)
-    if sharded and mesh is not None:
-        group = mesh.get_group(mesh.mesh_dim_names[-1]) if mesh.mesh_dim_names else mesh.get_group()
-        dist.all_reduce(own, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
-    rest = _power_sum([g for g in gradients if not isinstance(g, DTensor)], p, device)
-    return torch.maximum(own, rest) if is_max else (own + rest) ** (1.0 / p)
+    operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+    # The keys are in the order of the parameters, and so equal on the ranks of a mesh.
+    parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
+    whole: list[torch.Tensor] = []
+    for gradient in gradients:
+        if not isinstance(gradient, DTensor):
+            whole.append(gradient)
+            continue
+        settled = _without_partial(gradient)
+        groups = tuple(_sharding_groups(settled))
+        (parts[groups] if groups else whole).append(settled.to_local())
+    total = _power_sum(whole, p, device)
+    for groups, tensors in parts.items():
+        own = _power_sum(tensors, p, device)
+        for group in groups:
+            dist.all_reduce(own, op=operation, group=group)
+        total = torch.maximum(total, own) if is_max else total + own
+    if also:
+        # The ranks of these groups may have gradients of different dtypes, or none.
+        dtype, total = total.dtype, total if device.type == "mps" else total.double()
+        for group in also:
+            dist.all_reduce(total, op=operation, group=group)
+        total = total.to(dtype)
+    return total if is_max else total ** (1.0 / p)
+
+
+def _without_partial(gradient: DTensor) -> DTensor:
+    """Return ``gradient`` with partial sums added. Collective if there are any."""
+    if not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    settled = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    found: DTensor = gradient.redistribute(placements=settled)
+    return found
+
+
+def _sharding_groups(gradient: DTensor) -> Iterator[dist.ProcessGroup]:
+    """Yield the groups of the mesh axes over which ``gradient`` is sharded; axes of size 1 also count, because they keep the
+    sets of axes equal in runs of all sizes.
+    """
+    for axis, placement in enumerate(gradient.placements):
+        if not placement.is_replicate():  # torch's strided shards are not always instances of Shard
+            yield gradient.device_mesh.get_group(axis)
 
 
 def _power_sum(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:

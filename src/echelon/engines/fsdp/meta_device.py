@@ -20,6 +20,7 @@ from echelon.engines.fsdp.param_groups import fsdp_groups
 from echelon.engines.shards import local_slices
 
 __all__ = [
+    "Values",
     "allocate_tensors",
     "broadcast_model",
     "fill_from_rank_zero",

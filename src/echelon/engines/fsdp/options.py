@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.base.errors import ConfigError
+from echelon.engines.tensor_parallel.options import TensorParallelOptions
 
 __all__ = ["ShardingOptions", "wrap_nothing"]
 
@@ -61,6 +63,16 @@ class ShardingOptions:
     returns whether to ignore a module."""
     ram_efficient_loading: bool = False
     """Whether only rank zero has the weights until ``prepare`` sends them to the other ranks."""
+    mesh: DeviceMesh | None = None
+    """The mesh over whose last axis parameters are sharded, and over whose first of two axes they are replicated. It is a part of a
+    larger mesh if there are other axes (``ParallelismConfig``). None: all ranks, in ``replicas`` groups."""
+    exchanges_activations: bool = False
+    """Whether ranks with different items exchange activations (context, sequence or expert parallelism), so that a rank's parameters
+    also get gradients from the other ranks' losses."""
+    expert_mesh: DeviceMesh | None = None
+    """The mesh (dp_replicate, efsdp, ep) of the parameters of experts. None: they are sharded like the others."""
+    tensor_parallel: TensorParallelOptions | None = None
+    """How layers are split over another axis of the larger mesh. None: they are not."""
 
     def __post_init__(self) -> None:
         if self.reshard_after_forward < 0 or self.replicas < 1 or self.min_num_params < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "fsdp_params",
     "has_unreduced_gradients",
     "reduce_accumulated_gradients",
+    "reduce_once",
     "require_one_dtype",
     "reshard",
     "reshard_after_evaluation",
@@ -103,6 +105,24 @@ def reduce_accumulated_gradients(root: FSDPModule) -> None:
         group.finalize_backward()
         group._training_state = type(group._training_state).IDLE
         group.comm_ctx.__dict__.get("reduce_scatter_states", []).clear()
+
+
+@contextmanager
+def reduce_once(root: FSDPModule) -> Iterator[bool]:
+    """Accumulate the gradients of all backward passes in the block, and reduce them at its end if ``root`` is to reduce them.
+
+    Yields whether it is. Without gradients, the block has only forward passes. Parameters are resharded at the end.
+
+    Collective: call on every rank of the mesh.
+    """
+    reduces = torch.is_grad_enabled() and any(group.reduce_grads for group in fsdp_groups(root))
+    if torch.is_grad_enabled():
+        root.set_requires_gradient_sync(False)
+        root.set_reshard_after_backward(False)
+    yield reduces
+    if reduces:
+        reduce_accumulated_gradients(root)
+    reshard(root)
 
 
 def reshard(root: nn.Module | FSDPModule) -> None:

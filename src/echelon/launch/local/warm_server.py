@@ -5,7 +5,8 @@ its path: ``python warm_server.py SOCKET PARENT``. Requests on the socket:
 
 - ``{"import": [...]}``: import the modules, and answer ``{"ready": ...}``, which says whether ranks can be forked;
 - ``{"argv": ..., "environment": ...}`` with two file descriptors for the rank's output: fork the rank, answer ``{"pid":
-  ...}``, and send ``{"pid": ..., "status": ...}`` after the rank has ended.
+  ...}``, and send ``{"pid": ..., "status": ...}`` after the rank has ended;
+- ``{"serve": true}`` with one file descriptor, a socket: fork a server that has the same modules and serves another launcher on it.
 
 ``multiprocessing.forkserver`` is not suitable: its children run a pickled function in the server's environment and
 session, it does not report whether imports started threads, and it ignores failed imports in its preload list.
@@ -35,11 +36,15 @@ def main(argv: list[str]) -> None:
     control = socket.socket(fileno=int(argv[0]))
     worker, environ = _load("launch/local", "worker"), _load("base", "environ")
     worker.die_with(argv[1])
-    # The ranks die with this process.
-    own = f"{os.getpid()}:{worker.start_of(os.getpid())}"
     if not getattr(sys.flags, "safe_path", False):
         # Remove this file's folder, whose modules would shadow others. Each rank inserts the folder of its script.
         sys.path[0] = sys.path[1]
+    _serve(control, worker, environ)
+
+
+def _serve(control: socket.socket, worker: ModuleType, environ: ModuleType) -> None:
+    # The ranks die with this process.
+    own = f"{os.getpid()}:{worker.start_of(os.getpid())}"
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -68,6 +73,10 @@ def main(argv: list[str]) -> None:
                 for file in (wake, woken):
                     os.close(file)
                 control.close()
+                if "serve" in request:
+                    worker.die_with(own)
+                    _serve(socket.socket(fileno=files[0]), worker, environ)
+                    sys.exit(0)
                 _run_rank(request, files, worker, environ, own)
             for file in files:
                 os.close(file)

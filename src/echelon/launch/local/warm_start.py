@@ -17,7 +17,10 @@ from typing import Any, Protocol, final
 from echelon.launch.local import warm_server
 from echelon.launch.local.parents import own_identity
 
-__all__ = ["Process", "WarmStarter"]
+__all__ = ["WARM_VARIABLE", "Process", "WarmStarter"]
+
+WARM_VARIABLE = "ECHELON_WARM_SERVER"
+"""File descriptor of the socket of ``WarmStarter.lend``, for a launcher; its ranks do not see it."""
 
 _START_S = 30.0
 _POLL_S = 0.01
@@ -39,17 +42,21 @@ class Process(Protocol):
 
 @final
 class WarmStarter:
-    """Starts ranks by forking them from the warm server, which ``prepare`` starts."""
+    """Starts ranks by forking them from the warm server, which ``prepare`` starts.
 
-    def __init__(self) -> None:
+    Args:
+        server: file descriptor of a socket of a server that another program has started and that has imported all modules (``lend``).
+    """
+
+    def __init__(self, server: int | None = None) -> None:
         self._server: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._control = None if server is None else socket.socket(fileno=server)
         self._lock = threading.Lock()
         self._imported: list[str] = []
         """Modules that the server has been asked to import."""
         self._num_importing = 0
         """Number of import requests that the server has not answered yet."""
-        self._can_fork = False
+        self._can_fork = server is not None
         self._is_over = False
         self._codes: dict[int, int | None] = {}
         """Maps each forked rank's process id to its exit code."""
@@ -74,9 +81,9 @@ class WarmStarter:
             self._control.send(json.dumps({"import": new}).encode())
 
     def _open(self, environment: Mapping[str, str]) -> None:
-        if self._server is not None or not hasattr(socket, "SOCK_SEQPACKET") or sys.platform != "linux":
+        if self._control is not None or not hasattr(socket, "SOCK_SEQPACKET") or sys.platform != "linux":
             return
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = _socket_pair()
         with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, warm_server.__file__, str(theirs.fileno()), own_identity()],
@@ -85,8 +92,6 @@ class WarmStarter:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            ours.setsockopt(socket.SOL_SOCKET, option, warm_server.MESSAGE_BYTES)
         self._control = ours
 
     @property
@@ -94,6 +99,30 @@ class WarmStarter:
         """Whether ranks can be forked: True if all imports are done and the server has only one thread."""
         self.receive()
         return self._can_fork and not self._num_importing and not self._is_over
+
+    def wait_until_ready(self, timeout: float, *, check: Callable[[], None] = lambda: None) -> bool:
+        """Wait for the imports, and return whether ranks can be forked. ``check`` raises an exception if the launcher must stop."""
+        deadline = time.monotonic() + timeout
+        while self._control is not None and self._num_importing and not self._is_over and time.monotonic() < deadline:
+            check()
+            time.sleep(_POLL_S)
+            self.receive()
+        return self._control is not None and self.is_ready
+
+    def lend(self) -> socket.socket | None:
+        """Return a socket for a launcher that this program starts, of a server of its own with the same modules; None if that fails.
+
+        The launcher gets it as ``WarmStarter(server)``. The server and its ranks end when the launcher has closed the socket.
+        """
+        assert self._control is not None
+        ours, theirs = _socket_pair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [json.dumps({"serve": True}).encode()], [theirs.fileno()])
+            except OSError:  # the server was killed
+                ours.close()
+                return None
+        return ours
 
     def start(
         self,
@@ -126,9 +155,12 @@ class WarmStarter:
             check()
         if self._new_pids:
             return _Forked(self._new_pids.pop(0), self)
-        if self._server is not None and not self._is_over:
-            # The server hangs. Kill it, because a rank that it forks later would be a duplicate.
-            self._server.kill()
+        if not self._is_over:
+            # The server hangs. End it, because a rank that it forks later would be a duplicate.
+            if self._server is not None:
+                self._server.kill()
+            self._control.close()
+            self._control = None
             self._is_over = True
             self._mark_all_dead()
         return None
@@ -171,13 +203,21 @@ class WarmStarter:
 
     def close(self) -> None:
         """Kill the server and its ranks."""
-        if self._server is None:
-            return
-        assert self._control is not None
-        self._control.close()
-        self._control = None
-        self._server.kill()
-        self._server.wait()
+        if self._control is not None:
+            self._control.close()  # a server that another program has started ends
+            self._control = None
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+            self._server = None
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two ends, of which the first can send and receive long messages."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        ours.setsockopt(socket.SOL_SOCKET, option, warm_server.MESSAGE_BYTES)
+    return ours, theirs
 
 
 @final

@@ -63,7 +63,7 @@
     ["checkpoint", "checkpoint", "--violet"], ["step", "whole step", "--accent"],
   ].map(([name, text, color]) => [name, t(text), color]);
   const GOODPUT = {
-    compute: "--accent", program: "--accent", communication: "--teal", "data wait": "--amber", checkpoint: "--violet",
+    compute: "--accent", program: "--grey-2", communication: "--teal", "data wait": "--amber", checkpoint: "--violet",
     init: "--grey", restart: "--rose", "lost steps": "--bad", detection: "--warm", end: "--grey-2",
   };
 
@@ -398,7 +398,8 @@
         rows.map(([name, s]) => h("div", { title: `${t(name)}: ${seconds(s)} (${share(s)})`, style: { flex: `${s} 0 0`, background: css(GOODPUT[name] || "--grey") } }))),
       h("ul", { class: "goodput-parts" },
         rows.map(([name, s]) => h("li", {}, chip(css(GOODPUT[name] || "--grey")), h("span", { class: "name" }, t(name)), h("span", {}, seconds(s)), h("span", { class: "share" }, share(s)))),
-        h("li", { class: "total" }, h("span", { class: "name" }, t("sum = wall time")), h("span", { "data-sum": sum, "data-wall": wall }, seconds(sum)), h("span", { class: "share" }, share(sum)))));
+        h("li", { class: "total" }, h("span", { class: "name" }, t("sum = wall time")), h("span", { "data-sum": sum, "data-wall": wall }, seconds(sum)), h("span", { class: "share" }, share(sum)))),
+      run.missing["goodput parts"] ? h("p", { class: "panel-note" }, run.missing["goodput parts"]) : null);
   };
 
   // ---- sections

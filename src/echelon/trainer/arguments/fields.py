@@ -228,5 +228,12 @@ class TrainingFields:
     )
     allow_changed_data: bool = extra(False, "Allow resuming mid-epoch after the dataset has changed.")
     log_throughput: bool = extra(False, "Log samples and steps per second since the last log.")
+    pipeline_schedule: str = extra(
+        "1F1B",
+        "With pp_size: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.",
+    )
+    pipeline_num_micro_batches: int | None = extra(
+        None, "With pp_size: micro-batches of a step (default: twice the number of stages)."
+    )
 
     logging_dir: ClassVar[str | None] = None

@@ -106,6 +106,11 @@ class TrainerCallback:
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
+_CLEARS = frozenset(
+    ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_evaluate", "on_save", "on_log")
+)  # events that clear flags of the control
+
+
 class CallbackHandler:
     """Dispatches each event to the callbacks that override it, in order.
 
@@ -211,6 +216,12 @@ class CallbackHandler:
             if answer is not None:
                 control = answer
         return control
+
+    def ignores(self, event: str) -> bool:
+        """Return whether dispatching ``event`` would only return ``control``, because nothing overrides or clears anything."""
+        if self.callbacks != self._listed:
+            self._find_listeners()
+        return not (self._listeners[event] or event in _CLEARS or type(self) is not CallbackHandler)
 
     def _find_listeners(self) -> None:
         # Computed once instead of at every step: most callbacks override two or three of the sixteen events.

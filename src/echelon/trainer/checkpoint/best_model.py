@@ -70,7 +70,7 @@ def load_best(hooks: TrainerHooks, output_dir: Path, *, report: Callable[[Any], 
         logger.info("loading the best model from %s (%s)", best, hooks.state.best_metric)
         folder = best_folder(hooks.args, output_dir, best)
         require_whole(hooks.accelerator.world, folder)
-        load_model_from(hooks.model, folder, report=report)
+        load_model_from(hooks.model, folder, report=report, select=hooks.accelerator.session.select_tensors)
 
 
 def remove_last_checkpoint(hooks: TrainerHooks, output_dir: Path) -> None:

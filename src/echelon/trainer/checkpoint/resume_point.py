@@ -268,6 +268,7 @@ class ResumedTraining:
             allows_changes=self._allows_changed_data,
             is_at_boundary=place.is_over or args.ignore_data_skip or not (place.num_batches or place.is_within_update),
             finds_batches=place.batch_size != plan.batch_size,
+            is_announced=True,
         )
 
         def load_all() -> None:
@@ -433,7 +434,7 @@ class ResumedTraining:
                 )
             return (round(saved_epoch), 0) if not is_within else (int(saved_epoch), 0)
         epoch, part = int(saved_epoch), saved_epoch - int(saved_epoch)
-        size = plan.batch_size * hooks.accelerator.num_processes
+        size = plan.batch_size * hooks.accelerator.session.num_readers
         if facts is not None and facts.num_samples is not None:  # consumed samples, in whole current batches
             used = round(part * facts.num_samples) // size
         else:
@@ -462,7 +463,7 @@ class ResumedTraining:
                 "the results would not be bit-identical",
                 do=f"set canonical_shards={place.canonical_shards}",
             )
-        here = global_batch_size(self._hooks.args, accelerator.num_processes)
+        here = global_batch_size(self._hooks.args, accelerator.session.num_readers)
         if place.batch_size != here:
             raise CheckpointError(
                 f"{folder} was saved with global_batch_size={place.batch_size}, but this run has {here}, so its "
@@ -471,7 +472,7 @@ class ResumedTraining:
             )
 
     def _require_same_ranks(self, saved: int, *, within: bool) -> None:
-        folder, here = self._folder, self._hooks.accelerator.num_processes
+        folder, here = self._folder, self._hooks.accelerator.session.num_readers
         if within and self._hooks.accelerator.parity == "off" and saved not in (0, here):
             raise CheckpointError(
                 f"{folder} was saved in the middle of an epoch on {saved} processes, but this run has {here}, so "
@@ -513,13 +514,20 @@ def _restart_pass(loader: Any, epoch: int) -> None:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def load_model_from(model: nn.Module, folder: Path, *, report: Callable[[Any], None]) -> None:
+def load_model_from(
+    model: nn.Module,
+    folder: Path,
+    *,
+    report: Callable[[Any], None],
+    select: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+) -> None:
     """Load the weights in ``folder`` into ``model``, or the adapter's weights for a PEFT model.
 
     Args:
         model: the unwrapped module.
         folder: a checkpoint, or a directory that ``save_model`` wrote.
         report: called with empty lists of missing and unexpected weights, because any such weight raises an error.
+        select: returns the tensors of this rank's stages of a pipeline. None: ``model`` is whole.
 
     Raises:
         UsageError: ``folder`` has no weights.
@@ -529,5 +537,6 @@ def load_model_from(model: nn.Module, folder: Path, *, report: Callable[[Any], N
         names: Any = model.active_adapters
         model.load_adapter(str(folder), (names() if callable(names) else names)[0], is_trainable=True)  # type: ignore[operator]
         return
-    load_weights(model, read_model_files(folder), source=folder)
+    tensors = read_model_files(folder)
+    load_weights(model, tensors if select is None else select(tensors), source=folder)
     report(_Loaded())

@@ -81,7 +81,7 @@ def _lengthen(tensor: torch.Tensor, length: int, padding: int) -> torch.Tensor:
 def _is_on(data: Any, device: torch.device) -> bool:
     if isinstance(data, torch.Tensor):
         return data.device == device
-    if isinstance(data, Mapping):
+    if isinstance(data, (dict, Mapping)):  # dict first: asking an abstract class calls Python functions
         data = data.values()
     elif is_record(data):
         data = leaves(data)

@@ -156,7 +156,7 @@ def build_loader(
     sampler = None
     if sampler_fn is not None and not is_iterable:
         sampler = sampler_fn() if num_positional(sampler_fn) == 0 else sampler_fn(dataset)
-    rank, device = accelerator.process_index, accelerator.device
+    rank, device = accelerator.session.data_world.rank, accelerator.device
     loader = _local_loader(
         args, dataset, collator=collator, batch_size=batch_size, sampler=sampler, rank=rank, device=device
     )

@@ -76,9 +76,9 @@ class EpochBatches(Iterator[Any]):
             self._is_over = batch is _END
             self._ahead = [] if self._is_over else [batch]
         accelerator = self._accelerator
-        if self._prepared is not None or accelerator is None or accelerator.num_processes == 1:
+        if self._prepared is not None or accelerator is None or accelerator.session.num_readers == 1:
             return bool(self._ahead)
-        num_ranks = accelerator.num_processes
+        num_ranks = accelerator.session.num_readers
         flag = torch.tensor(float(bool(self._ahead)), device=accelerator.device)
         num_with = round(float(accelerator.reduce(flag, "sum")))
         if 0 < num_with < num_ranks:

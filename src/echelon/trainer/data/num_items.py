@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["WatchedNumber", "count_items", "ignored_number"]
+__all__ = ["WatchedNumber", "count_items", "ignored_number", "shifts_labels"]
 
 # Values of ``loss_type`` in transformers whose loss shifts the labels.
 _SHIFTED = ("ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGeneration")
@@ -21,13 +21,13 @@ def count_items(batch: Any, *, model: nn.Module) -> torch.Tensor | None:
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, torch.Tensor):
         return None
-    if "shift_labels" not in batch and _shifts_labels(model):
+    if "shift_labels" not in batch and shifts_labels(model):
         labels = labels[..., 1:]  # the first label is not a target
     count: torch.Tensor = labels.ne(-100).sum()
     return count
 
 
-def _shifts_labels(model: nn.Module) -> bool:
+def shifts_labels(model: nn.Module) -> bool:
     """Return whether the loss compares position i with label i + 1; encoder-decoders shift the inputs instead."""
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return getattr(model, "loss_type", None) in _SHIFTED and not has_encoder

@@ -22,7 +22,7 @@ def count_tokens(hooks: TrainerHooks, group: list[Any]) -> None:
     }
     count = sum(num_tokens(inputs, model=hooks.model, **options) for inputs in group)
     total = torch.tensor(count, dtype=torch.int64, device=hooks.accelerator.device)
-    if hooks.accelerator.num_processes > 1:
+    if hooks.accelerator.session.num_readers > 1:
         total = hooks.accelerator.reduce(total, "sum")
     hooks.state.num_input_tokens_seen += int(total)
 

@@ -17,6 +17,7 @@ from echelon.base.logging import get_logger
 from echelon.trainer.data import batches
 from echelon.trainer.data.epoch_batches import EpochBatches
 from echelon.trainer.evaluation.prediction_step import evaluation_dtype
+from echelon.trainer.features.pipeline_steps import splits_layers
 from echelon.trainer.hooks import TrainerHooks, bind_log, notify
 from echelon.trainer.optim.prepared_optimizer import set_optimizer_mode
 from echelon.trainer.override_points import OverridePoints
@@ -89,7 +90,7 @@ def predict(
 def _speed(
     hooks: TrainerHooks, session: TrainerSession, prefix: str, start: float, num_samples: int | None
 ) -> dict[str, float]:
-    size = hooks.args.eval_batch_size * hooks.accelerator.num_processes
+    size = hooks.args.eval_batch_size * hooks.accelerator.session.num_readers
     steps = -(-num_samples // size) if num_samples is not None else None
     metrics = speed_metrics(prefix, start, num_samples=num_samples, num_steps=steps)
     if not session.optimizer.is_prepared and session.evaluation.preparation_time is not None:
@@ -214,6 +215,9 @@ def _prepared_model(hooks: TrainerHooks, session: TrainerSession) -> nn.Module:
     wrapped: nn.Module = session.points.method("_wrap_model")(hooks.model, training=False)
     if wrapped is not hooks.model:
         return wrapped
+    if splits_layers(hooks):
+        session.optimizer.prepare_pipeline(hooks)
+        return hooks.model_wrapped
     if not session.optimizer.is_prepared and session.evaluation.preparation_time is None:
         start = time.time()
         devices = hooks.accelerator.capabilities.num_devices
@@ -352,7 +356,7 @@ def _batches_and_rows(hooks: TrainerHooks, dataloader: Any) -> tuple[EpochBatche
     """
     numbered = EpochBatches(dataloader)
     divide = getattr(dataloader, "divide_last_step", None)  # only prepared loaders have it
-    if divide is None or hooks.accelerator.num_processes == 1:
+    if divide is None or hooks.accelerator.session.num_readers == 1:
         return numbered, 1
     size, num_samples = batches.batch_size(numbered.peek()), _num_samples_of(hooks, dataloader)
     if not num_samples or size is None or size <= num_samples or size % num_samples:
@@ -367,22 +371,22 @@ def _num_samples_of(hooks: TrainerHooks, dataloader: Any) -> int | None:
     """Return the number of samples in a prepared loader's current batch on this rank, or None if unknown."""
     last, contribution = dataloader.last_step, dataloader.contribution
     if last is not None:
-        return int(last.sizes[hooks.accelerator.process_index])
+        return int(last.sizes[hooks.accelerator.session.data_world.rank])
     if contribution is not None:
         return len(contribution.samples)
     whole = dataloader.total_batch_size
-    return None if whole is None else int(whole) // hooks.accelerator.num_processes
+    return None if whole is None else int(whole) // hooks.accelerator.session.num_readers
 
 
 def _real_samples(hooks: TrainerHooks, dataloader: Any, size: int | None) -> tuple[int, int] | None:
     """Return how many of ``size`` samples are not padding, on this rank and across all ranks, or None if unknown."""
     accelerator = hooks.accelerator
-    if accelerator.num_processes == 1:
+    if accelerator.session.num_readers == 1:
         return None
     last = getattr(dataloader, "last_step", None)  # only prepared loaders have it
-    if last is None or last.sizes[accelerator.process_index] != size:
+    if last is None or last.sizes[accelerator.session.data_world.rank] != size:
         return None
-    return int(last.real[accelerator.process_index]), sum(int(new) for new in last.real)
+    return int(last.real[accelerator.session.data_world.rank]), sum(int(new) for new in last.real)
 
 
 def _refuse_without_labels(hooks: TrainerHooks, session: TrainerSession, inputs: Any) -> None:

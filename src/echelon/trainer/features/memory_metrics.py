@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from echelon.base.optional import require
-
 __all__ = ["MemoryMeter"]
 
 # Sampling interval of the process's memory, for its peak.
@@ -30,7 +28,9 @@ class MemoryMeter:
         self._pending: dict[str, int] = {}
         self._process: Any = None
         if is_on:
-            self._process = require("psutil", extra="memory", purpose="skip_memory_metrics=False").Process()
+            import psutil  # noqa: PLC0415 - only for skip_memory_metrics=False
+
+            self._process = psutil.Process()
 
     def begin(self, stage: str) -> None:
         """Start measuring, unless a stage is already being measured."""

@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from echelon.accelerator import AcceleratedOptimizer, AcceleratedScheduler, DummyOptim, DummyScheduler
+from echelon.accelerator.pipeline import Pipeline
 from echelon.accelerator.setup.build_deepspeed import parameters_by_group
 from echelon.accelerator.update.scheduler import steps_with_metric
 from echelon.trainer.arguments.deepspeed import deepspeed_optimizer, deepspeed_schedule
+from echelon.trainer.features.pipeline_steps import refuse_own_losses, splits_layers
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.optim.lr_schedules import get_scheduler
 from echelon.trainer.optim.optimizers import parameter_groups, without_compiler
@@ -54,7 +56,7 @@ def create_scheduler(hooks: TrainerHooks, optimizer: Optimizer, num_steps: int) 
         num_training_steps=num_steps,
         scheduler_specific_kwargs=options,
     )
-    shares = 1 if accelerator.split_batches else accelerator.num_processes
+    shares = 1 if accelerator.split_batches else accelerator.session.num_readers
     return deepspeed_schedule(
         args, optimizer, num_steps=num_steps, num_shares=shares, make=lambda own: make(optimizer=own)
     ) or make(optimizer=optimizer)
@@ -70,6 +72,8 @@ class PreparedOptimizer:
     """The scheduler that ``prepare`` returned."""
     is_foreign_scheduler: bool = False
     """Whether the scheduler is not a torch ``LRScheduler``, so that the Accelerator does not save it."""
+    pipeline: Pipeline | None = None
+    """The model's stages on this rank (``pp_size``)."""
     steps_per_update: bool = True
     """Whether the scheduler steps after each update; otherwise, it steps with each evaluation's metric."""
     _has_other_gradients: bool = False  # trainable weights that the optimizer does not contain
@@ -89,6 +93,11 @@ class PreparedOptimizer:
         optimizer, scheduler = hooks.optimizer, hooks.lr_scheduler
         held = {id(p) for group in parameters_by_group(optimizer) for p in group}
         self._has_other_gradients = any(p.requires_grad and id(p) not in held for p in hooks.model.parameters())
+        if splits_layers(hooks):
+            self.prepare_pipeline(hooks)
+            hooks.optimizer, prepared = hooks.accelerator.prepare(optimizer, scheduler)
+            self._finish(hooks, scheduler, optimizer, prepared)
+            return
         wrapped = points.method("_wrap_model")(hooks.model_wrapped)
         if wrapped is hooks.model_wrapped or wrapped is hooks.model:
             hooks.model_wrapped, hooks.optimizer, prepared = hooks.accelerator.prepare(
@@ -98,6 +107,9 @@ class PreparedOptimizer:
         else:  # the user's own wrapper
             hooks.model_wrapped = wrapped
             hooks.optimizer, prepared = hooks.accelerator.prepare(optimizer, scheduler)
+        self._finish(hooks, scheduler, optimizer, prepared)
+
+    def _finish(self, hooks: TrainerHooks, scheduler: Any, optimizer: Any, prepared: Any) -> None:
         # Schedulers count optimizer steps here, so the loop can step the unwrapped object.
         hooks.lr_scheduler = prepared.scheduler if isinstance(prepared, AcceleratedScheduler) else prepared
         self.scheduler = prepared
@@ -108,6 +120,20 @@ class PreparedOptimizer:
         self.is_prepared = True
         handler = hooks.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = hooks.model, hooks.optimizer, hooks.lr_scheduler
+
+    def prepare_pipeline(self, hooks: TrainerHooks) -> None:
+        """Divide the model into stages, unless it is already (``parallelism_config`` with ``pp_size``).
+
+        Collective: call on every rank.
+        """
+        if self.pipeline is None or self.pipeline.model is not hooks.model:
+            refuse_own_losses(hooks)
+            self.pipeline = hooks.accelerator.prepare_pipeline(
+                hooks.model,
+                schedule=hooks.args.pipeline_schedule,
+                num_micro_batches=hooks.args.pipeline_num_micro_batches,
+            )
+        hooks.model_wrapped = hooks.model
 
     def zero_grad(self, hooks: TrainerHooks) -> None:
         """Zero the model's gradients, including those of weights that the optimizer does not contain."""

@@ -12,7 +12,16 @@ from echelon.base.errors import UsageError
 from echelon.verify.command.layouts import Layout
 from echelon.verify.command.run_layouts import LayoutRun, RunFailure, RunRequest
 from echelon.verify.compare import gradient_errors
-from echelon.verify.trace import Batch, Model, OptimizerStep, RecordedProcess, Trace, read_trace
+from echelon.verify.trace import (
+    VERSION,
+    Batch,
+    Model,
+    OptimizerStep,
+    RecordedProcess,
+    Trace,
+    read_trace,
+    recorded_version,
+)
 
 __all__ = ["MergeError", "Reference", "References", "batch_factor", "saved_traces"]
 
@@ -142,14 +151,16 @@ def saved_traces(folder: Path) -> dict[int, tuple[Path, Path | None]]:
     """Return the references in ``folder``, which ``--keep`` wrote, by the number of merged batches: own dtype, float64.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are none, or another version of echelon has recorded them.
     """
     if _has_traces(folder):
+        _require_version(folder)
         return {_factor_of(folder): (folder, None)}
     found: dict[int, tuple[Path, Path | None]] = {}
     for path in folder.glob("reference-*"):
         number = path.name.removeprefix("reference-")
         if number.isdigit() and _has_traces(path):
+            _require_version(path)
             twin = path.with_name(f"{path.name}-float64")
             found[int(number)] = (path, twin if _has_traces(twin) else None)
     if not found:
@@ -159,6 +170,16 @@ def saved_traces(folder: Path) -> dict[int, tuple[Path, Path | None]]:
             do="pass a folder that echelon verify --keep FOLDER wrote",
         )
     return found
+
+
+def _require_version(folder: Path) -> None:
+    version = recorded_version(folder)
+    if version is not None and version != VERSION:
+        raise UsageError(
+            f"{folder} was recorded by another version of echelon (format {version}, this one is {VERSION}), whose numbers have another meaning",
+            where="flag --against_run",
+            do="record it again with this version: echelon verify --keep FOLDER ...",
+        )
 
 
 def _has_traces(folder: Path) -> bool:

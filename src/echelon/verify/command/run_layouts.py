@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,31 @@ from typing import Any
 from echelon.base import environ
 from echelon.base.printable import printable
 from echelon.launch.interrupts import Interrupts
+from echelon.launch.local.warm_start import WARM_VARIABLE, WarmStarter
 from echelon.status.run_files import NO_RECORD_VARIABLE
 from echelon.verify.command.layouts import Layout
 from echelon.verify.trace import file_of_rank
 
-__all__ = ["PLACEHOLDER", "LayoutRun", "LayoutRunner", "RunFailure", "RunLimits", "RunRequest"]
+__all__ = [
+    "PLACEHOLDER",
+    "LayoutRun",
+    "LayoutRunner",
+    "RunFailure",
+    "RunLimits",
+    "RunRequest",
+    "WARM_MODULES",
+    "run_environment",
+]
 
 PLACEHOLDER = "{layout}"
 """In the script's arguments: becomes the name of the layout, so that each run writes to a folder of its own."""
 
 _CHILD = "echelon.verify.child"
+WARM_MODULES = ("numpy", "torch", _CHILD)
+"""What a process imports from which ranks are forked."""
 _POLL_S = 0.05
 _GRACE_S = 10.0
+_WARM_S = 60.0
 _STALL_S = 60.0
 _SHOWN_LINES = 24
 _STACKS_BEFORE_S = 3.0
@@ -110,6 +124,7 @@ class LayoutRunner:
         interrupts: signals to this program; the processes are stopped if there is one.
         on_update: called with the number of updates recorded so far.
         start: the command that runs ``echelon launch``.
+        warm: forks the ranks from a process that has imported torch once; None: each rank imports it.
     """
 
     def __init__(
@@ -119,9 +134,11 @@ class LayoutRunner:
         *,
         on_update: Callable[[RunRequest, int], None] = lambda request, count: None,
         start: Sequence[str] = (sys.executable, "-m", "echelon"),
+        warm: WarmStarter | None = None,
     ) -> None:
         self._limits, self._interrupts, self._on_update = limits, interrupts, on_update
         self._start = tuple(start)
+        self._warm = warm
 
     def record(self, request: RunRequest) -> LayoutRun:
         """Run the script, and return how it ended.
@@ -135,13 +152,14 @@ class LayoutRunner:
         output = request.folder / _OUTPUT
         began = time.monotonic()
         counter = _UpdateCounter(request)
-        with output.open("wb") as file:
+        with output.open("wb") as file, self._lent() as (variables, files):
             process = subprocess.Popen(
                 self.command(request),
-                env=_environment(),
+                env={**run_environment(), **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                pass_fds=files,
             )
             try:
                 is_late = self._wait(process, request, counter, deadline=began + self._limits.timeout_s)
@@ -152,6 +170,19 @@ class LayoutRunner:
         seconds = time.monotonic() - began
         failure = self._failure(request, process.returncode, count, output, is_late=is_late)
         return LayoutRun(request=request, num_updates=count, seconds=seconds, failure=failure)
+
+    @contextmanager
+    def _lent(self) -> Iterator[tuple[dict[str, str], list[int]]]:
+        """Yield the variables and the file descriptors by which the launcher finds a server that forks its ranks, if there is one."""
+        if self._warm is None or not self._warm.wait_until_ready(_WARM_S, check=self._interrupts.check):
+            yield {}, []
+            return
+        server = self._warm.lend()
+        if server is None:
+            yield {}, []
+            return
+        with server:  # the launcher's copy keeps it open
+            yield {WARM_VARIABLE: str(server.fileno())}, [server.fileno()]
 
     def command(self, request: RunRequest) -> list[str]:
         """Return the command that starts the run's processes."""
@@ -235,7 +266,7 @@ _STEP = b'{"kind":"optimizer_step"'
 _UPDATE = re.compile(rb'"update":(\d+)')
 
 
-def _environment() -> dict[str, str]:
+def run_environment() -> dict[str, str]:
     """Return this program's environment without the variables of a rank, and with what makes runs repeatable."""
     values = {
         name: value

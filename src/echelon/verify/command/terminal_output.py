@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from echelon.base.messages.terminal import pad
+from echelon.base.messages.translation import translate
 from echelon.base.printable import printable
 from echelon.verify.command.layouts import Layout
 from echelon.verify.command.run_layouts import RunFailure
@@ -103,7 +105,7 @@ def shown_line(line: str) -> str:
 def _lines(found: Verification, palette: Palette, width: int) -> Iterator[str]:
     outcome = {0: "same", 1: "different"}.get(found.exit_code, "failed")
     colour = palette.unknown if found.repeated is not None else palette.of(outcome)
-    yield f"{colour}{printable(headline(found))}{palette.reset}"
+    yield f"{colour}{translate(printable(headline(found)))}{palette.reset}"
     if found.reference_failure is not None and found.reference_failure.failure is not None:
         yield ""
         yield from _failure(found.reference_failure.failure, found.reference_failure.request.name, palette, width)
@@ -115,7 +117,7 @@ def _lines(found: Verification, palette: Palette, width: int) -> Iterator[str]:
         updates = (
             "the engine is not used" if one.is_copy else f"{_count(one.num_updates, 'update')}, {one.seconds:.1f} s"
         )
-        yield f"  {one.layout.name:<{names}}  {mark}{summary_of(one):<38}{palette.reset}  {palette.dim}{updates}{palette.reset}"
+        yield f"  {one.layout.name:<{names}}  {mark}{pad(translate(summary_of(one)), 38)}{palette.reset}  {palette.dim}{translate(updates)}{palette.reset}"
     if found.repeated is not None:
         yield from _repetition(found.repeated, palette, width)
         return
@@ -159,7 +161,7 @@ def _group(group: Sequence[LayoutResult], palette: Palette, width: int) -> Itera
     if first.verdict.finding is None:
         yield from _paragraph("", f"{first.layout.name}{others}: {first.verdict.reason}", palette, width)
         return
-    yield f"{palette.bold}First difference on {first.layout.name}{palette.reset}{others}"
+    yield f"{palette.bold}{translate(f'First difference on {first.layout.name}')}{palette.reset}{others}"
     yield from _finding(first.verdict.finding, palette, width)
     for also in first.verdict.also[:_MAX_ALSO]:
         yield ""

@@ -204,7 +204,7 @@ class _Work:
             else "after the resume",
         )
         if result.failure is not None:
-            return self._find_in_failed(result, trace)
+            return self._find_in_failed(result, trace, is_resumed=len(runs) > 1)
         try:
             reference = self._references.find(batch_factor(trace, self._first.trace))
         except MergeError as error:
@@ -223,9 +223,9 @@ class _Work:
             batch_factor=reference.batch_factor,
         )
 
-    def _find_in_failed(self, result: LayoutResult, trace: Trace) -> LayoutResult:
+    def _find_in_failed(self, result: LayoutResult, trace: Trace, *, is_resumed: bool) -> LayoutResult:
         """Return the result of a failed run with the first difference before it failed, if there is one."""
-        if self._plan.resume_after is not None or len(trace.ranks) != result.layout.num_processes:
+        if len(trace.ranks) != result.layout.num_processes:
             return result
         reference: Reference | LayoutRun = self._first
         if unequal_progress(AlignedRun(trace, has_failed=True)) is None:
@@ -235,7 +235,9 @@ class _Work:
                 return result
         if isinstance(reference, LayoutRun):
             return result
-        verdict = self._compare(trace, reference, CompareOptions(has_failed=True), must_be_equal=False)
+        verdict = self._compare(
+            trace, reference, CompareOptions(has_failed=True, is_resumed=is_resumed), must_be_equal=False
+        )
         if verdict.finding is None:
             return result
         return replace(result, outcome="different", verdict=verdict, batch_factor=reference.batch_factor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -29,7 +29,7 @@ from echelon.verify.trace import (
     Trace,
 )
 
-__all__ = ["AlignedRun", "RankUpdate", "RecordedTensor", "SampleIds", "TensorKind"]
+__all__ = ["AlignedRun", "RankUpdate", "RecordedTensor", "SampleIds", "TensorKind", "whole_tensor"]
 
 TensorKind: TypeAlias = Literal["reduced", "clipped", "weights", "buffers", "optimizer_state"]
 
@@ -91,15 +91,21 @@ class RecordedTensor:
     whole: Sketch
     """Of the sum of the shards, or of the first rank that has it."""
     by_rank: dict[int, Sketch]
-    is_sharded: bool
+    replica_of: Mapping[int, int] | None = None
+    """If it is sharded: of which replica each rank's shard is."""
+    replicas: dict[int, Sketch] = field(default_factory=dict)
+    """Under hybrid sharding: by the first rank of each replica but the first, the sum of its shards."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has a part of it."""
+        return self.replica_of is not None
 
     def unequal_ranks(self) -> list[int]:
-        """Return the ranks whose copy has other bits than the first rank's; none if the tensor is sharded."""
-        if self.is_sharded:
-            return []
+        """Return the ranks whose copy has other bits than the first rank's (if it is sharded: the first rank of such a replica)."""
         return [
             rank
-            for rank, one in self.by_rank.items()
+            for rank, one in (self.replicas if self.is_sharded else self.by_rank).items()
             if one.bits != self.whole.bits or one.num_elements != self.whole.num_elements
         ]
 
@@ -171,6 +177,8 @@ class AlignedRun:
         self.end_update = min(last_steps, default=-2) + 1
         """The first update that not all ranks have completed."""
         self._tensors: dict[tuple[int, str], dict[str, RecordedTensor]] = {}
+        for update in self.updates:
+            _drop_idle_clips(self.ranks_at(update))
 
     @property
     def updates(self) -> range:
@@ -234,44 +242,66 @@ class AlignedRun:
         for name, one in reduced.items():
             own = tensors[name].by_rank if name in tensors else {}
             ranks = {rank: own.get(rank, sketch) for rank, sketch in one.by_rank.items()}
-            result[name] = _whole_tensor(ranks, is_sharded=one.is_sharded)
+            result[name] = whole_tensor(ranks, one.replica_of)
         return result
+
+
+def _drop_idle_clips(ranks: Sequence[RankUpdate]) -> None:
+    """Remove clipping calls that changed nothing on any rank and were followed by another backward pass.
+
+    A script may clip in each micro-step, where the gradients of this rank alone may still be below the limit.
+    """
+    last = max((clip.micro_step for one in ranks for clip in one.clips), default=0)
+    by_micro_step: dict[int, list[Clip]] = {}
+    for one in ranks:
+        for clip in one.clips:
+            by_micro_step.setdefault(clip.micro_step, []).append(clip)
+    idle = {step for step, clips in by_micro_step.items() if step < last and all(c.norm <= c.max_norm for c in clips)}
+    for one in ranks if idle else ():
+        one.clips[:] = [clip for clip in one.clips if clip.micro_step not in idle]
 
 
 def _whole_tensors(ranks: Sequence[RankUpdate], kind: TensorKind) -> dict[str, RecordedTensor]:
     by_rank: dict[str, dict[int, Sketch]] = {}
-    sharded: dict[str, bool] = {}
+    replica_of: dict[str, dict[int, int]] = {}
     for rank, one in enumerate(ranks):
-        for is_sharded, names, sketches in _named_sketches(one, kind):
+        for replica, names, sketches in _named_sketches(one, kind):
             for name, sketch in zip(names, sketches, strict=True):
                 by_rank.setdefault(name, {}).setdefault(rank, sketch)
-                sharded[name] = sharded.get(name, False) or is_sharded
-    result = {}
-    for name, sketches_of_ranks in by_rank.items():
-        result[name] = _whole_tensor(sketches_of_ranks, is_sharded=sharded[name])
-    return result
+                if replica is not None:
+                    replica_of.setdefault(name, {}).setdefault(rank, replica)
+    return {name: whole_tensor(sketches, replica_of.get(name)) for name, sketches in by_rank.items()}
 
 
-def _whole_tensor(by_rank: dict[int, Sketch], *, is_sharded: bool) -> RecordedTensor:
-    values = list(by_rank.values())
-    whole = values[0]
-    if is_sharded:
-        for value in values[1:]:
-            whole = whole + value
-    return RecordedTensor(whole=whole, by_rank=by_rank, is_sharded=is_sharded)
+def whole_tensor(by_rank: dict[int, Sketch], replica_of: Mapping[int, int] | None) -> RecordedTensor:
+    """Return the tensor of which ranks have copies or, if ``replica_of`` tells of which replica each rank's shard is, shards."""
+    if replica_of is None:
+        return RecordedTensor(whole=next(iter(by_rank.values())), by_rank=by_rank)
+    sums: dict[int, tuple[int, Sketch]] = {}
+    for rank, sketch in by_rank.items():
+        replica = replica_of.get(rank, 0)
+        first, total = sums.get(replica, (rank, None))
+        sums[replica] = (first, sketch if total is None else total + sketch)
+    (_, whole), *others = (sums[replica] for replica in sorted(sums))
+    return RecordedTensor(whole=whole, by_rank=by_rank, replica_of=replica_of, replicas=dict(others))
 
 
-def _named_sketches(one: RankUpdate, kind: TensorKind) -> Iterator[tuple[bool, list[str], list[Sketch]]]:
+def _named_sketches(one: RankUpdate, kind: TensorKind) -> Iterator[tuple[int | None, list[str], list[Sketch]]]:
+    """Yield the replica (None: not sharded), names and sketches of each event."""
+    events: Sequence[ModelWeights | Buffers | OptimizerState | Gradients]
     if kind == "weights":
-        yield from ((e.is_sharded, [f"{e.model}:{name}" for name in e.names], e.sketches) for e in one.weights)
+        events = one.weights
     elif kind == "buffers":
-        yield from ((False, [f"{e.model}:{name}" for name in e.names], e.sketches) for e in one.buffers)
+        events = one.buffers
     elif kind == "optimizer_state":
-        yield from ((e.is_sharded, e.names, e.sketches) for e in one.states)
+        events = one.states
     else:
-        for event in one.gradients:
-            if event.stage == kind:
-                yield event.is_sharded, [f"{event.model}:{name}" for name in event.names], event.sketches
+        # Those before the step: with a clipping call in each micro-step, gradients are also recorded before the last backward pass.
+        events = [event for event in reversed(one.gradients) if event.stage == kind]
+    for event in events:
+        names = event.names if isinstance(event, OptimizerState) else [f"{event.model}:{name}" for name in event.names]
+        replica = None if isinstance(event, Buffers) or not event.is_sharded else event.replica
+        yield replica, names, event.sketches
 
 
 def rows_by_sample(

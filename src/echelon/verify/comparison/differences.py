@@ -273,11 +273,12 @@ class Comparison:
         return result
 
     def _compare_copies(self, update: int, stage: Stage, name: str, tensor: RecordedTensor | None) -> None:
-        if tensor is None or tensor.is_sharded or len(tensor.by_rank) < 2:
+        if tensor is None or len(tensor.by_rank) < 2:
             return
         unequal = tensor.unequal_ranks()
         if unequal:
-            distance = max(tensor.whole.distance(tensor.by_rank[rank]) for rank in unequal)
+            copies = tensor.replicas if tensor.is_sharded else tensor.by_rank
+            distance = max(tensor.whole.distance(copies[rank]) for rank in unequal)
             norm = tensor.whole.norm
             self.add(
                 RunDifference(

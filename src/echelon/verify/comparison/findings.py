@@ -76,11 +76,20 @@ def finding_of(
         cause=cause.name,
         why=cause.why,
         do=cause.do,
-        line=cause.line or next((one.line for one in differences if one.line), ""),
+        line=cause.line
+        or next((one.line for one in differences if one.line), "")
+        or _line_of_step(comparison, update, final),
         may_be_rounding=ours
         and (cause.ratio is None or abs(cause.ratio - 1) < _NEARLY_EQUAL)
         and stage not in ("initial weights", "data", "rng", "scheduler", "save"),
     )
+
+
+def _line_of_step(comparison: Comparison, update: int, stage: Stage) -> str:
+    """Return the line of the step that used a reduced gradient, which has no line of its own."""
+    if stage != "reduce" or update < 0:
+        return ""
+    return next((step.line for one in comparison.layout.ranks_at(update) for step in one.steps if step.line), "")
 
 
 def _cause(

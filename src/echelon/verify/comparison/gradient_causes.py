@@ -70,6 +70,7 @@ class GradientCauses:
         if not self._names:
             return None
         checks = [
+            self._clipped_early,
             self._clipped_before,
             self._clipped_by_hand,
             self._not_reduced,
@@ -87,6 +88,25 @@ class GradientCauses:
         return None
 
     # hypotheses ----------------------------------------------------------------------------------------------------------------
+
+    def _clipped_early(self) -> LikelyCause | None:
+        """Explain gradients that were also clipped in micro-steps before the last one, when each rank had its own."""
+        ranks = [self._run.at(rank, self._update) for rank in range(self._size)]
+        last = max((clip.micro_step for one in ranks for clip in one.clips), default=0)
+        early = [[clip for clip in one.clips if clip.micro_step < last] for one in ranks]
+        if self._size < 2 or not all(early) or len({one[0].norm for one in early}) == 1:
+            return None
+        if all(clip.norm <= clip.max_norm for one in early for clip in one):
+            return None
+        norms = ", ".join(f"{one[0].norm:.4g}" for one in early)
+        return LikelyCause(
+            name="clipped before the reduction",
+            stage="clip",
+            why=f"gradients are clipped in micro-step {early[0][0].micro_step} of {last}, before they are reduced: "
+            f"each rank clips its own, of norm {norms}",
+            do="clip once in each update, after its last backward pass: if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)",
+            line=early[0][0].line,
+        )
 
     def _clipped_before(self) -> LikelyCause | None:
         """Explain gradients that were clipped on each rank and then reduced."""

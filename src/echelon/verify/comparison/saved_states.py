@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
-from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor, TensorKind
+from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor, TensorKind, whole_tensor
 from echelon.verify.comparison.differences import Comparison, RunDifference
 from echelon.verify.comparison.likely_cause import LikelyCause
 from echelon.verify.sketch import Sketch
@@ -13,32 +14,38 @@ from echelon.verify.trace import SavedState
 __all__ = ["load_cause", "load_differences", "resume_differences", "save_cause", "save_differences"]
 
 
-def _states(run: AlignedRun, action: str) -> dict[tuple[int, str], dict[int, SavedState]]:
-    """Return the saved or loaded states by (update, path) and rank."""
-    result: dict[tuple[int, str], dict[int, SavedState]] = {}
+_States: TypeAlias = list[tuple[int, SavedState]]
+"""Ranks and events of one checkpoint; a rank that holds whole tensors and shards has one event of each kind."""
+
+
+def _states(run: AlignedRun, action: str) -> dict[tuple[int, str], _States]:
+    """Return the saved or loaded states by (update, path)."""
+    result: dict[tuple[int, str], _States] = {}
     for rank, one in run.saved_states():
         if one.action == action:
-            result.setdefault((one.update, one.path), {})[rank] = one
+            result.setdefault((one.update, one.path), []).append((rank, one))
     return result
 
 
-def _tensors(states: dict[int, SavedState]) -> dict[str, RecordedTensor]:
+def _line(states: _States) -> str:
+    return next((one.line for _, one in states if one.line), "")
+
+
+def _tensors(states: _States) -> dict[str, RecordedTensor]:
     by_rank: dict[str, dict[int, Sketch]] = {}
-    sharded: set[str] = set()
-    for rank, one in states.items():
+    replica_of: dict[str, dict[int, int]] = {}
+    for rank, one in states:
         for name, sketch in zip(one.names, one.sketches, strict=True):
             by_rank.setdefault(name, {})[rank] = sketch
             if one.is_sharded and ":" in name and not name.startswith("buffer"):
-                sharded.add(name)
-    result = {}
-    for name, sketches in by_rank.items():
-        values = list(sketches.values())
-        whole = values[0]
-        if name in sharded:
-            for value in values[1:]:
-                whole = whole + value
-        result[name] = RecordedTensor(whole=whole, by_rank=sketches, is_sharded=name in sharded)
-    return result
+                replica_of.setdefault(name, {})[rank] = one.replica
+    return {name: whole_tensor(sketches, replica_of.get(name)) for name, sketches in by_rank.items()}
+
+
+def _model_of(name: str) -> int | None:
+    """Return the number of the model in ``"0:weight"`` or ``"buffer 0:mean"``."""
+    number, colon, _ = name.removeprefix("buffer ").partition(":")
+    return int(number) if colon and number.isdigit() else None
 
 
 def _live(run: AlignedRun, update: int) -> dict[str, RecordedTensor]:
@@ -52,7 +59,7 @@ def save_differences(comparison: Comparison) -> Iterator[RunDifference]:
     run = comparison.layout
     for (update, path), states in _states(run, "save").items():
         saved = _tensors(states)
-        line = next((one.line for one in states.values() if one.line), "")
+        line = _line(states)
         candidates = [live for near in (update, update - 1) if (live := _live(run, near))]
         if not candidates or update not in range(run.first_update, run.end_update + 1):
             continue
@@ -61,9 +68,12 @@ def save_differences(comparison: Comparison) -> Iterator[RunDifference]:
             key=len,
         )
         live = candidates[0]
-        lacking = [name for name in live if name not in saved and "/" not in name]
-        if lacking and any(":" in name for name in saved):
-            wrong = wrong + lacking
+        first = min((model for model in map(_model_of, saved) if model is not None), default=None)
+        if first is not None:  # earlier models belong to a part of the script that has ended
+            lacking = [one for one in live if one not in saved and "/" not in one and (_model_of(one) or 0) >= first]
+        else:
+            lacking = []
+        wrong = wrong + lacking
         compared = sum(1 for name in live if name in saved)
         comparison.passed(update, "save", count=compared - len(wrong) if compared > len(wrong) else 0)
         for name in wrong:
@@ -84,11 +94,12 @@ def save_differences(comparison: Comparison) -> Iterator[RunDifference]:
 def load_differences(comparison: Comparison) -> Iterator[RunDifference]:
     """Yield tensors that the layout loaded with other values than were saved."""
     run = comparison.layout
-    saves = {**_states(comparison.reference, "save"), **_states(run, "save")}
+    # Of each path, the newest save before the load: a script may write to the same folder again.
+    saves = [*_states(comparison.reference, "save").items(), *_states(run, "save").items()]
     for (update, path), states in _states(run, "load").items():
         loaded = _tensors(states)
-        source = next((saved for (_, other), saved in reversed(saves.items()) if other == path), None)
-        line = next((one.line for one in states.values() if one.line), "")
+        source = next((saved for (at, other), saved in reversed(saves) if other == path and at <= update), None)
+        line = _line(states)
         if source is None:
             continue
         saved = _tensors(source)

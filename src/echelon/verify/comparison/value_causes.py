@@ -58,7 +58,8 @@ def rng_cause(comparison: Comparison, difference: RunDifference) -> LikelyCause:
         return LikelyCause(
             name=f"same {drawn} on every rank",
             why=f"these ranks draw their {drawn} from equal generators, so different samples get the same {drawn.split()[-1]}",
-            do="seed with seed + rank after the model is built (set_seed(seed, device_specific=True))",
+            do="after the model is built, seed each rank differently: from echelon import set_seed; "
+            "set_seed(seed, device_specific=True) (or torch.manual_seed(seed + rank))",
         )
     if difference.kind == "repeated generator":
         return LikelyCause(
@@ -96,7 +97,8 @@ def forward_cause(comparison: Comparison, differences: Sequence[RunDifference]) 
         return LikelyCause(
             name="batch statistics per rank",
             why=f"{module} ({class_name}) normalizes by the statistics of each rank's own samples",
-            do="convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm before wrapping it",
+            do="convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm before wrapping it (echelon verify runs it on the "
+            "CPU, training needs GPUs), or use GroupNorm",
         )
     theirs = comparison.reference.models.get(int(index))
     if model and theirs and model.training != theirs.training:
@@ -109,7 +111,8 @@ def forward_cause(comparison: Comparison, differences: Sequence[RunDifference]) 
         return LikelyCause(
             name="batch statistics per rank",
             why=f"the outputs differ, and {_listed(list(parents))} normalize by the statistics of each rank's own samples",
-            do="convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm before wrapping it",
+            do="convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm before wrapping it (echelon verify runs it on the "
+            "CPU, training needs GPUs), or use GroupNorm",
             tensors=[f"{index}:{name}" for name in parents],
         )
     relative = difference.relative or 0.0

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+from echelon.data.whole_batches import already_collated
 from echelon.distributed.tree import leaves
-from echelon.verify.recorders.sample_rows import SampleRows, num_rows, rows_of
+from echelon.verify.recorders.sample_rows import SampleRows, item_lengths, num_rows, rows_of
 from echelon.verify.recorders.user_code import line_of_user
 from echelon.verify.recording import Recording
 from echelon.verify.trace import Batch
@@ -54,6 +56,8 @@ class Batches:
         self._while_reading: list[Callable[[], AbstractContextManager[None]]] = []
         self._nested = threading.local()
         self._num_iterators = 0
+        self._collated: list[tuple[dict[int, Callable[[], bool]], np.ndarray]] = []
+        """Storages of the batches that the script's collate function has returned lately, and the lengths of their items."""
 
     def transform_batches(self, transform: Callable[[Any], Any]) -> None:
         """Hand ``transform(batch)`` to the script in place of each batch."""
@@ -119,8 +123,20 @@ class Batches:
         loaders: Any = DataLoader
         loaders.__init__, loaders.__init_subclass__ = patched_init, classmethod(init_subclass)
         recording.transform_inputs(self._before_forward)
+        fetchers: Any = _MapDatasetFetcher
+        construct_fetcher = fetchers.__init__
+
+        @wraps(construct_fetcher)
+        def init_fetcher(fetcher: Any, *args: Any, **kwargs: Any) -> None:
+            construct_fetcher(fetcher, *args, **kwargs)
+            # A worker process cannot tell. default_collate neither pads nor cuts: a row that ends in a repeated token is not padded.
+            if fetcher.auto_collation and get_worker_info() is None:
+                fetcher.collate_fn = self._noting_items(fetcher.collate_fn)
+
+        fetchers.__init__ = init_fetcher
 
         def remove() -> None:
+            fetchers.__init__ = construct_fetcher
             for kind, begin in patched.items():
                 kind.__iter__ = begin  # type: ignore[attr-defined]
             loaders.__init__ = construct
@@ -141,12 +157,39 @@ class Batches:
                 batch = next(iterator.inner)
         finally:
             self._nested.depth = 0
-        rows = rows_of(batch) if torch.is_grad_enabled() else None
+        rows = rows_of(batch, self._lengths_of_items(batch)) if torch.is_grad_enabled() else None
         for transform in self._transforms:
             batch = transform(batch)
         if rows is not None:
             self._hold(batch, rows, iterator)
         return batch
+
+    def _noting_items(self, collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """Return ``collate``, which notes the lengths of the items that it is given."""
+
+        def noting(items: list[Any]) -> Any:
+            batch = collate(items)
+            lengths = item_lengths(list(zip(*items)) if collate is already_collated else items)
+            if lengths is not None:
+                self._collated.append(
+                    ({_key(one): _reference(one) for one in leaves(batch) if _has_storage(one)}, lengths)
+                )
+                self._collated = self._collated[-_MAX_HELD:]
+            return batch
+
+        return noting
+
+    def _lengths_of_items(self, batch: Any) -> np.ndarray | None:
+        """Return the lengths of the items from which ``batch`` was collated, or None if that is not known."""
+        if not self._collated:
+            return None
+        storages = {_key(one) for one in leaves(batch) if _has_storage(one)}
+        found = None
+        for of_batch, lengths in self._collated:
+            if any(key in storages and not is_gone() for key, is_gone in of_batch.items()):
+                found = lengths
+        self._collated = [one for one in self._collated if not all(is_gone() for is_gone in one[0].values())]
+        return found
 
     def _hold(self, batch: Any, rows: SampleRows, iterator: _Iterator) -> None:
         storages = {_key(leaf): _reference(leaf) for leaf in leaves(batch) if _has_storage(leaf)}

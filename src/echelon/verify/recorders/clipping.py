@@ -93,6 +93,8 @@ class ClipRecorder:
         if "parameters" in given:
             parameters = given["parameters"]
             given["parameters"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if "unsynced" in signature.parameters and not given.get("unsynced"):
+            _reduce(next(iter(given.values())), given.get("parameters", []))
         self._gradients.record_reduced(given.get("parameters", []))
         self._is_inside = True
         try:
@@ -119,6 +121,17 @@ def _number(value: Any) -> float:
             value = value.full_tensor()  # all ranks clip
         return float(value)
     return math.nan if value is None else float(value)
+
+
+def _reduce(engine: Any, parameters: list[torch.Tensor]) -> None:
+    """Reduce gradients as the clipping method of ``engine`` is about to (step guard): the recorded ones must be the reduced ones."""
+    module = sys.modules.get("echelon.accelerator.current")
+    ids = set(map(id, parameters))
+    for accelerator in () if module is None else module.living_accelerators():
+        for optimizer in accelerator.session.objects.optimizers:
+            own = [one for group in optimizer.param_groups for one in group["params"]]
+            if accelerator.session.engine is engine and any(id(one) in ids for one in own):
+                engine.reduce_gradients(optimizer.optimizer)
 
 
 def _subclasses(one: Any) -> list[type]:

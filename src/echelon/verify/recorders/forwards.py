@@ -23,6 +23,7 @@ from echelon.verify.trace import Forward
 __all__ = ["Forwards", "projection_of_rows"]
 
 NUM_PROJECTIONS = 4
+_NO_ROWS, _NO_TOTAL = np.zeros((0, NUM_PROJECTIONS)), np.zeros(NUM_BUCKETS)
 _BLOCK = 1 << 14
 """Elements of a row that are projected at once; each block of a longer row has its own signs."""
 
@@ -80,9 +81,9 @@ class Forwards:
                 model=self._model,
                 module=name,
                 shape=list(value.shape),
-                rows=np.zeros((0, NUM_PROJECTIONS)) if rows is None else rows,
+                rows=_NO_ROWS if rows is None else rows,
                 is_without_padding=rows is not None and _has_known_lengths(value, count, lengths),
-                total=sketch_of(value).projection if rows is None else np.zeros(NUM_BUCKETS),
+                total=sketch_of(value).projection if rows is None else _NO_TOTAL,
             )
         )
 

@@ -164,16 +164,14 @@ class GradientRecorder:
             all_found.update(own)
             if unless is not None and all(unless[owner] == one.bits for owner, one in own.items()):
                 continue
-            for names, found, is_sharded in sketches.parts():
+            for part in sketches.parts():
                 recording.add(
                     Gradients(
                         stage=stage,
                         update=recording.update,
                         micro_step=recording.micro_step,
                         model=model,
-                        names=names,
-                        sketches=found,
-                        is_sharded=is_sharded,
+                        **part,
                     )
                 )
         return all_found

@@ -124,10 +124,8 @@ class OptimizerRecorder:
     def _record_states(self, update: int) -> None:
         for number in sorted(self._stepped):
             sketches = sketch_optimizer_state(self._recording, self._optimizers[number])
-            for names, found, is_sharded in sketches.parts():
-                self._recording.add(
-                    OptimizerState(update=update, optimizer=number, names=names, sketches=found, is_sharded=is_sharded)
-                )
+            for part in sketches.parts():
+                self._recording.add(OptimizerState(update=update, optimizer=number, **part))
         self._stepped.clear()
 
 
@@ -137,7 +135,7 @@ def sketch_optimizer_state(recording: Recording, optimizer: Optimizer) -> NamedS
     if not isinstance(inner, Optimizer):
         return sketch_named(_state(recording, optimizer.state))
     found = sketch_named(_state(recording, inner.state))  # of a ZeroRedundancyOptimizer: the parameters of this rank
-    return NamedSketches(shards={**found.whole, **found.shards})
+    return NamedSketches(shards={**found.whole, **found.shards}, replicas=found.replicas)
 
 
 def _state(recording: Recording, state: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ from echelon.verify.recording import Part
 from echelon.verify.reference_parts.merged_schedules import MergedSchedules
 from echelon.verify.reference_parts.perturbation import GradientPerturbation, Perturbation
 from echelon.verify.reference_parts.unprepared_lengths import UnpreparedLengths
+from echelon.verify.sync_batch_norm import SyncBatchNormOnCpu
 
 __all__ = ["default_parts"]
 
@@ -28,7 +29,14 @@ def default_parts(*, perturbation: int = 0, gradient_errors: Path | None = None)
         perturbation: seed of a change of all weights by one rounding, and of all gradients; 0: none.
         gradient_errors: JSON file with the change of each gradient, as a part of its norm.
     """
-    parts = [*_parts_of_data(), Perturbation(perturbation), MergedSchedules(), UnpreparedLengths(), UpdateRecorder()]
+    parts = [
+        SyncBatchNormOnCpu(),
+        *_parts_of_data(),
+        Perturbation(perturbation),
+        MergedSchedules(),
+        UnpreparedLengths(),
+        UpdateRecorder(),
+    ]
     if perturbation and gradient_errors is not None:
         # After the recorder of updates: the gradients are recorded before they are changed.
         parts.append(GradientPerturbation(perturbation, json.loads(gradient_errors.read_text(encoding="utf-8"))))

@@ -14,7 +14,7 @@ import torch
 from echelon.distributed.tree import contents
 from echelon.verify.trace import Row
 
-__all__ = ["SampleRows", "num_rows", "rows_of"]
+__all__ = ["SampleRows", "item_lengths", "num_rows", "rows_of"]
 
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
@@ -70,8 +70,30 @@ def _num_rows(leaves: Iterable[tuple[str, Any]]) -> int | None:
     return of_list
 
 
-def rows_of(batch: Any) -> SampleRows | None:
-    """Return the samples of ``batch``, or None if it has no samples along dimension 0."""
+def item_lengths(items: list[Any]) -> np.ndarray | None:
+    """Return the length of each item of a dataset: of the longest of its integer tensors and lists; None if one has none."""
+    found = []
+    for item in items:
+        sizes = [
+            leaf.size(0) if isinstance(leaf, torch.Tensor) else len(leaf)
+            for _, leaf in _leaves(item)
+            if (isinstance(leaf, list) and leaf and isinstance(leaf[0], int))
+            or (isinstance(leaf, torch.Tensor) and leaf.dim() and not leaf.is_floating_point())
+            or (isinstance(leaf, np.ndarray) and leaf.ndim and leaf.dtype.kind == "i")
+        ]
+        if not sizes:
+            return None
+        found.append(max(sizes))
+    return np.array(found)
+
+
+def rows_of(batch: Any, of_items: np.ndarray | None = None) -> SampleRows | None:
+    """Return the samples of ``batch``, or None if it has no samples along dimension 0.
+
+    Args:
+        of_items: lengths of the items of the dataset from which the batch was collated. If the longest one fits, or has one element
+            more (``padded[:, :-1]``, which cuts the longest text of a batch only), they tell what is padding.
+    """
     leaves = list(_leaves(batch))
     count = _num_rows(leaves)
     if count is None:
@@ -79,7 +101,11 @@ def rows_of(batch: Any) -> SampleRows | None:
     found = [one for path, leaf in leaves if (one := _leaf(path, leaf, count)) is not None]
     lengths, stops = {}, {}
     for length in {leaf.length for leaf in found if leaf.length is not None}:
-        lengths[length], stops[length] = _lengths([leaf for leaf in found if leaf.length == length], length)
+        num_cut = None if of_items is None or len(of_items) != count else int(of_items.max()) - length
+        if of_items is not None and num_cut in (0, 1):
+            lengths[length] = stops[length] = of_items - num_cut
+        else:
+            lengths[length], stops[length] = _lengths([leaf for leaf in found if leaf.length == length], length)
     is_padded = any((stop < length).any() for length, stop in stops.items())
     num_variants = 3 if is_padded else 1
     whole, *others = (np.zeros(count, dtype=np.uint64) for _ in range(num_variants))

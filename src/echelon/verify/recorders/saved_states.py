@@ -48,7 +48,7 @@ class SavedStateRecorder:
         self._wrapped: set[tuple[type, str]] = set()
         self._is_inside = False
         self._file = ""  # that torch.load has read last
-        self._loaded: tuple[str, str] | None = None  # path and line
+        self._loaded: tuple[str, str, int] | None = None  # path, line, and the first model that it concerns
         self._optimizers: list[weakref.ref[Optimizer]] = []
 
     def install(self, recording: Recording) -> Callable[[], None]:
@@ -96,7 +96,7 @@ class SavedStateRecorder:
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_inside:
             return original(*args, **kwargs)
-        sketches, line = self._state(self._recording.models), line_of_user()
+        sketches, line = self._state(self._first_model(args[0])), line_of_user()
         result = self._within(original, *args, **kwargs)
         self._add("save", sketches, _path_in(result, *args[1:], *kwargs.values()), line)
         return result
@@ -106,7 +106,7 @@ class SavedStateRecorder:
             args = (f, *args)
         if self._is_inside or not self._holds_weights(obj, _DEPTH):
             return original(obj, *args, **kwargs)
-        sketches, line = self._state(self._recording.models), line_of_user()
+        sketches, line = self._state(0), line_of_user()
         result = original(obj, *args, **kwargs)
         self._add("save", sketches, _path_in(f, *kwargs.values()), line)
         return result
@@ -135,13 +135,13 @@ class SavedStateRecorder:
         result = self._within(original, *args, **kwargs)
         path = _path_in(*args[1:], *kwargs.values())
         if path or result is not False:  # resume() returns False if there is no checkpoint
-            self._loaded = path, line
+            self._loaded = path, line, self._first_model(args[0])
         return result
 
     def _load_plain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if not self._is_inside and self._file:
-            self._loaded = self._file, line_of_user()
+            self._loaded = self._file, line_of_user(), 0
         return result
 
     def _note_file(self, original: Callable[..., Any], f: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -153,8 +153,8 @@ class SavedStateRecorder:
 
     def _before_forward(self, *_: Any) -> None:
         if self._loaded is not None:
-            (path, line), self._loaded = self._loaded, None
-            self._add("load", self._state(self._recording.models), path, line, update=self._recording.update - 1)
+            (path, line, first), self._loaded = self._loaded, None
+            self._add("load", self._state(first), path, line, update=self._recording.update - 1)
 
     # ---- the state -----------------------------------------------------------------------------------------------------
 
@@ -173,19 +173,36 @@ class SavedStateRecorder:
         if all(reference() is not optimizer for reference in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
-    def _known_optimizers(self) -> list[Optimizer]:
-        """Return the optimizers of recorded models. Of those with the same parameters, only the last one: it contains the others."""
+    def _first_model(self, owner: Any) -> int:
+        """Return the lowest number of the models that an Accelerator has now.
+
+        Earlier ones belong to a part of the script that has ended (a fold of a cross-validation): they are not in its checkpoints.
+        """
+        prepared = getattr(owner, "models", None) or getattr(owner, "_models", None)
+        if not isinstance(prepared, (list, tuple)):
+            return 0
+        parameters = (one for model in prepared if isinstance(model, nn.Module) for one in model.parameters())
+        owners = [found[0] for found in map(self._recording.owner_of, parameters) if found is not None]
+        return min(owners, default=0)
+
+    def _known_optimizers(self, first: int) -> list[Optimizer]:
+        """Return the optimizers of recorded models from ``first`` on.
+
+        Of those with the same parameters, only the last one: it contains the others.
+        """
         found: dict[int, Optimizer] = {}
         for reference in self._optimizers:
             optimizer = reference()
             parameters = [one for group in optimizer.param_groups for one in group["params"]] if optimizer else []
-            if optimizer is not None and parameters and self._recording.owner_of(parameters[0]) is not None:
+            owner = self._recording.owner_of(parameters[0]) if parameters else None
+            if optimizer is not None and owner is not None and owner[0] >= first:
                 found[id(parameters[0])] = optimizer
         return list(found.values())
 
-    def _state(self, models: list[RecordedModel]) -> NamedSketches:
-        found = sketch_named(_tensors_of(models))
-        optimizers = self._known_optimizers()
+    def _state(self, first: int) -> NamedSketches:
+        """Return weights, buffers and optimizer states of the models from ``first`` on."""
+        found = sketch_named(_tensors_of(self._recording.models[first:]))
+        optimizers = self._known_optimizers(first)
         for optimizer in optimizers:
             state = sketch_optimizer_state(self._recording, optimizer)
             found.whole.update(state.whole)
@@ -206,16 +223,14 @@ class SavedStateRecorder:
     ) -> None:
         if not self._recording.models:
             return  # nothing was trained yet
-        for names, found, is_sharded in sketches.parts():
+        for part in sketches.parts():
             self._recording.add(
                 SavedState(
                     action=action,
                     update=self._recording.last_update if update is None else update,
                     path=path,
-                    names=names,
-                    sketches=found,
-                    is_sharded=is_sharded,
                     line=line,
+                    **part,
                 )
             )
 

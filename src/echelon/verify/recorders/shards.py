@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -13,10 +13,19 @@ import torch
 from echelon.base.sharded import is_dtensor
 from echelon.verify.sketch import Positions, Sketch, sketches_of
 
-__all__ = ["NamedSketches", "sketch_named"]
+__all__ = ["NamedSketches", "SketchedPart", "sketch_named"]
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class SketchedPart(TypedDict):
+    """The fields that ``Gradients``, ``ModelWeights``, ``OptimizerState`` and ``SavedState`` share."""
+
+    names: list[str]
+    sketches: list[Sketch]
+    is_sharded: bool
+    replica: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +34,28 @@ class NamedSketches:
 
     whole: dict[str, Sketch] = field(default_factory=dict)
     shards: dict[str, Sketch] = field(default_factory=dict)
+    replicas: dict[str, int] = field(default_factory=dict)
+    """Shards that are not of the first replica (hybrid sharding), and of which replica they are."""
 
-    def parts(self) -> Iterable[tuple[list[str], list[Sketch], bool]]:
-        """Yield names, sketches and ``is_sharded`` of those that are not empty; at least one."""
+    def parts(self) -> Iterable[SketchedPart]:
+        """Yield those that are not empty; at least one."""
         if self.whole or not self.shards:
-            yield list(self.whole), list(self.whole.values()), False
-        if self.shards:
-            yield list(self.shards), list(self.shards.values()), True
+            yield SketchedPart(names=list(self.whole), sketches=list(self.whole.values()), is_sharded=False, replica=0)
+        for replica in sorted({self.replicas.get(name, 0) for name in self.shards}):
+            names = [name for name in self.shards if self.replicas.get(name, 0) == replica]
+            yield SketchedPart(
+                names=names, sketches=[self.shards[name] for name in names], is_sharded=True, replica=replica
+            )
 
 
 def sketch_named(tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedSketches:
-    """Return the sketches of ``tensors``. A replica of a shard is left out on all ranks but the first, so that shards add up."""
+    """Return the sketches of ``tensors``; those of the shards of one replica add up to the whole tensor."""
     whole: list[str] = []
     shards: list[str] = []
     whole_tensors: list[torch.Tensor] = []
     local_tensors: list[torch.Tensor] = []
     positions: list[Positions] = []
+    replicas: dict[str, int] = {}
     for name, tensor in tensors:
         if type(tensor) in _PLAIN or not is_dtensor(tensor):
             whole.append(name)
@@ -51,20 +66,24 @@ def sketch_named(tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedSketches:
         if layout is None:
             whole.append(name)
             whole_tensors.append(local)
-        elif not layout.is_replica:
+        else:
+            if layout.replica:
+                replicas[name] = layout.replica
             shards.append(name)
             local_tensors.append(local)
             positions.append(layout.positions)
     return NamedSketches(
         whole=dict(zip(whole, sketches_of(whole_tensors), strict=True)),
         shards=dict(zip(shards, sketches_of(local_tensors, positions), strict=True)),
+        replicas=replicas,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _ShardLayout:
     positions: Positions
-    is_replica: bool
+    replica: int
+    """Index of this copy of the shards; 0 if there is one copy only."""
 
 
 @lru_cache(maxsize=4096)
@@ -74,7 +93,10 @@ def _layout(
     """Return where this rank's shard is in the whole tensor; None if each rank has the whole."""
     if all(placement.is_replicate() for placement in placements):
         return None
-    is_replica = any(place and one.is_replicate() for place, one in zip(coordinate, placements, strict=True))
+    replica = 0
+    for axis, placement in enumerate(placements):
+        if placement.is_replicate():
+            replica = replica * mesh.size(axis) + coordinate[axis]
     # Each axis cuts the indices of the whole tensor as it cuts the tensor.
     index = torch.arange(int(np.prod(shape)), dtype=torch.int64).view(shape)
     for axis, placement in _in_order_of_cutting(placements):
@@ -83,11 +105,11 @@ def _layout(
         index = chunks[place] if place < len(chunks) else index.narrow(placement.dim, 0, 0)
     flat = index.reshape(-1)
     if not flat.numel():
-        return _ShardLayout(positions=0, is_replica=is_replica)
+        return _ShardLayout(positions=0, replica=replica)
     first = int(flat[0])
     if bool((flat == torch.arange(first, first + flat.numel())).all()):
-        return _ShardLayout(positions=first, is_replica=is_replica)
-    return _ShardLayout(positions=flat.numpy().copy(), is_replica=is_replica)
+        return _ShardLayout(positions=first, replica=replica)
+    return _ShardLayout(positions=flat.numpy().copy(), replica=replica)
 
 
 def _in_order_of_cutting(placements: tuple[Any, ...]) -> list[tuple[int, Any]]:

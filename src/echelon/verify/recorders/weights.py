@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from echelon.base.sharded import is_dtensor
 from echelon.verify.recorders.models import RecordedModel, plain_name
 from echelon.verify.recorders.shards import sketch_named
 from echelon.verify.recording import Recording
@@ -15,15 +17,24 @@ from echelon.verify.trace import Buffers, ModelWeights
 
 __all__ = ["WeightRecorder"]
 
+_NUM_MARKED = 16
+
 
 class WeightRecorder:
-    """Records all weights once, before the first update, and then the trainable ones after each update."""
+    """Records all weights once, before the first update, and then the trainable ones after each update.
+
+    Frozen ones may be an average that the script updates (a teacher inside the model). They are recorded, too, unless they are more than
+    the trainable ones, as those of a large model that is only fine-tuned; of these only the ones that change are.
+    """
 
     def __init__(self) -> None:
         self._recording: Recording
         self._seen: set[int] = set()
         self._averaged: list[tuple[AveragedModel, nn.Module]] = []
         self._copies: list[tuple[nn.Module, RecordedModel]] = []
+        self._frozen: dict[
+            int, dict[str, bytes]
+        ] = {}  # by model: a few values of each parameter before the first update
 
     def install(self, recording: Recording) -> Callable[[], None]:
         self._recording = recording
@@ -65,6 +76,7 @@ class WeightRecorder:
             return
         self._seen.add(model.index)
         self._add_weights(model, self._recording.update - 1, only_trainable=False)
+        self._unchanged(model, [name for name, one in model.parameters.items() if not one.requires_grad])
         self._add_buffers(model, self._recording.update - 1)
 
     def _record(self, update: int) -> None:
@@ -73,15 +85,22 @@ class WeightRecorder:
             self._add_buffers(model, update)
 
     def _add_weights(self, model: RecordedModel, update: int, *, only_trainable: bool) -> None:
+        frozen = [name for name, parameter in model.parameters.items() if not parameter.requires_grad]
+        left_out = self._unchanged(model, frozen) if frozen and only_trainable else set()
         sketches = sketch_named(
-            (name, parameter.detach())
-            for name, parameter in model.parameters.items()
-            if parameter.requires_grad or not only_trainable
+            (name, parameter.detach()) for name, parameter in model.parameters.items() if name not in left_out
         )
-        for names, found, is_sharded in sketches.parts():
-            self._recording.add(
-                ModelWeights(update=update, model=model.index, names=names, sketches=found, is_sharded=is_sharded)
-            )
+        for part in sketches.parts():
+            self._recording.add(ModelWeights(update=update, model=model.index, **part))
+
+    def _unchanged(self, model: RecordedModel, frozen: list[str]) -> set[str]:
+        """Return the frozen parameters that are not recorded."""
+        sizes = {name: parameter.numel() for name, parameter in model.parameters.items()}
+        if 2 * sum(sizes[name] for name in frozen) <= sum(sizes.values()):
+            return set()
+        marks = {name: _mark(model.parameters[name]) for name in frozen}
+        first = self._frozen.setdefault(model.index, marks)
+        return {name for name in frozen if first.get(name) == marks[name]}
 
     def _add_buffers(self, model: RecordedModel, update: int) -> None:
         tensors = list(model.buffers().items())
@@ -98,3 +117,11 @@ class WeightRecorder:
             self._recording.add(
                 Buffers(update=update, model=model.index, names=list(sketches), sketches=list(sketches.values()))
             )
+
+
+def _mark(parameter: nn.Parameter) -> bytes:
+    """Return the bits of a few values of ``parameter``, from which a change of all of them is seen."""
+    local = parameter.detach()
+    flat = (local.to_local() if is_dtensor(local) else local).reshape(-1)
+    few = flat[:: max(flat.numel() // _NUM_MARKED, 1)][: 2 * _NUM_MARKED]
+    return few.to("cpu", torch.complex128 if few.is_complex() else torch.float64).contiguous().numpy().tobytes()

@@ -85,24 +85,60 @@ class GradientPerturbation:
             return  # an optimizer inside another one
         self._outermost = optimizer
         with torch.no_grad():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self._perturb(parameter)
+            gradients = self._gradients_of(optimizer)
+            unused = _unused_rows(gradients)
+            for owner, gradient in gradients.items():
+                self._perturb(owner, gradient, unused)
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._outermost is optimizer:
             self._outermost = None
 
-    def _perturb(self, parameter: torch.Tensor) -> None:
-        owner = self._recording.owner_of(parameter)
-        gradient: Any = parameter.grad
-        gradient = getattr(gradient, "_local_tensor", gradient)  # of a DTensor
-        if owner is None or gradient is None or gradient.layout != torch.strided or not gradient.is_floating_point():
-            return
+    def _gradients_of(self, optimizer: Optimizer) -> dict[tuple[int, str], torch.Tensor]:
+        found = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owner = self._recording.owner_of(parameter)
+                gradient: Any = parameter.grad
+                gradient = getattr(gradient, "_local_tensor", gradient)  # of a DTensor
+                if owner is not None and gradient is not None:
+                    found[owner] = gradient
+        return {
+            owner: gradient
+            for owner, gradient in found.items()
+            if gradient.layout == torch.strided and gradient.is_floating_point()
+        }
+
+    def _perturb(
+        self, owner: tuple[int, str], gradient: torch.Tensor, unused: Mapping[tuple[int, str], torch.Tensor]
+    ) -> None:
         error = self._errors.get(f"{owner[0]}:{owner[1]}", 0.0)
         norm = float(gradient.double().norm())
         if error > 0 and 0 < norm < math.inf:
-            gradient.add_(self._signs.like(gradient) * (error * norm / math.sqrt(gradient.numel())))
+            change = self._signs.like(gradient) * (error * norm / math.sqrt(gradient.numel()))
+            rows = unused.get(_module_of(owner))
+            if gradient.dim() > 1:
+                change[gradient == 0] = 0.0
+            elif rows is not None and gradient.dim() and len(rows) == len(gradient):
+                change[rows] = 0.0
+            gradient.add_(change)
+
+
+def _module_of(owner: tuple[int, str]) -> tuple[int, str]:
+    return owner[0], owner[1].rpartition(".")[0]
+
+
+def _unused_rows(gradients: Mapping[tuple[int, str], torch.Tensor]) -> dict[tuple[int, str], torch.Tensor]:
+    """Return, for each module, which rows of its weight got no gradient, such as those of a ReLU that is always off.
+
+    Their gradients are zero without rounding, and an optimizer that normalizes them would make a whole step of any change. An
+    element of a bias that is zero alone may be a sum that cancels, which rounding does change (a bias before batch normalization).
+    """
+    return {
+        _module_of(owner): gradient.flatten(1).eq(0).all(dim=1)
+        for owner, gradient in gradients.items()
+        if gradient.dim() > 1 and gradient.numel()
+    }
 
 
 class _Signs:

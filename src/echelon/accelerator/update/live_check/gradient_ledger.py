@@ -127,6 +127,8 @@ class GradientLedger:
         """Sum of their norms: the absolute sum, which bounds rounding errors."""
         self.base = torch.zeros(num, WIDTH, dtype=torch.float64)
         """Gradients from before the update."""
+        self.factors = torch.ones(num, dtype=torch.float64)
+        """By what these three were multiplied."""
         self.counts = torch.zeros(num, dtype=torch.float64)
         """Number of gradients added."""
         self.roundoffs = torch.zeros(num, dtype=torch.float64)
@@ -215,8 +217,15 @@ class GradientLedger:
     def multiply(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
         """Note that echelon has multiplied the accumulated gradients of ``parameters``."""
         numbers = self.numbers(parameters)
+        self.factors[numbers] *= factor
         for values in (self.local, self.norms, self.base):
             values[numbers] *= factor
+
+    def undo_multiply(self) -> None:
+        """Note that the next backward pass recomputes the sum of all gradients, which is not multiplied yet."""
+        for values in (self.local, self.norms, self.base):
+            values /= self.factors.reshape(-1, *[1] * (values.ndim - 1))
+        self.factors[:] = 1.0
 
     # ---- the reduced gradients ---------------------------------------------------------------------------------------
 

@@ -97,6 +97,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
         self._loss: torch.Tensor | None = None  # of the running backward pass
         self._num_items: float | None = None
         self._is_finished = False
+        self._factor = 1.0  # by which the gradients of the last backward pass were multiplied
 
     def __getstate__(self) -> dict[str, Any]:
         dropped = (
@@ -239,6 +240,10 @@ class LiveCheck(PassTracker[PreparedLoader]):
         if observed.forward.is_complete and not observed.draws_masks:
             observed.draws_masks = generator_hash(self._world.device) != observed.forward.generator
         observed.ledger.begin_backward(keeps_gradients=self._policy.averages_gradients)
+        if not self._policy.averages_gradients:
+            observed.ledger.undo_multiply()
+            observed.losses = [replace(one, weight=one.weight / self._factor) for one in observed.losses]
+        self._factor = 1.0
         observed.ledger.is_reduced[:] = False
         self._loss, self._num_items, self._is_finished = loss, num_items, False
         try:
@@ -303,7 +308,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
         if observed is not None and observed.ledger is not None:
             observed.ledger.multiply(model.parameters(), factor)
             if not self._is_finished:
-                self._is_finished = True
+                self._is_finished, self._factor = True, factor
                 observed.ledger.multiply(self._objects.stray_parameters(), factor)
                 observed.losses = [replace(one, weight=one.weight * factor) for one in observed.losses]
 

@@ -1,0 +1,175 @@
+"""Attention over a sequence that is cut over ranks: keys and values visit each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from echelon.engines.context_parallel.block_attention import BlockKernel, block_kernel
+from echelon.engines.context_parallel.sequence_group import SequenceGroup
+from echelon.engines.context_parallel.sequence_mask import SequenceMask
+from echelon.engines.context_parallel.sequence_order import BlockPair
+
+__all__ = ["ring_attention"]
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: SequenceGroup,
+    is_causal: bool,
+    scale: float | None = None,
+    mask: SequenceMask | None = None,
+) -> torch.Tensor:
+    """Return softmax(q k^T * scale) v over the whole sequence, for the positions of this rank.
+
+    Args:
+        q: (batch, heads, local length, size): this rank's positions, in the order of ``group.order``.
+        k: as ``q``; its number of heads may be a divisor of the heads of ``q`` (grouped-query attention).
+        v: as ``k``.
+        group: the ranks of the sequence.
+        is_causal: whether each position sees only itself and earlier ones.
+        scale: None: 1 / sqrt(size).
+        mask: documents, padding and window; None: everything is seen.
+
+    Queries that see no key return 0, as in torch's scaled_dot_product_attention.
+
+    Collective: on all ranks of ``group``, forward and backward.
+
+    Source: Liu et al., "Ring Attention with Blockwise Transformers", 2023; the blocks' results are merged as in Dao et al.,
+    "FlashAttention", 2022.
+    """
+    chosen = q.shape[-1] ** -0.5 if scale is None else scale
+    masked = None if mask is None or mask.is_empty else mask
+    setting = _Setting(group=group, is_causal=is_causal, scale=chosen, mask=masked)
+    out: torch.Tensor = _Ring.apply(q, k, v, setting)  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    group: SequenceGroup
+    is_causal: bool
+    scale: float
+    mask: SequenceMask | None
+
+    def blocks(self, source: int, q: torch.Tensor) -> Iterator[tuple[BlockPair, dict[str, Any]]]:
+        """Yield the blocks that this rank computes with the keys of ``source``, with the arguments of the kernel."""
+        group, length = self.group, q.shape[2]
+        pairs = group.order.block_pairs(group.rank, source, length, is_causal=self.is_causal)
+        if self.mask is None:
+            for pair in pairs:
+                yield pair, {"is_causal": pair.is_diagonal, "allowed": None, "scale": self.scale}
+            return
+        whole = length * group.size
+        own, other = (group.order.positions(whole, rank, device=q.device) for rank in (group.rank, source))
+        for pair in pairs:
+            allowed = self.mask.allowed(own[pair.queries], other[pair.keys], is_causal=self.is_causal)
+            yield pair, {"is_causal": False, "allowed": allowed, "scale": self.scale}
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, setting: _Setting) -> torch.Tensor:
+        kernel, group = block_kernel(q, v), setting.group
+        wide = torch.promote_types(q.dtype, torch.float32)
+        total = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
+        lse = torch.full(q.shape[:-1], float("-inf"), dtype=wide, device=q.device)
+        num_groups = q.shape[1] // k.shape[1]
+        for source, both in group.sources(_packed(k, v)):
+            keys, values = _unpacked(both, k, v)
+            for pair, options in setting.blocks(source, q):
+                out, own_lse = kernel.forward(
+                    q[:, :, pair.queries],
+                    _expand(keys[:, :, pair.keys], num_groups),
+                    _expand(values[:, :, pair.keys], num_groups),
+                    **options,
+                )
+                _merge(total[:, :, pair.queries], lse[:, :, pair.queries], out, own_lse)
+        found = total.to(q.dtype)
+        # The last tensor only makes the number of saved tensors differ from that of local attention: activation checkpointing compares
+        # it, and so notices when the forward pass is repeated outside the context.
+        ctx.save_for_backward(q, k, v, found, lse, lse.new_empty(0))
+        ctx.setting = setting
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        q, k, v, out, lse, _ = ctx.saved_tensors
+        setting: _Setting = ctx.setting
+        group, grad = setting.group, grads[0].contiguous()
+        kernel = block_kernel(q, v)
+        # exp(-inf - lse) is 0 for a query that sees no key, where exp(-inf + inf) is NaN.
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)
+        grad_q = torch.zeros_like(q, dtype=lse.dtype)
+        moving = _packed(k, v).to(lse.dtype).zero_()  # the gradients of the keys and values that this rank holds now
+        gathered = moving.new_zeros(group.size, *moving.shape) if group.exchange == "allgather" else None
+        for step, (source, both) in enumerate(group.sources(_packed(k, v))):
+            if step and gathered is None:
+                moving = group.pass_on(moving)
+            target = moving if gathered is None else gathered[source]
+            keys, values = _unpacked(both, k, v)
+            target_k, target_v = _unpacked(target, k, v)
+            for pair, options in setting.blocks(source, q):
+                parts = _block_backward(kernel, grad, q, keys, values, out, lse, pair, options)
+                grad_q[:, :, pair.queries] += parts[0]
+                target_k[:, :, pair.keys] += parts[1]
+                target_v[:, :, pair.keys] += parts[2]
+        moving = group.pass_on(moving) if gathered is None else group.reduce_to_sources(gathered)
+        grad_k, grad_v = _unpacked(moving, k, v)
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
+
+
+def _block_backward(
+    kernel: BlockKernel,
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    pair: BlockPair,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_groups = q.shape[1] // keys.shape[1]
+    grad_q, grad_k, grad_v = kernel.backward(
+        grad[:, :, pair.queries],
+        q[:, :, pair.queries],
+        _expand(keys[:, :, pair.keys], num_groups),
+        _expand(values[:, :, pair.keys], num_groups),
+        out[:, :, pair.queries],
+        lse[:, :, pair.queries].contiguous(),
+        **options,
+    )
+    return grad_q, _sum_groups(grad_k, num_groups), _sum_groups(grad_v, num_groups)
+
+
+def _merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, own_lse: torch.Tensor) -> None:
+    """Add a block's output to ``total``, and its log-sum-exp to ``lse``, in place."""
+    joint = torch.logaddexp(lse, own_lse.to(lse.dtype))
+    safe = joint.masked_fill(joint == float("-inf"), 0.0)  # no key so far: both weights are exp(-inf) = 0
+    total.mul_(torch.exp(lse - safe)[..., None]).add_(out * torch.exp(own_lse.to(lse.dtype) - safe)[..., None])
+    lse.copy_(joint)
+
+
+def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return keys and values in one 1-D tensor, so that one message carries them."""
+    return torch.cat([k.flatten(), v.flatten()])
+
+
+def _unpacked(both: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views with the shapes of ``k`` and ``v``."""
+    return both[: k.numel()].view(k.shape), both[k.numel() :].view(v.shape)
+
+
+def _expand(heads: torch.Tensor, num_groups: int) -> torch.Tensor:
+    return heads if num_groups == 1 else heads.repeat_interleave(num_groups, dim=1)
+
+
+def _sum_groups(grad: torch.Tensor, num_groups: int) -> torch.Tensor:
+    return grad if num_groups == 1 else grad.unflatten(1, (-1, num_groups)).sum(2)  # type: ignore[no-untyped-call]

@@ -1,0 +1,102 @@
+"""The load-balancing loss of mixture-of-experts layers, over the tokens of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+__all__ = ["balance_over_ranks", "load_balancing_loss"]
+
+
+def load_balancing_loss(
+    logits: Sequence[torch.Tensor],
+    top_k: int,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Return the number of experts times the sum, over experts, of their share of the tokens times their mean probability.
+
+    Args:
+        logits: the routers' logits of each layer, (tokens, experts).
+        top_k: number of experts of a token.
+        attention_mask: tokens that count, (batch, length), the same for each layer.
+        group: ranks whose tokens count together. The result is the same on each of them, and the backward pass of any rank's loss reaches
+            the tokens of all of them.
+
+    Collective: call on every rank of ``group``; the backward pass communicates, too.
+
+    Source: Fedus et al., "Switch Transformers", 2021, equations 4 to 6; transformers' ``load_balancing_loss_func``, which computes it
+    from the tokens of one rank, so that its mean over ranks depends on how the batch was divided.
+    """
+    num_experts = logits[0].shape[-1]
+    sums = torch.zeros(3, num_experts, device=logits[0].device)
+    for layer in logits:
+        wide = layer.to(torch.promote_types(layer.dtype, torch.float32))
+        probabilities = torch.softmax(wide, dim=-1)
+        weights = torch.ones_like(wide[:, 0]) if attention_mask is None else attention_mask.reshape(-1).to(wide)
+        chosen = torch.zeros_like(wide).scatter_(1, torch.topk(probabilities, top_k, dim=-1).indices, 1.0)
+        parts = [
+            (probabilities * weights.unsqueeze(1)).sum(0),
+            (chosen * weights.unsqueeze(1)).sum(0),
+            weights.sum().expand(num_experts),
+        ]
+        sums = sums + torch.stack(parts)
+    if group is not None:
+        sums = _SumOverRanks.apply(sums, group)  # type: ignore[no-untyped-call]
+    probability, chosen, rows = sums
+    total: torch.Tensor = (probability / rows * (chosen / rows).detach()).sum() * num_experts
+    return total
+
+
+def balance_over_ranks(model: nn.Module, group: dist.ProcessGroup, *, has_samples: Callable[[], bool]) -> None:
+    """Let the auxiliary loss that a transformers model adds to its loss count the tokens of all ranks of ``group``.
+
+    It changes the outputs of training passes that have ``router_logits``, ``aux_loss`` and ``loss`` (``output_router_logits=True``).
+
+    Args:
+        model: model whose outputs are changed.
+        group: ranks whose tokens count together.
+        has_samples: returns whether the tokens of this rank's forward pass count.
+    """
+
+    def after_forward(module: Any, _args: Any, kwargs: Any, output: Any) -> Any:
+        found: list[Any] = [getattr(output, name, None) for name in ("loss", "aux_loss", "router_logits")]
+        if not module.training or not torch.is_grad_enabled() or any(value is None for value in found):
+            return
+        loss, own, logits = found
+        mask = kwargs.get("attention_mask")
+        mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        if not has_samples():
+            mask = torch.zeros(1, logits[0].shape[0], device=logits[0].device)
+        whole = load_balancing_loss(logits, module.num_experts_per_tok, attention_mask=mask, group=group)
+        output.loss = loss + module.router_aux_loss_coef * (whole - own).to(loss.dtype)
+        output.aux_loss = whole
+
+    if hasattr(model, "router_aux_loss_coef") and hasattr(model, "num_experts_per_tok"):
+        model.register_forward_hook(after_forward, with_kwargs=True)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks, each of which uses it; so the gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _sum(tensor, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum(gradient, ctx.group), None
+
+
+def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

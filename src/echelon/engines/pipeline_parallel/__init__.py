@@ -1,0 +1,1 @@
+"""Pipeline parallelism: consecutive parts of a model on different ranks."""

@@ -1,0 +1,23 @@
+"""The options of tensor parallelism, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["TensorParallelOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallelOptions:
+    """How the layers of a model are split."""
+
+    mesh: DeviceMesh
+    """1-D mesh of the ranks that hold the parts of one layer: a part of the mesh that ``ShardingOptions.mesh`` is a part of."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """Styles by pattern of module names, added to the model's own plan."""
+    loss_parallel: bool = False
+    """Whether cross-entropy of logits that are split over the vocabulary is computed without gathering them."""

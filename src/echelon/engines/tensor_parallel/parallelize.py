@@ -1,0 +1,52 @@
+"""Splits the layers of a model over the ranks of a 1-D mesh."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+from echelon.engines.tensor_parallel.options import TensorParallelOptions
+from echelon.engines.tensor_parallel.plan import resolve_plan
+from echelon.engines.tensor_parallel.rng import separate_split_regions
+from echelon.engines.tensor_parallel.styles import mask_padding
+
+__all__ = ["parallelize"]
+
+
+def parallelize(model: nn.Module, options: TensorParallelOptions, *, is_part: bool = False) -> None:
+    """Split the layers of ``model`` in place, by the plan of the model and of ``options``.
+
+    Every rank must have the same values, or none (the meta device). Tied weights stay tied. With ``is_part``, patterns may match
+    modules of other pipeline stages only.
+
+    Raises:
+        ConfigError: see ``resolve_plan``.
+    """
+    plan = resolve_plan(model, options.plan, tp_size=options.mesh.size(), is_part=is_part)
+    tied = _tied_weights(model)
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        with warnings.catch_warnings():
+            # distribute_module's own notes; parallelize_module warns of nothing else for a single style.
+            warnings.simplefilter("ignore", FutureWarning)
+            parallelize_module(module, options.mesh, style, src_data_rank=None)
+        if isinstance(module, nn.Embedding) and isinstance(style, RowwiseParallel):
+            mask_padding(module, style.output_layouts)
+    for first, *others in tied:
+        # parallelize_module creates a parameter for each module.
+        owner, attribute = first
+        for other, its in others:
+            setattr(other, its, getattr(owner, attribute))
+    separate_split_regions(model, plan, options.mesh)
+
+
+def _tied_weights(model: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
+    """Return, for each parameter that several modules share, the modules and the attributes."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((module, name))
+    return iter([places for places in owners.values() if len(places) > 1])

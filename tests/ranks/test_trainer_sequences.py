@@ -1,0 +1,61 @@
+"""The Trainer with ``cp_size`` or ``sp_size`` has the losses of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from echelon import ParallelismConfig, Trainer, TrainingArguments
+from echelon.base.errors import ConfigError
+from tests.harness import errors_on_ranks, import_ahead, run_on_ranks
+from tests.parallel_models import ragged_batches, tiny_llama
+
+import_ahead("transformers")
+
+
+def _rows() -> list[dict[str, torch.Tensor]]:
+    return [{k: v[i] for k, v in batch.items()} for batch in ragged_batches(4) for i in range(4)]
+
+
+def _losses(folder: Path, sizes: dict[str, int], parity: str, batch_size: int) -> list[float]:
+    logged: list[float] = []
+
+    class _Trainer(Trainer):
+        def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+            logged.extend(value for name, value in logs.items() if name in ("loss", "eval_loss"))
+            super().log(logs, *args, **options)
+
+    model: nn.Module = tiny_llama(attention="sdpa")
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=batch_size,
+        max_steps=4,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        eval_strategy="steps",
+        eval_steps=2,
+        parity=parity,
+        parallelism_config=ParallelismConfig(**sizes) if sizes else None,
+    )
+    _Trainer(model=model, args=arguments, train_dataset=_rows(), eval_dataset=_rows()[:4]).train()
+    return logged
+
+
+@pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2}], ids=str)
+def test_losses_are_those_of_one_process(tmp_path: Path, sizes: dict[str, int]) -> None:
+    """The two ranks are one reader, so the global batch is that of one process."""
+    whole = run_on_ranks(_losses, tmp_path / "one", {}, "exact", 4, world_size=1)[0]
+    found = run_on_ranks(_losses, tmp_path / "cut", sizes, "exact", 4, world_size=2)
+    assert len(whole) == 6
+    assert found[0] == pytest.approx(whole, rel=1e-6)  # the model's own loss is in float32
+
+
+def test_other_modes_are_refused(tmp_path: Path) -> None:
+    for text in errors_on_ranks(ConfigError, _losses, tmp_path, {"cp_size": 2}, "off", 4, world_size=2):
+        assert "parity='exact'" in text
