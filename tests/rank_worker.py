@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import logging
 import os
 import pickle
 import random
@@ -81,6 +82,7 @@ def _serve(connection: Connection, call: Call) -> None:
     from echelon.world.group import close_group
 
     before = dict(os.environ)
+    loggers = [(logger, logger.level, list(logger.handlers)) for logger in map(logging.getLogger, (None, "echelon"))]
     os.environ.clear()
     os.environ.update(call.environ)
     try:
@@ -98,6 +100,9 @@ def _serve(connection: Connection, call: Call) -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
+        for logger, level, handlers in loggers:  # otherwise a Trainer with log_level="info" prints in later tests, too
+            logger.setLevel(level)
+            logger.handlers[:] = handlers
     _send(connection, Idle(num_threads=_num_threads()))
 
 

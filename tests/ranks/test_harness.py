@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -318,6 +319,20 @@ def test_ranks_have_rank_variables_and_the_tests_environment(monkeypatch: pytest
     assert run_on_ranks(_environment, *names) == [["0", "2", "0", "2", "yes", None], ["1", "2", "1", "2", "yes", None]]
     monkeypatch.delenv("SET_BY_THE_TEST")
     assert run_on_ranks(_environment, "SET_BY_THE_TEST", "LEFT_BEHIND") == [[None, None], [None, None]]
+
+
+def _logs_more() -> tuple[int, int]:
+    logger = logging.getLogger("echelon")
+    found = logger.getEffectiveLevel(), len(logger.handlers)
+    logger.setLevel(logging.DEBUG)
+    logging.getLogger().setLevel(logging.DEBUG)
+    logger.addHandler(logging.NullHandler())
+    return found
+
+
+def test_log_levels_and_handlers_are_restored_after_a_call() -> None:
+    first = run_on_ranks(_logs_more)
+    assert run_on_ranks(_logs_more) == first
 
 
 def test_without_a_group_the_environment_supports_env_init() -> None:

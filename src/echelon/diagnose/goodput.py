@@ -91,8 +91,7 @@ class TimeBreakdown:
 
     def to_json(self) -> dict[str, Any]:
         """Return the breakdown as JSON data that ``from_json`` accepts."""
-        seconds = {item: round(s, 6) for item, s in self.seconds.items()}
-        return {"wall_s": self.wall_s, "num_restarts": self.num_restarts, "seconds": seconds}
+        return {"wall_s": self.wall_s, "num_restarts": self.num_restarts, "seconds": dict(self.seconds)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TimeBreakdown:
