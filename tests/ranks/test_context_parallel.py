@@ -86,7 +86,7 @@ def _all_cut(kind: str, dtype: torch.dtype, num_kv: int) -> dict[tuple[str, bool
     [
         (torch.float64, 1e-13),
         pytest.param(torch.float32, 1e-5, marks=pytest.mark.soak),
-        (torch.bfloat16, 6e-2),
+        pytest.param(torch.bfloat16, 6e-2, marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.parametrize("kind", _KINDS)

@@ -193,6 +193,7 @@ _LAYOUTS = {
 
 
 _SOAK = [
+    ("own", "ep 4"),
     ("mixtral", "ep 4"),  # a rank without any token
     ("own", "ep 4 over shard 2 x cp 2"),  # without attention, any sequences are pieces of longer ones
     ("own", "ep 1"),
@@ -207,7 +208,6 @@ _SOAK = [
     ("kind", "layout"),
     [
         ("own", "ep 2 x efsdp 2"),
-        ("own", "ep 4"),
         *(pytest.param(*case, marks=pytest.mark.soak) for case in _SOAK),
     ],
 )
@@ -265,7 +265,7 @@ def _checkpointed(sizes: dict[str, int], folder: str, *, saves: bool) -> dict[st
     ("saved", "loaded"),
     [
         ("ep 2 x efsdp 2", "ep 4"),
-        ("ep 4", "one process"),
+        pytest.param("ep 4", "one process", marks=pytest.mark.soak),
         pytest.param("one process", "ep 2 x efsdp 2", marks=pytest.mark.soak),
         pytest.param("ep 1", "ep 4", marks=pytest.mark.soak),
     ],

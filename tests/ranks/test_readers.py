@@ -112,8 +112,11 @@ def _plain(order: list[list[int]], kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "items", "other seeds", "stream", "dispatch"])
-@pytest.mark.parametrize("layout", _LAYOUTS)
-@pytest.mark.parametrize("parity", ["exact", "off"])
+@pytest.mark.parametrize(
+    ("parity", "layout"),
+    [("exact", layout) for layout in _LAYOUTS]
+    + [pytest.param("off", layout, marks=() if layout == "2 readers" else pytest.mark.soak) for layout in _LAYOUTS],
+)
 def test_the_ranks_of_a_group_are_one_reader(layout: str, kind: str, parity: str) -> None:
     sizes = _LAYOUTS[layout]
     num_readers = sizes.get("dp_replicate_size", 1) * sizes.get("dp_shard_size", 1)

@@ -150,11 +150,8 @@ def _check_run(answer: dict[str, Any], reference: PlainRun) -> None:
 
 
 _LAYOUTS: list[tuple[str, dict[str, int], str]] = [
-    ("gpt", {"cp_size": 4}, "allgather"),
-    ("gpt", {"dp_shard_size": 2, "sp_size": 2}, ""),
-    ("llama", {"dp_replicate_size": 2, "cp_size": 2}, "alltoall"),
+    ("llama", {"dp_shard_size": 2, "sp_size": 2}, ""),
     ("packed", {"dp_shard_size": 2, "cp_size": 2}, "alltoall"),
-    ("packed", {"sp_size": 4}, ""),
 ]
 _MORE = [
     (kind, sizes, strategy)

@@ -29,10 +29,7 @@ _LAYOUTS: dict[str, dict[str, int]] = {
 }
 _ORDINARY = {
     ("1", "tp 2"),
-    ("tp 2", "1"),
-    ("tp 4", "shard 2 x tp 2"),
     ("shard 2 x tp 2", "shard 4"),
-    ("shard 4", "tp 4"),
     ("replicate 2 x shard 2", "replicate 2 x tp 2"),
 }
 _PAIRS = [
