@@ -159,6 +159,7 @@ OWN: dict[str, Any] = {
     "max_micro_batch_size": None,
     "canonical_shards": None,
     "verify_every": None,
+    "speed": None,
     "verify_action": None,
     "already_sharded": None,
     "allow_changed_data": False,

@@ -99,14 +99,14 @@ class Accelerator:
         deepspeed_plugins: alias of ``deepspeed_plugin``.
         parallelism_config: number and size of the shard groups. None: from the environment.
         engine: engine name or ``Engine``. None: chosen from the number of processes and the sharding settings.
-        parity: ``off``: the batch grows with the number of processes. ``exact``: the batch size is global, and each
-            update equals the one-process update (docs/parity.md). ``bitwise``: as ``exact``, and bit-identical.
-            None: from the environment, else ``off``.
+        parity: ``off``: the batch grows with the number of processes. ``exact``: the batch size is global, and each update equals
+            the one-process update (docs/parity.md). ``bitwise``: as ``exact``, and bit-identical. None: environment, or ``off``.
         seed: seed for random numbers and, in the exact modes, the data order. None: the script's seed on rank zero.
         canonical_shards: shards per update with ``parity="bitwise"``; at least the number of processes. None: 8.
         max_micro_batch_size: largest micro-batch per process (exact modes). None: the process's share of the batch.
-        verify_every: compare every N-th update with that of one process on the same batch (docs/verify.md). None:
-            never. ``verify_action``: on a difference, ``stop`` with an error (default) or ``warn``.
+        speed: ``safe`` (only what is bit-equal to the plain loop), ``max`` or ``off`` (docs/speed.md). None: ``safe``.
+        verify_every: compare every N-th update with that of one process on the same batch (docs/verify.md). None: never.
+        verify_action: what to do on a difference: ``stop`` with an error (default), or ``warn``.
 
     Collective: construct on every rank, because the first Accelerator creates the process group.
 
@@ -143,6 +143,7 @@ class Accelerator:
         seed: int | None = None,
         max_micro_batch_size: int | None = None,
         canonical_shards: int | None = None,
+        speed: str | None = None,
         verify_every: int | None = None,
         verify_action: str | None = None,
     ) -> None:
@@ -154,6 +155,7 @@ class Accelerator:
             "seed": seed,
             "max_micro_batch_size": max_micro_batch_size,
             "canonical_shards": canonical_shards,
+            "speed": speed,
             "verify_every": verify_every,
             "verify_action": verify_action,
         }
@@ -250,9 +252,7 @@ class Accelerator:
         lambda self: FP8BackendType.NO if self.ao_recipe_handler is None else FP8BackendType.AO,
         doc="The fp8 backend: torchao, or ``NO`` without fp8.",
     )
-    scaler: torch.amp.GradScaler | None = view(
-        "session.update.scaler", "The fp16 gradient scaler, or None.", is_settable=True
-    )
+    scaler: torch.amp.GradScaler | None = view("session.update.scaler", "The fp16 gradient scaler.", is_settable=True)
     device_placement: bool = view(
         "session.device_placement", "Whether models and batches are moved to the device.", is_settable=True
     )

@@ -19,6 +19,7 @@ __all__ = [
     "accelerators",
     "backend_of",
     "choose_device",
+    "has_bf16",
     "has_fp8",
     "has_tf32",
     "is_capturing",
@@ -141,6 +142,15 @@ def backend_of(device: torch.device) -> str:
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+
+
+def has_bf16(*, cpu: bool) -> bool:
+    """Return whether this machine's accelerator, or with ``cpu`` its CPU, computes bf16 natively; False if that is unknown."""
+    import torch  # noqa: PLC0415 - torch-free layer
+
+    if not cpu and torch.accelerator.is_available():
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def has_fp8(device: torch.device) -> bool:

@@ -18,6 +18,7 @@ from echelon.config.run_record import of_run
 from echelon.config.schema import RunConfig
 from echelon.config.search_paths import PROJECT_FILE, find_config_file
 from echelon.config.sources import from_environment
+from echelon.config.speed_choices import speed_table
 from echelon.config.write import chosen, unknown_to_accelerate, write
 from echelon.report.run_folder import find_run
 
@@ -104,6 +105,8 @@ def explain(config_file: str | None, run: str | None, changed: bool, strict: boo
             click.echo(translate(f"settings from {path}"))
     shown = with_engine(resolved)
     click.echo((show_changed(shown) or translate("all settings have their defaults")) if changed else show(shown))
+    if (speed := resolved.value.speed) != "off" and not changed:
+        click.echo(f"\nspeed={speed!r}:\n{speed_table(speed)}")
     if (json := resolved.value.deepspeed_config_file) is not None and Path(json).is_file():
         click.echo(f"\n{json}:\n{show_json(json, resolved)}")
     check(resolved, world_size=resolved.value.num_processes)

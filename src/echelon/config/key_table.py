@@ -114,6 +114,7 @@ KEYS = (
     Key(field="canonical_shards", flags=_flag("canonical_shards")),
     Key(field="verify_every", flags=_flag("verify_every")),
     Key(field="verify_action", flags=_flag("verify_action")),
+    Key(field="speed", flags=_flag("speed")),
     Key(field="seed"),
     Key(field="allow_changed_data", flags=_flag("allow_changed_data")),
     Key(field="debug", variable="ACCELERATE_DEBUG_MODE", flags=_flag("debug")),

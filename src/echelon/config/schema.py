@@ -123,6 +123,9 @@ class RunConfig:
     """Check every N-th update of a live run against the update that one process makes with the same batch. Default: never."""
     verify_action: Literal["stop", "warn"] | None = None
     """What to do if an update that ``verify_every`` checks differs: raise an error on every process, or warn. Default: ``stop``."""
+    speed: Literal["safe", "max", "off"] = "safe"
+    """Faster ways of computing the same updates: ``safe`` uses only those that are bit-equal to the plain loop, ``max`` also those
+    that round differently (bf16 autocast, fused kernels), ``off`` none (docs/speed.md)."""
     seed: int | None = None
     """Random seed for the run. Default: no seed is set; the script may set one."""
     allow_changed_data: bool = False

@@ -41,6 +41,8 @@ class LoaderOptions:
     """Whether the loader already yields each rank's shard. If None, this is detected."""
     use_stateful_dataloader: bool = False
     """Whether to read with torchdata's StatefulDataLoader, whose state can be saved during a pass."""
+    by_sample: bool = False
+    """Whether to read samples one by one even if whole batches could be read."""
     exact: ExactOptions | None = None
     """Options for the exact modes, in which batches are global and the sharding options above are ignored."""
     rng_types: tuple[str, ...] = ()

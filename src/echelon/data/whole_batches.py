@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 __all__ = ["WholeBatches", "already_collated", "read_whole_batches"]
+
+_INTEGERS = {int}
 
 
 class WholeBatches:
@@ -40,9 +43,7 @@ class WholeBatches:
             return default_collate([self.dataset[index] for index in indices])
         try:
             return [tensor.index_select(0, rows) for tensor in tensors]
-        except (
-            IndexError
-        ):  # a negative index counts from the end; others have no sample, of which the dataset's own error tells
+        except IndexError:  # a negative index counts from the end; of others, the dataset's own error tells
             return default_collate([self.dataset[index] for index in indices])
 
 
@@ -79,9 +80,11 @@ def _flat(dataset: Any, indices: Sequence[Any]) -> tuple[Sequence[torch.Tensor],
 
 def _as_rows(indices: Sequence[Any]) -> torch.Tensor | None:
     """Return the indices as a tensor; None if there are none, or they are not integers."""
-    if not indices or not all(type(index) is int for index in indices):
+    if set(map(type, indices)) != _INTEGERS:
         return None
-    return torch.tensor(indices)
+    return torch.from_numpy(
+        np.fromiter(indices, np.int64, len(indices))
+    )  # torch.tensor(indices) takes five times as long
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.accelerator.prepare.unused_parameters import search_silently
 from echelon.accelerator.sequences import cuts_sequences
+from echelon.accelerator.setup.choose_precision import is_fastest
 from echelon.base.device import has_tf32
 from echelon.base.errors import ConfigError
 from echelon.trainer.arguments.deepspeed import deepspeed_plugin
@@ -88,7 +89,7 @@ def accelerator_arguments(args: TrainingArguments, model: nn.Module | None) -> d
     project.save_on_each_node, project.max_failed_saves = args.save_on_each_node, args.max_failed_saves
     project.checkpoint_format = "echelon"  # the Trainer itself writes the layout of transformers
     return dict(
-        mixed_precision=args.mixed_precision,
+        mixed_precision=None if args.mixed_precision == "no" and is_fastest(args.speed) else args.mixed_precision,
         cpu=args.use_cpu,
         deepspeed_plugin=deepspeed_plugin(args),
         parallelism_config=parallelism(args),
@@ -102,6 +103,7 @@ def accelerator_arguments(args: TrainingArguments, model: nn.Module | None) -> d
         parity=args.parity,
         seed=args.seed if is_exact else None,
         canonical_shards=args.canonical_shards,
+        speed=args.speed,
         verify_every=args.verify_every,
         verify_action=args.verify_action,
         max_micro_batch_size=(args.max_micro_batch_size or args.train_batch_size) if is_exact else None,

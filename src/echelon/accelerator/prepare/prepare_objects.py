@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from echelon.accelerator.prepare.compile import compile_regions, compile_whole, 
 from echelon.accelerator.prepare.data_loaders import rng_type_names
 from echelon.accelerator.prepare.experts import prepare_experts
 from echelon.accelerator.prepare.prepare_arguments import check_unprepared_data, known_objects, replace_prepared
+from echelon.accelerator.prepare.speed import choose_kernels, choose_memory_format
 from echelon.accelerator.sequences import attach_sequence_parallel
 from echelon.accelerator.session import Session
 from echelon.accelerator.setup.build_deepspeed import reject_placeholders
@@ -101,6 +103,7 @@ def _prepare_unprepared(
                 do="remove device_map to load it on one device",
             )
         _place_and_cast(session, model, place=place)
+        choose_memory_format(session, model)
     bare = [model for model, _ in models]
     session.update.check_prepared(bare, optimizers)
     if models:
@@ -204,6 +207,7 @@ def _add_model(session: Session, model: nn.Module, shaped: nn.Module, wrapped: n
 
 
 def _add_optimizer(session: Session, optimizer: Any, inner: Optimizer) -> None:
+    choose_kernels(session, inner)
     prepared = AcceleratedOptimizer(
         inner,
         engine=session.engine,
@@ -289,7 +293,8 @@ def prepare_one_loader(
         already_sharded: whether the loader already yields a different shard on each process. None: use
             ``DataLoaderConfiguration``.
     """
-    config, update = session.dataloader_config, session.update
+    config, by_sample = session.dataloader_config, session.config.value.speed == "off"
+    exact = session.update.loader_options(config)
     options = LoaderOptions(
         split_batches=config.split_batches,
         dispatch_batches=config.dispatch_batches,
@@ -299,7 +304,8 @@ def prepare_one_loader(
         non_blocking=config.non_blocking,
         use_stateful_dataloader=config.use_stateful_dataloader,
         already_sharded=config.already_sharded if already_sharded is None else already_sharded,
-        exact=update.loader_options(config),
+        by_sample=by_sample,
+        exact=None if exact is None else replace(exact, by_sample=by_sample),
         rng_types=rng_type_names(session.rng_types),
     )
     prepared = prepare_loader(
@@ -311,6 +317,6 @@ def prepare_one_loader(
         slice_fn=slice_fn,
     )
     session.objects.loaders.append(prepared)
-    update.log_batch_size(prepared.total_batch_size)
+    session.update.log_batch_size(prepared.total_batch_size)
     session.objects.record(loader, prepared)
     return prepared

@@ -22,6 +22,7 @@ from echelon.accelerator.plugins.kwargs_handlers import (
 )
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.profiling import ProfileKwargs
+from echelon.accelerator.setup.choose_precision import choose_precision
 from echelon.accelerator.setup.transformers_environment import configure_transformers, is_echelons_own
 from echelon.base.cores import bind, cores_of_node, share_of
 from echelon.base.device import numa_node_of
@@ -85,7 +86,7 @@ def resolve_settings(
     resolved = current(from_code("Accelerator", given))
     refuse_launchers_variables(resolved)
     _report_overridden_requests(resolved)
-    return resolved
+    return choose_precision(resolved)
 
 
 def _report_overridden_requests(resolved: Resolved[RunConfig]) -> None:

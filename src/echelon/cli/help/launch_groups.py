@@ -53,7 +53,7 @@ ALL = MappingProxyType(
         "Machines of a hostfile, started through ssh": "deepspeed_hostfile deepspeed_inclusion_filter "
         "deepspeed_exclusion_filter deepspeed_multinode_launcher",
         "Training": "engine mixed_precision gradient_accumulation_steps parity max_micro_batch_size canonical_shards "
-        "verify_every verify_action allow_changed_data",
+        "speed verify_every verify_action allow_changed_data",
         "Sharding with FSDP's settings": "use_fsdp fsdp_version fsdp_sharding_strategy fsdp_reshard_after_forward "
         "fsdp_offload_params fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params "
         "fsdp_ignored_modules fsdp_state_dict_type fsdp_cpu_ram_efficient_loading fsdp_activation_checkpointing",

@@ -56,6 +56,8 @@ class ExactOptions:
     canonical_shards: int | None = None
     """Number of shards that an update is divided into, independent of the number of ranks (bitwise). If None, it is divided
     by rank (exact)."""
+    by_sample: bool = False
+    """Whether to read samples one by one even if whole batches could be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

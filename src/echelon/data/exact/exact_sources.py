@@ -114,7 +114,8 @@ class IndexedExactSource(ExactSource):
             smallest=num_ranks,
         )
         draws_nothing = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
-        self.inner = with_batches(loader, self.batches, dataset=None if draws_nothing else KeyedDataset(loader.dataset))
+        dataset = None if draws_nothing else KeyedDataset(loader.dataset)
+        self.inner = with_batches(loader, self.batches, dataset=dataset, by_sample=options.by_sample)
         if not draws_nothing and loader.num_workers:
             self.inner.worker_init_fn = ExposeUsersDataset(loader.worker_init_fn)
         if loader.collate_fn not in (default_collate, default_convert):

@@ -31,7 +31,7 @@ from echelon.data.sharding.sharded_stream import (
     read_own_shards,
 )
 from echelon.data.skip_batches import SkipBatchSampler
-from echelon.data.whole_batches import read_whole_batches
+from echelon.data.whole_batches import WholeBatches, read_whole_batches
 from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
 from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
@@ -178,8 +178,8 @@ class PlainSource(BatchSource):
         is_shuffled = type(loader) is DataLoader and type(getattr(batches, "sampler", None)) is RandomSampler
         if (seedable or stateful or is_shuffled) and batches is not None:
             self.order = SampleOrder(batches, seed=options.data_seed, seedable=seedable, alone=True)
-            self.inner = with_batches(loader, self.order.batches, stateful=stateful)
-        elif not stateful and read_whole_batches(loader) is not None:
+            self.inner = with_batches(loader, self.order.batches, stateful=stateful, by_sample=options.by_sample)
+        elif not stateful and not options.by_sample and read_whole_batches(loader) is not None:
             self.inner = with_batches(loader, batches)
         elif stateful:
             self.inner = copy_loader(
@@ -225,7 +225,9 @@ class ShardedSource(BatchSource):
             split_batches=options.split_batches,
             even_batches=options.even_batches,
         )
-        self.inner = with_batches(loader, self.batches, stateful=saves_state(loader, options))
+        self.inner = with_batches(
+            loader, self.batches, stateful=saves_state(loader, options), by_sample=options.by_sample
+        )
         self.batch_size = _batch_size(loader, self.inner)
         self._follow_workers(num_ahead=2)
 
@@ -423,11 +425,14 @@ def batches_of(loader: DataLoader[Any]) -> Any:
 
 
 def with_batches(
-    loader: DataLoader[Any], batches: Any, *, stateful: bool = False, dataset: Any = None
+    loader: DataLoader[Any], batches: Any, *, stateful: bool = False, dataset: Any = None, by_sample: bool = False
 ) -> DataLoader[Any]:
-    """Return a copy of the user's loader with a different batch sampler and, if given, a different ``dataset``."""
+    """Return a copy of the user's loader with a different batch sampler and, if given, a different ``dataset``.
+
+    With ``by_sample``, samples are read one by one even if whole batches could be (``speed="off"``).
+    """
     kind = stateful_loader() if stateful else DataLoader
-    if dataset is None and not stateful and (whole := read_whole_batches(loader)) is not None:
+    if dataset is None and not stateful and not by_sample and (whole := read_whole_batches(loader)) is not None:
         dataset, collate_fn = whole
         return copy_loader(loader, dataset, kind=kind, batch_sampler=batches, collate_fn=collate_fn)  # type: ignore[no-any-return]
     dataset = loader.dataset if dataset is None else dataset
@@ -458,4 +463,5 @@ def _skip_batches(loader: DataLoader[Any], skip: int) -> tuple[DataLoader[Any], 
     batches = batches_of(loader)
     if not skip or batches is None or type(loader) is not DataLoader:
         return loader, skip
-    return with_batches(loader, SkipBatchSampler(batches, skip), stateful=False), 0
+    by_sample = not isinstance(loader.dataset, WholeBatches)
+    return with_batches(loader, SkipBatchSampler(batches, skip), stateful=False, by_sample=by_sample), 0

@@ -222,6 +222,7 @@ class TrainingFields:
     verify_every: int | None = extra(
         None, "Check every N-th update against the update that one process makes with the same batch."
     )
+    speed: str | None = extra(None, "Faster ways of computing the same updates: 'safe' (default), 'max' or 'off'.")
     verify_action: str | None = extra(None, "If such a check fails: 'stop' the training (default), or 'warn'.")
     already_sharded: str | None = extra(  # no bool: transformers' argument parser accepts one type and None
         None, "Datasets that are already sharded by process: True (all), 'train', 'eval' or False (default: detected)."

@@ -1,0 +1,34 @@
+"""The precision that ``speed="max"`` chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from echelon.base.device import has_bf16
+from echelon.base.logging import get_logger
+from echelon.config.origin import Origin, SettingSource
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+from echelon.config.sources import current, from_code
+
+__all__ = ["choose_precision", "is_fastest"]
+
+_logger = get_logger(__name__)
+
+
+def is_fastest(speed: str | None) -> bool:
+    """Return whether ``speed="max"`` holds, given in code or, with None, elsewhere."""
+    return current(from_code("TrainingArguments", {"speed": speed})).value.speed == "max"
+
+
+def choose_precision(config: Resolved[RunConfig]) -> Resolved[RunConfig]:
+    """Return ``config`` with bf16 autocast if ``speed="max"``, no precision was set, and the device computes bf16 natively."""
+    if config.value.speed != "max" or config.origins["mixed_precision"].source is not SettingSource.DEFAULT:
+        return config
+    if not has_bf16(cpu=config.value.cpu):
+        _logger.info("speed='max': no bf16 autocast, because this device does not compute bf16 natively")
+        return config
+    origin = Origin(SettingSource.DERIVED, "speed='max'")
+    origins = MappingProxyType({**config.origins, "mixed_precision": origin})
+    return replace(config, value=replace(config.value, mixed_precision="bf16"), origins=origins)
