@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from echelon.accelerator.prepare.prepare_objects import prepare_stages
+from echelon.accelerator.sequences import attach_sequence_parallel
 from echelon.accelerator.session import Session
 from echelon.accelerator.setup.agreement import agree_on_models
 from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.base.errors import ConfigError, UsageError
+from echelon.engines.context_parallel.region import SequenceRegion, current_region
 from echelon.engines.fsdp.meta_device import broadcast_model
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel.style import ParallelStyle
+
+    from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
     from echelon.engines.pipeline_parallel.pipeline import LossFunction, PipelineStages
+    from echelon.engines.pipeline_parallel.stages import StageCut
 
 __all__ = ["Pipeline", "prepare_pipeline"]
 
@@ -88,10 +95,12 @@ def prepare_pipeline(
         loss_fn=loss_fn,
         count_items=count_items,
         param_dtype=_param_dtype(session),
+        layer_plan=_layer_plan(layout, model, cut) if layout.tp_enabled else None,
     )
     session.stages = parts
     session.engine.use_pipeline(parts)
     prepare_stages(session, model)
+    attach_sequence_parallel(session, model, parts=[*parts.views.values()])
     pipeline = Pipeline(session, parts)
     model.forward = _EvaluationForward(model.forward, pipeline)
     return pipeline
@@ -110,6 +119,21 @@ def _refuse_unsupported(session: Session, model: nn.Module) -> None:
             where="prepare_pipeline()",
             do="create the model on the CPU",
         )
+
+
+def _layer_plan(layout: ParallelismConfig, model: nn.Module, cut: StageCut) -> Mapping[str, ParallelStyle]:
+    """Return the style of each layer that is split; of the whole model, so that the stages of tied weights split them alike.
+
+    Raises:
+        ConfigError: stages would send each other activations that are split, or see ``resolve_plan``.
+    """
+    from echelon.engines.pipeline_parallel.split_layers import require_whole_boundaries  # noqa: PLC0415 - only for tp
+    from echelon.engines.tensor_parallel.plan import resolve_plan  # noqa: PLC0415 - only for tp
+
+    handler = layout.tp_handler
+    plan = resolve_plan(model, (handler.plan if handler else None) or {}, tp_size=layout.tp_size)
+    require_whole_boundaries(cut, plan)
+    return plan
 
 
 def _param_dtype(session: Session) -> torch.dtype | None:
@@ -142,7 +166,8 @@ class _EvaluationForward:
         if batch.get("labels") is not None:
             loss = stages.loss_fn(logits, batch)
             if num_items_in_batch is not None:
-                loss = loss * (stages.count_items(batch) / num_items_in_batch)
+                # A float divided by an integer tensor would be float32.
+                loss = loss * stages.count_items(batch) / num_items_in_batch
         if is_tuple:
             return (logits,) if loss is None else (loss, logits)
         from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: PLC0415 - only for its models
@@ -156,6 +181,7 @@ class Pipeline:
     def __init__(self, session: Session, stages: PipelineStages) -> None:
         self._session = session
         self.stages = stages
+        self._region: SequenceRegion | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -199,6 +225,7 @@ class Pipeline:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         is_empty = contribution is not None and contribution.is_padding
         value = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+        self._region = current_region()
         loss: torch.Tensor = _LossOfSchedule.apply(value, self, batch, is_empty)  # type: ignore[no-untyped-call]
         result = loss.detach()
         self._result = result
@@ -213,7 +240,8 @@ class Pipeline:
             loss = self.stages.run(batch, scale=scale, is_empty=is_empty, autocast=session.precision.autocast)
             self._result.data.fill_(loss)  # without a new version, because the loss is a part of a graph
 
-        with torch.enable_grad():
+        # torch leaves function modes while Tensor.backward runs.
+        with torch.enable_grad(), nullcontext() if self._region is None else self._region:
             session.engine.run_pipeline(self.stages, run)
 
     def evaluate(self, batch: Any, *, gather: bool = True) -> Any:

@@ -111,28 +111,33 @@ def context_parallel(
             )
 
 
-def attach_sequence_parallel(session: Session, model: nn.Module) -> None:
-    """Make ``model`` notice a forward pass outside ``context_parallel``, and models of transformers in it work inside."""
+def attach_sequence_parallel(session: Session, model: nn.Module, *, parts: Sequence[nn.Module] = ()) -> None:
+    """Make ``model`` notice a forward pass outside ``context_parallel``, and models of transformers in it work inside.
+
+    ``parts``: the modules that compute the model on this rank in its place (the stages of a pipeline).
+    """
     if session.layout is None:
         return
     group, _ = _group_of(session.layout)
     if group.size == 1:
         return
 
+    handles: list[Any] = []
     setting = f"{'cp' if session.layout.cp_enabled else 'sp'}_size={group.size}"
 
     def check(module: nn.Module, args: Any) -> None:
         if not (module.training and torch.is_grad_enabled()) or current_region() is not None:
             return
-        handle.remove()  # one warning
+        for handle in handles:
+            handle.remove()  # one warning
         warn(
-            f"{setting}, but {type(module).__name__} ran outside accelerator.context_parallel(), so each of the {group.size} ranks "
+            f"{setting}, but {type(model).__name__} ran outside accelerator.context_parallel(), so each of the {group.size} ranks "
             "computes the whole sequence. Run the forward and backward pass inside `with accelerator.context_parallel(buffers=[input_ids, "
             "labels, position_ids], buffer_seq_dims=[1, 1, 1])`"
         )
 
-    handle = model.register_forward_pre_hook(check, prepend=True)
-    for pretrained in pretrained_models([model]):
+    handles += [part.register_forward_pre_hook(check, prepend=True) for part in parts or (model,)]
+    for pretrained in pretrained_models(parts or (model,)):
         attach(pretrained)
 
 

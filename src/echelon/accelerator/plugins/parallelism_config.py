@@ -118,7 +118,6 @@ class ParallelismConfig:
             ConfigError: the axes cannot be combined, the experts cannot be divided, or the product of the sizes differs.
         """
         self._check_experts()
-        self._check_stages()
         if self.total_size not in (1, world_size):
             rest, left = divmod(world_size, self.total_size // self.dp_shard_size)
             fitting = "" if left else f"set dp_shard_size={rest}, or "
@@ -146,16 +145,6 @@ class ParallelismConfig:
                 "among pipeline stages",
                 where="code Accelerator(parallelism_config=)",
                 do="set ep_size=1, or shard the model with dp_shard_size instead",
-            )
-
-    def _check_stages(self) -> None:
-        others = [f"{axis}_size={self._size(axis)}" for axis in ("tp", "cp", "sp") if self._size(axis) > 1]
-        if self.pp_enabled and others:
-            raise ConfigError(
-                f"pp_size={self.pp_size} with {' and '.join(others)} is not supported: the layers and sequences inside a pipeline's "
-                "stages are not split",
-                where="code Accelerator(parallelism_config=)",
-                do="set pp_size=1, or combine stages with dp_shard_size and dp_replicate_size only",
             )
 
     def mesh_layout(self, *, rank: int) -> MeshLayout:

@@ -30,6 +30,14 @@ class SequenceMask:
         """Whether this masks nothing."""
         return self.documents is None and self.is_real is None and self.window is None
 
+    def rows(self, index: torch.Tensor) -> SequenceMask:
+        """Return the mask of these rows of the batch. A mask of one row is for all rows."""
+
+        def select(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return tensor if tensor is None or len(tensor) == 1 else tensor[index.to(tensor.device)]
+
+        return SequenceMask(documents=select(self.documents), is_real=select(self.is_real), window=self.window)
+
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
         """Return whether each query sees each key: bool, of shape (batch or 1, 1, queries, keys).
 

@@ -184,7 +184,7 @@ class FSDP2Engine(Engine):
                 where="prepare_pipeline()",
                 do="remove it from ignored_modules, or give the parameter a dimension (torch.zeros(1))",
             )
-        values = self._distribute_values(model, is_stage=pipeline is not None)
+        values = self._distribute_values(model, pipeline)
         experts = divide_experts(model, options.expert_mesh["ep"]) if options.expert_mesh is not None else []
         units = modules_to_shard(model, options) if pipeline is None else pipeline.units()
         blocks = [block for block in units if block not in experts]
@@ -220,7 +220,7 @@ class FSDP2Engine(Engine):
                 model.register_forward_pre_hook(require_values, prepend=True)
         self._adopt(model)
 
-    def _distribute_values(self, model: nn.Module, *, is_stage: bool) -> Values | None:
+    def _distribute_values(self, model: nn.Module, pipeline: PipelineStages | None) -> Values | None:
         """Give all ranks rank zero's values, and split layers. Return values that must be sent after sharding (see ``move_to_meta``).
 
         The whole model of a pipeline stage was broadcast before it was cut.
@@ -231,12 +231,12 @@ class FSDP2Engine(Engine):
         if has_split_layers(model):
             adopt_split_layers(model, tensor_parallel, data_mesh=self._device_mesh())
         else:
-            if not is_stage:
+            if pipeline is None:
                 values = move_to_meta(model, only_rank_zero=options.ram_efficient_loading)
                 if values is None:
                     broadcast_model(model, device)
             if tensor_parallel is not None:
-                parallelize(model, tensor_parallel, is_part=is_stage)
+                parallelize(model, tensor_parallel, plan=None if pipeline is None else pipeline.layer_plan)
         if tensor_parallel is not None:
             share_random_state(tensor_parallel.mesh, device)
             if tensor_parallel.loss_parallel and not self._is_loss_parallel:

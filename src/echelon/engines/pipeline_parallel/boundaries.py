@@ -63,7 +63,14 @@ class StageBoundaries:
         self, inputs: tuple[torch.Tensor, ...], arguments: Mapping[str, Any], autocast: AbstractContextManager[Any]
     ) -> list[tuple[torch.Tensor, ...]]:
         devices = [] if self._device.type == "cpu" else [self._device]
-        with torch.random.fork_rng(devices, device_type=self._device.type), torch.enable_grad(), self._mode, autocast:
+        with (
+            torch.random.fork_rng(devices, device_type=self._device.type),
+            torch.enable_grad(),
+            self._mode,
+            autocast,
+            # Attention of a piece of a sequence has the shapes of attention within the piece, and needs no other rank.
+            torch._C.DisableTorchFunction(),
+        ):
             values = tuple(self._fake(one) for one in inputs)
             own = {name: self._fake(value) for name, value in arguments.items()}
             found = [values]

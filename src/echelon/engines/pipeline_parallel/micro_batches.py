@@ -13,6 +13,7 @@ from echelon.base.errors import UsageError
 __all__ = ["MicroBatches", "Shape", "num_tokens", "split_batch"]
 
 _TOKEN_ARGUMENTS = ("attention_mask", "position_ids", "token_type_ids")
+_LABELS = ("labels", "shift_labels")
 IGNORED_LABEL = -100
 
 
@@ -43,6 +44,8 @@ class MicroBatches:
     """Of each padded micro-batch."""
     num_tokens: int
     """Tokens per row before padding."""
+    index: torch.Tensor
+    """For each row of the padded micro-batches, the row of the batch."""
 
 
 def split_batch(batch: Any, number: int, *, is_decoder: bool, at_least: Shape | None) -> MicroBatches:
@@ -101,6 +104,7 @@ def split_batch(batch: Any, number: int, *, is_decoder: bool, at_least: Shape | 
         arguments={name: pad(value) for name, value in arguments.items()},
         shape=shape,
         num_tokens=tokens,
+        index=index,
     )
 
 
@@ -117,7 +121,7 @@ def _inputs(batch: Any, *, is_decoder: bool) -> tuple[tuple[torch.Tensor, ...], 
                 where="pipeline.step()",
                 do="let the collate function return {'input_ids': ..., 'labels': ...}",
             )
-        known = {"input_ids", "labels", *_TOKEN_ARGUMENTS}
+        known = {"input_ids", *_LABELS, *_TOKEN_ARGUMENTS}
         if strange := sorted(set(batch) - known):
             raise UsageError(
                 f"the stages of a pipeline do not take {strange[0]!r}",
@@ -145,5 +149,6 @@ def _rows_of(value: Any, begin: int, end: int, rows: int) -> Any:
 
 def num_tokens(batch: Mapping[str, Any]) -> float:
     """Return the number of next tokens that the labels of ``batch`` ask for."""
-    labels: torch.Tensor = batch["labels"]
-    return float((labels[:, 1:] != IGNORED_LABEL).sum())
+    shifted = batch.get("shift_labels")
+    labels: torch.Tensor = batch["labels"][:, 1:] if shifted is None else shifted
+    return float((labels != IGNORED_LABEL).sum())

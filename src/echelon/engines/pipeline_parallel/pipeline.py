@@ -10,15 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.base.errors import ConfigError, UsageError
+from echelon.engines.context_parallel.region import current_region
+from echelon.engines.context_parallel.sequence_mask import SequenceMask
 from echelon.engines.pipeline_parallel.boundaries import StageBoundaries
 from echelon.engines.pipeline_parallel.forward import broadcast_tensors, forward_stages
 from echelon.engines.pipeline_parallel.micro_batches import MicroBatches, Shape, num_tokens, split_batch
 from echelon.engines.pipeline_parallel.schedules import ScheduleKind, build_schedule, run_schedule
 from echelon.engines.pipeline_parallel.stages import (
+    Absent,
     StageCut,
     check_decoder,
     copied_containers,
@@ -57,14 +61,21 @@ class _Stage(nn.Module):
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
         self.stage = stage
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: list[tuple[dict[str, Any], SequenceMask | None]] = []
 
-    def begin(self, arguments: Sequence[dict[str, Any]]) -> None:
-        """Take the arguments of a step's micro-batches. Every schedule of torch computes a stage's forward passes in their order."""
-        self._waiting = [*reversed(arguments)]
+    def begin(self, arguments: Sequence[dict[str, Any]], masks: Sequence[SequenceMask | None]) -> None:
+        """Take the arguments of a step's micro-batches, and the masks of the sequences that are cut over ranks.
+
+        Every schedule of torch computes a stage's forward passes in their order.
+        """
+        self._waiting = [*reversed([*zip(arguments, masks, strict=True)])]
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        out = self.stage(*inputs, **self._waiting.pop())
+        arguments, mask = self._waiting.pop()
+        region = None if mask is None else current_region()
+        if region is not None and mask is not None:
+            region.given_mask = region.mask = mask
+        out = self.stage(*inputs, **arguments)
         return tuple(map(_not_a_view, out)) if isinstance(out, tuple) else _not_a_view(out)
 
 
@@ -87,6 +98,7 @@ class PipelineStages:
         count_items: returns the number of items (samples or tokens) of a part of a batch. None: tokens with a label for a
             transformers decoder without ``loss_fn``, else samples.
         param_dtype: the dtype that mixed precision casts parameters to; None: their own.
+        layer_plan: for modules of the whole model that are split over further ranks (tensor parallelism), their style.
 
     Raises:
         ConfigError: the model cannot be cut like this.
@@ -104,6 +116,7 @@ class PipelineStages:
         loss_fn: LossFunction | None = None,
         count_items: Callable[[Any], float] | None = None,
         param_dtype: torch.dtype | None = None,
+        layer_plan: Mapping[str, ParallelStyle] | None = None,
     ) -> None:
         self.model = model
         self.cut = cut
@@ -120,6 +133,8 @@ class PipelineStages:
             check_decoder(model, views)
         self._tied = self._copies(tied_names(model, cut))
         self.boundaries = StageBoundaries(list(views.values()), device=device, dtype=param_dtype)
+        self.views = {number: view for number, view in views.items() if self._ranks[number] == own}
+        """The modules that compute this rank's stages."""
         self._views = {number: _Stage(view) for number, view in views.items() if self._ranks[number] == own}
         self._containers = [pair for view in views.values() for pair in copied_containers(model, view)]
         modules = dict(model.named_modules())
@@ -139,6 +154,9 @@ class PipelineStages:
         self._removed = WeakIdKeyDictionary({p: None for p in model.parameters() if id(p) not in kept})
         absent = [name for number, names in enumerate(cut.stages) if number not in self._views for name in names]
         remove_modules(model, absent)
+        present = {name for name, module in model.named_modules() if not isinstance(module, Absent)}
+        self.layer_plan = {name: style for name, style in (layer_plan or {}).items() if name in present}
+        """The part of ``layer_plan`` for this rank's stages."""
         self._shape: Shape | None = None
         self._schedule: Any = None
         self._built: Any = None
@@ -185,7 +203,15 @@ class PipelineStages:
         compute, vocab_size = decoder.loss_function, decoder.config.vocab_size
 
         def loss_fn(logits: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
-            loss: torch.Tensor = compute(logits=logits, labels=batch["labels"], vocab_size=vocab_size)
+            shifted = batch.get("shift_labels")
+            if shifted is None and current_region() is not None:
+                raise UsageError(
+                    f"{type(model).__name__} shifts labels inside this rank's piece of the sequence, so the labels at its ends would be wrong",
+                    where="pipeline.step() inside context_parallel()",
+                    do="before the block: batch['shift_labels'] = echelon.utils.shift_labels(batch['labels']), and add it to buffers=",
+                )
+            options = {} if shifted is None else {"shift_labels": shifted}
+            loss: torch.Tensor = compute(logits=logits, labels=batch.get("labels"), vocab_size=vocab_size, **options)
             return loss
 
         return loss_fn
@@ -248,7 +274,11 @@ class PipelineStages:
         return sum(self._counts(self._split(batch)))
 
     def _split(self, batch: Any) -> MicroBatches:
-        return split_batch(batch, self.num_micro_batches, is_decoder=self.is_decoder, at_least=self._shape)
+        region = current_region()
+        # The positions of a piece of a sequence are given: it is not padded, only rows are.
+        at_least = self._shape if region is None or self._shape is None else Shape(self._shape.rows)
+        with torch._C.DisableTorchFunction():  # the numbers of rows are not positions
+            return split_batch(batch, self.num_micro_batches, is_decoder=self.is_decoder, at_least=at_least)
 
     def _counts(self, split: MicroBatches) -> list[float]:
         if self._count_items is None:
@@ -278,10 +308,9 @@ class PipelineStages:
         schedule = self._plan(split, autocast)
         counts = self._counts(split)
         self._step = _Step(batches=split, counts=counts, scale=scale, total=sum(counts), is_empty=is_empty)
-        targets = torch.arange(self.num_micro_batches).repeat_interleave(split.shape.rows)
-        for view in self._views.values():
-            view.begin(_arguments(split))
-        self._use_modes()
+        with torch._C.DisableTorchFunction():
+            targets = torch.arange(self.num_micro_batches).repeat_interleave(split.shape.rows)
+        self._begin(split)
         try:
             with torch.enable_grad(), autocast():
                 run_schedule(schedule, split.inputs if 0 in self._views else (), targets)
@@ -295,6 +324,20 @@ class PipelineStages:
         value = mine.reshape(1)
         dist.broadcast(value, group=self.group, group_src=self.last_rank)
         return float(value)
+
+    def _begin(self, split: MicroBatches) -> None:
+        """Give the stages what they need for the micro-batches of ``split``."""
+        region, rows = current_region(), split.shape.rows
+        mask = None if region is None else region.given_mask
+        for view in self._views.values():
+            view.begin(
+                _arguments(split),
+                [
+                    None if mask is None else mask.rows(split.index[n * rows : (n + 1) * rows])
+                    for n in range(self.num_micro_batches)
+                ],
+            )
+        self._use_modes()
 
     def _plan(self, split: MicroBatches, autocast: Callable[[], AbstractContextManager[Any]]) -> Any:
         """Return the schedule for micro-batches of this shape, with buffers for them."""
@@ -355,9 +398,7 @@ class PipelineStages:
         split = split_batch(batch, self.num_micro_batches, is_decoder=self.is_decoder, at_least=None)
         rows = split.shape.rows
         parts = [tuple(one[n * rows : (n + 1) * rows] for one in split.inputs) for n in range(self.num_micro_batches)]
-        for view in self._views.values():
-            view.begin(_arguments(split))
-        self._use_modes()
+        self._begin(split)
         with torch.no_grad(), autocast():
             outputs = forward_stages(self._views, parts, ranks=self._ranks, group=self.group, device=self._device)
         found: list[torch.Tensor] = []

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from echelon.engines.tensor_parallel.options import TensorParallelOptions
 from echelon.engines.tensor_parallel.plan import resolve_plan
@@ -16,16 +17,23 @@ from echelon.engines.tensor_parallel.styles import mask_padding
 __all__ = ["parallelize"]
 
 
-def parallelize(model: nn.Module, options: TensorParallelOptions, *, is_part: bool = False) -> None:
-    """Split the layers of ``model`` in place, by the plan of the model and of ``options``.
+def parallelize(
+    model: nn.Module, options: TensorParallelOptions, *, plan: Mapping[str, ParallelStyle] | None = None
+) -> None:
+    """Split the layers of ``model`` in place.
 
-    Every rank must have the same values, or none (the meta device). Tied weights stay tied. With ``is_part``, patterns may match
-    modules of other pipeline stages only.
+    Every rank of a layer must have the same values, or none (the meta device). Tied weights stay tied.
+
+    Args:
+        model: the model, or a part of it.
+        options: how layers are split.
+        plan: the style of each module. None: by the plan of the model and of ``options``.
 
     Raises:
         ConfigError: see ``resolve_plan``.
     """
-    plan = resolve_plan(model, options.plan, tp_size=options.mesh.size(), is_part=is_part)
+    if plan is None:
+        plan = resolve_plan(model, options.plan, tp_size=options.mesh.size())
     tied = _tied_weights(model)
     for name, style in plan.items():
         module = model.get_submodule(name)

@@ -23,9 +23,7 @@ _WHERE = "ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan=))"
 _KEY_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "q", "k", "v", "query", "key", "value"})
 
 
-def resolve_plan(
-    model: nn.Module, given: Mapping[str, Any], *, tp_size: int, is_part: bool
-) -> dict[str, ParallelStyle]:
+def resolve_plan(model: nn.Module, given: Mapping[str, Any], *, tp_size: int) -> dict[str, ParallelStyle]:
     """Return the style of each module that is split, by module name.
 
     The user's patterns take precedence over the model's, and in each plan later ones over earlier ones. A pattern is a module
@@ -35,7 +33,6 @@ def resolve_plan(
         model: the model.
         given: styles of torch (``ColwiseParallel()``) or names (``"colwise"``) by pattern.
         tp_size: number of ranks that share each layer.
-        is_part: whether the model lacks modules, because it is a pipeline stage.
 
     Raises:
         ConfigError: there is no plan, a pattern matches nothing, a style is unknown or not supported, or a size is not divisible.
@@ -54,7 +51,7 @@ def resolve_plan(
         for pattern, style in plan.items():
             matched = [name for name in modules if _matches(name, pattern)]
             if not matched:
-                _check_unmatched(model, pattern, style, is_strict=is_given and not is_part)
+                _check_unmatched(model, pattern, style, is_strict=is_given)
             for name in matched:
                 found[name] = (modules[name][1], style)
     styles = {name: (module, _build(name, module, style)) for name, (module, style) in found.items()}

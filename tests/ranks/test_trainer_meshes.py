@@ -1,0 +1,102 @@
+"""The Trainer with pieces of sequences or stages: the losses of one process, and runs that resume on another mesh."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from echelon import ParallelismConfig
+from echelon.base.warnings import EchelonWarning
+from echelon.trainer import Trainer
+from tests.harness import import_ahead, run_on_ranks
+from tests.parallel_models import IGNORED, ragged_batches, tiny_llama
+from tests.trainer_models import arguments, logged
+
+import_ahead("transformers", "torch.distributed.pipelining")
+
+
+def _loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """transformers' loss in the dtype of the logits; its own is in float32, and its rounding depends on the size of a part."""
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shift_labels is None else shift_labels
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    # A piece of a sequence may have no labels.
+    return total / ((targets != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+
+
+def _trained(folder: str, sizes: dict[str, int], steps: int, resume: bool) -> dict[str, Any]:
+    pipeline = {"pipeline_schedule": "1F1B", "pipeline_num_micro_batches": 2} if "pp_size" in sizes else {}
+    args = arguments(
+        folder,
+        parallelism_config=ParallelismConfig(**sizes) if sizes else None,
+        max_steps=steps,
+        global_batch_size=8,
+        parity="exact",
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        max_grad_norm=0.5,
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+        seed=3,
+        **pipeline,
+    )
+    rows = [{k: v[i] for k, v in batch.items()} for batch in ragged_batches(12) for i in range(4)]
+    model = tiny_llama(num_layers=4)
+    model.loss_function = _loss
+    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows[:6])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*contains RNG states for", category=EchelonWarning)
+        trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{folder}/final")
+    return {
+        "losses": logged(trainer, "loss"),
+        "norms": logged(trainer, "grad_norm"),
+        "after": trainer.evaluate()["eval_loss"],
+    }
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        pytest.param([{"pp_size": 2}, {}, {"dp_shard_size": 2}], id="pp 2, one process, shard 2"),
+        pytest.param([{"cp_size": 2}, {"dp_shard_size": 2}, {"cp_size": 2}], id="cp 2, shard 2, cp 2"),
+        pytest.param([{"sp_size": 2}, {"tp_size": 2}, {"pp_size": 2}], id="sp 2, tp 2, pp 2"),
+        pytest.param([{"pp_size": 2, "tp_size": 2}, {"cp_size": 2}, {"pp_size": 2}], id="pp 2 x tp 2, cp 2, pp 2"),
+        pytest.param(
+            [{"pp_size": 2, "cp_size": 2}, {}, {"pp_size": 2, "sp_size": 2}], id="pp 2 x cp 2, one process, pp 2 x sp 2"
+        ),
+    ],
+)
+@pytest.mark.soak
+def test_losses_are_those_of_one_process_and_other_meshes_resume(meshes: list[dict[str, int]], tmp_path: Path) -> None:
+    (whole,) = run_on_ranks(_trained, str(tmp_path / "one"), {}, 6, False, world_size=1)
+    folder = str(tmp_path / "meshes")
+    for number, sizes in enumerate(meshes):
+        steps = 2 * (number + 1)
+        answers = run_on_ranks(
+            _trained, folder, sizes, steps, number > 0, world_size=math.prod(sizes.values()), timeout=120
+        )
+        for name in ("losses", "norms"):
+            assert answers[0][name] == pytest.approx(whole[name][:steps], rel=1e-9), (sizes, name)
+    assert answers[0]["after"] == pytest.approx(whole["after"], rel=1e-9)
+    from safetensors.torch import load_file
+
+    one, found = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "meshes"))
+    assert one.keys() == found.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
