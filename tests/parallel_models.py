@@ -21,6 +21,7 @@ __all__ = [
     "VOCABULARY",
     "PlainRun",
     "TinyGPT",
+    "loss_without_float32",
     "mean_loss",
     "new_optimizer",
     "num_tokens",
@@ -188,6 +189,21 @@ def mean_loss(model: Callable[..., Any], batch: dict[str, torch.Tensor]) -> torc
         logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
     )  # logits.float(), as in transformers' own loss, would round
     return total / max(1, num_tokens(batch["labels"]))
+
+
+def loss_without_float32(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """transformers' loss in the dtype of the logits; its own is in float32, and its rounding depends on the size of a part."""
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shift_labels is None else shift_labels
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    # A piece of a sequence may have no labels.
+    return total / ((targets != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
 
 def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:

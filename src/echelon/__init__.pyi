@@ -38,6 +38,7 @@ from echelon.accelerator.models.load_pretrained import (
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
     load_checkpoint_in_model as load_checkpoint_in_model,
 )
+from echelon.accelerator.models.prepare_pippy import prepare_pippy as prepare_pippy
 from echelon.accelerator.plugins.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from echelon.accelerator.plugins.kwargs_handlers import ProfileKwargs as ProfileKwargs
@@ -54,7 +55,6 @@ from echelon.big_models.dispatch import (
 )
 from echelon.big_models.empty_weights import init_empty_weights as init_empty_weights, init_on_device as init_on_device
 from echelon.compat.enums import DDPCommunicationHookType as DDPCommunicationHookType
-from echelon.compat.unsupported import prepare_pippy as prepare_pippy
 from echelon.data.rng.host_rng import synchronize_rng_states as synchronize_rng_states
 from echelon.data.shared_memory import share_dataset as share_dataset
 from echelon.engines.expert_parallel.moe import MixtureOfExperts as MixtureOfExperts

@@ -118,16 +118,16 @@ def _trained(
 def _compare(answers: list[dict[str, Any]], reference: PlainRun, *, tied: bool = False) -> None:
     names: set[str] = set()
     for answer in answers:
-        assert answer["norms"] == pytest.approx(reference.norms, rel=1e-13)
-        assert answer["update_loss"] == pytest.approx(reference.losses[-1], rel=1e-13)
+        assert answer["norms"] == pytest.approx(reference.norms, rel=1e-14)
+        assert answer["update_loss"] == pytest.approx(reference.losses[-1], rel=1e-14)
         for name, weight in answer["weights"].items():
             plain = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
             names.add(plain)
-            torch.testing.assert_close(weight, reference.weights[plain], rtol=0, atol=1e-12)
+            torch.testing.assert_close(weight, reference.weights[plain], rtol=0, atol=1e-13)
             for own, theirs in zip(answer["gradients"], reference.gradients, strict=True):
                 error = (own[name] - theirs[plain]).norm() / theirs[plain].norm()
-                # Later updates start from weights that differ by rounding.
-                assert error < 1e-12, (name, error)
+                # Later updates start from weights that differ by rounding: up to 6e-15 between plain loops with other micro-batches.
+                assert error < 1e-13, (name, error)
             first = (answer["gradients"][0][name] - reference.gradients[0][plain]).norm()
             assert first <= 1e-14 * reference.gradients[0][plain].norm(), name
     assert names == reference.gradients[0].keys()

@@ -9,31 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from echelon import ParallelismConfig
 from echelon.base.warnings import EchelonWarning
 from echelon.trainer import Trainer
 from tests.harness import import_ahead, run_on_ranks
-from tests.parallel_models import IGNORED, ragged_batches, tiny_llama
+from tests.parallel_models import loss_without_float32, ragged_batches, tiny_llama
 from tests.trainer_models import arguments, logged
 
 import_ahead("transformers", "torch.distributed.pipelining")
-
-
-def _loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    vocab_size: int,
-    num_items_in_batch: Any = None,
-    shift_labels: torch.Tensor | None = None,
-    **_: Any,
-) -> torch.Tensor:
-    """transformers' loss in the dtype of the logits; its own is in float32, and its rounding depends on the size of a part."""
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shift_labels is None else shift_labels
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    # A piece of a sequence may have no labels.
-    return total / ((targets != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
 
 def _trained(folder: str, sizes: dict[str, int], steps: int, resume: bool) -> dict[str, Any]:
@@ -57,7 +41,7 @@ def _trained(folder: str, sizes: dict[str, int], steps: int, resume: bool) -> di
     )
     rows = [{k: v[i] for k, v in batch.items()} for batch in ragged_batches(12) for i in range(4)]
     model = tiny_llama(num_layers=4)
-    model.loss_function = _loss
+    model.loss_function = loss_without_float32
     trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows[:6])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*contains RNG states for", category=EchelonWarning)

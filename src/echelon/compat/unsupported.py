@@ -22,7 +22,7 @@ TPU_ALTERNATIVE = (
 # Alternative -> module path -> names. In `a=b`, `b` is the name in the module and `a` the name in `echelon.utils`.
 _NAMES: dict[str, dict[str, str]] = {
     "split the batch instead: accelerator.split_between_processes": {
-        "inference": "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
+        "inference": "build_pipeline find_pippy_batch_size generate_device_map pippy_forward",
     },
     "pass FullyShardedDataParallelPlugin() to the Accelerator; prepare() then shards the model": {
         "utils.dataclasses": "get_module_class_from_name",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "StageCut",
     "check_decoder",
     "copied_containers",
+    "cut_before",
     "cut_model",
     "remove_modules",
     "stage_view",
@@ -132,6 +134,28 @@ def cut_model(model: nn.Module, num_stages: int, *, stages: Sequence[Sequence[st
             do="give all of these names, in this order",
         )
     return StageCut(stages=given, kind=kind)
+
+
+def cut_before(model: nn.Module, points: Sequence[str], *, num_stages: int) -> StageCut:
+    """Return the stages that begin with the modules ``points``; the first one begins with the model.
+
+    Raises:
+        ConfigError: there is no rule for the model, or ``points`` are not beginnings of ``num_stages`` stages in their order.
+    """
+    kind, pieces = _pieces(model)
+    starts = [next((n for n, names in enumerate(pieces) if point in names), -1) for point in points]
+    bounds = [0, *starts, len(pieces)]
+    if len(points) + 1 != num_stages or any(a >= b for a, b in pairwise(bounds)):
+        known = (
+            ", ".join(names[0] for names in pieces[1:4])
+            or "none, because it is no nn.Sequential and no transformers decoder"
+        )
+        raise ConfigError(
+            f"{list(points)} are not the beginnings of stages 2 to {num_stages} of {type(model).__name__}",
+            where="split_points",
+            do=f"give {num_stages - 1} names in the order of computation, such as {known}",
+        )
+    return StageCut(stages=tuple(tuple(n for p in pieces[a:b] for n in p) for a, b in pairwise(bounds)), kind=kind)
 
 
 def _size(module: nn.Module, by_layers: bool) -> int:
