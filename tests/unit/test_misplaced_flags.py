@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from echelon.cli.help.misplaced_flags import note_about_flags
 from echelon.cli.launch import command
-from echelon.cli.misplaced_flags import note_about_flags
 from echelon.launch.script import Script
 
 

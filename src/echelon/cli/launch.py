@@ -23,8 +23,8 @@ from echelon.base.errors import ConfigError, LaunchError
 from echelon.base.messages.once import is_first_time
 from echelon.base.messages.terminal import say
 from echelon.cli.help.completion import complete_paths
+from echelon.cli.help.misplaced_flags import note_about_flags
 from echelon.cli.launch_options import ARGV, NUMBERS, LaunchCommand, flag_layer, options, typed_flags
-from echelon.cli.misplaced_flags import note_about_flags
 from echelon.config.derive import check as check_settings, check_installed, derive
 from echelon.config.explain import overridden
 from echelon.config.files import find_accelerator_request, from_file

@@ -43,6 +43,7 @@ _COMMANDS = {
         "Train a small model with multiple processes and compare the result with that of a single process.",
     ),
     "token": ("echelon.cli.job_token", "Create the secret shared by the machines in a run."),
+    "tune": ("echelon.cli.tune", "Find the fastest settings for a script on this machine."),
     "verify": ("echelon.cli.verify", "Show whether a script trains the same on several processes as on one."),
     "watch": ("echelon.cli.watch", "Show what a run is doing: progress, rates, loss, and each rank."),
 }

@@ -1,0 +1,1 @@
+"""``echelon tune``: tries settings on the user's script and this machine."""
