@@ -253,6 +253,51 @@ def test_tied_embeddings_stay_equal_and_count_once(sizes: dict[str, int]) -> Non
     assert torch.equal(first, last)
 
 
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def _masks(rate: float) -> dict[str, Any]:
+    """Return this stage's dropout masks in two steps and in a repetition of the second, and the states of the generator."""
+    accelerator = Accelerator(cpu=True, parity="exact", parallelism_config=ParallelismConfig(pp_size=2))
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(rate), nn.Linear(16, 16), nn.Dropout(rate))
+    pipeline = accelerator.prepare_pipeline(
+        model, stages=[["0", "1"], ["2", "3"]], num_micro_batches=2, loss_fn=lambda out, batch: out.square().mean()
+    )
+    masks: list[torch.Tensor] = []
+    for module in pipeline.stages.pieces:
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda _, args, out: masks.append((out == 0) & (args[0] != 0)))
+    torch.manual_seed(7)
+    x = torch.randn(8, 16)
+    (x,) = accelerator.prepare(DataLoader(x, batch_size=8))  # type: ignore[arg-type]
+    states = [torch.get_rng_state()]
+    for _ in range(2):
+        pipeline.step(x, 8)
+        states.append(torch.get_rng_state())
+    torch.set_rng_state(states[1])
+    pipeline.step(x, 8)
+    return {"masks": [torch.cat(masks[n : n + 2]) for n in (0, 2, 4)], "states": states}
+
+
+def test_each_stage_drops_with_its_own_random_numbers() -> None:
+    first, last = run_on_ranks(_masks, 0.5, world_size=2)
+    for answer in (first, last):
+        one, two, again = answer["masks"]
+        assert 0.2 < one.float().mean() < 0.8
+        assert not torch.equal(one[:4], one[4:])  # micro-batches
+        assert not torch.equal(one, two)
+        assert torch.equal(two, again)  # as after a resumption
+    assert not torch.equal(first["masks"][0], last["masks"][0])
+    # What the loop draws afterwards is equal on the ranks of a pipeline, as without stages.
+    assert all(map(torch.equal, first["states"], last["states"]))
+    assert not torch.equal(first["states"][0], first["states"][1])
+
+
+def test_a_step_without_dropout_draws_no_random_numbers() -> None:
+    for answer in run_on_ranks(_masks, 0.0, world_size=2):
+        assert all(torch.equal(state, answer["states"][0]) for state in answer["states"])
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 

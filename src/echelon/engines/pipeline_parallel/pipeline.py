@@ -20,6 +20,7 @@ from echelon.engines.context_parallel.sequence_mask import SequenceMask
 from echelon.engines.pipeline_parallel.boundaries import StageBoundaries
 from echelon.engines.pipeline_parallel.forward import broadcast_tensors, forward_stages
 from echelon.engines.pipeline_parallel.micro_batches import MicroBatches, Shape, num_tokens, split_batch
+from echelon.engines.pipeline_parallel.random_numbers import own_random_numbers
 from echelon.engines.pipeline_parallel.schedules import ScheduleKind, build_schedule, run_schedule
 from echelon.engines.pipeline_parallel.stages import (
     Absent,
@@ -311,8 +312,9 @@ class PipelineStages:
         with torch._C.DisableTorchFunction():
             targets = torch.arange(self.num_micro_batches).repeat_interleave(split.shape.rows)
         self._begin(split)
+        own = dist.get_rank(self.group)
         try:
-            with torch.enable_grad(), autocast():
+            with torch.enable_grad(), autocast(), own_random_numbers(own, self._device) as numbers:
                 run_schedule(schedule, split.inputs if 0 in self._views else (), targets)
             mine = sum(
                 (loss.double() for loss in self._step.losses), torch.zeros((), dtype=torch.float64, device=self._device)
@@ -321,9 +323,13 @@ class PipelineStages:
             self._step = _Step()
         if self._device.type == "mps":  # without float64
             mine = mine.float()
-        value = mine.reshape(1)
-        dist.broadcast(value, group=self.group, group_src=self.last_rank)
-        return float(value)
+        # Only the last stage's rank has losses. A sum, and no broadcast, because the other number is of all ranks.
+        both = torch.stack([mine, torch.full_like(mine, float(numbers.has_drawn))])
+        dist.all_reduce(both, group=self.group)
+        loss, num_drawn = both.tolist()
+        if num_drawn:
+            numbers.advance()
+        return float(loss)
 
     def _begin(self, split: MicroBatches) -> None:
         """Give the stages what they need for the micro-batches of ``split``."""
