@@ -95,6 +95,7 @@ def test_errors_of_click_name_the_flag_as_the_documents_and_the_command(
         ("checkpoint verif x", "checkpoint", "unknown command 'verif'", "did you mean echelon checkpoint verify?"),
         ("config explan", "config", "unknown command 'explan'", "did you mean echelon config explain?"),
         ("runs qqq", "runs", "unknown command 'qqq'", "commands: compare, ls, show"),
+        ("launch -n 2 x.py", "launch", "unknown flag -n", "did you mean --num_processes?"),
         ("lunch x.py", "", "unknown command 'lunch'", "did you mean echelon launch?"),
         (
             "launch --max_restarts no x.py",

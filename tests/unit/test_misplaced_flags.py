@@ -43,15 +43,28 @@ def test_a_flag_without_a_value_that_the_script_does_not_define_is_noted(flag: s
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [("--mixed_precision", "bf16"), ("--parity=exact",), ("--log_dir", "x"), ("--config-file", "y")],
+    ids=str,
+)
+def test_a_flag_with_a_value_that_the_script_does_not_define_is_noted(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    flag = arguments[0].partition("=")[0]
+    assert f"{flag} after the script was passed to" in str(_note(tmp_path, "import torch\n", "SCRIPT", *arguments))
+
+
+@pytest.mark.parametrize(
     ("source", "argv"),
     [
         ("parser.add_argument('--num_processes')\n", ("SCRIPT", "--num-processes", "2")),
         ("class Arguments:\n    num_processes: int\n", ("SCRIPT", "--num_processes", "2")),
         ("", ("--num-processes", "2", "SCRIPT", "--num_processes", "2")),
         (
-            "",
-            ("SCRIPT", "--mixed_precision", "bf16", "--parity", "exact", "--log_dir=x", "--config_file", "y"),
+            "for name in ('mixed_precision', 'parity'):\n    parser.add_argument('--' + name)\n",
+            ("SCRIPT", "--mixed_precision", "bf16", "--parity", "exact"),
         ),
+        ("parser.add_argument('--log-dir')\n", ("SCRIPT", "--log_dir=x")),
         ("parser.add_argument('--cpu')\n", ("SCRIPT", "--cpu")),
         ("is_cpu = '--use_cpu' in sys.argv\n", ("SCRIPT", "--use-cpu")),
         ("flags.DEFINE_bool('debug', False)\n", ("SCRIPT", "--debug")),

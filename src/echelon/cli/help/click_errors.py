@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 
 import click
 
@@ -12,6 +13,9 @@ from echelon.base.errors import UsageError
 from echelon.cli.help.pages import spelled
 
 __all__ = ["explain_click_error", "unknown_command"]
+
+# Flags of mpirun and srun, which resemble no flag of echelon launch.
+_OF_OTHER_LAUNCHERS = MappingProxyType({"-n": "--num_processes", "-N": "--num_machines"})
 
 
 def unknown_command(name: str, *, path: str, names: Sequence[str]) -> UsageError:
@@ -38,7 +42,11 @@ def explain_click_error(
         near = error.possibilities
         typed = (token.partition("=")[0] for token in argv)  # click reports the normalized name
         name = next((flag for flag in typed if flag.replace("_", "-") == error.option_name), error.option_name)
-        return UsageError(f"unknown flag {name}", where=path, do=f"did you mean {spelled(near[0])}?" if near else page)
+        meant = (
+            _OF_OTHER_LAUNCHERS.get(name) if any("--num-processes" in param.opts for param in command.params) else None
+        )
+        meant = meant or (spelled(near[0]) if near else None)
+        return UsageError(f"unknown flag {name}", where=path, do=f"did you mean {meant}?" if meant else page)
     text = error.format_message().strip()
     if isinstance(command, click.Group) and (match := re.match(r"No such command '(.+?)'", text)):
         names = command.list_commands(click.Context(command))

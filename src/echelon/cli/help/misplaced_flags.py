@@ -29,9 +29,8 @@ _IMPORTED = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
 def note_about_flags(ctx: click.Context, script: Script, *, typed: Mapping[str, str], failed: bool) -> str | None:
     """Return a note about misplaced flags, or None.
 
-    A script may define flags with the same names. Before the run, the note therefore lists only flags that few scripts
-    define, and flags without a value, and only if the script does not seem to define them. After a usage error in the
-    script, it lists all flags.
+    A script may define flags with the same names. Before the run, the note therefore lists only flags that the script does not
+    seem to define. After a usage error in the script, it lists all flags.
 
     Args:
         ctx: the parsed command line.
@@ -51,8 +50,8 @@ def note_about_flags(ctx: click.Context, script: Script, *, typed: Mapping[str, 
         if option is None or option.name in typed:
             continue
         is_launchers = option.name in PROCESS_FLAGS and not _may_read(script, flag)
-        is_switch = option.is_flag and "=" not in argument
-        if failed or is_launchers or (is_switch and not _may_define(script, flag)):
+        is_other = option.is_flag and "=" in argument  # the launcher's flag takes no value
+        if failed or is_launchers or (not is_other and not _may_define(script, flag)):
             found.append(flag)
     if not found:
         return None
