@@ -131,7 +131,7 @@ API: dict[str, tuple[str, str, list[str]]] = {
         [
             "echelon.init_empty_weights", "echelon.init_on_device", "echelon.infer_auto_device_map", "echelon.dispatch_model",
             "echelon.load_checkpoint_and_dispatch", "echelon.load_checkpoint_in_model", "echelon.cpu_offload",
-            "echelon.cpu_offload_with_hook", "echelon.disk_offload",
+            "echelon.cpu_offload_with_hook", "echelon.disk_offload", "echelon.prepare_pippy",
         ],
     ),
     "launch": (
