@@ -37,7 +37,7 @@ def test_a_tutorial_yaml_starts_the_processes_asked_for_and_the_run_can_be_expla
     told = "num_processes=2 (from flag --num_processes) overrides 8 (from file zero3_offload.yaml:17)"
     assert told in result.err
     explained = command.echelon("config", "explain", "--run", "logs")
-    rows = {line.split()[0]: line for line in explained.out.splitlines()}
+    rows = {line.split()[0]: line for line in explained.out.splitlines() if line}
     assert "flag --num_processes  (overrides 8 from file zero3_offload.yaml:17)" in rows["num_processes"]
     compared = command.echelon("config", "diff", "zero3_offload.yaml", "logs")
     assert compared.code == 1
@@ -242,7 +242,8 @@ def test_a_script_started_by_deepspeeds_own_launcher_finds_its_place(command: Co
     command.write(
         "train.py",
         "import sys\nfrom echelon import Accelerator\naccelerator = Accelerator(cpu=True)\n"
-        "print('PLACE', accelerator.process_index, accelerator.num_processes, accelerator.world.local_world_size, *sys.argv[1:])\n"
+        "place = accelerator.process_index, accelerator.num_processes, accelerator.world.local_world_size\n"
+        "sys.stdout.write(' '.join(map(str, ('PLACE', *place, *sys.argv[1:]))) + '\\n')  # one write, whole lines\n"
         "accelerator.end_training()\n",
     )
     flags = ["--num_gpus", "2", "--master_port", str(command.free_port()), "train.py", "--epochs", "3"]

@@ -45,6 +45,7 @@ FILES = {
     "ranks_pipeline": "ranks/test_pipeline_parallel.py",
     "ranks_sharded": "ranks/test_already_sharded.py",
     "ranks_verify": "ranks/test_verify_every.py",
+    "speed": "unit/test_speed.py",
     "as_transformers": "unit/test_trainer_as_transformers.py",
     "overrides": "unit/test_trainer_overrides.py",
     "handler": "unit/test_trainer_callback_handler.py",
