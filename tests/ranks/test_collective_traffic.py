@@ -12,13 +12,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from echelon import MixtureOfExperts, ParallelismConfig
 from echelon.distributed.collective_traffic import CollectiveTraffic, Traffic
+from echelon.engines.context_parallel.region import sequence_region
+from echelon.engines.context_parallel.sequence_group import SequenceGroup
+from echelon.engines.context_parallel.sequence_order import SequenceOrder
 from echelon.engines.fsdp.fsdp2 import FSDP2Engine
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.engines.tensor_parallel.options import TensorParallelOptions
 from echelon.world.mesh import MeshLayout
 from echelon.world.world import World
 from tests.harness import run_on_ranks
-from tests.parallel_models import VOCABULARY, tiny_gpt
+from tests.parallel_models import VOCABULARY, TinyGPT, tiny_gpt
 
 Counted = dict[tuple[str, tuple[str, ...]], Traffic]
 
@@ -233,3 +236,127 @@ def test_tensor_parallel_starts_the_collectives_of_its_formula(num_layers: int) 
         ("reduce_scatter", ("dp_shard",)): Traffic(units, local),
         ("all_reduce", ("dp_shard",)): Traffic(2, 16),  # the norms of what is split over tp, and of what is not
     }
+
+
+# ---- pieces of sequences, and stages ----------------------------------------------------------------------------------
+
+_PIECES, _LENGTH = 8, 32
+_PIECE_TOKENS = _BATCH[0] * _LENGTH // _PIECES
+
+
+class _TakesPositions(TinyGPT):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embedding(input_ids) + self.position(positions)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(self.norm(x))
+        return out
+
+
+def _pieces(axis: str, exchange: Any, num_layers: int) -> Counted:
+    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
+    try:
+        layout = ParallelismConfig(dp_shard_size=_SHARDS, **{f"{axis}_size": _PIECES})  # type: ignore[arg-type]
+        mesh: Any = layout.get_device_mesh("cpu")
+        options = ShardingOptions(mesh=layout.parameter_mesh(), exchanges_activations=True)
+        engine = FSDP2Engine(World.current(cpu=True), options=options)
+        model: Any = tiny_gpt(width=_GPT_WIDTH, num_heads=8, num_layers=num_layers)
+        model.__class__ = _TakesPositions
+        optimizer: Any = torch.optim.AdamW(model.parameters())
+        prepared = engine.prepare([model], [optimizer], [])
+        order = SequenceOrder(num_ranks=_PIECES, zigzag=axis == "cp")
+        group = SequenceGroup(group=mesh.get_group(axis), rank=0, order=order, exchange=exchange)
+        ids = torch.zeros(_BATCH[0], _LENGTH, dtype=torch.int64)
+        method: Any = "ring" if axis == "cp" else "ulysses"
+        with (
+            CollectiveTraffic() as traffic,
+            sequence_region(group, method=method, buffers=[ids], buffer_seq_dims=[1]) as region,
+        ):
+            engine.backward(prepared.models[0](ids, region.piece.positions).sum(), prepared.models[0])
+            engine.clip_grad_norm(model.parameters(), 1.0, 2.0)
+            engine.step(prepared.optimizers[0])
+        engine.release()
+        return traffic.by_axes(layout.mesh_layout(rank=0))
+    finally:
+        dist.destroy_process_group()
+
+
+def _padded_bytes(num_layers: int) -> int:
+    """Bytes of the parameters, with the first dimension padded to a multiple of the shards."""
+    parameters = tiny_gpt(width=_GPT_WIDTH, num_heads=8, num_layers=num_layers).parameters()
+    return sum(-(-p.shape[0] // WORLD_SIZE) * WORLD_SIZE * (p.numel() // p.shape[0]) * 8 for p in parameters)
+
+
+@pytest.mark.parametrize(("axis", "exchange"), [("cp", "alltoall"), ("cp", "allgather"), ("sp", "alltoall")])
+def test_pieces_of_sequences_start_the_collectives_of_their_formula(axis: str, exchange: str) -> None:
+    num_layers = 2
+    (found,) = run_on_ranks(_pieces, axis, exchange, num_layers, world_size=1, init_group=False)
+    units, whole, piece = num_layers + 1, _padded_bytes(num_layers), _PIECE_TOKENS * _GPT_WIDTH * 8
+    expected: Counted = {
+        ("all_gather", ("dp_shard", axis)): Traffic(2 * units, 2 * whole),
+        ("reduce_scatter", ("dp_shard", axis)): Traffic(units, whole),
+        ("all_reduce", ("dp_shard", axis)): Traffic(1, 8),  # the norm
+    }
+    if axis == "sp":  # q, k, v and the output, and their gradients
+        expected["all_to_all", ("sp",)] = Traffic(8 * num_layers, 8 * num_layers * piece)
+    elif exchange == "alltoall":  # keys and values together go to n - 1 ranks in each pass, and their gradients to n
+        calls = num_layers * (2 * (_PIECES - 1) + _PIECES)
+        expected["send", ("cp",)] = expected["recv", ("cp",)] = Traffic(calls, calls * 2 * piece)
+    else:
+        expected["all_gather", ("cp",)] = Traffic(2 * num_layers, 2 * num_layers * 2 * _PIECES * piece)
+        expected["reduce_scatter", ("cp",)] = Traffic(num_layers, num_layers * 2 * _PIECES * piece)
+    assert found == expected
+
+
+_STAGE_LAYERS, _MICRO_BATCHES, _ROWS = 2, 4, 3
+
+
+def _stage() -> Counted:
+    """Run the second step of a pipeline of two stages: before the first one, torch's stages exchange messages of their own."""
+    from echelon.engines.pipeline_parallel.pipeline import PipelineStages  # slow to import
+    from echelon.engines.pipeline_parallel.schedules import schedule_kind
+    from echelon.engines.pipeline_parallel.stages import cut_model
+
+    layout = ParallelismConfig(pp_size=2, dp_shard_size=2)
+    mesh: Any = layout.get_device_mesh("cpu")
+    engine = FSDP2Engine(World.current(cpu=True), options=ShardingOptions(mesh=layout.parameter_mesh()))
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2 * _STAGE_LAYERS)))
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    stages = PipelineStages(
+        model,
+        cut_model(model, 2),
+        kind=schedule_kind("1F1B"),
+        group=mesh.get_group("pp"),
+        device=torch.device("cpu"),
+        num_micro_batches=_MICRO_BATCHES,
+        loss_fn=lambda out, _: out.square().mean(),
+    )
+    engine.use_pipeline(stages)
+    optimizer = engine.prepare([model], [optimizer], []).optimizers[0]
+    batch = torch.randn(_MICRO_BATCHES * _ROWS, WIDTH)
+    for _ in range(2):
+        with CollectiveTraffic() as traffic:
+            engine.run_pipeline(stages, lambda: stages.run(batch) and None)
+            engine.clip_grad_norm(model.parameters(), 1.0, 2.0)
+            engine.step(optimizer)
+            engine.zero_grad(optimizer)
+    engine.release()
+    return traffic.by_axes(layout.mesh_layout(rank=dist.get_rank()))
+
+
+def test_stages_start_the_collectives_of_their_formula() -> None:
+    num_bytes = _STAGE_LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+    activations = Traffic(_MICRO_BATCHES, _MICRO_BATCHES * _ROWS * WIDTH * 4)
+    for found in run_on_ranks(_stage, world_size=4):
+        assert found == {
+            (
+                "send",
+                ("pp",),
+            ): activations,  # of the first stage its outputs, of the last one the gradients of its inputs
+            ("recv", ("pp",)): activations,
+            ("all_reduce", ("pp",)): Traffic(2, 16 + 8),  # the loss with a flag, and the norm
+            # Parameters stay gathered for all micro-batches.
+            ("all_gather", ("dp_shard",)): Traffic(_STAGE_LAYERS, num_bytes),
+            ("reduce_scatter", ("dp_shard",)): Traffic(_STAGE_LAYERS, num_bytes),
+            ("all_reduce", ("dp_shard",)): Traffic(1, 4),
+        }

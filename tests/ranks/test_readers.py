@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from echelon import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
+from echelon.data_loader import prepare_data_loader
 from echelon.utils import TorchTensorParallelConfig
 from tests.harness import run_on_ranks
 from tests.reference import gaussian, tanh_net
@@ -139,6 +141,45 @@ def test_the_ranks_of_a_group_are_one_reader(layout: str, kind: str, parity: str
         assert answers[0]["rate"] == pytest.approx(0.1 * 0.9**3)
     else:  # 3 micro-steps are 2 updates, and as in Accelerate, a schedule advances once per reader and update
         assert answers[0]["rate"] == pytest.approx(0.1 * 0.9 ** (2 * num_readers))
+
+
+def _read(kind: str) -> list[list[int]]:
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(tp_size=2),
+        dataloader_config=DataLoaderConfiguration(
+            dispatch_batches=kind == "dispatch", split_batches=kind == "split", even_batches=True
+        ),
+    )
+    dataset: Any = _Stream() if kind == "stream" else TensorDataset(*_data())
+    loader: Any = accelerator.prepare(DataLoader(dataset, batch_size=8))
+    return [numbers.tolist() for numbers, _ in loader]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream", "dispatch", "split"])
+def test_the_batches_of_one_reader_are_those_of_one_process(kind: str) -> None:
+    """No sample is repeated to fill the last batch: there is no other reader to keep in step with."""
+    assert run_on_ranks(_read, kind) == [[[*range(8)], [*range(8, 16)], [*range(16, 22)]]] * 2
+
+
+def _read_along(axes: dict[str, int]) -> list[int]:
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    loader: Any = prepare_data_loader(DataLoader(TensorDataset(torch.arange(8)), batch_size=2), torch_device_mesh=mesh)
+    return [number for (numbers,) in loader for number in numbers.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("axes", "readers"),
+    [
+        ({"pp": 2, "dp_shard": 2}, [0, 1, 0, 1]),
+        ({"dp_shard": 2, "tp": 2}, [0, 0, 1, 1]),
+        ({"dp_replicate": 2, "dp_shard": 2}, [0, 1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_a_loader_for_a_mesh_is_divided_along_the_data_parallel_axes(axes: dict[str, int], readers: list[int]) -> None:
+    parts = {2: [[0, 1, 4, 5], [2, 3, 6, 7]], 4: [[0, 1], [2, 3], [4, 5], [6, 7]]}[max(readers) + 1]
+    assert run_on_ranks(_read_along, axes, world_size=4) == [parts[reader] for reader in readers]
 
 
 def _refusal(sizes: dict[str, int]) -> str:

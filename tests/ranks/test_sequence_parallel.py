@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from echelon import Accelerator, ParallelismConfig
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import EchelonWarning
+from echelon.trainer.features.model_changes import enable_activation_checkpointing
 from echelon.utils import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig, shift_labels
 from tests.harness import errors_on_ranks, import_ahead, run_on_ranks
 from tests.parallel_models import (
@@ -34,14 +36,16 @@ _NUM_UPDATES = 5
 
 
 class _GPT(TinyGPT):
-    """Takes the positions of its piece of the sequence."""
+    """Takes the positions of its piece of the sequence, and may compute its blocks again in the backward pass."""
+
+    recomputes = False
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         if positions is None:
             positions = torch.arange(input_ids.shape[1])
         x = self.embedding(input_ids) + self.position(positions)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         out: torch.Tensor = self.head(self.norm(x))
         return out
 
@@ -102,7 +106,7 @@ def _rows() -> list[dict[str, torch.Tensor]]:
     return [{k: v[i] for k, v in batch.items()} for batch in ragged_batches(2 * _NUM_UPDATES) for i in range(4)]
 
 
-def _trained(sizes: dict[str, int], kind: str, strategy: str = "alltoall") -> dict[str, Any]:
+def _trained(sizes: dict[str, int], kind: str, strategy: str = "alltoall", recomputes: bool = False) -> dict[str, Any]:
     handler = TorchContextParallelConfig(cp_comm_strategy=strategy)
     accelerator = Accelerator(
         cpu=True,
@@ -111,6 +115,10 @@ def _trained(sizes: dict[str, int], kind: str, strategy: str = "alltoall") -> di
         parallelism_config=ParallelismConfig(**sizes, cp_handler=handler),  # type: ignore[arg-type]
     )
     model = _model(kind)
+    if recomputes and kind == "gpt":
+        model.recomputes = True
+    elif recomputes:
+        enable_activation_checkpointing(model, {"use_reentrant": False})
     loader: Any = DataLoader(_rows(), batch_size=8)  # type: ignore[arg-type]
     optimizer = new_optimizer(model)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -236,6 +244,20 @@ def test_updates_are_those_of_one_process(kind: str, sizes: dict[str, int], stra
     cp = sizes.get("cp_size", 1)
     assert [answer["rank"] for answer in answers] == [rank % cp for rank in range(4)]
     assert {answer["readers"] for answer in answers} == {4 // cp // sizes.get("sp_size", 1)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("gpt", {"cp_size": 2}),
+        pytest.param("packed", {"cp_size": 2}, marks=pytest.mark.soak),
+        pytest.param("llama", {"sp_size": 2}, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_activations_that_are_computed_again_attend_to_the_whole_sequence(kind: str, sizes: dict[str, int]) -> None:
+    for answer in run_on_ranks(_trained, sizes, kind, recomputes=True, world_size=2):
+        _check_run(answer, _reference(kind))
 
 
 def _tokens() -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from echelon.accelerator.gradient_state import GradientState
@@ -71,7 +72,7 @@ def prepare_data_loader(
         data_seed: seed for ``use_seedable_sampler``.
         non_blocking: copy to the device asynchronously.
         use_stateful_dataloader: use torchdata's StatefulDataLoader.
-        torch_device_mesh: device mesh; its axes ``tp``, ``cp`` and ``sp`` do not split batches.
+        torch_device_mesh: device mesh; its axes ``pp``, ``cp``, ``sp`` and ``tp`` do not split batches.
         already_sharded: whether the loader already yields a different shard on each process. None: detect this.
         reading: tracks the loaders being iterated over. None: use the tracker of ``GradientState()``.
 
@@ -117,10 +118,13 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
     return getattr(batches, "sampler", None)
 
 
-def _along_batch_axes(mesh: Any, rank: int, world_size: int) -> tuple[int, int]:
+def _along_batch_axes(mesh: DeviceMesh, rank: int, world_size: int) -> tuple[int, int]:
     """Return rank and size over the axes that split batches; ranks that differ only on other axes read the same data."""
-    same = 1
-    for axis in ("tp", "cp", "sp"):
-        if axis in (mesh.mesh_dim_names or ()):
-            same *= mesh[axis].size()
-    return rank // same, world_size // same
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape))
+    own_rank, own_size, inner = 0, 1, 1
+    for axis, size in reversed(sizes.items()):
+        if axis not in ("pp", "cp", "sp", "tp"):
+            own_rank += rank // inner % size * own_size
+            own_size *= size
+        inner *= size
+    return (own_rank, own_size) if sizes else (rank, world_size)

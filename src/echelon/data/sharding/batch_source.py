@@ -218,12 +218,13 @@ class ShardedSource(BatchSource):
         self.order = SampleOrder(
             batches, seed=options.data_seed, seedable=options.use_seedable_sampler, alone=False, check=check
         )
+        self._num_readers = world.world_size
         self.batches = RankBatchSampler(
             self.order.batches,
             num_processes=world.world_size,
             process_index=world.rank,
             split_batches=options.split_batches,
-            even_batches=options.even_batches,
+            even_batches=self._fills(options.even_batches),
         )
         self.inner = with_batches(
             loader, self.batches, stateful=saves_state(loader, options), by_sample=options.by_sample
@@ -246,7 +247,11 @@ class ShardedSource(BatchSource):
         return len(self.batches)
 
     def set_even(self, even: bool) -> None:
-        self.batches.even_batches = even
+        self.batches.even_batches = self._fills(even)
+
+    def _fills(self, even: bool) -> bool:
+        """Return whether a short last step is filled: a single reader has no other ranks to keep in step with."""
+        return even and self._num_readers > 1
 
     def divide_last_step(self) -> bool:
         return self.batches.divide_last_step()
@@ -263,10 +268,10 @@ class StreamSource(BatchSource):
             drop_last=loader.drop_last,
             rank=world.rank,
             world_size=world.world_size,
-            even=options.even_batches,
+            even=options.even_batches and world.world_size > 1,
             split=options.split_batches,
         )
-        self._rank = world.rank
+        self._rank, self._num_readers = world.rank, world.world_size
         self.inner = copy_loader(
             loader,
             self.stream,
@@ -295,7 +300,7 @@ class StreamSource(BatchSource):
         return self.stream.num_steps()
 
     def set_even(self, even: bool) -> None:
-        self.stream.even = even
+        self.stream.even = even and self._num_readers > 1
 
 
 class DatasetShardsSource(BatchSource):

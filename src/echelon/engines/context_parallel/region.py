@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
@@ -23,6 +24,7 @@ from echelon.engines.context_parallel.ulysses_attention import ulysses_attention
 __all__ = ["SequencePiece", "SequenceRegion", "current_region", "sequence_region"]
 
 _WHERE = "context_parallel()"
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 _REFUSED = {
     F.multi_head_attention_forward: "torch.nn.MultiheadAttention",
     torch._native_multi_head_attention: "torch.nn.MultiheadAttention",
@@ -75,6 +77,9 @@ class SequenceRegion(TorchFunctionMode):
             return self._replace_attention(*args, **options)
         if func is current_region:
             return self
+        if func in _BACKWARD and options.get("inputs") is None:
+            self._backward(*args, **options)
+            return None
         if func is torch.arange and self.numbers_positions and not self.is_completed:
             self._check_positions(args, options)
         if func in _REFUSED:
@@ -84,6 +89,26 @@ class SequenceRegion(TorchFunctionMode):
                 do="use torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...), or set cp_size and sp_size to 1",
             )
         return func(*args, **options)
+
+    def _backward(self, tensors: Any, gradient: Any = None, *args: Any, **options: Any) -> None:
+        """Run the backward pass in this mode, because activation checkpointing repeats forward passes in it.
+
+        Torch leaves a mode while it calls the mode's method, and asks the modes for each tensor, but not for edges of the graph.
+        """
+        tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        given = options.pop("grad_tensors", options.pop("gradient", gradient))
+        gradients = given if isinstance(given, Sequence) else (given,) * len(tensors)
+        filled = [
+            torch.ones_like(tensor) if grad is None and tensor.numel() == 1 else grad
+            for tensor, grad in zip(tensors, gradients, strict=True)
+        ]
+        edges = [get_gradient_edge(tensor) if tensor.requires_grad else tensor for tensor in tensors]
+        counts, self.numbers_positions = self.numbers_positions, False
+        try:
+            with self:
+                torch.autograd.backward(edges, filled, *args, **options)
+        finally:
+            self.numbers_positions = counts
 
     def _check_positions(self, args: Sequence[Any], options: Any) -> None:
         local = self.piece.positions.numel()
