@@ -1,12 +1,14 @@
 """Sketches add up over shards and estimate the norm of a difference."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from echelon.verify.sketch import NUM_BUCKETS, Sketch, sketch_of, sketches_of
+from echelon.verify.sketch import NUM_BUCKETS, Sketch, Sketches, sketch_of, sketches_of
+from echelon.verify.trace import Forward, ForwardPass, Gradients, ModelWeights, Note, TraceWriter, read_trace
 
 SHAPE = (300, 371)
 
@@ -108,3 +110,68 @@ def test_the_distance_estimates_the_norm_of_the_difference(kind: str) -> None:
     # 5 * 0.25 / 10 of 1.
     assert abs(squares.mean() - 1) < 0.125
     assert squares.std() < 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_a_trace_holds_small_tensors_as_they_are_and_gives_their_sketches(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = [(100 * torch.randn(shape)).to(dtype) for shape in ((3, 4), (5,), (70, 41))]
+    found, later = sketches_of(tensors), sketches_of([one + 1 for one in tensors])
+    writer = TraceWriter(tmp_path, 0)
+    names = ["a", "b", "c"]
+    for stage in ("local", "reduced"):  # the second one is the same object
+        writer.add(Gradients(stage=stage, update=0, micro_step=0, model=0, names=names, sketches=found))  # type: ignore[arg-type]
+    writer.add(Note(update=0, text="between"))
+    writer.add(ModelWeights(update=0, model=0, names=names, sketches=later))
+    writer.close()
+    local, reduced, _, weights = read_trace(tmp_path).ranks[0]
+    assert isinstance(local, Gradients)
+    assert isinstance(reduced, Gradients)
+    assert isinstance(weights, ModelWeights)
+    for place, tensor in enumerate(tensors):
+        _assert_equal(local.sketches[place], sketch_of(tensor))
+        _assert_equal(reduced.sketches[place], sketch_of(tensor))
+        _assert_equal(weights.sketches[place], sketch_of(tensor + 1))
+    assert (found.raw is not None) == (dtype in (torch.float32, torch.float64))
+
+
+def test_small_tensors_have_equal_bits_only_if_all_elements_have() -> None:
+    tensors = [torch.randn(3, 4), torch.randn(5)]
+    other = [tensors[0], tensors[1].clone()]
+    assert sketches_of(tensors).has_bits_of(sketches_of(other))
+    other[1][4] = torch.nextafter(other[1][4], torch.tensor(torch.inf))
+    assert not sketches_of(tensors).has_bits_of(sketches_of(other))
+    assert not sketches_of(tensors).has_bits_of(Sketches.of(list(sketches_of(other))))
+    assert sketches_of(tensors).has_bits_of(Sketches.of(list(sketches_of(tensors))))
+
+
+def test_what_was_summarized_does_not_change_with_the_tensors() -> None:
+    tensor = torch.ones(5)
+    found = sketches_of([tensor])
+    tensor.fill_(2.0)
+    assert found[0].square_sum == 5.0
+
+
+def test_the_outputs_of_a_forward_pass_are_read_one_by_one(tmp_path: Path) -> None:
+    rows, total = np.arange(8.0).reshape(2, 4), np.arange(32.0)
+    writer = TraceWriter(tmp_path, 0)
+    writer.add(
+        ForwardPass(
+            update=1,
+            micro_step=2,
+            model=0,
+            modules=["first", "second"],
+            shapes=[[2, 7], [9]],
+            num_rows=[2, 0],
+            is_without_padding=[True, False],
+            numbers=np.concatenate([rows.reshape(-1), total]),
+        )
+    )
+    writer.close()
+    first, second = read_trace(tmp_path).ranks[0]
+    assert isinstance(first, Forward)
+    assert isinstance(second, Forward)
+    assert (first.module, first.shape, first.is_without_padding, first.micro_step) == ("first", [2, 7], True, 2)
+    assert (first.rows == rows).all()
+    assert not first.total.any()
+    assert (second.module, len(second.rows), second.is_without_padding) == ("second", 0, False)
+    assert (second.total == total).all()

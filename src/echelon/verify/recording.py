@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from echelon.verify.recorders.models import RecordedModel, model_event, without_wrappers
+from echelon.verify.recorders.models import RecordedModel, each_parameter, model_event, without_wrappers
 from echelon.verify.trace import Event, Note, RecordedProcess, TraceWriter
 
 __all__ = ["Part", "Recording", "RecordingDone", "recording"]
@@ -322,7 +322,7 @@ def recording(
     """Record what happens in the block, until ``steps`` updates are complete.
 
     Args:
-        folder: the folder of the run; this process writes ``rank_<rank>.trace.jsonl``.
+        folder: the folder of the run; this process writes ``rank_<rank>.trace.jsonl`` and ``rank_<rank>.values``.
         parts: what is recorded (``parts.default_parts()``: everything).
         steps: number of updates; the next forward pass after the last one raises ``RecordingDone``, which ends the block.
         dtype: ``"float64"`` converts models and batches.
@@ -366,4 +366,4 @@ def recording(
 
 
 def _has_trainable_parameters(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
+    return any(parameter.requires_grad for parameter in each_parameter(module))

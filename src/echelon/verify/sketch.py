@@ -7,15 +7,16 @@ is compared with an unsharded one without gathering anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
+from torch._utils import _flatten_dense_tensors
 
-__all__ = ["NUM_BUCKETS", "Positions", "Sketch", "sketch_of", "sketches_of"]
+__all__ = ["NUM_BUCKETS", "Positions", "Raw", "Sketch", "Sketches", "sketch_of", "sketches_of"]
 
 NUM_BUCKETS = 32
 """Length of the projection; the norm of a difference is estimated with a relative error of about sqrt(2 / NUM_BUCKETS)."""
@@ -25,10 +26,14 @@ Positions = int | np.ndarray
 
 _COLUMNS = 1021
 """Elements whose buckets repeat after them: a prime, so that the elements of one column of a matrix get different ones."""
-_CHUNK = 32 * _COLUMNS
+_CHUNK = 96 * _COLUMNS
 """Elements; what is drawn for the first chunk is used for all chunks, each with other signs and keys of its own."""
 _SMALL = 2**12  # elements; smaller tensors are summarized together
+_FEW = 2**14  # elements of small tensors together, which are written as they are
 _MODULUS = 1 << 64
+_NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""Of their numbers in float64, the lowest ``_NUM_ZEROS`` bits are zeros."""
+_NUM_ZEROS = 29
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,115 @@ class Sketch:
         return float(np.linalg.norm(self.projection - other.projection))
 
 
+class Raw(NamedTuple):
+    """The elements of several tensors."""
+
+    values: np.ndarray
+    """float32 or float64, one tensor after the other."""
+    sizes: tuple[int, ...]
+
+
+class Sketches(Sequence[Sketch]):
+    """Sketches of several tensors, kept in arrays: a ``Sketch`` is made when one is asked for.
+
+    Args:
+        numbers: float64, ``(number of tensors, NUM_BUCKETS + 1)``: the projections and the sums of squares.
+        counts: int64, ``(number of tensors, 3)``: the bits as a signed number, ``num_elements`` and ``num_nonfinite``.
+    """
+
+    __slots__ = ("_counts", "_numbers", "raw")
+
+    def __init__(self, numbers: np.ndarray | None, counts: np.ndarray | None, raw: Raw | None = None) -> None:
+        self._numbers = numbers
+        self._counts = counts
+        self.raw = raw
+        """The elements, if they are few: to write them takes less time than to summarize them, which the reader does then."""
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """See the class."""
+        if self._numbers is None:
+            self._compute()
+        assert self._numbers is not None
+        return self._numbers
+
+    @property
+    def counts(self) -> np.ndarray:
+        """See the class."""
+        if self._counts is None:
+            self._compute()
+        assert self._counts is not None
+        return self._counts
+
+    def _compute(self) -> None:
+        assert self.raw is not None
+        parts = torch.split(torch.from_numpy(self.raw.values), list(self.raw.sizes))
+        found = _sketch_together(parts, self.raw.sizes, None)
+        self._numbers, self._counts = found.numbers, found.counts
+
+    def has_bits_of(self, other: Sketches) -> bool:
+        """Return whether all tensors have the bits of those of ``other``; may be False for other bits of nan."""
+        one, two = self.raw, other.raw
+        if one is None or two is None:
+            return self.bits == other.bits
+        if one.sizes != two.sizes or one.values.dtype != two.values.dtype:
+            return False
+        kind = np.int32 if one.values.itemsize == 4 else np.int64
+        return bool((one.values.view(kind) == two.values.view(kind)).all())
+
+    @classmethod
+    def of(cls, sketches: Sequence[Sketch]) -> Sketches:
+        """Return ``sketches`` as arrays."""
+        if isinstance(sketches, Sketches):
+            return sketches
+        numbers, counts = np.zeros((len(sketches), NUM_BUCKETS + 1)), np.zeros((len(sketches), 3), dtype=np.int64)
+        for row, one in enumerate(sketches):
+            numbers[row, :-1], numbers[row, -1] = one.projection, one.square_sum
+            counts[row] = _signed(one.bits), one.num_elements, one.num_nonfinite
+        return cls(numbers, counts)
+
+    @overload
+    def __getitem__(self, index: int) -> Sketch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sketches: ...
+    def __getitem__(self, index: int | slice) -> Sketch | Sketches:
+        if isinstance(index, slice):
+            return Sketches(self.numbers[index], self.counts[index])
+        row = self.numbers[index]
+        bits, num_elements, num_nonfinite = self.counts[index].tolist()
+        return Sketch(
+            projection=row[:-1],
+            square_sum=float(row[-1]),
+            bits=bits % _MODULUS,
+            num_elements=num_elements,
+            num_nonfinite=num_nonfinite,
+        )
+
+    def __len__(self) -> int:
+        return len(self.counts) if self.raw is None else len(self.raw.sizes)
+
+    def __iter__(self) -> Iterator[Sketch]:
+        return (self[row] for row in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (Sketches, list)) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Sketches({list(self)})"
+
+    @property
+    def bits(self) -> list[int]:
+        """The bits of each, as signed numbers."""
+        found: list[int] = self.counts[:, 0].tolist()
+        return found
+
+
+def _signed(bits: int) -> int:
+    return bits - _MODULUS if bits >> 63 else bits
+
+
 def sketch_of(tensor: torch.Tensor, *, offset: Positions = 0) -> Sketch:
     """Return the sketch of a dense tensor, whose elements are at ``offset`` in the flattened whole tensor.
 
@@ -74,91 +188,153 @@ def sketch_of(tensor: torch.Tensor, *, offset: Positions = 0) -> Sketch:
     return sketches_of([tensor], [offset])[0]
 
 
-def sketches_of(tensors: Sequence[torch.Tensor], positions: Sequence[Positions] | None = None) -> list[Sketch]:
+def sketches_of(tensors: Sequence[torch.Tensor], positions: Sequence[Positions] | None = None) -> Sketches:
     """Return the sketch of each tensor. One call for many small tensors takes much less time than many calls.
 
     Args:
         tensors: dense tensors of any dtype and device.
         positions: where each tensor's elements are in the whole tensor; None: each is a whole tensor.
     """
+    sizes = [tensor.numel() for tensor in tensors]
+    if positions is None and max(sizes, default=0) <= _SMALL:
+        if 0 < sum(sizes) <= _FEW and _are_plain(tensors) and all(sizes):
+            with torch.no_grad():
+                flat = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+            flat = flat.detach() if len(tensors) > 1 else flat.detach().clone()
+            return Sketches(None, None, Raw(flat.numpy(), tuple(sizes)))
+        return _sketch_together(tensors, sizes, None)
     sketches: list[Any] = [None] * len(tensors)
     small = []
     for number, tensor in enumerate(tensors):
         where = 0 if positions is None else positions[number]
         if not isinstance(where, int):
             sketches[number] = _sketch_listed(_flat(tensor), where)
-        elif tensor.numel() <= _SMALL:
+        elif sizes[number] <= _SMALL:
             small.append(number)
         else:
             sketches[number] = _sketch_run(_flat(tensor), where)
     if small:
-        offsets: Any = [0] * len(small) if positions is None else [positions[number] for number in small]
-        for number, sketch in zip(small, _sketch_together([tensors[number] for number in small], offsets), strict=True):
+        offsets: Any = None if positions is None else [positions[number] for number in small]
+        together = _sketch_together([tensors[number] for number in small], [sizes[number] for number in small], offsets)
+        for number, sketch in zip(small, together, strict=True):
             sketches[number] = sketch
-    return sketches
+    return Sketches.of(sketches)
+
+
+def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether all tensors are on the CPU and have the same dtype, float32 or float64."""
+    kind = tensors[0].dtype
+    if kind is not torch.float32 and kind is not torch.float64:
+        return False
+    for one in tensors:  # noqa: SIM110 - a generator takes twice as long
+        if one.dtype is not kind or not one.is_cpu:
+            return False
+    return True
 
 
 class _Layout:
-    """A buffer with room for several tensors, each from a multiple of ``NUM_BUCKETS``, and its signs and keys."""
+    """A buffer with room for several tensors, one after the other, and the signs, keys and buckets of their elements."""
 
-    def __init__(self, sizes: Sequence[tuple[torch.Size, int]]) -> None:
-        fronts = [offset % NUM_BUCKETS for _, offset in sizes]
-        self.counts = [shape.numel() for shape, _ in sizes]
-        num_rows = [
-            max(1, -(-(front + count) // NUM_BUCKETS)) for front, count in zip(fronts, self.counts, strict=True)
-        ]
-        self.starts = np.cumsum([0, *num_rows[:-1]])
-        self.values = np.zeros((sum(num_rows), NUM_BUCKETS))
-        self.signs = np.zeros_like(self.values)
-        self.buckets = np.zeros(self.values.shape, dtype=np.int64)
+    def __init__(self, sizes: Sequence[int], offsets: Sequence[int]) -> None:
+        ends = np.cumsum(sizes, dtype=np.int64)
+        total = int(ends[-1])
+        self.starts = ends - sizes
+        self.counts = np.array(sizes, dtype=np.int64)
+        drawn = [_drawn_at(np.arange(offset, offset + size)) for size, offset in zip(sizes, offsets, strict=True)]
+        self.signs = np.concatenate([one.signs for one in drawn])
+        self.keys = np.concatenate([one.keys for one in drawn])
+        self.buckets = np.concatenate([number * NUM_BUCKETS + one.buckets for number, one in enumerate(drawn)])
         """Bucket of each element, numbered over all tensors."""
-        self.keys = np.zeros(self.values.shape, dtype=np.int64)
-        self.latest: list[Sketch] | None = None
+        self.tensor = torch.zeros(total, dtype=torch.float64)
+        self.values = self.tensor.numpy()
+        self.latest: Sketches | None = None
         """The sketches of ``latest_values``: often, the same gradients are summarized again before they are clipped."""
         self.latest_values = np.empty_like(self.values)
-        self.slots = []
-        flat = torch.from_numpy(self.values).view(-1)
-        for number, (start, front, (shape, offset)) in enumerate(zip(self.starts, fronts, sizes, strict=True)):
-            first = int(start) * NUM_BUCKETS + front
-            here = slice(first, first + shape.numel())
-            drawn = _drawn_at(np.arange(offset, offset + shape.numel()))
-            self.signs.reshape(-1)[here] = drawn.signs
-            self.keys.reshape(-1)[here] = drawn.keys
-            self.buckets.reshape(-1)[here] = number * NUM_BUCKETS + drawn.buckets
-            self.slots.append(flat[here].view(shape))
+        self.latest_dtypes: tuple[torch.dtype, ...] = ()
+        self.slots = [
+            self.tensor[begin : begin + size]
+            for begin, size in zip(self.starts.tolist(), self.counts.tolist(), strict=True)
+        ]
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy ``tensors`` into the buffer."""
+        first = tensors[0]
+        with torch.no_grad():
+            if all(one.dtype is first.dtype and one.device == first.device for one in tensors):
+                self.tensor.copy_(_flatten_dense_tensors(tensors))  # type: ignore[no-untyped-call]
+            else:
+                for slot, one in zip(self.slots, tensors, strict=True):
+                    slot.copy_(one.reshape(-1))
+
+    def parts(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, slice]]:
+        """Return the dtypes of ``tensors``, and where the elements of each are: all, or those of one tensor."""
+        kinds = {one.dtype for one in tensors}
+        if len(kinds) == 1:
+            return [(kinds.pop(), slice(None))]
+        begins, ends = self.starts.tolist(), (self.starts + self.counts).tolist()
+        return [(one.dtype, slice(begin, end)) for one, begin, end in zip(tensors, begins, ends, strict=True)]
+
+    def holds_latest(self) -> bool:
+        """Return whether the buffer has the bits that it had when ``latest`` was computed."""
+        if self.latest is None:
+            return False
+        now, before = self.values.view(np.int64), self.latest_values.view(np.int64)
+        few = slice(0, NUM_BUCKETS)
+        return bool((now[few] == before[few]).all()) and bool((now == before).all())
 
 
 _layout = lru_cache(maxsize=64)(_Layout)
 
 
-def _sketch_together(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> list[Sketch]:
-    tensors = [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
-    layout = _layout(tuple((one.shape, offset) for one, offset in zip(tensors, offsets, strict=True)))
-    with torch.no_grad():
-        torch._foreach_copy_(layout.slots, tensors)
-    if layout.latest is not None and np.array_equal(layout.values.view(np.int64), layout.latest_values.view(np.int64)):
+def _sketch_together(tensors: Sequence[torch.Tensor], sizes: Sequence[int], offsets: Sequence[int] | None) -> Sketches:
+    if any(one.is_complex() for one in tensors):
+        tensors = [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
+        sizes = [one.numel() for one in tensors]
+    if not sizes or not all(sizes):
+        return _sketch_not_empty(tensors, sizes, offsets)
+    layout = _layout(tuple(sizes), (0,) * len(sizes) if offsets is None else tuple(offsets))
+    layout.hold(tensors)
+    kinds = tuple([one.dtype for one in tensors])
+    if layout.latest_dtypes == kinds and layout.holds_latest():
+        assert layout.latest is not None
         return layout.latest
+    layout.latest_dtypes = kinds
     layout.latest_values[:] = layout.values
-    values, starts = layout.values.reshape(-1), layout.starts * NUM_BUCKETS
-    bits = np.add.reduceat(_mixed(values.view(np.int64)) * layout.keys.reshape(-1), starts)
+    values, starts = layout.values, layout.starts
+    num = len(sizes)
+    numbers, counts = np.empty((num, NUM_BUCKETS + 1)), np.zeros((num, 3), dtype=np.int64)
     squares = np.add.reduceat(values * values, starts)
-    num_nonfinite = [0] * len(tensors)
-    if not np.isfinite(squares).all():
+    if not math.isfinite(np.add.reduce(squares)):
         _make_nan_equal(values)
-        bits = np.add.reduceat(_mixed(values.view(np.int64)) * layout.keys.reshape(-1), starts)
-        num_nonfinite = np.add.reduceat((~np.isfinite(values)).astype(np.int64), starts).tolist()
+    mixed = np.empty(values.shape, dtype=np.int64)
+    for dtype, place in layout.parts(tensors):
+        _mix(values[place].view(np.int64), mixed[place], dtype)
+    np.multiply(mixed, layout.keys, out=mixed)
+    counts[:, 0] = np.add.reduceat(mixed, starts)
+    counts[:, 1] = layout.counts
+    if not math.isfinite(np.add.reduce(squares)):
+        counts[:, 2] = np.add.reduceat((~np.isfinite(values)).astype(np.int64), starts)
         values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
         squares = np.add.reduceat(values * values, starts)
-    signed = values * layout.signs.reshape(-1)
-    sums = np.bincount(layout.buckets.reshape(-1), weights=signed, minlength=len(tensors) * NUM_BUCKETS)
-    projections = sums.reshape(-1, NUM_BUCKETS)
-    layout.latest = [
-        Sketch(projection=projection, square_sum=square, bits=bit % _MODULUS, num_elements=count, num_nonfinite=wrong)
-        for projection, square, bit, count, wrong in zip(
-            projections, squares.tolist(), bits.tolist(), layout.counts, num_nonfinite, strict=True
-        )
-    ]
+    sums = np.bincount(layout.buckets, weights=values * layout.signs, minlength=num * NUM_BUCKETS)
+    numbers[:, :-1] = sums.reshape(num, NUM_BUCKETS)
+    numbers[:, -1] = squares
+    layout.latest = Sketches(numbers, counts)
     return layout.latest
+
+
+def _sketch_not_empty(tensors: Sequence[torch.Tensor], sizes: Sequence[int], offsets: Sequence[int] | None) -> Sketches:
+    """Return zeros for tensors without elements."""
+    places = [place for place, size in enumerate(sizes) if size]
+    numbers, counts = np.zeros((len(sizes), NUM_BUCKETS + 1)), np.zeros((len(sizes), 3), dtype=np.int64)
+    if places:
+        found = _sketch_together(
+            [tensors[place] for place in places],
+            [sizes[place] for place in places],
+            None if offsets is None else [offsets[place] for place in places],
+        )
+        numbers[places], counts[places] = found.numbers, found.counts
+    return Sketches(numbers, counts)
 
 
 def _sketch_listed(values: torch.Tensor, positions: np.ndarray) -> Sketch:
@@ -169,7 +345,9 @@ def _sketch_listed(values: torch.Tensor, positions: np.ndarray) -> Sketch:
         drawn = _drawn_at(positions[begin : begin + _CHUNK])
         part = values[begin : begin + _CHUNK].to(torch.float64, copy=True).numpy()
         _make_nan_equal(part)
-        bits += int(_mixed(part.view(np.int64)) @ drawn.keys)
+        mixed = np.empty(part.shape, dtype=np.int64)
+        _mix(part.view(np.int64), mixed, values.dtype)
+        bits += int(mixed @ drawn.keys)
         num_nonfinite += _remove_nonfinite(part)
         square_sum += float(part @ part)
         projection += np.bincount(drawn.buckets, weights=part * drawn.signs, minlength=NUM_BUCKETS)
@@ -200,15 +378,15 @@ def _sketch_run(values: torch.Tensor, first: int) -> Sketch:
         if rows.end != end:
             rows.tensor[end : rows.end] = 0
         rows.tensor[begin:end].copy_(values[start + begin - first : start + end - first])
-        square = float(np.einsum("i,i->", rows.values, rows.values))  # dot would wake the threads of BLAS
+        square = rows.square_sum()
         if not math.isfinite(square):
             _make_nan_equal(rows.values)
-        np.right_shift(rows.bits, 32, out=rows.mixed)
-        np.bitwise_xor(rows.mixed, rows.bits, out=rows.mixed)
-        bits += int(np.einsum("i,i->", rows.mixed, rows.keys)) * _signs_and_key_of_chunk(number)[1]
+        _mix(rows.bits, rows.mixed, values.dtype)
+        np.multiply(rows.mixed, rows.keys, out=rows.mixed)
+        bits += int(np.add.reduce(rows.mixed)) * _signs_and_key_of_chunk(number)[1]
         if not math.isfinite(square):
             num_nonfinite += _remove_nonfinite(rows.values)
-            square = float(np.einsum("i,i->", rows.values, rows.values))
+            square = rows.square_sum()
         square_sum += square
         np.einsum("ij,ij->j", rows.table, rows.signs, out=columns[place])
     # In all rows, a column has the same bucket.
@@ -255,6 +433,10 @@ class _Rows:
         self.bits, self.mixed, self.keys = self.values.view(np.int64), mixed[here], drawn.keys[here]
         self.signs = drawn.signs[here].reshape(-1, _COLUMNS)
 
+    def square_sum(self) -> float:
+        """Return the sum of squares. Row by row: BLAS would wake its threads for longer sums."""
+        return float(np.add.reduce(np.matmul(self.table[:, None, :], self.table[:, :, None]), axis=None))
+
 
 _rows = lru_cache(maxsize=(_CHUNK // _COLUMNS + 1) ** 2)(_Rows)
 
@@ -273,13 +455,19 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().reshape(-1)
 
 
-def _mixed(bits: np.ndarray) -> np.ndarray:
-    """Return the bits of float64 numbers with the upper half, in which most differences are, added to the lower half.
+def _mix(bits: np.ndarray, out: np.ndarray, dtype: torch.dtype) -> None:
+    """Write numbers to ``out`` of which the lower bits differ, too: a product does not mix higher bits into lower ones.
 
-    Only numbers of which one has all bits of the other inverted give the same.
+    Args:
+        bits: of float64 numbers.
+        dtype: of the tensor that they come from. Of a narrow one, all bits are kept; of others, the upper half, in which most differences
+            are, is added to the lower half: only numbers of which one has all bits of the other inverted give the same.
     """
-    mixed: np.ndarray = bits ^ (bits >> 32)
-    return mixed
+    if dtype in _NARROW:
+        np.right_shift(bits, _NUM_ZEROS, out=out)
+    else:
+        np.right_shift(bits, 32, out=out)
+        np.bitwise_xor(out, bits, out=out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

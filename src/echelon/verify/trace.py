@@ -1,7 +1,7 @@
 """The recorded steps of one run: one file per rank, one JSON object per line.
 
-``Trace`` is what the comparison reads; ``TraceWriter`` is what a recorder writes. Arrays are base64 of little-endian float64. A torn
-last line (of a rank that was killed) is ignored.
+``Trace`` is what the comparison reads; ``TraceWriter`` is what a recorder writes. Arrays are base64 of little-endian float64. The elements
+of small tensors are in a second file, one after the other in the order of the lines. A torn last line (of a rank that was killed) is ignored.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
+from io import FileIO
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from echelon.verify.sketch import NUM_BUCKETS, Sketch
+from echelon.verify.sketch import NUM_BUCKETS, Raw, Sketch, Sketches
 
 __all__ = [
     "Batch",
@@ -25,9 +27,11 @@ __all__ = [
     "Clip",
     "Event",
     "Forward",
+    "ForwardPass",
     "Gradients",
     "Loss",
     "Model",
+    "NUM_PROJECTIONS",
     "Note",
     "OptimizerState",
     "OptimizerStep",
@@ -44,12 +48,13 @@ __all__ = [
     "recorded_version",
 ]
 
-VERSION = 2
+NUM_PROJECTIONS = 4
+"""Numbers that are kept of each sample's part of a module's output."""
+VERSION = 3
 """Of what the events mean. Traces of different versions are not compared."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """Identity of one sample: hashes of its contents, which also match if only the padding at the end differs."""
 
     whole: int
@@ -129,12 +134,49 @@ class Forward:
     """``""`` is the root."""
     shape: list[int]
     rows: np.ndarray
-    """``(number of rows, 4)``: a projection of each row of the output, in the order of the batch; ``(0, 4)`` if dim 0 is not the batch."""
+    """``(number of rows, NUM_PROJECTIONS)``: a projection of each row of the output, in the order of the batch; ``(0, NUM_PROJECTIONS)`` if dim 0 is not the
+    batch."""
     total: np.ndarray
     """``(NUM_BUCKETS,)``: projection of the whole output; zeros if there are rows."""
     is_training: bool = True
     is_without_padding: bool = False
     """Whether positions of padding in dim 1 count as zeros, so that the rows do not depend on how far the batch was padded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardPass:
+    """The outputs of the modules of one forward pass, as they are written; ``read_trace`` makes a ``Forward`` of each."""
+
+    kind: ClassVar[str] = "forwards"
+    update: int
+    micro_step: int
+    model: int
+    modules: list[str]
+    shapes: list[list[int]]
+    num_rows: list[int]
+    """0: the numbers of a module are its ``total``."""
+    is_without_padding: list[bool]
+    numbers: np.ndarray
+    """``rows`` or ``total`` of each module, one after the other."""
+
+    def events(self) -> Iterator[Forward]:
+        """Yield one event for each module."""
+        start = 0
+        for module, shape, num, is_without_padding in zip(
+            self.modules, self.shapes, self.num_rows, self.is_without_padding, strict=True
+        ):
+            stop = start + (num * NUM_PROJECTIONS if num else NUM_BUCKETS)
+            own, start = self.numbers[start:stop], stop
+            yield Forward(
+                update=self.update,
+                micro_step=self.micro_step,
+                model=self.model,
+                module=module,
+                shape=shape,
+                rows=own.reshape(num, NUM_PROJECTIONS) if num else np.zeros((0, NUM_PROJECTIONS)),
+                total=np.zeros(NUM_BUCKETS) if num else own,
+                is_without_padding=is_without_padding,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +216,7 @@ class Gradients:
     model: int
     names: list[str]
     """Parameters that have a gradient (on this rank a shard of one, if the engine shards)."""
-    sketches: list[Sketch]
+    sketches: Sequence[Sketch]
     is_sharded: bool = False
     """Whether the sketches of all ranks add up to the whole tensor (else each rank has the whole)."""
     replica: int = 0
@@ -222,7 +264,7 @@ class ModelWeights:
     update: int
     model: int
     names: list[str]
-    sketches: list[Sketch]
+    sketches: Sequence[Sketch]
     is_sharded: bool = False
     replica: int = 0
 
@@ -235,7 +277,7 @@ class Buffers:
     update: int
     model: int
     names: list[str]
-    sketches: list[Sketch]
+    sketches: Sequence[Sketch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +288,7 @@ class OptimizerState:
     update: int
     optimizer: int
     names: list[str]
-    sketches: list[Sketch]
+    sketches: Sequence[Sketch]
     is_sharded: bool = False
     replica: int = 0
 
@@ -278,7 +320,7 @@ class SavedState:
     path: str
     names: list[str]
     """``"0:weight"``, ``"0:weight/exp_avg"``, ``"buffer 0:bn.running_mean"``, ``"lr 0"`` (of the optimizers' groups, counted)."""
-    sketches: list[Sketch]
+    sketches: Sequence[Sketch]
     is_sharded: bool = False
     replica: int = 0
     line: str = ""
@@ -298,6 +340,7 @@ Event: TypeAlias = (
     | Model
     | Batch
     | Forward
+    | ForwardPass
     | Loss
     | Gradients
     | Clip
@@ -316,6 +359,7 @@ _KINDS: dict[str, Any] = {
         Model,
         Batch,
         Forward,
+        ForwardPass,
         Loss,
         Gradients,
         Clip,
@@ -333,6 +377,11 @@ _FIELDS: dict[Any, list[tuple[str, Any]]] = {
     for kind in _KINDS.values()
 }
 """Name and default of each field. The version is always written."""
+_READ: dict[Any, Callable[[Any], tuple[Any, ...]]] = {
+    kind: attrgetter(*(name for name, _ in _FIELDS[kind])) for kind in _FIELDS
+}
+_BEGINS = {kind: [(f',"{name}":', default) for name, default in _FIELDS[kind]] for kind in _FIELDS}
+_SKETCHED = (Gradients, ModelWeights, Buffers, OptimizerState, SavedState)
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _quoted = lru_cache(maxsize=1024)(_ENCODER.encode)
 
@@ -349,19 +398,46 @@ class TraceWriter:
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = file_of_rank(folder, rank).open("w", encoding="utf-8")
+        path = file_of_rank(folder, rank)
+        self._file, self._values_file = path.open("wb", buffering=0), _values_of(path).open("wb", buffering=0)
+        self._lines: list[str] = []
+        self._values: list[Any] = []
+        self._latest: Sequence[Sketch] | None = None
 
     def add(self, event: Event) -> None:
         """Append ``event``; it reaches the disk with ``flush`` or ``close``."""
-        self._file.write(_line_of(event))
+        if not isinstance(event, _SKETCHED):
+            self._lines.append(_line_of(event))
+        elif event.sketches is self._latest:
+            self._lines.append(_line_of(event, _SAME))
+        else:
+            self._latest = event.sketches
+            self._lines.append(_line_of(event))
+            if isinstance(event.sketches, Sketches) and event.sketches.raw is not None:
+                self._values.append(event.sketches.raw.values.data)
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
-        self._file.flush()
+        """Hand everything to the operating system, the elements first."""
+        lines, self._lines = self._lines, []
+        values, self._values = self._values, []
+        _write(self._values_file, b"".join(values))
+        _write(self._file, "".join(lines).encode())
 
     def close(self) -> None:
-        """Flush and close the file."""
+        """Flush and close the files."""
+        self.flush()
+        self._values_file.close()
         self._file.close()
+
+
+def _write(file: FileIO, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _values_of(path: Path) -> Path:
+    """Return the path of the elements that belong to the lines in ``path``."""
+    return path.with_name(path.name.split(".")[0] + ".values")
 
 
 def file_of_rank(folder: Path, rank: int) -> Path:
@@ -387,44 +463,89 @@ def recorded_version(folder: Path) -> int | None:
 
 
 def _events(path: Path) -> Iterator[Event]:
+    elements = _Elements(_values_of(path))
+    latest: list[Sketch] = []
     with path.open(encoding="utf-8") as file:
         for line in file:
             if not line.endswith("\n"):
                 return
             values = json.loads(line)
             kind = _KINDS[values.pop("kind")]
-            yield kind(**{one.name: _decoded(one.name, values[one.name]) for one in fields(kind) if one.name in values})
+            found = values.get("sketches")
+            if found is not None:
+                latest = latest if found == _SAME_VALUE else _read_sketches(found, elements)
+                values["sketches"] = latest
+            event = kind(
+                **{one.name: _decoded(one.name, values[one.name]) for one in fields(kind) if one.name in values}
+            )
+            if isinstance(event, ForwardPass):
+                yield from event.events()
+            else:
+                yield event
 
 
-def _line_of(event: Any) -> str:
+class _Elements:
+    """Reads the file of elements in the order in which it was written."""
+
+    def __init__(self, path: Path) -> None:
+        self._data = path.read_bytes() if path.exists() else b""
+        self._position = 0
+
+    def take(self, count: int, kind: str) -> np.ndarray:
+        """Return the next ``count`` elements."""
+        found = np.frombuffer(self._data, dtype=kind, count=count, offset=self._position)
+        self._position += found.nbytes
+        return found.copy()
+
+
+def _read_sketches(found: Any, elements: _Elements) -> list[Sketch]:
+    if "raw" in found:
+        sizes = tuple(found["sizes"])
+        return list(Sketches(None, None, Raw(elements.take(sum(sizes), found["raw"]), sizes)))
+    counts = np.frombuffer(base64.b64decode(found["counts"]), dtype="<i8").reshape(-1, 3)
+    return list(Sketches(_decoded("", found["numbers"]), counts))
+
+
+_SAME_VALUE = "same"
+"""In place of sketches: those of the latest event that has some."""
+_SAME = f'"{_SAME_VALUE}"'
+_BEGIN_OF_SKETCHES = ',"sketches":'
+
+
+def _line_of(event: Any, sketches: str | None = None) -> str:
     """Return ``event`` as a JSON object, without fields that have their default. Arrays are put in as they are: a JSON encoder would look
     at each character of them.
+
+    Args:
+        sketches: text in place of the event's sketches.
     """
+    kind = type(event)
     values = [
-        f',"{name}":{_text(value)}'
-        for name, default in _FIELDS[type(event)]
-        if (value := getattr(event, name)) is not default
+        begin + (_text(value) if sketches is None or begin != _BEGIN_OF_SKETCHES else sketches)
+        for (begin, default), value in zip(_BEGINS[kind], _READ[kind](event))
+        if value is not default
     ]
     return f'{{"kind":"{event.kind}"{"".join(values)}}}\n'
 
 
 def _text(value: Any) -> str:
-    kind = type(value)
-    if kind is str:
-        return _quoted(value)
-    if kind is int or (kind is float and math.isfinite(value)):
-        return repr(value)
-    if value is True:
-        return "true"
-    if kind is np.ndarray:
-        return _text_of_array(value)
-    if kind is list and value:
-        if isinstance(value[0], Sketch):
-            return _text_of_sketches(value)
-        if isinstance(value[0], Row):
-            return "[" + ",".join([f'["{one.whole}","{one.prefix}"]' for one in value]) + "]"
-        if isinstance(value[0], str):
+    text = _TEXTS.get(type(value))
+    return _ENCODER.encode(value) if text is None else text(value)
+
+
+def _text_of_float(value: float) -> str:
+    return repr(value) if math.isfinite(value) else _ENCODER.encode(value)
+
+
+def _text_of_list(value: list[Any]) -> str:
+    if value:
+        kind = type(value[0])
+        if kind is str:
             return _text_of_names(tuple(value))
+        if kind is Row:
+            return "[" + ",".join([f'["{one.whole}","{one.prefix}"]' for one in value]) + "]"
+        if kind is Sketch:
+            return _text_of_sketches(Sketches.of(value))
     return _ENCODER.encode(value)
 
 
@@ -446,12 +567,27 @@ def _text_of_zeros(shape: tuple[int, ...]) -> str:
     return f'{{"shape":{list(shape)},"data":"{data}"}}'
 
 
-def _text_of_sketches(sketches: list[Sketch]) -> str:
-    numbers = np.empty((len(sketches), NUM_BUCKETS + 1))
-    numbers[:, :-1] = [one.projection for one in sketches]
-    numbers[:, -1] = [one.square_sum for one in sketches]
-    rest = ",".join([f'["{one.bits}",{one.num_elements},{one.num_nonfinite}]' for one in sketches])
-    return f'{{"numbers":{_text_of_array(numbers)},"rest":[{rest}]}}'
+def _text_of_sketches(sketches: Sketches) -> str:
+    if sketches.raw is not None:
+        kind = "<f4" if sketches.raw.values.itemsize == 4 else "<f8"
+        return f'{{"sizes":{_text_of_sizes(sketches.raw.sizes)},"raw":"{kind}"}}'
+    counts = base64.b64encode(sketches.counts.astype("<i8", copy=False).tobytes()).decode("ascii")
+    return f'{{"numbers":{_text_of_array(sketches.numbers)},"counts":"{counts}"}}'
+
+
+@lru_cache(maxsize=256)
+def _text_of_sizes(sizes: tuple[int, ...]) -> str:
+    return _ENCODER.encode(sizes)
+
+
+_TEXTS: dict[type, Callable[[Any], str]] = {
+    str: _quoted,
+    int: repr,
+    float: _text_of_float,
+    np.ndarray: _text_of_array,
+    Sketches: _text_of_sketches,
+    list: _text_of_list,
+}
 
 
 def _decoded(name: str, value: Any) -> Any:
@@ -459,16 +595,4 @@ def _decoded(name: str, value: Any) -> Any:
         return [Row(whole=int(whole), prefix=int(prefix)) for whole, prefix in value]
     if isinstance(value, dict) and value.keys() == {"shape", "data"}:
         return np.frombuffer(base64.b64decode(value["data"]), dtype="<f8").reshape(value["shape"]).copy()
-    if isinstance(value, dict) and value.keys() == {"numbers", "rest"}:
-        numbers = _decoded("", value["numbers"])
-        return [
-            Sketch(
-                projection=row[:-1],
-                square_sum=float(row[-1]),
-                bits=int(bits),
-                num_elements=num_elements,
-                num_nonfinite=num_nonfinite,
-            )
-            for row, (bits, num_elements, num_nonfinite) in zip(numbers, value["rest"], strict=True)
-        ]
     return value

@@ -286,7 +286,7 @@ def whole_tensor(by_rank: dict[int, Sketch], replica_of: Mapping[int, int] | Non
     return RecordedTensor(whole=whole, by_rank=by_rank, replica_of=replica_of, replicas=dict(others))
 
 
-def _named_sketches(one: RankUpdate, kind: TensorKind) -> Iterator[tuple[int | None, list[str], list[Sketch]]]:
+def _named_sketches(one: RankUpdate, kind: TensorKind) -> Iterator[tuple[int | None, list[str], Sequence[Sketch]]]:
     """Yield the replica (None: not sharded), names and sketches of each event."""
     events: Sequence[ModelWeights | Buffers | OptimizerState | Gradients]
     if kind == "weights":

@@ -151,9 +151,12 @@ class Batches:
             return next(iterator.inner)
         self._nested.depth = 1
         try:
-            with ExitStack() as stack:
-                for context in self._while_reading:
-                    stack.enter_context(context())
+            if self._while_reading:
+                with ExitStack() as stack:
+                    for context in self._while_reading:
+                        stack.enter_context(context())
+                    batch = next(iterator.inner)
+            else:
                 batch = next(iterator.inner)
         finally:
             self._nested.depth = 0

@@ -71,11 +71,11 @@ class ClipRecorder:
                     self._replace(one, name, self._wrapped(original))
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+        names = list(inspect.signature(original).parameters)
 
         @functools.wraps(original)
         def clip(*args: Any, **kwargs: Any) -> Any:
-            return self._call(original, signature, *args, **kwargs)
+            return self._call(original, names, *args, **kwargs)
 
         return clip
 
@@ -83,22 +83,27 @@ class ClipRecorder:
         self._undo.append((owner, name, vars(owner)[name]))
         setattr(owner, name, value)
 
-    def _call(self, original: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        given = call.arguments
+    def _call(self, original: Callable[..., Any], names: list[str], *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args)), **kwargs}
         limit = given.get("max_norm", given.get("clip_value", math.inf))
         # An exact mode of echelon computes the norm so far without clipping.
         if self._is_inside or (given.get("unsynced") and limit == math.inf):
-            return original(*call.args, **call.kwargs)
+            return original(*args, **kwargs)
         if "parameters" in given:
             parameters = given["parameters"]
-            given["parameters"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if "unsynced" in signature.parameters and not given.get("unsynced"):
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            given["parameters"] = parameters
+            if "parameters" in kwargs:
+                kwargs["parameters"] = parameters
+            else:
+                place = names.index("parameters")
+                args = (*args[:place], parameters, *args[place + 1 :])
+        if "unsynced" in names and not given.get("unsynced"):
             _reduce(next(iter(given.values())), given.get("parameters", []))
         self._gradients.record_reduced(given.get("parameters", []))
         self._is_inside = True
         try:
-            result = original(*call.args, **call.kwargs)
+            result = original(*args, **kwargs)
         finally:
             self._is_inside = False
         self._recording.add(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,13 +17,11 @@ from echelon.distributed.tree import leaves
 from echelon.verify.recorders.batches import Batches
 from echelon.verify.recorders.models import plain_name
 from echelon.verify.recording import Recording
-from echelon.verify.sketch import NUM_BUCKETS, sketch_of
-from echelon.verify.trace import Forward
+from echelon.verify.sketch import sketch_of
+from echelon.verify.trace import NUM_PROJECTIONS, ForwardPass
 
 __all__ = ["Forwards", "projection_of_rows"]
 
-NUM_PROJECTIONS = 4
-_NO_ROWS, _NO_TOTAL = np.zeros((0, NUM_PROJECTIONS)), np.zeros(NUM_BUCKETS)
 _BLOCK = 1 << 14
 """Elements of a row that are projected at once; each block of a longer row has its own signs."""
 
@@ -39,7 +37,8 @@ class Forwards:
         self._batches = batches
         self._names: WeakKeyDictionary[nn.Module, dict[nn.Module, str]] = WeakKeyDictionary()
         self._active: dict[nn.Module, str] = {}
-        self._model = 0
+        self._pass: dict[str, int] = {}
+        self._outputs: list[_Output] = []
         self._recording: Recording | None = None
 
     def install(self, recording: Recording) -> Callable[[], None]:
@@ -47,7 +46,13 @@ class Forwards:
         self._recording = recording
         recording.on_training_forward(self._begin)
         recording.on_forward_end(self._end)
-        return register_module_forward_hook(self._after_module).remove
+        hook = register_module_forward_hook(self._after_module)
+
+        def remove() -> None:
+            hook.remove()
+            self._write()
+
+        return remove
 
     def _begin(self, model: int, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = self._names.get(root)
@@ -58,10 +63,30 @@ class Forwards:
                 if module is root or not any(True for _ in module.children())
             }
             self._names[root] = names
-        self._active, self._model = names, model
+        self._write()  # of a forward pass that has failed
+        assert self._recording is not None
+        self._active = names
+        self._pass = {"update": self._recording.update, "micro_step": self._recording.micro_step, "model": model}
 
     def _end(self, model: int, root: nn.Module, output: Any) -> None:
         self._active = {}
+        self._write()
+
+    def _write(self) -> None:
+        """Write one event for all modules: one for each would take much more time."""
+        outputs, self._outputs = self._outputs, []
+        if outputs:
+            assert self._recording is not None
+            self._recording.add(
+                ForwardPass(
+                    **self._pass,
+                    modules=[one.module for one in outputs],
+                    shapes=[one.shape for one in outputs],
+                    num_rows=[one.num_rows for one in outputs],
+                    is_without_padding=[one.is_without_padding for one in outputs],
+                    numbers=np.concatenate([one.numbers for one in outputs]),
+                )
+            )
 
     def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
         recording, name = self._recording, self._active.get(module)
@@ -74,18 +99,24 @@ class Forwards:
             return
         lengths = {} if samples is None else samples.lengths
         rows = projection_of_rows(value, count, lengths)
-        recording.add(
-            Forward(
-                update=recording.update,
-                micro_step=recording.micro_step,
-                model=self._model,
-                module=name,
-                shape=list(value.shape),
-                rows=_NO_ROWS if rows is None else rows,
-                is_without_padding=rows is not None and _has_known_lengths(value, count, lengths),
-                total=sketch_of(value).projection if rows is None else _NO_TOTAL,
+        has_rows = rows is not None and len(rows) > 0
+        self._outputs.append(
+            _Output(
+                name,
+                list(value.shape),
+                len(rows) if rows is not None else 0,
+                has_rows and bool(lengths) and _has_known_lengths(value, count, lengths),
+                rows.reshape(-1) if rows is not None and has_rows else sketch_of(value).projection,
             )
         )
+
+
+class _Output(NamedTuple):
+    module: str
+    shape: list[int]
+    num_rows: int
+    is_without_padding: bool
+    numbers: np.ndarray
 
 
 def projection_of_rows(value: torch.Tensor, count: int | None, lengths: dict[int, np.ndarray]) -> np.ndarray | None:
@@ -107,10 +138,10 @@ def projection_of_rows(value: torch.Tensor, count: int | None, lengths: dict[int
         if value.dim() < 3 or value.size(1) != count:
             return None
         value = value.transpose(0, 1)
-    flat = _without_padding(value, lengths).reshape(count, -1)
-    signs = _signs(flat.device)
+    flat = (_without_padding(value, lengths) if lengths else value).reshape(count, -1)
     if flat.size(1) <= _BLOCK:
-        return (flat.to(torch.float64) @ signs[: flat.size(1)]).cpu().numpy()
+        return (flat.to(torch.float64) @ _first_signs(flat.size(1), flat.device)).cpu().numpy()
+    signs = _signs(flat.device)
     total = torch.zeros(count, NUM_PROJECTIONS, dtype=torch.float64, device=flat.device)
     for index, start in enumerate(range(0, flat.size(1), _BLOCK)):
         part = flat[:, start : start + _BLOCK].to(torch.float64)
@@ -154,6 +185,11 @@ def _without_padding(value: torch.Tensor, lengths: dict[int, np.ndarray]) -> tor
             is_padding = positions >= torch.as_tensor(ends - cut, device=value.device)[:, None]
             return value.masked_fill(is_padding.view(*is_padding.shape, *[1] * (value.dim() - 2)), 0)
     return value
+
+
+@lru_cache(maxsize=256)
+def _first_signs(count: int, device: torch.device) -> torch.Tensor:
+    return _signs(device)[:count]
 
 
 @lru_cache(maxsize=8)

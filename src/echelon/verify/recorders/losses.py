@@ -79,7 +79,7 @@ class Losses:
                 Loss(
                     update=recording.update,
                     micro_step=recording.micro_step,
-                    value=float(value.double().sum()),
+                    value=float(value if value.dim() == 0 else value.double().sum()),
                     weight=self._weight,
                     gradient_scale=scale,
                     line=line,

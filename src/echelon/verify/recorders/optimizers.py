@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer, optimizer as torch_optimizer
 
 from echelon.verify.recorders.loss_scales import LossScales
-from echelon.verify.recorders.shards import NamedSketches, sketch_named
+from echelon.verify.recorders.shards import NamedSketches, as_shards, sketch_named
 from echelon.verify.recorders.user_code import line_of_user
 from echelon.verify.recording import Recording
 from echelon.verify.trace import OptimizerState, OptimizerStep
@@ -30,6 +30,7 @@ class OptimizerRecorder:
         self._has_stepped = False
         self._takes_closure = False
         self._stepped: set[int] = set()  # in this update
+        self._names: dict[tuple[int, str], str] = {}
 
     def install(self, recording: Recording) -> Callable[[], None]:
         self._recording = recording
@@ -100,12 +101,15 @@ class OptimizerRecorder:
 
     def _add_step(self, optimizer: Optimizer, *, is_skipped: bool) -> None:
         groups = optimizer.param_groups
-        group_of = {}
+        group_of, names = {}, self._names
         for number, group in enumerate(groups):
             for parameter in group["params"]:
                 owner = self._recording.owner_of(parameter)
                 if owner is not None:
-                    group_of[f"{owner[0]}:{owner[1]}"] = number
+                    name = names.get(owner)
+                    if name is None:
+                        name = names[owner] = f"{owner[0]}:{owner[1]}"
+                    group_of[name] = number
         number = self.number_of(optimizer)
         self._stepped.add(number)
         self._recording.add(
@@ -133,21 +137,28 @@ def sketch_optimizer_state(recording: Recording, optimizer: Optimizer) -> NamedS
     """Return sketches of an optimizer's state, by ``model:parameter/key``."""
     inner: Any = getattr(optimizer, "optim", None)
     if not isinstance(inner, Optimizer):
-        return sketch_named(_state(recording, optimizer.state))
-    found = sketch_named(_state(recording, inner.state))  # of a ZeroRedundancyOptimizer: the parameters of this rank
-    return NamedSketches(shards={**found.whole, **found.shards}, replicas=found.replicas)
+        return sketch_named(*_state(recording, optimizer.state))
+    return as_shards(
+        sketch_named(*_state(recording, inner.state))
+    )  # of a ZeroRedundancyOptimizer: the parameters of this rank
 
 
-def _state(recording: Recording, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _state(recording: Recording, state: Any) -> tuple[list[str], list[torch.Tensor]]:
+    names, tensors, owner_of = [], [], recording.owner_of
     for parameter, entries in state.items():
-        owner = recording.owner_of(parameter)
+        owner = owner_of(parameter)
         if owner is None or not isinstance(entries, dict):
             continue
+        begin = f"{owner[0]}:{owner[1]}/"
         for key, value in entries.items():
             if isinstance(value, torch.Tensor):
-                yield f"{owner[0]}:{owner[1]}/{key}", value.detach()
+                tensors.append(value)
             elif isinstance(value, (bool, int, float)):
-                yield f"{owner[0]}:{owner[1]}/{key}", torch.tensor(value, dtype=torch.float64)
+                tensors.append(torch.tensor(value, dtype=torch.float64))
+            else:
+                continue
+            names.append(f"{begin}{key}")
+    return names, tensors
 
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -117,8 +117,12 @@ def rows_of(batch: Any, of_items: np.ndarray | None = None) -> SampleRows | None
         for total, hashes in zip((whole, *others), of_leaf, strict=True):
             total += hashes
     keys, prefix = others if others else (whole, whole)
-    rows = [Row(whole=a, prefix=b) for a, b in zip(_mixed(whole).tolist(), _mixed(prefix).tolist(), strict=True)]
-    return SampleRows(rows=rows, keys=_mixed(keys), lengths=lengths, num_items=_num_items(leaves))
+    mixed = _mixed(whole)
+    ids = mixed.tolist()
+    rows = list(map(Row, ids, ids if prefix is whole else _mixed(prefix).tolist()))
+    return SampleRows(
+        rows=rows, keys=mixed if keys is whole else _mixed(keys), lengths=lengths, num_items=_num_items(leaves)
+    )
 
 
 def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:

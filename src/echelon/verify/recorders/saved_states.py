@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from echelon.verify.recorders.models import RecordedModel
 from echelon.verify.recorders.optimizers import sketch_optimizer_state
-from echelon.verify.recorders.shards import NamedSketches, sketch_named
+from echelon.verify.recorders.shards import NamedSketches, sketch_named, together
 from echelon.verify.recorders.user_code import line_of_user
 from echelon.verify.recording import Recording
 from echelon.verify.trace import SavedState
@@ -201,16 +201,15 @@ class SavedStateRecorder:
 
     def _state(self, first: int) -> NamedSketches:
         """Return weights, buffers and optimizer states of the models from ``first`` on."""
-        found = sketch_named(_tensors_of(self._recording.models[first:]))
+        named = dict(_tensors_of(self._recording.models[first:]))
         optimizers = self._known_optimizers(first)
-        for optimizer in optimizers:
-            state = sketch_optimizer_state(self._recording, optimizer)
-            found.whole.update(state.whole)
-            found.shards.update(state.shards)
         lrs = [float(group.get("lr", 0.0)) for optimizer in optimizers for group in optimizer.param_groups]
-        rates = [(f"lr {number}", torch.tensor(lr, dtype=torch.float64)) for number, lr in enumerate(lrs)]
-        found.whole.update(sketch_named(rates).whole)
-        return found
+        rates = [torch.tensor(lr, dtype=torch.float64) for lr in lrs]
+        return together(
+            sketch_named(list(named), list(named.values())),
+            *(sketch_optimizer_state(self._recording, optimizer) for optimizer in optimizers),
+            sketch_named([f"lr {number}" for number in range(len(rates))], rates),
+        )
 
     def _add(
         self,

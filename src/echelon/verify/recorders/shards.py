@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypedDict
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from echelon.base.sharded import is_dtensor
-from echelon.verify.sketch import Positions, Sketch, sketches_of
+from echelon.verify.sketch import NUM_BUCKETS, Positions, Sketches, sketches_of
 
-__all__ = ["NamedSketches", "SketchedPart", "sketch_named"]
+__all__ = ["NamedSketches", "SketchedPart", "as_shards", "sketch_named", "together"]
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -23,7 +23,7 @@ class SketchedPart(TypedDict):
     """The fields that ``Gradients``, ``ModelWeights``, ``OptimizerState`` and ``SavedState`` share."""
 
     names: list[str]
-    sketches: list[Sketch]
+    sketches: Sketches
     is_sharded: bool
     replica: int
 
@@ -32,31 +32,60 @@ class SketchedPart(TypedDict):
 class NamedSketches:
     """Sketches of tensors that this rank has whole, and of shards of others."""
 
-    whole: dict[str, Sketch] = field(default_factory=dict)
-    shards: dict[str, Sketch] = field(default_factory=dict)
+    whole_names: list[str]
+    whole: Sketches
+    shard_names: list[str]
+    shards: Sketches
     replicas: dict[str, int] = field(default_factory=dict)
     """Shards that are not of the first replica (hybrid sharding), and of which replica they are."""
 
     def parts(self) -> Iterable[SketchedPart]:
         """Yield those that are not empty; at least one."""
-        if self.whole or not self.shards:
-            yield SketchedPart(names=list(self.whole), sketches=list(self.whole.values()), is_sharded=False, replica=0)
-        for replica in sorted({self.replicas.get(name, 0) for name in self.shards}):
-            names = [name for name in self.shards if self.replicas.get(name, 0) == replica]
+        if self.whole_names or not self.shard_names:
+            yield SketchedPart(names=self.whole_names, sketches=self.whole, is_sharded=False, replica=0)
+        for replica in sorted({self.replicas.get(name, 0) for name in self.shard_names}):
+            places = [place for place, name in enumerate(self.shard_names) if self.replicas.get(name, 0) == replica]
             yield SketchedPart(
-                names=names, sketches=[self.shards[name] for name in names], is_sharded=True, replica=replica
+                names=[self.shard_names[place] for place in places],
+                sketches=Sketches(self.shards.numbers[places], self.shards.counts[places]),
+                is_sharded=True,
+                replica=replica,
             )
 
 
-def sketch_named(tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedSketches:
+def together(*parts: NamedSketches) -> NamedSketches:
+    """Return the sketches of all ``parts``."""
+    return NamedSketches(
+        whole_names=[name for part in parts for name in part.whole_names],
+        whole=_joined([part.whole for part in parts]),
+        shard_names=[name for part in parts for name in part.shard_names],
+        shards=_joined([part.shards for part in parts]),
+        replicas={name: replica for part in parts for name, replica in part.replicas.items()},
+    )
+
+
+def as_shards(found: NamedSketches) -> NamedSketches:
+    """Return the same sketches as those of shards: of tensors of which each rank has some."""
+    return NamedSketches(
+        whole_names=[],
+        whole=_NONE,
+        shard_names=[*found.whole_names, *found.shard_names],
+        shards=_joined([found.whole, found.shards]),
+        replicas=found.replicas,
+    )
+
+
+def sketch_named(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> NamedSketches:
     """Return the sketches of ``tensors``; those of the shards of one replica add up to the whole tensor."""
+    if all(type(one) in _PLAIN and one.layout is torch.strided for one in tensors):
+        return NamedSketches(list(names), sketches_of(tensors), [], _NONE)
     whole: list[str] = []
     shards: list[str] = []
     whole_tensors: list[torch.Tensor] = []
     local_tensors: list[torch.Tensor] = []
     positions: list[Positions] = []
     replicas: dict[str, int] = {}
-    for name, tensor in tensors:
+    for name, tensor in zip(names, tensors, strict=True):
         if type(tensor) in _PLAIN or not is_dtensor(tensor):
             whole.append(name)
             whole_tensors.append(tensor if tensor.layout is torch.strided else tensor.to_dense())
@@ -72,11 +101,17 @@ def sketch_named(tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedSketches:
             shards.append(name)
             local_tensors.append(local)
             positions.append(layout.positions)
-    return NamedSketches(
-        whole=dict(zip(whole, sketches_of(whole_tensors), strict=True)),
-        shards=dict(zip(shards, sketches_of(local_tensors, positions), strict=True)),
-        replicas=replicas,
-    )
+    return NamedSketches(whole, sketches_of(whole_tensors), shards, sketches_of(local_tensors, positions), replicas)
+
+
+def _joined(parts: Sequence[Sketches]) -> Sketches:
+    filled = [part for part in parts if len(part)]
+    if len(filled) < 2:
+        return filled[0] if filled else _NONE
+    return Sketches(np.concatenate([part.numbers for part in filled]), np.concatenate([part.counts for part in filled]))
+
+
+_NONE = Sketches(np.zeros((0, NUM_BUCKETS + 1)), np.zeros((0, 3), dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,10 +86,9 @@ class WeightRecorder:
 
     def _add_weights(self, model: RecordedModel, update: int, *, only_trainable: bool) -> None:
         frozen = [name for name, parameter in model.parameters.items() if not parameter.requires_grad]
-        left_out = self._unchanged(model, frozen) if frozen and only_trainable else set()
-        sketches = sketch_named(
-            (name, parameter.detach()) for name, parameter in model.parameters.items() if name not in left_out
-        )
+        left_out = self._unchanged(model, frozen) if frozen and only_trainable else ()
+        chosen = {name: one for name, one in model.parameters.items() if name not in left_out}
+        sketches = sketch_named(list(chosen), list(chosen.values()))
         for part in sketches.parts():
             self._recording.add(ModelWeights(update=update, model=model.index, **part))
 
@@ -113,9 +112,10 @@ class WeightRecorder:
                 own = averaged.module.state_dict()
                 tensors += [(f"averaged.{plain_name(name)}", value) for name, value in own.items()]
         if tensors:
-            sketches = sketch_named((name, value.detach()) for name, value in tensors).whole
+            named = dict(tensors)
+            found = sketch_named(list(named), list(named.values()))
             self._recording.add(
-                Buffers(update=update, model=model.index, names=list(sketches), sketches=list(sketches.values()))
+                Buffers(update=update, model=model.index, names=found.whole_names, sketches=found.whole)
             )
 
 
