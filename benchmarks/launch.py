@@ -1,6 +1,7 @@
 """Measures the overhead of the launcher and the recovery of a killed run: `echelon launch` compared with torchrun, alternating.
 
 - an empty script on 2 processes: seconds from the start of the command to its end;
+- plain DDP on 2 processes: seconds from the start of the command to the end of the first step;
 - steps of 10 ms: the time added by the status board, its reporter and the monitoring launcher;
 - recovery: from the SIGKILL of a rank to the next saved step, including the load of a small checkpoint. The script uses plain DDP
   and torch.save. torchrun sometimes fails to restart; only its successes are measured, and the failures are counted.
@@ -33,6 +34,7 @@ COMMANDS = {
 }
 LIMIT_S = 120.0
 COST_LIMIT = 0.01
+FIRST_STEP_LIMIT = 0.7
 WARM_LIMIT_S = 1.0
 NO_OP = "pass\n"
 
@@ -54,6 +56,20 @@ for number in range(int(sys.argv[1]) + 20):
 if dist.get_rank() == 0:
     took = sorted(took[20:])
     json.dump(took, open(sys.argv[2], "w"))
+dist.destroy_process_group()
+"""
+
+FIRST_STEP = """
+import sys, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 10))
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.randn(8, 64)).sum().backward()
+optimizer.step()
+if dist.get_rank() == 0:
+    open(sys.argv[1], "w").write(repr(time.time()))
 dist.destroy_process_group()
 """
 
@@ -117,6 +133,16 @@ def no_op(launcher: str) -> float:
     seconds, code = run(launcher, NO_OP)
     assert code == 0, launcher
     return seconds
+
+
+def first_step(launcher: str) -> float:
+    """Return the seconds from the start of the command to the end of the first step of plain DDP on rank 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result")
+        started = time.time()
+        _, code = run(launcher, FIRST_STEP, str(result))
+        assert code == 0, launcher
+        return float(result.read_text()) - started
 
 
 def steps(launcher: str, number: int = 300) -> float:
@@ -191,6 +217,8 @@ def main() -> None:
 
     launches = pairs(no_op, options.launches, "no-op")
     start_ratio, start = in_words(launches)
+    firsts = pairs(first_step, options.launches, "first step")
+    first_ratio, first = in_words(firsts)
     taken = pairs(steps, options.pairs, "steps")
     cost_ratio, cost = in_words(taken)
     rows, medians, tails = [], {}, {}
@@ -211,6 +239,7 @@ torchrun and `echelon launch` alternate with the same scripts, on 2 processes of
 with the median and the middle half of the pairs.
 
 - an empty script ({options.launches} pairs): {statistics.median(mine):.2f} s under echelon, {statistics.median(its):.2f} s under torchrun; ratio {start} (target: 1, {verdict(start_ratio <= 1)})
+- from the command to the end of the first step of plain DDP with AdamW ({options.launches} pairs): {statistics.median(p[0] for p in firsts):.2f} s under echelon, {statistics.median(p[1] for p in firsts):.2f} s under torchrun; ratio {first} (target: {FIRST_STEP_LIMIT}, {verdict(first_ratio <= FIRST_STEP_LIMIT)})
 - steps of 10 ms with an all_reduce ({options.pairs} pairs of 300 steps): {1e3 * statistics.median(p[0] for p in taken):.3f} and {1e3 * statistics.median(p[1] for p in taken):.3f} ms; ratio {cost} (target: {1 + COST_LIMIT}, {verdict(cost_ratio <= 1 + COST_LIMIT)})
 - recovery, from the SIGKILL of a rank to the next saved step, in seconds:
 
