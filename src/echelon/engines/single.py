@@ -15,7 +15,7 @@ from echelon.engines.base import Engine, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
-from echelon.engines.stepper import Stepper, clip_gradients, multiply_gradients, zero_backward
+from echelon.engines.stepper import Stepper, clear_gradients, clip_gradients, multiply_gradients, zero_backward
 from echelon.world.world import World
 
 __all__ = ["SingleEngine"]
@@ -77,7 +77,7 @@ class SingleEngine(Engine):
         self._stepper.update_loss_scale()
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        optimizer.zero_grad(set_to_none=set_to_none)
+        clear_gradients(optimizer, set_to_none=set_to_none)
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         self._stepper.unscale(optimizer)

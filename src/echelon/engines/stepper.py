@@ -16,6 +16,7 @@ from echelon.base.errors import UsageError
 
 __all__ = [
     "Stepper",
+    "clear_gradients",
     "clip_gradients",
     "multiply_gradients",
     "repoint_scheduler",
@@ -79,6 +80,20 @@ class Stepper:
             return loss
         self.update_loss_scale()
         return self.scaler.scale(loss)
+
+
+def clear_gradients(optimizer: Optimizer, *, set_to_none: bool) -> None:
+    """Clear the gradients of ``optimizer``, as its ``zero_grad`` does.
+
+    Source: torch.optim.Optimizer.zero_grad, which takes 7 microseconds for four gradients because it also enters a profiler region.
+    """
+    is_torchs = type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
+    if not set_to_none or not is_torchs or torch.autograd._profiler_enabled():
+        optimizer.zero_grad(set_to_none=set_to_none)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 @contextmanager
