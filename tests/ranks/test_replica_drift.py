@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.utils.data import DataLoader
 from echelon import Accelerator, distributed as ed
 from echelon.base.errors import DesyncError
 from echelon.base.warnings import EchelonWarning
+from echelon.distributed.checks import replica_drift
 from echelon.local_sgd import LocalSGD
 from tests.harness import errors_on_ranks, run_on_ranks
 from tests.reference import gaussian, mean_square, tanh_net
@@ -119,6 +123,31 @@ def test_drift_of_the_last_step_is_reported_at(place: str, tmp_path: Path) -> No
     folder = str(tmp_path) if place == "save_state" else ""
     texts = [text for rank in run_on_ranks(_run_fault, "missed last step", {}, folder, world_size=2) for text in rank]
     assert [_DRIFT in text and f" at {place}()" in text for text in texts] == [True]
+
+
+def _end_alone(folder: str) -> tuple[str, float]:
+    """Return what a rank prints that ends the training while the other one, which has failed, does not, and the seconds."""
+    accelerator, *_ = _prepared({})
+    if accelerator.process_index == 1:
+        ed.cleanup()
+        return "", 0.0
+    with open(f"{folder}/stderr", "w+") as file, mock.patch.object(replica_drift, "_LAST_S", 0.3):
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)  # torch's C++ code prints
+        began = time.monotonic()
+        try:
+            accelerator.end_training()
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        file.seek(0)
+        return file.read(), time.monotonic() - began
+
+
+def test_a_rank_that_waits_in_vain_for_the_last_comparison_prints_nothing(tmp_path: Path) -> None:
+    printed, seconds = run_on_ranks(_end_alone, str(tmp_path), world_size=2, init_group=False)[0]
+    assert printed == ""
+    assert seconds >= 0.3  # it did wait
 
 
 def _run_without_fault(options: dict[str, Any], form: str, folder: str) -> list[str]:

@@ -192,6 +192,22 @@ def test_ls_lists_the_newest_first_and_leftovers(echelon: Echelon, saved: Path, 
     assert json.loads(read.out)["leftovers"][0]["name"] == "checkpoint_12.tmp-0123456789abcdef"
 
 
+def test_ls_names_the_folders_that_contain_checkpoints(
+    echelon: Echelon, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert echelon("checkpoint", "ls", tmp_path).out == f"{tmp_path} contains no checkpoints\n"
+    for parent in ("out", "second/checkpoints"):
+        shutil.copytree(saved, tmp_path / parent / "checkpoint_2")
+    (tmp_path / "empty").mkdir()
+    folders = f"{tmp_path / 'out'} {tmp_path / 'second'}"
+    expected = f"{tmp_path} contains no checkpoints, but these folders do: {folders}\n"
+    assert echelon("checkpoint", "ls", tmp_path).out == expected
+    monkeypatch.setenv("LANGUAGE", "zh_CN")
+    translated = echelon("checkpoint", "ls", tmp_path).out
+    assert translated.startswith(f"{tmp_path} 里没有检查点")
+    assert translated.endswith(f"{folders}\n")
+
+
 def test_verify_names_each_damaged_file_and_exits_with_1(echelon: Echelon, copy: Path) -> None:
     whole = echelon("checkpoint", "verify", copy)
     assert (whole.code, whole.err) == (0, "")

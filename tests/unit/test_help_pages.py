@@ -96,6 +96,9 @@ def test_errors_of_click_name_the_flag_as_the_documents_and_the_command(
         ("config explan", "config", "unknown command 'explan'", "did you mean echelon config explain?"),
         ("runs qqq", "runs", "unknown command 'qqq'", "commands: compare, ls, show"),
         ("launch -n 2 x.py", "launch", "unknown flag -n", "did you mean --num_processes?"),
+        ("verify --cpu x.py", "verify", "unknown flag --cpu", "leave it out: echelon verify always uses the CPU"),
+        ("verify --num-processes 2 x.py", "verify", "unknown flag --num-processes", "did you mean --procs?"),
+        ("tune -n 2 x.py", "tune", "unknown flag -n", "leave it out: echelon tune tries several numbers of processes"),
         ("lunch x.py", "", "unknown command 'lunch'", "did you mean echelon launch?"),
         (
             "launch --max_restarts no x.py",

@@ -171,6 +171,47 @@ def test_metrics_take_the_place_of_missing_losses(tmp_path: Path) -> None:
     assert "loss" not in data["missing"]
 
 
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA L40", 181e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+    ],
+)
+def test_the_mfu_is_that_of_the_formula(tmp_path: Path, device: str, peak: float) -> None:
+    # 2 ranks, steps of 10 ms; the run resumed at step 990 of 1000, and the Trainer's total counts all 1000 steps.
+    for rank in range(2):
+        _record(tmp_path, rank, [1.0] * 11, first=990)
+    _write_run(tmp_path, accelerators=[device] * 2)
+    (data,) = page_data([read_run(tmp_path)])["runs"]
+    assert data["mfu"].endswith("because the FLOPs of a step are (the Trainer logs total_flos; scripts can log mfu).")
+    # 40 % of the peak of two devices in 10 ms, 1000 times; the time of the last 10 steps alone would give 100 times as much.
+    values = {"total_flos": 0.4 * peak * 2 * 0.010 * 1000, "train_runtime": 0.1}
+    append_line(tmp_path / "metrics.jsonl", {"time": 1.0, "step": 1000, "values": values})
+    (data,) = page_data([read_run(tmp_path)])["runs"]
+    assert data["mfu"] == f"MFU 40.0% of {peak / 1e12:.0f} TFLOP/s per device"
+
+
+def test_the_mfu_of_an_unknown_device_is_unknown_and_the_scripts_own_is_shown(tmp_path: Path) -> None:
+    _record(tmp_path, 0, [1.0] * 3)
+    _write_run(tmp_path, accelerators=["NVIDIA T4"])
+    append_line(tmp_path / "metrics.jsonl", {"time": 1.0, "step": 3, "values": {"total_flos": 1e15}})
+    (data,) = page_data([read_run(tmp_path)])["runs"]
+    assert data["mfu"] == "1e+15 FLOPs in total. MFU is unknown, because the peak FLOP/s of this device is."
+    append_line(tmp_path / "metrics.jsonl", {"time": 1.0, "step": 3, "values": {"mfu": 0.31}})
+    (data,) = page_data([read_run(tmp_path)])["runs"]
+    assert data["mfu"] == "MFU 31.0% (logged by the script)"
+
+
+def _write_run(folder: Path, *, accelerators: list[str]) -> None:
+    (folder / "run.json").write_text(
+        json.dumps({"version": 1, "machine": {"accelerators": accelerators}}), encoding="utf-8"
+    )
+
+
 def test_many_metrics_keep_their_extremes(tmp_path: Path) -> None:
     lines = [{"time": float(i), "step": i, "values": {"m": 100.0 if i == 777 else 0.0}} for i in range(3000)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))

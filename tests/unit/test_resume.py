@@ -45,14 +45,19 @@ class _Run:
 
 
 @pytest.mark.parametrize("parity", ["off", "exact"])
-def test_without_a_checkpoint_it_is_a_new_run_and_the_loop_is_range(parity: str, tmp_path: Path) -> None:
+def test_without_a_checkpoint_it_is_a_new_run_and_the_loop_is_range(
+    parity: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = _Run(tmp_path, _numbers(6), parity=parity)
     assert run.has_resumed is False
     for epoch in run.accelerator.epochs(3):
         assert run.accelerator.progress.epoch == epoch == run.loaders[0].iteration
         run.read.append((epoch, [i.tolist() for i in run.loaders[0]]))
     assert run.read == [(epoch, [[0, 1], [2, 3], [4, 5]]) for epoch in range(3)]
+    caplog.clear()
     assert list(run.accelerator.epochs(3)) == []  # they are made
+    told = "epochs(3): the run has already completed 3 epochs, so there is nothing to train"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [told]
     assert list(run.accelerator.epochs(5)) == [3, 4]
     assert Accelerator(cpu=True).resume(tmp_path / "nothing") is False
     with pytest.raises(UsageError, match=r"resume\(\) was called without a folder"):

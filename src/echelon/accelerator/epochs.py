@@ -191,8 +191,11 @@ class Epochs(PassTracker[PreparedLoader]):
 
     def loop(self, first: int, num_epochs: int) -> Iterator[int]:
         """Yield the epochs starting with ``first``. See ``Accelerator.epochs``."""
-        if first >= num_epochs:
-            _logger.info("epochs(%d): the run has already completed %d epochs", num_epochs, first)
+        if first >= max(num_epochs, 1):
+            # A warning is visible by default: the rerun of a finished script would otherwise end without a word.
+            _logger.warning(
+                "epochs(%d): the run has already completed %d epochs, so there is nothing to train", num_epochs, first
+            )
         try:
             for epoch in range(first, num_epochs):
                 self._epoch = self._next = self._progress.epoch = epoch

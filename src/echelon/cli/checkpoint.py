@@ -6,10 +6,12 @@ Exit codes: 0 on success, 1 if a checkpoint is damaged or cannot be converted, 2
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ import click
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.messages.terminal import align_columns
 from echelon.base.messages.translation import translate
+from echelon.base.printable import printable
 from echelon.base.progress import progress_bar
 from echelon.cli.help.completion import complete_folders
 from echelon.compat.byte_sizes import convert_file_size_to_int
@@ -290,8 +293,21 @@ def _verified(folder: Path) -> dict[str, Any]:
     return {"path": str(folder), "status": status, "problems": problems}
 
 
+_MAX_NAMED = 5
+
+
+def _with_checkpoints(folder: Path) -> Iterator[str]:
+    """Yield the folders in ``folder`` that contain checkpoints."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and os.access(path, os.R_OK | os.X_OK) and _listed(path)[1].entries:
+            yield str(path)
+
+
 def _listing(folder: Path, found: Listing) -> str:
     if not found.entries and not found.leftovers:
+        inner = list(islice(_with_checkpoints(folder), _MAX_NAMED))
+        if inner:
+            return translate(f"{folder} contains no checkpoints, but these folders do: {printable(' '.join(inner))}")
         return translate(f"{folder} contains no checkpoints")
     head = ("name", "step", "epoch", "size", "ranks", "age", "layout", "state")
     lines = [tuple(map(translate, head))]

@@ -94,7 +94,7 @@ def results(run: RecordedRun, series: StepSeries | None) -> dict[str, str]:
         found["steps"] = f"{series.last_step:,}"
         found["last loss"] = _significant(series.last_loss)
         found["samples/s"] = _significant(_median(series.samples_per_s.tolist()))
-        found["step"] = f"{_significant(_median(series.step_ms.tolist()))} ms"
+        found["time of a step"] = f"{_significant(_median(series.step_ms.tolist()))} ms"
         found["largest memory of a rank"] = f"{_significant(max(series.rank_memory_mb.tolist()))} MB"
     if run.goodput is not None:
         goodput = goodput_of(run.goodput["parts"], wall_s=run.goodput["wall_s"])

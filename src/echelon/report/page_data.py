@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -35,9 +36,21 @@ _MAX_MARKERS = 300
 """Largest number of checkpoints, and of other events, on the time line."""
 _RECORDED_TWICE = frozenset({"loss", "learning_rate", "lr", "grad_norm"})
 """Metrics that the Trainer logs and the step records also contain."""
-# Peak dense FLOP/s in bfloat16 and float16, from the manufacturers' data sheets.
+# Peak dense FLOP/s in bfloat16 and float16, from the manufacturers' data sheets, by a pattern of the device's name.
 _PEAK_FLOPS = MappingProxyType(
-    {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "MI300X": 1307e12}
+    {
+        r"B200": 2250e12,
+        r"G?H200": 989e12,
+        r"H100 PCIe": 756e12,
+        r"H100 NVL": 835e12,
+        r"H100": 989e12,
+        r"A100": 312e12,
+        r"L40S": 362e12,
+        r"L40": 181e12,
+        r"L4": 121e12,
+        r"V100": 125e12,
+        r"MI300X": 1307e12,
+    }
 )
 _NO_RECORDS = (
     "The run has no step records: no optimizer step was finished, the script uses no prepared optimizer, or recording was "
@@ -225,12 +238,19 @@ def _mfu(run: RecordedRun, series: StepSeries | None) -> str:
     flops = last.get("total_flos", 0.0)
     if not flops or series is None:
         return "MFU is unknown, because the FLOPs of a step are (the Trainer logs total_flos; scripts can log mfu)."
-    accelerators = [str(name) for name in (run.facts.get("machine") or {}).get("accelerators") or []]
-    peaks = [peak for name in accelerators for key, peak in _PEAK_FLOPS.items() if key in name.replace(" ", "")][:1]
-    if not peaks:
+    accelerators = (run.facts.get("machine") or {}).get("accelerators") or []
+    peak = _peak_flops(str(accelerators[0])) if accelerators else None
+    if peak is None:
         return f"{flops:.3g} FLOPs in total. MFU is unknown, because the peak FLOP/s of this device is."
-    seconds = last.get("train_runtime") or float(np.nansum(series.step_ms)) / 1e3
-    return f"MFU {flops / seconds / peaks[0] / len(series.ranks):.1%} of {peaks[0] / 1e12:.0f} TFLOP/s per device"
+    # The total counts all steps, also those before this run resumed; this run's records have the time of its own steps.
+    seconds = float(np.nanmean(series.step_ms)) / 1e3 * series.last_step
+    return f"MFU {flops / seconds / peak / len(series.ranks):.1%} of {peak / 1e12:.0f} TFLOP/s per device"
+
+
+def _peak_flops(device: str) -> float | None:
+    """Return the peak FLOP/s of a device, such as "NVIDIA H100 80GB HBM3"; None if it is unknown."""
+    found = (peak for name, peak in _PEAK_FLOPS.items() if re.search(rf"(?<![A-Z0-9]){name}(?![A-Z0-9])", device))
+    return next(found, None)
 
 
 def _metrics(

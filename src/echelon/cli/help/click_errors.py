@@ -16,6 +16,18 @@ __all__ = ["explain_click_error", "unknown_command"]
 
 # Flags of mpirun and srun, which resemble no flag of echelon launch.
 _OF_OTHER_LAUNCHERS = MappingProxyType({"-n": "--num_processes", "-N": "--num_machines"})
+# Flags of echelon launch that other commands do not need, or have under another name.
+_NUM_PROCESSES = ("--num_processes", "--nproc_per_node", "-n")
+_OF_LAUNCH = MappingProxyType(
+    {
+        ("echelon verify", "--cpu"): "leave it out: echelon verify always uses the CPU",
+        **{("echelon verify", name): "did you mean --procs?" for name in _NUM_PROCESSES},
+        **{
+            ("echelon tune", name): "leave it out: echelon tune tries several numbers of processes"
+            for name in _NUM_PROCESSES
+        },
+    }
+)
 
 
 def unknown_command(name: str, *, path: str, names: Sequence[str]) -> UsageError:
@@ -46,7 +58,8 @@ def explain_click_error(
             _OF_OTHER_LAUNCHERS.get(name) if any("--num-processes" in param.opts for param in command.params) else None
         )
         meant = meant or (spelled(near[0]) if near else None)
-        return UsageError(f"unknown flag {name}", where=path, do=f"did you mean {meant}?" if meant else page)
+        do = f"did you mean {meant}?" if meant else page
+        return UsageError(f"unknown flag {name}", where=path, do=_OF_LAUNCH.get((path, spelled(name)), do))
     text = error.format_message().strip()
     if isinstance(command, click.Group) and (match := re.match(r"No such command '(.+?)'", text)):
         names = command.list_commands(click.Context(command))

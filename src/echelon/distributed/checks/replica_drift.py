@@ -6,12 +6,12 @@ writes fingerprints of its parameters to the process group's store, and the last
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -35,6 +35,7 @@ _MAX_OPTIMIZERS = 16  # a program may create one for each batch
 _MANY_STEPS = 16
 _NUM_SHOWN = 3
 _LAST_S = 5.0
+_POLL_S = 0.005
 _IS_READ = "is_read"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -170,8 +171,12 @@ class ReplicaDriftCheck:
         return f"rank 0 and rank {rank} have different values for {', '.join(names[:_NUM_SHOWN])}{more}"
 
     def _wait_for_comparison(self, what: str) -> None:
-        with suppress(dist.DistError, RuntimeError):  # another rank may never come, and this one does not report that
-            self._store(what).wait([_IS_READ], timedelta(seconds=_LAST_S))
+        store, end = self._store(what), time.monotonic() + _LAST_S
+        # Another rank may never come, and this one does not report that. So it does not use `wait`, whose timeout prints two of torch's
+        # warnings between the traceback of the rank that failed and the launcher's report.
+        with suppress(dist.DistError, RuntimeError):
+            while not store.check([_IS_READ]) and time.monotonic() < end:
+                time.sleep(_POLL_S)
 
     def _store(self, prefix: str) -> dist.Store:
         group = dist.group.WORLD
