@@ -14,9 +14,9 @@ import click
 import pytest
 
 from echelon.base.messages import once, terminal
+from echelon.base.messages.wrapping import wrap
 from echelon.cli.help.completion import VARIABLE, complete_engines
 from echelon.cli.help.launch_groups import ALL, COMMON, LAUNCHER_FIELDS
-from echelon.cli.help.pages import wrap
 from echelon.cli.launch import command
 from echelon.cli.main import _run, cli
 from echelon.engines.registry import ENGINES

@@ -89,6 +89,24 @@ COMPOSED = {
         ),
         *(f"same, {closeness}" for closeness in ("bit for bit", "within rounding", "within rounding ({part} of it)")),
         "{number} update{s}, {seconds} s",
+        "{part}: {number} updates, {seconds} s",
+        *(f"{{number}} process{es}, {{setting}}" for es in ("", "es")),
+        "and {number} other difference{s}; --html FILE shows them",
+        "Not in this run, or not comparable here: {stages} (--html FILE gives the reasons).",
+        *(f"loss averaged per {kind}" for kind in ("rank", "micro-step")),
+        *(
+            f"the loss is averaged per {kind}, but {kind}s hold {{counts}} {{words}}: the average of averages is not the "
+            "average over all {words_again}"
+            for kind in ("rank", "micro-step")
+        ),
+        "each rank steps with its own gradient: no reduction took place",
+        *(
+            f"the gradient is {{ratio}} times that of the reference, for {{number}} ranks: it is {how}"
+            for how in ("summed instead of averaged", "averaged twice")
+        ),
+        "the gradient is {ratio} times that of the reference: the loss is not divided by the {number} micro-steps",
+        "the gradient is {ratio} times that of the reference: the loss is divided by the {number} micro-steps twice",
+        "the model is in evaluation mode, in the reference in training mode",
         "differs: update {number}, {stage}",
         "differs: before the first update, {stage}",
         "CPU cores",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,11 @@ def test_a_gain_within_the_noise_is_not_recommended(
     found = [_measured(ONE, tmp_path / "a", step_ms=20.0), _measured(FAST, tmp_path / "b", step_ms=19.5)]
     assert _tune(monkeypatch, found) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "the default is the fastest, or as fast as any other"
+    monkeypatch.setenv("LANGUAGE", "zh_CN")
+    assert _tune(monkeypatch, found) == 0
+    head, *rows, last = capsys.readouterr().out.splitlines()
+    assert all(re.search("[\u4e00-\u9fff]{2}", line) for line in (head, *rows, last))
+    assert not re.search("[A-Za-z]{3,}", last)
 
 
 def test_if_nothing_could_be_measured_the_exit_code_is_2(

@@ -442,9 +442,9 @@ def _readable(content: dict[str, Any]) -> str:
             lines += [("", translate(_loader_text(i, one))) for i, one in enumerate(content.get("loaders", []))]
     parts: list[str] = [_table([(translate(name), str(value)) for name, value in lines if value])]
     if content.get("config"):
-        chosen = [(f"  {name}", str(value), f"({origin})") for name, (value, origin) in content["config"].items()]
-        own = [row for row in chosen if row[2] != "(default)"]
-        parts.append(translate(f"settings ({len(chosen) - len(own)} others have default values)"))
+        chosen = {name: one for name, one in content["config"].items() if str(one[1]) != "default"}
+        own = [(f"  {name}", str(value), f"({translate(str(origin))})") for name, (value, origin) in chosen.items()]
+        parts.append(translate(f"settings ({len(content['config']) - len(own)} others have default values)"))
         parts += [_table(own)] if own else []
     for i, groups in enumerate(content.get("optimizers", [])):
         lines_of_groups = [

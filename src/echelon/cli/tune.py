@@ -16,7 +16,8 @@ import click
 from tqdm import tqdm
 
 from echelon.base.errors import UsageError
-from echelon.base.messages.terminal import say
+from echelon.base.messages.terminal import align_columns, say
+from echelon.base.messages.translation import translate
 from echelon.cli.help.completion import complete_paths
 from echelon.launch.interrupts import Interrupted, handle_signals
 from echelon.status.strict_json import dumps
@@ -106,29 +107,30 @@ def _print(
 ) -> None:
     from echelon.tune.measure import relative_loss  # noqa: PLC0415 - numpy
 
-    rows = [("setting", "step", "samples/s", "faster", "memory", "loss differs")]
+    rows = [tuple(map(translate, ("setting", "step", "samples/s", "faster", "memory", "loss differs")))]
     default = found[0]
     for one in found:
+        name = translate(one.candidate.name)
         if one.failure:
-            rows.append((one.candidate.name, "-", "-", "-", "-", one.failure))
+            rows.append((name, "-", "-", "-", "-", one.failure))
             continue
         difference = relative_loss(one, default)
         gain = "-" if default.failure else f"{_rate(one) / _rate(default):.2f}x"
-        loss = "other batches" if difference is None else f"{difference:.1%}"
+        loss = translate("other batches") if difference is None else f"{difference:.1%}"
         rate = f"{one.samples_per_s:,.0f}" if one.samples_per_s > 0 else "-"
         memory = "-" if math.isnan(one.memory_mb) else f"{one.memory_mb:,.0f} MB"
-        rows.append((one.candidate.name, f"{one.step_ms:.2f} ms", rate, gain, memory, loss))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths)) + "  " + row[5])
+        rows.append((name, f"{one.step_ms:.2f} ms", rate, gain, memory, loss))
+    for line in align_columns(rows):
+        click.echo(line)
     for left in skipped:
-        click.echo(f"not tried: {left.name}, because {left.reason}")
+        click.echo(translate(f"not tried: {left.name}, because {left.reason}"))
     if best is None:
         say("no setting could be measured")
     elif best is default:
-        click.echo("the default is the fastest, or as fast as any other")
+        click.echo(translate("the default is the fastest, or as fast as any other"))
     else:
-        click.echo(f"fastest: {shlex.join(['echelon', 'launch', *best.candidate.flags, script, *args])}")
+        command = shlex.join(["echelon", "launch", *best.candidate.flags, script, *args])
+        click.echo(translate(f"fastest: {command}"))
 
 
 def _json(found: Sequence[TriedRun], skipped: Sequence[Skipped], best: TriedRun | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import get_args
 
 from echelon.base.device import num_devices
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import translate
 from echelon.config.schema import Precision
 from echelon.config.search_paths import own_file
 from echelon.config.write import write
@@ -46,5 +47,5 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     values = {"mixed_precision": precision, "num_processes": max(1, count), "cpu": count == 0}
     write(path, values)
     how = "" if save_location is None else f" --config_file {path}"
-    print(f"wrote {path}; launch with: echelon launch{how} SCRIPT")
+    print(translate(f"wrote {path}; launch with: echelon launch{how} SCRIPT"))
     return path

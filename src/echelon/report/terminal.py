@@ -119,7 +119,9 @@ def _numbers(snapshot: Snapshot) -> str:
 
 
 def _tail(snapshot: Snapshot) -> list[str]:
-    return [f"{translate('event:')} {translate(event)}" for event in snapshot.events]
+    label = translate("event:")
+    space = "" if label.endswith("\uff1a") else " "  # a wide colon contains its space
+    return [f"{label}{space}{translate(event)}" for event in snapshot.events]
 
 
 def _table(rows: Sequence[RankRow], width: int, *, is_ascii: bool) -> list[Text]:

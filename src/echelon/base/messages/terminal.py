@@ -6,13 +6,13 @@ import os
 import re
 import stat
 import sys
-import unicodedata
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import IO, Literal
 
 from echelon.base import environ
 from echelon.base.messages.translation import translate_lines
+from echelon.base.messages.wrapping import num_columns
 from echelon.base.printable import printable
 
 __all__ = ["align_columns", "beside_progress_bars", "has_colour", "on_own_line", "pad", "say"]
@@ -39,17 +39,13 @@ def say(text: object, *, kind: Kind = "note", stream: IO[str] | None = None) -> 
 
 def pad(text: str, width: int) -> str:
     """Return ``text`` with spaces up to ``width`` columns of the terminal, of which a Chinese character takes two."""
-    return text + " " * (width - _num_columns(text))
+    return text + " " * (width - num_columns(text))
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line for each row, with the cells of each column below each other."""
-    widths = [max(map(_num_columns, column)) for column in zip(*rows)]
+    widths = [max(map(num_columns, column)) for column in zip(*rows)]
     return ["  ".join(map(pad, row, widths)).rstrip() for row in rows]
-
-
-def _num_columns(text: str) -> int:
-    return len(text) if text.isascii() else sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def has_colour(stream: IO[str]) -> bool:

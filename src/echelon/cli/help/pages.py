@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from unicodedata import east_asian_width
 
 import click
 from click.shell_completion import CompletionItem
 
 from echelon.base.messages.terminal import has_colour
 from echelon.base.messages.translation import translate
+from echelon.base.messages.wrapping import num_columns, wrap
 
 __all__ = ["HelpPage", "PageContext", "page_colour", "spelled", "with_pages"]
 
 _EXTRA = re.compile(r"(.*?)(\s+\[[^\]]*\])?", re.DOTALL)
 _FLAG = re.compile(r"(?<![^\s/])--[a-z0-9-]+")
-_STYLE = re.compile("\x1b\\[[0-9;]*m")
 
 
 class HelpPage(click.HelpFormatter):
@@ -47,14 +46,14 @@ class HelpPage(click.HelpFormatter):
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         """Write names on the left, and their descriptions on the right."""
         rows = [(_FLAG.sub(lambda flag: spelled(flag[0]), first), _description(second)) for first, second in rows]
-        left = min(max((_width(first) for first, _ in rows), default=0), col_max) + col_spacing
+        left = min(max((num_columns(first) for first, _ in rows), default=0), col_max) + col_spacing
         for first, second in rows:
             name = f"{'':>{self.current_indent}}{click.style(first, fg='cyan')}"
             lines = wrap(second, max(self.width - left - self.current_indent, 20))
             if not lines:
                 self.write(f"{name}\n")
                 continue
-            gap = left - _width(first)
+            gap = left - num_columns(first)
             head = f"{name}{' ' * gap}" if gap >= col_spacing else f"{name}\n{' ' * (left + self.current_indent)}"
             self.write(f"{head}{lines[0]}\n")
             self.write("".join(f"{' ' * (left + self.current_indent)}{line}\n" for line in lines[1:]))
@@ -99,33 +98,6 @@ def spelled(flag: str) -> str:
 def page_colour() -> bool:
     """Return whether help pages on stdout have colours."""
     return has_colour(sys.stdout)
-
-
-def wrap(text: str, width: int) -> list[str]:
-    """Return ``text`` as lines of at most ``width`` columns; a line may end after each Chinese character, except before punctuation."""
-    lines, line = [], ""
-    for token in _tokens(text):
-        if line and _width(line) + _width(token.rstrip()) > width:
-            lines.append(line.rstrip())
-            line = token.lstrip()
-        else:
-            line += token
-    return [*lines, line.rstrip()] if line.strip() else lines
-
-
-_WIDE = r"\u4e00-\u9fff\u3000-\u303f\uff00-\uffef"
-_OPENING = r"[\u300a\u300c\uff08\u201c(]*"
-_CLOSING = r"[\u3001\u3002\uff0c\uff1b\uff1a\uff09\uff01\uff1f\u300d\u300b\u201d]*"
-# A word or a wide character, with the brackets before it and the punctuation and spaces after it.
-_TOKEN = re.compile(rf"{_OPENING}(?:[{_WIDE}]|[^\s{_WIDE}]+){_CLOSING}\s*|\s+")
-
-
-def _tokens(text: str) -> Iterator[str]:
-    return (match[0] for match in _TOKEN.finditer(text))
-
-
-def _width(text: str) -> int:
-    return sum(2 if east_asian_width(one) in "WF" else 1 for one in _STYLE.sub("", text))
 
 
 def _description(text: str) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from echelon.base.messages.terminal import pad
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import language, translate
+from echelon.base.messages.wrapping import wrap
 from echelon.base.printable import printable
 from echelon.verify.command.layouts import Layout
 from echelon.verify.command.run_layouts import RunFailure
@@ -151,7 +152,8 @@ def _explanation(one: LayoutResult) -> object:
 
 def _group(group: Sequence[LayoutResult], palette: Palette, width: int) -> Iterator[str]:
     first = group[0]
-    others = f" (the same on {_join_names([one.layout for one in group[1:]])})" if len(group) > 1 else ""
+    others = f"(the same on {_join_names([one.layout for one in group[1:]])})" if len(group) > 1 else ""
+    others = f" {translate(others)}" if others else ""
     if first.failure is not None:
         yield from _failure(first.failure, f"{first.layout.name}{others}", palette, width)
         if first.verdict is None or first.verdict.finding is None:
@@ -165,7 +167,7 @@ def _group(group: Sequence[LayoutResult], palette: Palette, width: int) -> Itera
     yield from _finding(first.verdict.finding, palette, width)
     for also in first.verdict.also[:_MAX_ALSO]:
         yield ""
-        yield f"{palette.bold}Another difference, which does not follow from the first{palette.reset}"
+        yield f"{palette.bold}{translate('Another difference, which does not follow from the first')}{palette.reset}"
         yield from _finding(also, palette, width)
     if (more := len(first.verdict.also) - _MAX_ALSO) > 0:
         yield from _paragraph("", f"and {_count(more, 'other difference')}; --html FILE shows them", palette, width)
@@ -173,8 +175,7 @@ def _group(group: Sequence[LayoutResult], palette: Palette, width: int) -> Itera
 
 def _finding(one: Finding, palette: Palette, width: int) -> Iterator[str]:
     yield from _paragraph("what:", one.what, palette, width)
-    ranks = f", {_ranks(one.ranks)}" if one.ranks else ""
-    yield from _paragraph("where:", f"{_place(one)}{ranks}", palette, width)
+    yield from _paragraph("where:", _where(one), palette, width)
     if one.tensors:
         more = len(one.tensors) - _MAX_TENSORS
         names = ", ".join(one.tensors[:_MAX_TENSORS]) + (f" and {_count(more, 'other')}" if more > 0 else "")
@@ -183,10 +184,17 @@ def _finding(one: Finding, palette: Palette, width: int) -> Iterator[str]:
         yield from _paragraph("size:", size, palette, width)
     if one.line:
         yield from _paragraph("line:", shown_line(one.line), palette, width)
-    cause = ": ".join(part for part in (one.cause, one.why) if part)
-    yield from _paragraph("cause:", cause or "none of the known causes explains these values", palette, width)
+    yield from _paragraph("cause:", _cause(one), palette, width)
     if one.do:
         yield from _paragraph("do:", one.do, palette, width)
+
+
+def _cause(one: Finding) -> str:
+    """Return the cause and its reasons, in the user's language if both have a translation."""
+    parts = [part for part in (one.cause, one.why) if part] or ["none of the known causes explains these values"]
+    translated = list(map(translate, parts))
+    is_whole = all(part != known for part, known in zip(parts, translated))
+    return "\uff1a".join(translated) if is_whole else ": ".join(parts)
 
 
 def _failure(failure: RunFailure, name: str, palette: Palette, width: int) -> Iterator[str]:
@@ -200,9 +208,9 @@ def _failure(failure: RunFailure, name: str, palette: Palette, width: int) -> It
 
 def _repetition(first: Finding, palette: Palette, width: int) -> Iterator[str]:
     yield ""
-    yield f"{palette.bold}First difference between two runs on one process{palette.reset}"
+    yield f"{palette.bold}{translate('First difference between two runs on one process')}{palette.reset}"
     yield from _paragraph("what:", first.what, palette, width)
-    yield from _paragraph("where:", _place(first), palette, width)
+    yield from _paragraph("where:", _where(first), palette, width)
     if first.line:
         yield from _paragraph("line:", shown_line(first.line), palette, width)
     do = (
@@ -241,6 +249,14 @@ def _place(one: Finding) -> str:
     return f"update {one.update}, {one.stage}" if one.update >= 0 else f"before the first update, {one.stage}"
 
 
+def _where(one: Finding) -> str:
+    place, ranks = _place(one), _ranks(one.ranks) if one.ranks else ""
+    if language():
+        names = ", ".join(map(str, one.ranks[:_MAX_RANKS])) + (", ..." if len(one.ranks) > _MAX_RANKS else "")
+        ranks = f"rank {names}" if ranks else ""
+    return ("\uff0c" if language() else ", ").join(filter(None, (translate(place), ranks)))
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     shown = _and([str(rank) for rank in ranks[:_MAX_RANKS]])
     more = f" and {len(ranks) - _MAX_RANKS} others" if len(ranks) > _MAX_RANKS else ""
@@ -255,7 +271,7 @@ def _size(one: Finding) -> str:
         parts.append("the bits must be equal" if one.allowed == 0 else f"rounding explains {one.allowed:.2g}")
     if one.ratio is not None:
         parts.append(f"the layout has {one.ratio:.4g} times the reference")
-    return "; ".join(parts)
+    return ("\uff1b" if language() else "; ").join(map(translate, parts))
 
 
 def _closeness(verdict: Verdict) -> str:
@@ -267,18 +283,30 @@ def _closeness(verdict: Verdict) -> str:
 
 
 def _paragraph(label: str, text: str, palette: Palette, width: int) -> Iterator[str]:
-    indent = " " * (2 + _LABEL_WIDTH)
-    lines = textwrap.wrap(printable(text), width - len(indent), break_long_words=False, break_on_hyphens=False) or [""]
-    head = f"  {palette.bold}{label}{palette.reset}{' ' * (_LABEL_WIDTH - len(label))}" if label else "  "
-    if not label:
-        indent = "  "
+    """Yield a label and a text in the user's language; a text without a translation keeps its English label."""
+    text, printed = printable(text), translate(printable(text))
+    if label and (printed != text or not text.isascii() or label in _OF_NAMES):
+        label = translate(label)
+    indent = " " * (2 + _LABEL_WIDTH) if label else "  "
+    lines = _wrap(printed, width - len(indent)) or [""]
+    head = f"  {palette.bold}{label}{palette.reset}{pad(label, _LABEL_WIDTH)[len(label) :]}" if label else "  "
     yield head + lines[0]
     yield from (indent + line for line in lines[1:])
 
 
+_OF_NAMES = frozenset({"tensor:", "tensors:", "line:"})
+"""Labels of values that are names or code in every language."""
+
+
 def _wrapped(text: str, palette: Palette, width: int) -> Iterator[str]:
-    for line in textwrap.wrap(printable(text), width, break_long_words=False, break_on_hyphens=False):
+    for line in _wrap(translate(printable(text)), width):
         yield f"{palette.dim}{line}{palette.reset}"
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    if not text.isascii():
+        return wrap(text, width)
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _join_names(layouts: Sequence[Layout]) -> str:
