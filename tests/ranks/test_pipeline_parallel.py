@@ -143,20 +143,19 @@ def test_two_stages_or_more_match_one_process(schedule: str) -> None:
     assert answers[0]["losses"] == answers[1]["losses"]  # equal on all ranks
 
 
-@pytest.mark.parametrize(
-    ("sizes", "schedule"),
-    [
-        pytest.param({"pp_size": 4}, "1F1B", marks=pytest.mark.soak),
-        pytest.param({"pp_size": 4}, "Interleaved1F1B", marks=pytest.mark.soak),
-        pytest.param({"pp_size": 4}, "ZBVZeroBubble", marks=pytest.mark.soak),
-        pytest.param({"pp_size": 2, "dp_shard_size": 2}, "Interleaved1F1B", marks=pytest.mark.soak),
-        pytest.param({"pp_size": 2, "dp_shard_size": 2}, "ZBVZeroBubble", marks=pytest.mark.soak),
-        pytest.param({"pp_size": 2, "dp_replicate_size": 2}, "1F1B", marks=pytest.mark.soak),
-    ],
-    ids=str,
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("sizes", [{"pp_size": 4}, {"pp_size": 2, "dp_shard_size": 2}], ids=str)
 def test_four_ranks_match_one_process(sizes: dict[str, int], schedule: str) -> None:
-    _compare(run_on_ranks(_trained, sizes, schedule, 4, world_size=4), _reference(8, False))
+    num_micro_batches = 8 if schedule == "DualPipeV" else 4  # twice the ranks
+    answers = run_on_ranks(_trained, sizes, schedule, num_micro_batches, world_size=4, timeout=120)
+    _compare(answers, _reference(8, False))
+
+
+@pytest.mark.soak
+def test_pipelines_with_copies_match_one_process() -> None:
+    answers = run_on_ranks(_trained, {"pp_size": 2, "dp_replicate_size": 2}, "1F1B", 4, world_size=4)
+    _compare(answers, _reference(8, False))
 
 
 def _num_ranks(sizes: dict[str, int]) -> int:

@@ -190,8 +190,11 @@ def assert_like(runs: list[PlainRun], expected: PlainRun, *, weights: float) -> 
     assert largest_difference(run.gradients[0], expected.gradients[0], relative=True) < 1e-14
     for mine, theirs in zip(run.gradients, expected.gradients):
         assert largest_difference(mine, theirs, relative=True) < weights
-    assert run.norms == pytest.approx(expected.norms, rel=1e-14)
-    assert run.losses == pytest.approx(expected.losses, rel=1e-14)
+    # Of later updates, norms and losses follow from weights that differ by their bound.
+    later = 1e-14 if weights <= 1e-12 else weights
+    for found, plain_ones in ((run.norms, expected.norms), (run.losses, expected.losses)):
+        assert found == pytest.approx(plain_ones, rel=later, abs=0)
+        assert found[0] == pytest.approx(plain_ones[0], rel=1e-14, abs=0)
 
 
 def _trained_presharded(sizes: dict[str, int], folder: str) -> PlainRun:
@@ -218,12 +221,15 @@ def _save_pretrained(model: Any, folder: Path) -> None:
 
 
 @pytest.mark.soak  # from_pretrained imports much on every rank
+@pytest.mark.parametrize(
+    "layout", ["tp 2", "tp 4"]
+)  # transformers splits layers over all ranks that it does not shard over
 @pytest.mark.parametrize("tied", [False, True])
-def test_models_that_transformers_has_split_train_like_one_process(tied: bool, tmp_path: Path) -> None:
+def test_models_that_transformers_has_split_train_like_one_process(tied: bool, layout: str, tmp_path: Path) -> None:
     """float64: transformers' own forward passes of the split layers, echelon's updates."""
-    kind = "llama tied" if tied else "llama"
+    kind, sizes = "llama tied" if tied else "llama", LAYOUTS[layout]
     _save_pretrained(build(kind), tmp_path)
-    runs = run_on_ranks(_trained_presharded, {"tp_size": 2}, str(tmp_path))
+    runs = run_on_ranks(_trained_presharded, sizes, str(tmp_path), world_size=math.prod(sizes.values()), timeout=180)
     assert_like(runs, plain(kind), weights=1e-12)
 
 
@@ -341,3 +347,34 @@ def test_the_padding_row_of_a_split_embedding_gets_no_gradient_and_the_others_ke
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-15)
         assert found[2].abs().max() == 0
         assert found[6].abs().max() > 0
+
+
+def _overflow(sizes: dict[str, int], rank: int) -> tuple[bool, bool]:
+    """Overflow in one element of a split layer's gradient on one rank; return whether the step was skipped, and weights are as before."""
+    from echelon.utils import GradScalerKwargs
+
+    scaler = GradScalerKwargs(init_scale=8.0)
+    plan = {name: style for name, style in GPT_PLAN.items() if name != "embedding"}  # the first parameter is whole
+    accelerator = accelerator_on(sizes, plan, mixed_precision="fp16", kwargs_handlers=[scaler])
+    accelerator.gradient_accumulation_steps = 1
+    model: Any = tiny_gpt(dtype=torch.float32)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = {name: whole(value) for name, value in model.named_parameters()}
+    batch = ragged_batches(1)[0]
+    accelerator.backward(mean_loss(model, batch), num_items=num_tokens(batch["labels"]))
+    if accelerator.process_index == rank:
+        model.blocks[1].mlp.up.weight.grad.to_local()[0, 0] = math.inf
+    optimizer.step()
+    skipped = accelerator.optimizer_step_was_skipped
+    after = {name: whole(value) for name, value in model.named_parameters()}
+    return skipped, all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [("tp 2", 1), *(pytest.param("shard 2 x tp 2", rank, marks=pytest.mark.soak) for rank in (0, 1, 3))],
+)
+def test_an_overflow_in_one_rank_s_part_skips_the_step_on_all_ranks(layout: str, rank: int) -> None:
+    sizes = LAYOUTS[layout]
+    answers = run_on_ranks(_overflow, sizes, rank, world_size=math.prod(sizes.values()))
+    assert answers == [(True, True)] * len(answers)

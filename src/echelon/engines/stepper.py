@@ -33,7 +33,7 @@ class Stepper:
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
         self.found_inf_groups: list[dist.ProcessGroup] = []
-        """Groups whose ranks step different parameters and skip steps together, such as the stages of a pipeline."""
+        """Groups whose ranks step different parameters, or parts of them, and skip steps together, such as the stages of a pipeline."""
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> bool:
         """Step ``optimizer``; return False if the scaler skipped the step because gradients were infinite."""

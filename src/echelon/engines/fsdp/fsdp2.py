@@ -105,6 +105,9 @@ class FSDP2Engine(Engine):
         self._world = world
         self._options = options or ShardingOptions()
         self._stepper = Stepper(scaler)
+        if self._options.tensor_parallel is not None:
+            # Torch looks for infinities over the mesh of an optimizer's first gradient, which may be that of a whole layer.
+            self._stepper.found_inf_groups.append(self._options.tensor_parallel.mesh.get_group())
         self._mesh: DeviceMesh | None = None
         self._roots: dict[int, FSDPModule] = {}  # by id of the value
         self._unsharded: dict[int, UnshardedParameters] = {}  # by id of the root
