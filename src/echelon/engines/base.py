@@ -178,7 +178,9 @@ class Engine(ABC):
     def reduced(self, model: nn.Module) -> bool:
         """Return whether all of the model's gradients are reduced."""
 
-    def build_sharded_update(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
+    def build_sharded_update(
+        self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]], *, num_chunks: int = 1
+    ) -> ShardedUpdate:
         """Stop reducing gradients, and return an object that sums the gradients of all batch shards in a fixed order.
 
         Only engines with ``Capabilities.sums_shards`` support this.
@@ -186,6 +188,7 @@ class Engine(ABC):
         Args:
             num_shards: number of batch shards per update, across all ranks.
             parameters: function that returns the parameters that receive gradients.
+            num_chunks: number of canonical chunks of layers that tensor parallelism may split; 1 without.
         """
         raise UsageError(
             f"the {self.capabilities.name} engine cannot sum the gradients of batch shards in a fixed order",

@@ -48,7 +48,7 @@ class DDPEngine(Engine):
     ) -> None:
         self._world = world
         self._stepper = Stepper(scaler)
-        self._clip = clip_gradients
+        self._clip: Callable[..., torch.Tensor] = clip_gradients
         self._options = dict(options or {})
         self._replicas: dict[int, Replica] = {}  # by the id of the wrapper, which the replica keeps alive
         self._frozen: list[_Frozen] = []
@@ -188,10 +188,10 @@ class DDPEngine(Engine):
         return replica is None or not replica.is_dirty()
 
     def build_sharded_update(
-        self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]
+        self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]], *, num_chunks: int = 1
     ) -> ReplicatedUpdate:
         self._reduces = False
-        self._clip = clip_by_rows
+        self._clip = partial(clip_by_rows, num_chunks=num_chunks)
         return ReplicatedUpdate(
             parameters, num_shards=num_shards, rank=self._world.rank, world_size=self._world.world_size
         )

@@ -90,8 +90,10 @@ class DelegatingEngine(Engine):
     def reduced(self, model: nn.Module) -> bool:
         return self.inner.reduced(model)
 
-    def build_sharded_update(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
-        return self.inner.build_sharded_update(num_shards, parameters)
+    def build_sharded_update(
+        self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]], *, num_chunks: int = 1
+    ) -> ShardedUpdate:
+        return self.inner.build_sharded_update(num_shards, parameters, num_chunks=num_chunks)
 
     def use_pipeline(self, stages: PipelineStages) -> None:
         self.inner.use_pipeline(stages)

@@ -92,7 +92,9 @@ class DPEngine(DelegatingEngine):
             "device, and the mean of these values is backpropagated, regardless of the number of samples on each device."
         )
 
-    def build_sharded_update(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
+    def build_sharded_update(
+        self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]], *, num_chunks: int = 1
+    ) -> ShardedUpdate:
         return Engine.build_sharded_update(
             self, num_shards, parameters
         )  # dp does not support it, although ``inner`` does

@@ -12,7 +12,7 @@ from echelon.base.sharded import is_dtensor, local_shape_and_offset
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["describe_shard", "gather_full", "local_slices", "local_tensors", "restore_shard", "shard_like"]
+__all__ = ["describe_shard", "gather_full", "local_as", "local_slices", "local_tensors", "restore_shard", "shard_like"]
 
 
 def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
@@ -26,6 +26,11 @@ def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
 def local_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return this rank's shard of each tensor, without copying it."""
     return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
+
+
+def local_as(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` as this rank's shard of a tensor that is sharded as ``like``; without shards, ``local`` itself."""
+    return _from_local(local, like) if is_dtensor(like) else local
 
 
 def gather_full(value: Any, *, keep: bool) -> Any:

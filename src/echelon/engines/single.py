@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class SingleEngine(Engine):
 
     def __init__(self, world: World, *, scaler: torch.amp.GradScaler | None = None) -> None:
         self._stepper = Stepper(scaler)
-        self._clip = clip_gradients
+        self._clip: Callable[..., torch.Tensor] = clip_gradients
         self.runs_plain_backward = scaler is None
 
     @classmethod
@@ -97,9 +98,9 @@ class SingleEngine(Engine):
         return True
 
     def build_sharded_update(
-        self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]
+        self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]], *, num_chunks: int = 1
     ) -> ReplicatedUpdate:
-        self._clip = clip_by_rows
+        self._clip = partial(clip_by_rows, num_chunks=num_chunks)
         return ReplicatedUpdate(parameters, num_shards=num_shards, rank=0, world_size=1)
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:

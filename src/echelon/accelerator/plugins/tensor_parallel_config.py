@@ -30,12 +30,24 @@ class TorchTensorParallelConfig:
     """Whether cross-entropy works on logits that stay split over the vocabulary, without gathering them. The plan must leave them
     split: ``{"lm_head": "colwise_loss_parallel"}``."""
 
+    canonical_chunks: int | None = None
+    """With ``parity="bitwise"``, the number of parts into which each split dimension is divided, the same in every run that must match
+    bit for bit: a power of two that divides the heads, features and vocabulary, and is at least ``tp_size``. With a ``tp_handler``,
+    one rank (``tp_size=1``) computes the same parts. Default: 8."""
+
     def __post_init__(self) -> None:
         if self.enable_async_tp:
             raise ConfigError(
                 "enable_async_tp=True is not supported",
                 where="code TorchTensorParallelConfig(enable_async_tp=)",
                 do="remove it",
+            )
+        chunks = self.canonical_chunks
+        if chunks is not None and (not isinstance(chunks, int) or chunks < 1 or chunks & (chunks - 1)):
+            raise ConfigError(
+                f"canonical_chunks={chunks!r} is no power of two, so the sums over the chunks have no binary tree",
+                where="code TorchTensorParallelConfig(canonical_chunks=)",
+                do="set 1, 2, 4, 8 or a larger power of two",
             )
         if self.plan is not None and not (
             isinstance(self.plan, dict) and all(isinstance(key, str) for key in self.plan)

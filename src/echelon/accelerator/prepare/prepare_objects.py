@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
+from echelon.accelerator.prepare.canonical_chunks import prepare_canonical_chunks
 from echelon.accelerator.prepare.compile import compile_regions, compile_whole, compiles, is_compiled, uncompiled
 from echelon.accelerator.prepare.data_loaders import rng_type_names
 from echelon.accelerator.prepare.experts import prepare_experts
@@ -108,6 +109,7 @@ def _prepare_unprepared(
     session.update.check_prepared(bare, optimizers)
     if models:
         prepare_experts(session, bare)
+        prepare_canonical_chunks(session, bare)
         _fill_deepspeed(session, bare, optimizers, schedulers)
     given = [_compile(session.dynamo_plugin, model, by_regions=True) for model in bare]
     prepared = engine.prepare(given, optimizers, schedulers)

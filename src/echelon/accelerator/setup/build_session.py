@@ -27,6 +27,7 @@ from echelon.accelerator.plugins.kwargs_handlers import (
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.accelerator.plugins.tensor_parallel_config import TorchTensorParallelConfig
+from echelon.accelerator.prepare.canonical_chunks import canonical_chunks_of
 from echelon.accelerator.prepare.prepared_objects import PreparedObjects
 from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.session import Session
@@ -103,7 +104,9 @@ def build_session(
     )
     data_world, loss_world = _parts_of(world, layout)
     of_ddp: DistributedDataParallelKwargs = kinds[DistributedDataParallelKwargs]
-    sharding, options = _on_mesh(sharding, layout, world.device.type), deepspeed.options
+    num_chunks = canonical_chunks_of(config, layout)
+    sharding = _on_mesh(sharding, layout, world.device.type, num_chunks=num_chunks)
+    options = deepspeed.options
     built = build_engine(
         deepspeed.engine, world, scaler, of_ddp, sharding, options, engine_from=config.origins["engine"]
     )
@@ -138,7 +141,7 @@ def build_session(
         counters=parts.progress,
         objects=parts.objects,
         unprepared=parts.unprepared,
-        update=_build_update(parts, comm_hook=of_ddp.comm_hook),
+        update=_build_update(parts, layout, comm_hook=of_ddp.comm_hook, num_chunks=num_chunks),
         live_check=None if watched is None else _build_live_check(parts, watched),
         **given,
     )
@@ -149,7 +152,7 @@ def _build_precision(mode: Precision, world: World, autocast: AutocastKwargs) ->
 
 
 def _on_mesh(
-    sharding: ShardingOptions | None, layout: ParallelismConfig | None, device_type: str
+    sharding: ShardingOptions | None, layout: ParallelismConfig | None, device_type: str, *, num_chunks: int | None
 ) -> ShardingOptions | None:
     """Return ``sharding`` with the meshes of ``layout``, if it has axes that are not data-parallel or divides experts.
 
@@ -163,17 +166,20 @@ def _on_mesh(
         mesh=mesh,
         expert_mesh=layout.build_expert_mesh(device_type),
         exchanges_activations=layout.cp_enabled or layout.sp_enabled or layout.ep_enabled,
-        tensor_parallel=_tensor_parallel(layout),
+        tensor_parallel=_tensor_parallel(layout, num_chunks),
     )
 
 
-def _tensor_parallel(layout: ParallelismConfig) -> TensorParallelOptions | None:
+def _tensor_parallel(layout: ParallelismConfig, num_chunks: int | None) -> TensorParallelOptions | None:
     if not layout.tp_enabled:
         return None
     assert layout.device_mesh is not None
     given = layout.tp_handler or TorchTensorParallelConfig()
     return TensorParallelOptions(
-        mesh=layout.device_mesh["tp"], plan=given.plan or {}, loss_parallel=given.loss_parallel
+        mesh=layout.device_mesh["tp"],
+        plan=given.plan or {},
+        num_chunks=num_chunks,
+        loss_parallel=given.loss_parallel,
     )
 
 
@@ -234,7 +240,9 @@ def _build_scaler(
     return precision.make_scaler((given or deepspeed.scaling or GradScalerKwargs()).to_kwargs())
 
 
-def _build_update(parts: UpdateParts, *, comm_hook: object) -> UpdatePolicy:
+def _build_update(
+    parts: UpdateParts, layout: ParallelismConfig | None, *, comm_hook: object, num_chunks: int | None
+) -> UpdatePolicy:
     """Return the update policy for the run's parity mode. Collective with ``bitwise``."""
     config, origins = parts.config.value, parts.config.origins
     if config.seed is not None and origins["seed"].source is SettingSource.CODE:
@@ -242,7 +250,8 @@ def _build_update(parts: UpdateParts, *, comm_hook: object) -> UpdatePolicy:
     if config.parity == "exact":
         return ExactUpdate(parts)
     if config.parity == "bitwise":
-        return build_bitwise_update(parts, comm_hook=comm_hook)
+        others = () if layout is None else [axis for axis in layout.non_dp_dim_names if axis != "tp"]
+        return build_bitwise_update(parts, comm_hook=comm_hook, num_chunks=num_chunks, other_axes=others)
     if config.max_micro_batch_size is not None:
         raise ConfigError(
             f"max_micro_batch_size={config.max_micro_batch_size} (from {origins['max_micro_batch_size']}) only "

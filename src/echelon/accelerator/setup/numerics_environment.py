@@ -57,15 +57,18 @@ class NumericsEnvironment:
     """torch version and commit."""
     processor: str
     """CPU or accelerator type, which determines which kernels are used."""
+    canonical_chunks: int = 0
+    """Number of chunks of each dimension that tensor parallelism may split; 0 if layers are computed whole."""
 
     @classmethod
-    def here(cls, canonical_shards: int, device: torch.device) -> NumericsEnvironment:
+    def here(cls, canonical_shards: int, device: torch.device, canonical_chunks: int = 0) -> NumericsEnvironment:
         """Return the properties of this process."""
         return cls(
             canonical_shards=canonical_shards,
             threads=torch.get_num_threads(),
             torch_build=f"{torch.__version__} ({torch.version.git_version[:8]})",
             processor=_processor(device),
+            canonical_chunks=canonical_chunks,
         )
 
     def require(self, saved: Mapping[str, Any], folder: object) -> None:
@@ -74,14 +77,18 @@ class NumericsEnvironment:
         Raises:
             CheckpointError: the properties differ, so the resumed run would not be bit-identical.
         """
+        num_chunks = saved.get("canonical_chunks", 0)
         remedies = {
             "canonical_shards": f"set canonical_shards={saved['canonical_shards']}",
             "threads": f"set OMP_NUM_THREADS={saved['threads']}",
             "torch_build": "install that torch version",
             "processor": "resume on a processor of that type",
+            "canonical_chunks": f"pass ParallelismConfig(tp_handler=TorchTensorParallelConfig(canonical_chunks={num_chunks}))"
+            if num_chunks
+            else "remove tp_size and tp_handler",
         }
         for field in fields(self):
-            there, here = saved[field.name], getattr(self, field.name)
+            there, here = {"canonical_chunks": 0, **saved}[field.name], getattr(self, field.name)
             if there != here:
                 raise CheckpointError(
                     f"{folder} was saved by a bitwise run with {field.name} = {there}, but this run has {field.name} "
@@ -92,7 +99,9 @@ class NumericsEnvironment:
                 )
 
 
-def build_numerics_environment(config: Resolved[RunConfig], device: torch.device) -> NumericsEnvironment:
+def build_numerics_environment(
+    config: Resolved[RunConfig], device: torch.device, *, num_chunks: int = 0
+) -> NumericsEnvironment:
     """Set the number of threads, and return the environment that all ranks share.
 
     Collective: call on every rank.
@@ -103,7 +112,7 @@ def build_numerics_environment(config: Resolved[RunConfig], device: torch.device
     # torch's default depends on how a process was started, the launcher's on the machine and the number of processes.
     is_users_choice = environ.get("OMP_NUM_THREADS") != environ.get(CHOSEN_THREADS)
     torch.set_num_threads(get_int_from_env(["OMP_NUM_THREADS"], 1) if is_users_choice else 1)
-    own = NumericsEnvironment.here(config.value.canonical_shards, device)
+    own = NumericsEnvironment.here(config.value.canonical_shards, device, num_chunks)
     if dist.is_initialized() and dist.get_world_size() > 1:
         by_rank = gather_object([asdict(own)])
         for name, value in by_rank[0].items():

@@ -48,11 +48,14 @@ class BitwiseUpdate(ExactUpdate):
     averages_gradients = False
 
     def __init__(self, parts: UpdateParts, *, environment: NumericsEnvironment) -> None:
+        """Create the policy; the engine sums the gradients of shards from now on."""
         super().__init__(parts)
         self._kept = KeptGradients("bitwise")
         self._environment = environment
         self.num_shards = environment.canonical_shards
-        self.shards = self.engine.build_sharded_update(self.num_shards, self.objects.parameters)
+        self.shards = self.engine.build_sharded_update(
+            self.num_shards, self.objects.parameters, num_chunks=environment.canonical_chunks or 1
+        )
         # Buffer versions before the first update; None once it has been checked.
         self._versions: dict[int, int] | None = {}
         self._by_shard: dict[int, list[tuple[torch.Tensor, float]]] = {}  # losses of this rank in this update
@@ -75,7 +78,7 @@ class BitwiseUpdate(ExactUpdate):
                 where="parity='bitwise'",
                 do=f"set canonical_shards={-(-batch_size // limit)} or a larger max_micro_batch_size",
             )
-        n = self.world.world_size
+        n = self.data_world.world_size
         rounds = -(-self.num_shards // n)
         used = self.num_shards / (n * rounds)
         line = (
@@ -259,12 +262,16 @@ class BitwiseUpdate(ExactUpdate):
         return replace(super().loader_options(config), canonical_shards=self.num_shards)
 
 
-def build_bitwise_update(parts: UpdateParts, *, comm_hook: object) -> BitwiseUpdate:
+def build_bitwise_update(
+    parts: UpdateParts, *, comm_hook: object, num_chunks: int | None = None, other_axes: Sequence[str] = ()
+) -> BitwiseUpdate:
     """Return the policy for ``parity="bitwise"``, which replaces the engine's gradient reduction.
 
     Args:
         parts: the run's parts.
         comm_hook: DDP communication hook that the script configured.
+        num_chunks: number of canonical chunks of split layers. None: no layers are split.
+        other_axes: axes on which ranks read the same samples, beside ``tp``.
 
     Collective: call on every rank.
 
@@ -273,20 +280,20 @@ def build_bitwise_update(parts: UpdateParts, *, comm_hook: object) -> BitwiseUpd
         UsageError: the engine does not support ``parity="bitwise"``.
     """
     config, world = parts.config, parts.world
-    num_shards = config.value.canonical_shards
-    if parts.data_world.world_size < world.world_size:
+    num_shards, num_readers = config.value.canonical_shards, parts.data_world.world_size
+    if other_axes:
         raise ConfigError(
-            "parity='bitwise' sums the gradients of batch shards in a fixed order, but with tensor, context, sequence or pipeline "
-            "parallelism, sums inside a sample are also divided among the ranks, in an order that depends on their number",
+            f"parity='bitwise' sums the gradients of batch shards in a fixed order, but with {' and '.join(f'{axis}_size' for axis in other_axes)}, "
+            "sums inside a sample or over micro-batches are also divided among the ranks, in an order that depends on their number",
             where=f"{config.origins['parity']}, parallelism_config",
-            do="use only data-parallel axes (dp_replicate_size, dp_shard_size), or parity='exact'",
+            do="use only data-parallel axes and tp_size (dp_replicate_size, dp_shard_size), or parity='exact'",
         )
-    if num_shards < world.world_size:
+    if num_shards < num_readers:
         raise ConfigError(
-            f"canonical_shards={num_shards} is less than the number of processes ({world.world_size}), so some "
+            f"canonical_shards={num_shards} is less than the number of processes ({num_readers}), so some "
             "processes would be idle",
             where=str(config.origins["canonical_shards"]),
-            do=f"set canonical_shards={world.world_size} or more, and the same value in every run that must match bit for bit",
+            do=f"set canonical_shards={num_readers} or more, and the same value in every run that must match bit for bit",
         )
     if str(getattr(comm_hook, "value", comm_hook)) != "no":
         raise ConfigError(
@@ -294,4 +301,6 @@ def build_bitwise_update(parts: UpdateParts, *, comm_hook: object) -> BitwiseUpd
             where="parity='bitwise'",
             do="remove comm_hook, or use parity='exact'",
         )
-    return BitwiseUpdate(parts, environment=build_numerics_environment(config, world.device))
+    return BitwiseUpdate(
+        parts, environment=build_numerics_environment(config, world.device, num_chunks=num_chunks or 0)
+    )

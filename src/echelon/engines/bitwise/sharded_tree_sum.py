@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from echelon.base.errors import UsageError
 from echelon.data.exact.global_batch_slices import Contribution
@@ -26,9 +26,17 @@ class ShardedTreeSum(ShardedUpdate):
     """
 
     def __init__(
-        self, parameters: Callable[[], Sequence[torch.Tensor]], *, num_shards: int, rank: int, world_size: int
+        self,
+        parameters: Callable[[], Sequence[torch.Tensor]],
+        *,
+        num_shards: int,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """Create the sum for ``parameters()``, which returns the parameters that get gradients, in the same order on every rank.
+
+        ``group`` has the ranks with different shards (None: the default group), of which this one is number ``rank``.
 
         Raises:
             UsageError: this version of torch does not support reducing unused parameters.
@@ -40,7 +48,7 @@ class ShardedTreeSum(ShardedUpdate):
                 do="use torch 2.13 or newer, the ddp or zero1 engine, or parity='exact'",
             )
         self._parameters = parameters
-        self._num_shards, self._world_size = num_shards, world_size
+        self._num_shards, self._world_size, self._group = num_shards, world_size, group
         self._scatters: list[_Scatter] = []
         self._unwatched: list[Any] = []  # torch's records of parameters that have not been all-gathered yet
         self._used: set[int] = set()  # ids of parameters with a gradient from a batch shard of this rank
@@ -49,6 +57,7 @@ class ShardedTreeSum(ShardedUpdate):
             num_shards=num_shards,
             rank=rank,
             world_size=world_size,
+            group=group,
         )
         self._contribution: Contribution | None = None
         self._before: list[torch.Tensor | None] | None = []  # earlier gradients that the loop did not clear
@@ -64,10 +73,13 @@ class ShardedTreeSum(ShardedUpdate):
         for name, parameter in module.named_parameters():
             if not isinstance(parameter, DTensor):
                 continue
-            if parameter.placements != (Shard(0),) or parameter.device_mesh.size() != self._world_size:
+            # A later axis of the mesh divides layers (tensor parallelism). torch's strided shards are not always instances of Shard.
+            placement: Any = parameter.placements[0]
+            is_by_row = not placement.is_replicate() and placement.dim == 0
+            if not is_by_row or parameter.device_mesh.size(0) != self._world_size:
                 raise UsageError(
                     f"expected {name} to be sharded along its first dim across {self._world_size} ranks, but it is sharded as "
-                    f"{parameter.placements} across {parameter.device_mesh.size()} ranks",
+                    f"{parameter.placements} across {parameter.device_mesh.size(0)} ranks",
                     where="parity='bitwise', fsdp2 engine",
                     do=f"shard it along its first dim across all {self._world_size} ranks, or use parity='exact'",
                 )
@@ -131,7 +143,7 @@ class ShardedTreeSum(ShardedUpdate):
                 do="add the losses and call backward() once",
             )
         is_used = torch.tensor([id(p) in self._used for p in sharded], dtype=torch.uint8, device=_device_of(sharded))
-        dist.all_reduce(is_used, op=dist.ReduceOp.MAX)
+        dist.all_reduce(is_used, op=dist.ReduceOp.MAX, group=self._group)
         assert self._before is not None
         for parameter, used, earlier in zip(sharded, is_used.tolist(), self._before):
             if not used:

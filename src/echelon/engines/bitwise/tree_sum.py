@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.data.exact.global_batch_slices import Contribution, shards_of
+from echelon.engines.shards import local_as, local_tensors
 
 __all__ = ["SumNode", "ReplicatedUpdate", "ShardedUpdate", "TreeSum", "roots_of", "top_of"]
 
@@ -74,9 +75,11 @@ def roots_of(leaves: range, *, num_leaves: int) -> list[SumNode]:
 class TreeSum:
     """Sums all leaves, which are lists of tensors. Every rank has at least one leaf."""
 
-    def __init__(self, *, num_leaves: int, rank: int, world_size: int) -> None:
+    def __init__(self, *, num_leaves: int, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
+        """Create a sum over the ranks of ``group`` (None: the default group), of which this one is number ``rank``."""
         self._num_leaves = num_leaves
         self._world_size = world_size
+        self._group = group
         self._leaves = [shards_of(r, world_size=world_size, num_shards=num_leaves) for r in range(world_size)]
         self._roots = [roots_of(leaves, num_leaves=num_leaves) for leaves in self._leaves]
         self._rank = rank
@@ -146,7 +149,7 @@ class TreeSum:
             sent = like.new_zeros(most, size)
             torch.stack(mine, out=sent[: len(mine)])
             got = like.new_empty(self._world_size * most, size)
-            dist.all_gather(list(got.chunk(self._world_size)), sent)
+            dist.all_gather(list(got.chunk(self._world_size)), sent, group=self._group)
             rows = [got[r * most + i] for r, count in enumerate(counts) for i in range(count)]
             return self._total(dict(zip(nodes, rows)))
         width = -(-size // self._world_size)
@@ -155,10 +158,14 @@ class TreeSum:
         segments = padded.view(len(mine), self._world_size, width).transpose(0, 1).contiguous()
         received = like.new_empty(len(nodes), width)
         dist.all_to_all_single(
-            received.view(-1), segments.view(-1), [c * width for c in counts], [len(mine) * width] * self._world_size
+            received.view(-1),
+            segments.view(-1),
+            [c * width for c in counts],
+            [len(mine) * width] * self._world_size,
+            group=self._group,
         )
         whole = like.new_empty(self._world_size * width)
-        dist.all_gather(list(whole.chunk(self._world_size)), self._total(dict(zip(nodes, received))))
+        dist.all_gather(list(whole.chunk(self._world_size)), self._total(dict(zip(nodes, received))), group=self._group)
         return whole[:size]
 
     def _total(self, found: Mapping[SumNode, torch.Tensor]) -> torch.Tensor:
@@ -169,6 +176,11 @@ class TreeSum:
             return total(left) + total(right) if right.leaves.start < self._num_leaves else total(left)
 
         return total(top_of(self._num_leaves))
+
+
+def _local_gradients(parameters: Sequence[torch.Tensor]) -> Values:
+    with torch.no_grad():  # else a DTensor returns another view each time
+        return [None if p.grad is None else local_tensors([p.grad])[0] for p in parameters]
 
 
 def _add(left: Values, right: Values) -> Values:
@@ -226,14 +238,23 @@ class ShardedUpdate(ABC):
 
 
 class ReplicatedUpdate(ShardedUpdate):
-    """Sums gradients for engines whose ranks hold full, unreduced gradients."""
+    """Sums gradients for engines whose ranks hold full, unreduced gradients, or unreduced gradients of the same parts."""
 
     def __init__(
-        self, parameters: Callable[[], Sequence[torch.Tensor]], *, num_shards: int, rank: int, world_size: int
+        self,
+        parameters: Callable[[], Sequence[torch.Tensor]],
+        *,
+        num_shards: int,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Create the sum for ``parameters()``, which returns the parameters that get gradients, in the same order on every rank."""
+        """Create the sum for ``parameters()``, which returns the parameters that get gradients, in the same order on every rank.
+
+        ``group`` has the ranks with different shards (None: the default group), of which this one is number ``rank``.
+        """
         self._parameters = parameters
-        self._new_tree = partial(TreeSum, num_leaves=num_shards, rank=rank, world_size=world_size)
+        self._new_tree = partial(TreeSum, num_leaves=num_shards, rank=rank, world_size=world_size, group=group)
         self._trees: dict[tuple[torch.dtype, torch.device], TreeSum] = {}
         self._left = len(shards_of(rank, world_size=world_size, num_shards=num_shards))
         self._num_own = self._left
@@ -265,7 +286,7 @@ class ReplicatedUpdate(ShardedUpdate):
     def _add_to_trees(self) -> None:
         self._left -= 1
         for kind, parameters in self._by_kind().items():
-            self._tree(kind).add([p.grad for p in parameters] if self._is_counted else [])
+            self._tree(kind).add(_local_gradients(parameters) if self._is_counted else [])
 
     def _by_kind(self) -> dict[tuple[torch.dtype, torch.device], list[torch.Tensor]]:
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -288,9 +309,9 @@ class ReplicatedUpdate(ShardedUpdate):
     def finish(self) -> None:
         self._local = [p.grad for p in self._parameters()]
         for kind, parameters in self._by_kind().items():
-            last = ([p.grad for p in parameters] if self._is_counted else []) if self._left else None
-            for parameter, total in zip(parameters, self._tree(kind).finish(last, parameters)):
-                parameter.grad = total
+            last = (_local_gradients(parameters) if self._is_counted else []) if self._left else None
+            for parameter, total in zip(parameters, self._tree(kind).finish(last, local_tensors(parameters))):
+                parameter.grad = local_as(total, parameter) if total is not None else None
         assert self._before is not None
         for parameter, earlier in zip(self._parameters(), self._before):
             if earlier is not None:

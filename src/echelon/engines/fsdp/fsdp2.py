@@ -64,6 +64,7 @@ from echelon.engines.pipeline_parallel.tied_weights import add_gradients
 from echelon.engines.shards import describe_shard, gather_full, local_tensors, restore_shard, shard_like
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_name, plain_state_dict
 from echelon.engines.stepper import Stepper, require_graph, zero_backward
+from echelon.engines.tensor_parallel.canonical_layers import exchanges_chunks
 from echelon.engines.tensor_parallel.outputs import return_no_views
 from echelon.engines.tensor_parallel.parallelize import parallelize
 from echelon.engines.tensor_parallel.rng import share_random_state
@@ -122,6 +123,7 @@ class FSDP2Engine(Engine):
         self._is_loss_parallel = False
         self._pipelines: dict[int, PipelineStages] = {}  # by id of the model
         self._update: ShardedUpdate | None = None  # sums the gradients instead of torch (build_sharded_update)
+        self._num_chunks = 1  # of split layers, with ``self._update``
 
     @classmethod
     def from_options(
@@ -191,6 +193,7 @@ class FSDP2Engine(Engine):
         experts = divide_experts(model, options.expert_mesh["ep"]) if options.expert_mesh is not None else []
         units = modules_to_shard(model, options) if pipeline is None else pipeline.units()
         blocks = [block for block in units if block not in experts]
+        _require_whole_activations(model, blocks)
         if options.activation_checkpointing:
             checkpoint_activations(blocks)
         settings: dict[str, Any] = {
@@ -435,7 +438,9 @@ class FSDP2Engine(Engine):
         if not unsynced:
             self._guard()
         if self._update is not None:
-            return clip_by_rows(parameters, max_norm, norm_type)
+            split = self._options.tensor_parallel
+            holders = None if split is None else split.mesh
+            return clip_by_rows(parameters, max_norm, norm_type, num_chunks=self._num_chunks, copies=holders)
         owners = [p for p in parameters if p.grad is not None]
         gradients = [p.grad for p in owners if p.grad is not None]
         stages = self._pipelines.values()
@@ -491,7 +496,9 @@ class FSDP2Engine(Engine):
                 "reduce the gradients now, which is correct but slower. Run the last backward pass before step() outside no_sync()."
             )
 
-    def build_sharded_update(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
+    def build_sharded_update(
+        self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]], *, num_chunks: int = 1
+    ) -> ShardedUpdate:
         """See ``Engine.build_sharded_update``.
 
         Raises:
@@ -511,12 +518,16 @@ class FSDP2Engine(Engine):
                 where="parity='bitwise'",
                 do="remove dp_replicate_size or the HYBRID sharding strategy, or use parity='exact'",
             )
-        kind = ShardedTreeSum if self._world.world_size > 1 else ReplicatedUpdate
+        mesh = self._options.mesh
+        world = self._world if mesh is None else self._world.along(mesh)
+        kind = ShardedTreeSum if world.world_size > 1 else ReplicatedUpdate
+        self._num_chunks = num_chunks
         self._update = kind(
             lambda: sharded_parameters(self._roots.values(), parameters()),
             num_shards=num_shards,
-            rank=self._world.rank,
-            world_size=self._world.world_size,
+            rank=world.rank,
+            world_size=world.world_size,
+            group=world.group,
         )
         return self._update
 
@@ -625,6 +636,19 @@ class FSDP2Engine(Engine):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model  # fully_shard modifies it in place
+
+
+def _require_whole_activations(model: nn.Module, units: Iterable[nn.Module]) -> None:
+    """Raise ConfigError if the input or output of a unit is in chunks, to which torch cannot attach its hooks."""
+    names = {module: plain_name(name) for name, module in model.named_modules()}
+    for unit in units:
+        if exchanges_chunks(unit):
+            raise ConfigError(
+                f"{names[unit]} is a unit of its own, but its input or output is divided into chunks, to which fully_shard cannot attach "
+                "hooks",
+                where="prepare(), parity='bitwise', fsdp2 engine",
+                do="choose whole blocks as units (auto_wrap_policy='transformer_based_wrap'), or use parity='exact'",
+            )
 
 
 @contextmanager

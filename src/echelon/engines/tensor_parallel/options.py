@@ -19,5 +19,8 @@ class TensorParallelOptions:
     """1-D mesh of the ranks that hold the parts of one layer: a part of the mesh that ``ShardingOptions.mesh`` is a part of."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     """Styles by pattern of module names, added to the model's own plan."""
+    num_chunks: int | None = None
+    """Number of canonical chunks of each split dimension, on all ranks together, with which the results do not depend on the number of
+    ranks. None: each rank computes its part at once."""
     loss_parallel: bool = False
     """Whether cross-entropy of logits that are split over the vocabulary is computed without gathering them."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from echelon.engines.tensor_parallel.canonical_chunks import CanonicalChunks
+from echelon.engines.tensor_parallel.canonical_layers import compute_in_chunks
 from echelon.engines.tensor_parallel.options import TensorParallelOptions
 from echelon.engines.tensor_parallel.plan import resolve_plan
 from echelon.engines.tensor_parallel.rng import separate_split_regions
 from echelon.engines.tensor_parallel.styles import mask_padding
 
-__all__ = ["parallelize"]
+__all__ = ["divide_into_chunks", "parallelize"]
 
 
 def parallelize(
@@ -30,11 +33,40 @@ def parallelize(
         plan: the style of each module. None: by the plan of the model and of ``options``.
 
     Raises:
-        ConfigError: see ``resolve_plan``.
+        ConfigError: see ``resolve_plan`` and ``compute_in_chunks``.
     """
     if plan is None:
-        plan = resolve_plan(model, options.plan, tp_size=options.mesh.size())
-    tied = _tied_weights(model)
+        plan = resolve_plan(model, options.plan, tp_size=options.mesh.size(), num_chunks=options.num_chunks)
+    tied = list(_tied_weights(model))
+    if options.num_chunks is None:
+        _split(model, plan, options)
+    else:
+        compute_in_chunks(model, plan, CanonicalChunks(num_chunks=options.num_chunks, mesh=options.mesh))
+    for first, *others in tied:
+        # Each module has got a parameter of its own.
+        owner, attribute = first
+        for other, its in others:
+            setattr(other, its, getattr(owner, attribute))
+    if options.num_chunks is None:
+        separate_split_regions(model, plan, options.mesh)
+
+
+def divide_into_chunks(model: nn.Module, given: Mapping[str, Any], *, num_chunks: int) -> None:
+    """Make one process compute the layers of ``model`` in the chunks of ranks that share them, with whole parameters.
+
+    Args:
+        model: the model, changed in place.
+        given: styles by pattern of module names, added to the model's own plan.
+        num_chunks: number of chunks of each split dimension.
+
+    Raises:
+        ConfigError: see ``resolve_plan`` and ``compute_in_chunks``.
+    """
+    plan = resolve_plan(model, given, tp_size=1, num_chunks=num_chunks)
+    compute_in_chunks(model, plan, CanonicalChunks(num_chunks=num_chunks))
+
+
+def _split(model: nn.Module, plan: Mapping[str, ParallelStyle], options: TensorParallelOptions) -> None:
     for name, style in plan.items():
         module = model.get_submodule(name)
         with warnings.catch_warnings():
@@ -43,12 +75,6 @@ def parallelize(
             parallelize_module(module, options.mesh, style, src_data_rank=None)
         if isinstance(module, nn.Embedding) and isinstance(style, RowwiseParallel):
             mask_padding(module, style.output_layouts)
-    for first, *others in tied:
-        # parallelize_module creates a parameter for each module.
-        owner, attribute = first
-        for other, its in others:
-            setattr(other, its, getattr(owner, attribute))
-    separate_split_regions(model, plan, options.mesh)
 
 
 def _tied_weights(model: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,7 +24,9 @@ _WHERE = "ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan=))"
 _KEY_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "q", "k", "v", "query", "key", "value"})
 
 
-def resolve_plan(model: nn.Module, given: Mapping[str, Any], *, tp_size: int) -> dict[str, ParallelStyle]:
+def resolve_plan(
+    model: nn.Module, given: Mapping[str, Any], *, tp_size: int, num_chunks: int | None = None
+) -> dict[str, ParallelStyle]:
     """Return the style of each module that is split, by module name.
 
     The user's patterns take precedence over the model's, and in each plan later ones over earlier ones. A pattern is a module
@@ -33,17 +36,19 @@ def resolve_plan(model: nn.Module, given: Mapping[str, Any], *, tp_size: int) ->
         model: the model.
         given: styles of torch (``ColwiseParallel()``) or names (``"colwise"``) by pattern.
         tp_size: number of ranks that share each layer.
+        num_chunks: number of canonical chunks, by which sizes must be divisible. None: ``tp_size``.
 
     Raises:
         ConfigError: there is no plan, a pattern matches nothing, a style is unknown or not supported, or a size is not divisible.
     """
+    parts = _Parts(tp_size=tp_size, num_chunks=num_chunks)
     own = model_plan(model)
     if not own and not given:
         raise ConfigError(
             f"{type(model).__name__} has no plan for tensor parallelism (a tp_plan, as transformers' models have)",
-            where=f"prepare(), tp_size={tp_size}",
+            where=f"prepare(), {parts.setting}",
             do="pass ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={'layers.*.up': 'colwise', "
-            "'layers.*.down': 'rowwise'})), or set tp_size=1",
+            f"'layers.*.down': 'rowwise'}})), or {parts.instead}",
         )
     modules = {plain_name(name): (name, module) for name, module in model.named_modules()}
     found: dict[str, tuple[nn.Module, Any]] = {}
@@ -57,11 +62,43 @@ def resolve_plan(model: nn.Module, given: Mapping[str, Any], *, tp_size: int) ->
     styles = {name: (module, _build(name, module, style)) for name, (module, style) in found.items()}
     split = {name: (module, style) for name, (module, style) in styles.items() if style is not None}
     for name, (module, style) in split.items():
-        _check_sizes(name, module, style, tp_size=tp_size)
-    _check_heads(model, split, tp_size=tp_size)
-    _add_tied(modules, split, tp_size=tp_size)
+        _check_sizes(name, module, style, parts)
+    _check_heads(model, split, parts)
+    _add_tied(modules, split, parts)
     _log_whole(modules, set(split))
     return {modules[name][0]: style for name, (_, style) in split.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """The number of parts into which a dimension is split, in the words of errors."""
+
+    tp_size: int
+    num_chunks: int | None
+
+    @property
+    def count(self) -> int:
+        return self.num_chunks or self.tp_size
+
+    @property
+    def setting(self) -> str:
+        return f"canonical_chunks={self.num_chunks}" if self.num_chunks else f"tp_size={self.tp_size}"
+
+    @property
+    def split(self) -> str:
+        if self.num_chunks:
+            return f"divided into canonical_chunks={self.num_chunks} parts (parity='bitwise')"
+        return f"split over tp_size={self.tp_size} ranks"
+
+    @property
+    def choose(self) -> str:
+        if self.num_chunks:
+            return "set TorchTensorParallelConfig(canonical_chunks=) to a power of two that divides it"
+        return "choose a divisor as tp_size"
+
+    @property
+    def instead(self) -> str:
+        return "remove tp_handler" if self.tp_size == 1 else "set tp_size=1"
 
 
 def model_plan(model: nn.Module) -> dict[str, str]:
@@ -133,19 +170,19 @@ def _build(name: str, module: nn.Module, style: Any) -> ParallelStyle | None:
     return built
 
 
-def _check_sizes(name: str, module: nn.Module, style: ParallelStyle, *, tp_size: int) -> None:
+def _check_sizes(name: str, module: nn.Module, style: ParallelStyle, parts: _Parts) -> None:
     dim = split_dim(style, module)
     if dim is None or not isinstance(module, nn.Linear | nn.Embedding):
         return
     attribute = ("in_features" if dim else "out_features") if isinstance(module, nn.Linear) else ""
     attribute = attribute or ("embedding_dim" if dim else "num_embeddings")
     size = module.weight.shape[dim]
-    if size % tp_size:
+    if size % parts.count:
         pad = ", pad the vocabulary (resize_token_embeddings(pad_to_multiple_of=))" if size > 1000 else ""
         raise ConfigError(
-            f"{name} has {attribute}={size}, which cannot be split over tp_size={tp_size} ranks",
+            f"{name} has {attribute}={size}, which cannot be {parts.split}",
             where="prepare(), tp_size",
-            do=f"choose a divisor as tp_size{pad}, or set {name!r}: 'replicate' in TorchTensorParallelConfig(plan=)",
+            do=f"{parts.choose}{pad}, or set {name!r}: 'replicate' in TorchTensorParallelConfig(plan=)",
         )
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
         option = "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
@@ -156,18 +193,18 @@ def _check_sizes(name: str, module: nn.Module, style: ParallelStyle, *, tp_size:
         )
 
 
-def _check_heads(model: nn.Module, split: Mapping[str, Any], *, tp_size: int) -> None:
+def _check_heads(model: nn.Module, split: Mapping[str, Any], parts: _Parts) -> None:
     """Raise ConfigError if attention projections are split, and the numbers of heads in the model's config do not allow it."""
     if not any(name.rsplit(".", 1)[-1] in _KEY_PROJECTIONS for name in split):
         return
     for config in _configs(model):
         for attribute in ("num_key_value_heads", "num_attention_heads"):
             num_heads = getattr(config, attribute, None)
-            if isinstance(num_heads, int) and num_heads % tp_size:
+            if isinstance(num_heads, int) and num_heads % parts.count:
                 raise ConfigError(
-                    f"{type(model).__name__} has {attribute}={num_heads}, which cannot be split over tp_size={tp_size} ranks",
+                    f"{type(model).__name__} has {attribute}={num_heads}, which cannot be {parts.split}",
                     where="prepare(), tp_size",
-                    do="choose a divisor as tp_size, and shard the rest with dp_shard_size",
+                    do=f"{parts.choose}, and shard the rest with dp_shard_size",
                 )
 
 
@@ -181,7 +218,7 @@ def _configs(model: nn.Module) -> Iterator[Any]:
             return
 
 
-def _add_tied(modules: Mapping[str, tuple[str, nn.Module]], split: dict[str, Any], *, tp_size: int) -> None:
+def _add_tied(modules: Mapping[str, tuple[str, nn.Module]], split: dict[str, Any], parts: _Parts) -> None:
     """Give modules that share a split weight a style that splits it in the same way."""
     owners: dict[int, list[str]] = {}
     for name, (_, module) in modules.items():
@@ -208,7 +245,7 @@ def _add_tied(modules: Mapping[str, tuple[str, nn.Module]], split: dict[str, Any
             else:
                 style = style_of_name("colwise_gather_output" if by_row else "rowwise_split_input")
             assert style is not None
-            _check_sizes(name, module, style, tp_size=tp_size)
+            _check_sizes(name, module, style, parts)
             split[name] = (module, style)
 
 

@@ -30,7 +30,7 @@ def adopt_split_layers(model: nn.Module, options: TensorParallelOptions | None, 
         data_mesh: the mesh of the ranks that hold the same parts.
 
     Raises:
-        ConfigError: the model is split over other ranks than this run's ``tp`` axis.
+        ConfigError: the model is split over other ranks than this run's ``tp`` axis, or this run computes canonical chunks.
     """
     split = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     for name, parameter in split.items():
@@ -43,6 +43,13 @@ def adopt_split_layers(model: nn.Module, options: TensorParallelOptions | None, 
                 do=f"pass ParallelismConfig(tp_size={mesh.size()}), or load the model without tp_plan",
             )
     assert options is not None
+    if options.num_chunks is not None:
+        raise ConfigError(
+            f"{min(split)} was split while the model was loaded, and the model's own forward pass computes a rank's part at once, which "
+            "rounds differently on another number of ranks",
+            where="prepare(), parity='bitwise'",
+            do="load the model without tp_plan (echelon splits it by the same plan), or use parity='exact'",
+        )
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for attribute, own in module._parameters.items():
