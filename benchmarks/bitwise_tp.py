@@ -123,15 +123,12 @@ def measure(rank: int, world_size: int, steps: int, result: str) -> None:
     with process_group():
         for width in WIDTHS:
             variants = VARIANTS[world_size]
-            for number, variant in enumerate((*variants, *variants, *variants[::-1])):
+            for variant in (*variants, *variants[::-1]):  # each turn has a warm-up update
                 gc.collect()
-                is_warm = number >= len(variants)
-                times = turn(width, variant, steps if is_warm else 1)
-                sums = torch.tensor(times) / world_size
+                sums = torch.tensor(turn(width, variant, steps)) / world_size
                 if world_size > 1:
                     dist.all_reduce(sums)
-                if is_warm:
-                    found.setdefault(f"{world_size} {width} {variant}", []).append(sums.tolist())
+                found.setdefault(f"{world_size} {width} {variant}", []).append(sums.tolist())
     if rank == 0:
         Path(result).write_text(json.dumps(found))
 
