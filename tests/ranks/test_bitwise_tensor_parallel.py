@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -370,8 +371,8 @@ def _refused(kind: str) -> None:
     model: Any = _build("gpt")
     model.odd, model.other = nn.Linear(8, 12), _Other(8, 8)
     options: dict[str, Any] = {"canonical_chunks": 4} if kind == "tp_size" else {}
-    if kind == "llama heads":
-        _accelerator("tp 2", None).prepare(tiny_llama(num_heads=4, num_kv_heads=4, dtype=torch.float32))
+    if kind == "key heads":
+        model.config = SimpleNamespace(num_attention_heads=8, num_key_value_heads=4)  # as transformers' models have
     if kind == "heads":
         tiny: Any = tiny_gpt(num_heads=4)
         tiny = _accelerator("1", {"blocks.*.attention.[qkv]": "colwise"}).prepare(tiny)
@@ -401,8 +402,8 @@ def _refused(kind: str) -> None:
         ("chunks", ["linear() failed on one of the 8 chunks of an activation", "the style 'rowwise'"]),
         ("columns", ["a layer with whole input (in_features=128) got an activation that is divided into chunks"]),
         (
-            "llama heads",
-            ["LlamaForCausalLM has num_key_value_heads=4, which cannot be divided into canonical_chunks=8"],
+            "key heads",
+            ["_GPT has num_key_value_heads=4, which cannot be divided into canonical_chunks=8"],
         ),
         ("heads", ["unflatten() failed on one of the 8 chunks", "divides the number of heads"]),
         ("loss_parallel", ["loss_parallel=True", "'colwise_gather_output'"]),
