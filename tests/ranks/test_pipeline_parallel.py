@@ -297,6 +297,27 @@ def test_a_step_without_dropout_draws_no_random_numbers() -> None:
         assert all(torch.equal(state, answer["states"][0]) for state in answer["states"])
 
 
+# ---- batch norms -----------------------------------------------------------------------------------------------------
+
+
+def _with_batch_norm(num_micro_batches: int) -> list[str]:
+    accelerator = Accelerator(cpu=True, parity="exact", parallelism_config=ParallelismConfig(pp_size=2))
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.prepare_pipeline(
+            model, schedule="GPipe", num_micro_batches=num_micro_batches, loss_fn=lambda out, _: out.square().mean()
+        )
+    return [str(one.message) for one in caught if "BatchNorm" in str(one.message)]
+
+
+def test_batch_norms_over_micro_batches_are_named() -> None:
+    (text,), other = run_on_ranks(_with_batch_norm, 2)
+    assert "1 BatchNorm layer(s) that compute statistics per micro-batch" in text
+    assert other == []  # rank zero warns for all ranks
+    assert run_on_ranks(_with_batch_norm, 1) == [[], []]
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -361,6 +361,32 @@ def test_mistakes_are_named(kind: str, error: type[Exception], texts: list[str])
         assert all(part in text for part in texts), text
 
 
+class _Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x.transpose(1, 2)).transpose(1, 2)[:, None]
+        out: torch.Tensor = F.scaled_dot_product_attention(y, y, y, is_causal=True)
+        return out
+
+
+def _with_batch_norm() -> None:
+    accelerator = Accelerator(cpu=True, parity="exact", parallelism_config=ParallelismConfig(cp_size=2))
+    model: Any = _Normed()
+    loader: Any = DataLoader(torch.randn(4, 16, 8), batch_size=4)  # type: ignore[arg-type]
+    model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for x in loader:
+        with accelerator.context_parallel([x]):
+            accelerator.backward(model(x).square().mean())
+
+
+def test_a_batch_norm_over_pieces_is_named() -> None:
+    (text,) = errors_on_ranks(EchelonWarning, _with_batch_norm, world_size=2, num_errors=1)
+    assert "1 BatchNorm layer(s) that compute statistics per micro-batch" in text
+
+
 def _outside() -> None:
     _, model = _prepared({"cp_size": 2}, tiny_gpt())
     model(torch.zeros(1, 16, dtype=torch.int64))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.accelerator.prepare.prepare_objects import prepare_stages
 from echelon.accelerator.sequences import attach_sequence_parallel
@@ -17,6 +18,7 @@ from echelon.accelerator.session import Session
 from echelon.accelerator.setup.agreement import agree_on_models
 from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.warnings import warn
 from echelon.engines.context_parallel.region import SequenceRegion, current_region
 from echelon.engines.fsdp.meta_device import broadcast_model
 
@@ -82,6 +84,8 @@ def prepare_pipeline(
             f"num_micro_batches={number} is below 1", where="prepare_pipeline()", do="set it to 1 or more"
         )
     cut = cut_model(model, num_stages, stages=stages)
+    if session.parity != "off":
+        _warn_of_batch_norms(model, number)
     agree_on_models([model])
     broadcast_model(model, session.world.device)
     assert layout.device_mesh is not None
@@ -118,6 +122,15 @@ def _refuse_unsupported(session: Session, model: nn.Module) -> None:
             f"{type(model).__name__} is on the meta device, but a pipeline is cut from a model with values",
             where="prepare_pipeline()",
             do="create the model on the CPU",
+        )
+
+
+def _warn_of_batch_norms(model: nn.Module, num_micro_batches: int) -> None:
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    if norms and num_micro_batches > 1:
+        warn(
+            f"the model has {len(norms)} BatchNorm layer(s) that compute statistics per micro-batch, and a pipeline cuts each batch into "
+            f"{num_micro_batches}, so the update is not that of one process. Use GroupNorm or LayerNorm, or num_micro_batches=1"
         )
 
 

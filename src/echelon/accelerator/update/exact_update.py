@@ -258,7 +258,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         if contribution.num_micro_steps == 1:
             # SyncBatchNorm sees the micro-batches of all ranks, which is the whole batch here.
             training = (
-                [] if self.data_world.world_size == 1 else [n for n in training if not isinstance(n, SyncBatchNorm)]
+                [] if self.loss_world.world_size == 1 else [n for n in training if not isinstance(n, SyncBatchNorm)]
             )
         if training and not self._warned_of_batch_norm:
             self._warned_of_batch_norm = True
