@@ -14,7 +14,7 @@ from echelon.report.run_folder import read_run
 from echelon.report.step_series import step_series
 from echelon.tune import candidates as of_machine, measure as measuring
 from echelon.tune.candidates import Candidate, candidates
-from echelon.tune.measure import TriedRun, measure, relative_loss
+from echelon.tune.measure import TriedRun, measure, relative_loss, too_few_steps
 from tests.recorded_runs import write_run
 
 ONE = Candidate(name="1 process, safe", flags=("--cpu", "--num_processes", "1"), num_processes=1)
@@ -101,6 +101,13 @@ def test_the_fastest_setting_is_printed_as_a_command(
     answer = json.loads(capsys.readouterr().out)
     assert answer["best"] == "1 process, max"
     assert [one["failure"] for one in answer["settings"]] == [None, None, "ended with exit code 1: ValueError"]
+
+
+def test_too_few_steps_are_blamed_on_the_time_only_if_the_script_used_it() -> None:
+    assert too_few_steps(4, seconds=30.0) == "only 4 steps within 30 s; add --seconds"
+    assert too_few_steps(4, seconds=None).startswith(
+        "the script ended after 4 steps, too few to measure; pass arguments"
+    )
 
 
 def test_a_gain_within_the_noise_is_not_recommended(

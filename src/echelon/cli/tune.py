@@ -112,7 +112,7 @@ def _print(
     for one in found:
         name = translate(one.candidate.name)
         if one.failure:
-            rows.append((name, "-", "-", "-", "-", one.failure))
+            rows.append((name, "-", "-", "-", "-", translate(one.failure)))
             continue
         difference = relative_loss(one, default)
         gain = "-" if default.failure else f"{_rate(one) / _rate(default):.2f}x"

@@ -36,7 +36,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     """
     path = own_file() if save_location is None else Path(save_location)
     if path.exists():
-        print(f"{path} already exists and was not changed; pass another save_location to write a new file")
+        print(translate(f"{path} already exists and was not changed; pass another save_location to write a new file"))
         return False
     precision = mixed_precision.lower()
     if precision not in get_args(Precision):

@@ -19,7 +19,7 @@ from echelon.report.step_series import StepSeries, step_series
 from echelon.status.run_files import NO_RECORD_VARIABLE
 from echelon.tune.candidates import Candidate
 
-__all__ = ["START_S", "TriedRun", "measure", "relative_loss"]
+__all__ = ["START_S", "TriedRun", "measure", "relative_loss", "too_few_steps"]
 
 _FEWEST = 6
 """Number of steps that must be measured."""
@@ -81,7 +81,7 @@ def measure(candidate: Candidate, script: str, args: Sequence[str], *, seconds: 
             stop(process)
     if code not in (0, None):
         return TriedRun(candidate=candidate, failure=f"ended with exit code {code}: {_last_line(folder / 'output')}")
-    return _of_record(candidate, folder / "run", seconds=seconds)
+    return _of_record(candidate, folder / "run", seconds=None if code == 0 else seconds)
 
 
 def _environment() -> dict[str, str]:
@@ -115,7 +115,14 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _of_record(candidate: Candidate, folder: Path, *, seconds: float) -> TriedRun:
+def too_few_steps(number: int, *, seconds: float | None) -> str:
+    """Return why ``number`` steps cannot be measured: they took all ``seconds``, or (None) the script ended by itself."""
+    if seconds is None:
+        return f"the script ended after {number} steps, too few to measure; pass arguments with which it trains longer"
+    return f"only {number} steps within {seconds:.0f} s; add --seconds"
+
+
+def _of_record(candidate: Candidate, folder: Path, *, seconds: float | None) -> TriedRun:
     try:
         series = step_series(read_run(find_run(folder)))
     except EchelonError:
@@ -124,9 +131,7 @@ def _of_record(candidate: Candidate, folder: Path, *, seconds: float) -> TriedRu
         why = "no step was recorded: the script uses neither echelon's Accelerator nor its Trainer, or made no optimizer step"
         return TriedRun(candidate=candidate, failure=why)
     if series.num_steps < _FEWEST + 2:
-        return TriedRun(
-            candidate=candidate, failure=f"only {series.num_steps} steps within {seconds:.0f} s; add --seconds"
-        )
+        return TriedRun(candidate=candidate, failure=too_few_steps(series.num_steps, seconds=seconds))
     first = int(len(series.steps) * _WARM_UP)
     steps, times = series.steps[first:], series.times[first:]
     step_s = float(np.median(np.diff(times) / np.diff(steps)))
