@@ -168,6 +168,34 @@ def test_max_computes_in_bf16_where_the_device_does_unless_a_precision_was_chose
         assert str(accelerator.config.origins["mixed_precision"]) == "derived speed='max'"
 
 
+@pytest.mark.skipif(not has_bf16(cpu=True), reason="this CPU does not compute bf16 natively")
+def test_max_convolves_channels_last_where_it_computes_in_bf16(tmp_path: Any) -> None:
+    def is_last(model: nn.Module) -> bool:
+        return next(iter(model.parameters())).is_contiguous(memory_format=torch.channels_last)
+
+    x, y = torch.randn(4, 3, 8, 8), torch.randint(0, 5, (4,))
+    models: dict[str, Any] = {}
+    for precision in ("bf16", "no"):
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5))
+        accelerator = Accelerator(cpu=True, speed="max", mixed_precision=precision)
+        models[precision], optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+        for _ in range(3):
+            optimizer.zero_grad()
+            accelerator.backward(nn.functional.cross_entropy(models[precision](x), y))
+            optimizer.step()
+        assert is_last(net) is (precision == "bf16")
+        accelerator.save_state(str(tmp_path / precision))
+        saved = [p.detach().clone() for p in net.parameters()]
+        for p in net.parameters():
+            p.data.zero_()
+        accelerator.load_state(str(tmp_path / precision))
+        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), saved))
+        assert is_last(net) is (precision == "bf16")
+        accelerator.save_model(net, str(tmp_path / f"model_{precision}"))
+    torch.testing.assert_close(models["bf16"](x), models["no"](x), rtol=0.05, atol=0.05)
+
+
 def test_bitwise_parity_keeps_the_kernels_that_do_not_depend_on_shards() -> None:
     _, optimizer, _ = _prepared(MAKERS["adam"], torch.float32, speed="max", mixed_precision="no", parity="bitwise")
     assert _flags(optimizer) == (True, None)

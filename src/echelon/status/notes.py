@@ -125,7 +125,7 @@ class Notes:
         else:
             took = self._divide_time()
             self._num_untimed -= 1
-            if not self._num_untimed or took > 2 * self._usual_ns:
+            if not self._num_untimed or took > max(2 * self._usual_ns, _SHORT_NS):
                 self._set_timed(True)
                 self._stepped_ns, self._spent_before = self._since_ns, self._spent_ns.copy()
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.accelerator.session import Session
+from echelon.base.device import has_bf16
 from echelon.base.logging import get_logger
 from echelon.base.sharded import is_dtensor
 
@@ -27,13 +28,19 @@ _FEWEST, _MOST_BYTES = 8, 4 << 20
 
 def choose_memory_format(session: Session, model: nn.Module) -> None:
     """Store the convolutions' weights channels last if that is faster. The parameters remain the same objects."""
-    if session.config.value.speed != "max" or session.world.device.type != "cuda":
+    if session.config.value.speed != "max" or not _prefers_channels_last(session):
         return
     if session.engine.capabilities.shards_parameters or any(p.is_meta for p in model.parameters()):
         return
     if any(isinstance(module, nn.Conv2d) for module in model.modules()):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         _logger.info("speed='max': %s stores its convolutions channels last", type(model).__name__)
+
+
+def _prefers_channels_last(session: Session) -> bool:
+    """Return whether this device convolves faster with channels last: a CPU does in bf16, and also pools faster, but not in fp32."""
+    kind = session.world.device.type
+    return kind == "cuda" or (kind == "cpu" and session.config.value.mixed_precision == "bf16" and has_bf16(cpu=True))
 
 
 def choose_kernels(session: Session, optimizer: Optimizer) -> None:
