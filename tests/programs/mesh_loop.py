@@ -149,7 +149,10 @@ class _Script:
         buffers = list(batch.values())
         with accelerator.context_parallel(buffers) as piece:  # without cp and sp, nothing is cut
             if self.pipeline is not None:
-                self.pipeline.step(batch)
+                # Without a number, parity="off" weights every process equally, as Accelerate does.
+                is_counted = program.parity == "off" and program.loss != "mean"
+                labels = batch.get("shift_labels", next_labels(program, batch))
+                self.pipeline.step(batch, num_items=float(num_tokens(labels)) if is_counted else None)
                 return
             if program.loss == "inside":
                 loss = self.model(**batch).loss
