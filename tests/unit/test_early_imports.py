@@ -54,3 +54,22 @@ def test_a_run_with_several_threads_starts_new_programs(tmp_path: Path) -> None:
 def test_modules_and_programs_start_as_new_programs(tmp_path: Path) -> None:
     assert early_imports(Script(kind="module", target="train", args=()), ONE_THREAD) == ()
     assert early_imports(Script(kind="script", target=str(tmp_path / "missing.py"), args=()), ONE_THREAD) == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "files", "is_early"),
+    [
+        ("import settings\n", {"settings.py": "import os\nos.environ['OMP_NUM_THREADS'] = '4'\n"}, False),
+        ("from tools.start import run\n", {"tools/start.py": "import os\nos.putenv('A', '1')\n"}, False),
+        ("import data, settings\n", {"settings.py": "import other\n", "other.py": "from os import environ\n"}, False),
+        ("from dotenv import load_dotenv\nload_dotenv()\n", {}, False),
+        ("import settings\n", {"settings.py": "SIZE = 3\n"}, True),
+    ],
+)
+def test_modules_beside_the_script_are_read_as_well(
+    tmp_path: Path, first: str, files: dict[str, str], is_early: bool
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert _modules(tmp_path, f"{first}import torch\n") == (TORCH if is_early else ())

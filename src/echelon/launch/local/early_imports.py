@@ -13,17 +13,19 @@ __all__ = ["early_imports"]
 
 _LIBRARIES = rb"torch|torchvision|echelon|accelerate|transformers|lightning"
 _IMPORT = re.compile(rb"^[ \t]*(?:import|from)[ \t]+(?:" + _LIBRARIES + rb")\b", re.MULTILINE)
-_CHANGES_ENVIRONMENT = re.compile(rb"environ|putenv")
+_CHANGES_ENVIRONMENT = re.compile(rb"environ|putenv|dotenv")
+_ANY_IMPORT = re.compile(rb"^[ \t]*(?:import|from)[ \t]+([\w., \t]+)", re.MULTILINE)
 _ECHELON = re.compile(rb"^[ \t]*(?:import|from)[ \t]+echelon\b", re.MULTILINE)
 _MAX_BYTES = 1 << 20
+_MAX_MODULES = 100
 
 
 def early_imports(script: Script, environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the modules that the ranks of ``script`` import anyway; () if each rank must start as a new program.
 
     A forked rank has imported torch before its first line runs. That makes no difference unless the script sets variables that
-    torch reads when it is imported, so a script that mentions the environment before its first import of torch is started anew. So
-    is one that may use several threads in NumPy, whose threads a fork does not copy.
+    torch reads when it is imported, so a script that mentions the environment before its first import of torch, or imports a module
+    beside it that does, is started anew. So is one that may use several threads in NumPy, whose threads a fork does not copy.
 
     Args:
         script: the program that each rank runs.
@@ -40,7 +42,7 @@ def early_imports(script: Script, environment: Mapping[str, str]) -> tuple[str, 
     except OSError:
         return ()  # a rank shows the error
     first = _IMPORT.search(text)
-    if first is None or _CHANGES_ENVIRONMENT.search(text, 0, first.start()):
+    if first is None or _may_change_environment(text[: first.start()], path.parent):
         return ()
     modules = ["torch", "torch.distributed"]
     if b"optim" in text or b"Trainer" in text:
@@ -50,3 +52,24 @@ def early_imports(script: Script, environment: Mapping[str, str]) -> tuple[str, 
         if b"Trainer" in text:
             modules.append("echelon.trainer")
     return tuple(modules)
+
+
+def _may_change_environment(text: bytes, folder: Path) -> bool:
+    """Return whether ``text``, or a module in ``folder`` that it imports directly or through others, mentions the environment."""
+    texts, seen = [text], set[Path]()
+    while texts:
+        text = texts.pop()
+        if _CHANGES_ENVIRONMENT.search(text):
+            return True
+        # "import a, b.c as d" and "from a.b import": the words include "as", which names no file
+        names = {word.decode() for listed in _ANY_IMPORT.findall(text) for word in re.findall(rb"\w+", listed)}
+        for name in names:
+            package = folder / name
+            for path in {package.with_suffix(".py"), *(package.rglob("*.py") if package.is_dir() else ())} - seen:
+                seen.add(path)
+                if not path.is_file():
+                    continue
+                if len(seen) > _MAX_MODULES or path.stat().st_size > _MAX_BYTES:
+                    return True  # reading them would take longer than what is gained
+                texts.append(path.read_bytes())
+    return False
