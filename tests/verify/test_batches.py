@@ -220,6 +220,42 @@ def test_rows_that_end_in_a_repeated_token_are_not_padded(tmp_path: Path) -> Non
     np.testing.assert_array_equal(outputs[0], outputs[1])
 
 
+def test_items_of_batches_that_a_loader_copies_are_known(tmp_path: Path) -> None:
+    """accelerate copies batches to ``cpu:0``, and reads one ahead: the collated tensors are gone when the script gets the copies."""
+    texts = [
+        torch.tensor([3, 5, 0, 0]),
+        torch.tensor([2, 4, 6, 0]),
+        torch.tensor([1, 1, 0, 0]),
+        torch.tensor([7, 8, 9, 0]),
+    ]
+
+    class Copying(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            inner = super().__iter__()
+            read = [next(inner).clone()]
+            for batch in inner:
+                read.append(batch.clone())
+                yield read.pop(0)
+            yield read.pop(0)
+
+    lengths: list[Any] = []
+
+    def script(model: nn.Module) -> None:
+        for batch in Copying(texts, batch_size=2):
+            _step(model, batch[:, :3].float())
+
+    batches = Batches()
+    with recording(tmp_path, parts=[batches], rank=0, world_size=1, steps=100):
+        hook = torch.nn.modules.module.register_module_forward_hook(
+            lambda *_: lengths.append(
+                {} if batches.rows is None else {k: v.tolist() for k, v in batches.rows.lengths.items()}
+            )
+        )
+        script(_Model())
+        hook.remove()
+    assert lengths == [{4: [4, 4]}, {4: [4, 4]}]  # the zeros belong to the items
+
+
 def test_loaders_are_restored(tmp_path: Path) -> None:
     class Loader(DataLoader[Any]):
         def __iter__(self) -> Any:

@@ -13,6 +13,7 @@ from weakref import ref
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, get_worker_info
@@ -58,6 +59,8 @@ class Batches:
         self._num_iterators = 0
         self._collated: list[tuple[dict[int, Callable[[], bool]], np.ndarray]] = []
         """Storages of the batches that the script's collate function has returned lately, and the lengths of their items."""
+        self._lengths_by_content: dict[bytes, np.ndarray] = {}
+        """The same by the content of a batch's integer tensors: accelerate copies batches to ``cpu:0``, so their storages are others."""
 
     def transform_batches(self, transform: Callable[[Any], Any]) -> None:
         """Hand ``transform(batch)`` to the script in place of each batch."""
@@ -178,13 +181,16 @@ class Batches:
                     ({_key(one): _reference(one) for one in leaves(batch) if _has_storage(one)}, lengths)
                 )
                 self._collated = self._collated[-_MAX_HELD:]
+                self._lengths_by_content |= dict.fromkeys(_contents(batch), lengths)
+                while len(self._lengths_by_content) > _MAX_HELD:
+                    del self._lengths_by_content[next(iter(self._lengths_by_content))]
             return batch
 
         return noting
 
     def _lengths_of_items(self, batch: Any) -> np.ndarray | None:
         """Return the lengths of the items from which ``batch`` was collated, or None if that is not known."""
-        if not self._collated:
+        if not self._lengths_by_content:
             return None
         storages = {_key(one) for one in leaves(batch) if _has_storage(one)}
         found = None
@@ -192,6 +198,10 @@ class Batches:
             if any(key in storages and not is_gone() for key, is_gone in of_batch.items()):
                 found = lengths
         self._collated = [one for one in self._collated if not all(is_gone() for is_gone in one[0].values())]
+        if found is None:
+            found = next(
+                (self._lengths_by_content[one] for one in _contents(batch) if one in self._lengths_by_content), None
+            )
         return found
 
     def _hold(self, batch: Any, rows: SampleRows, iterator: _Iterator) -> None:
@@ -342,6 +352,16 @@ def _has_storage(leaf: Any) -> bool:
     return (
         isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided
     )
+
+
+def _contents(batch: Any) -> list[bytes]:
+    """Return a hash of each integer tensor of ``batch``."""
+    found = [one for one in leaves(batch) if _has_storage(one) and one.dim() > 0 and not one.is_floating_point()]
+    return [
+        xxhash.xxh3_64_digest(one.detach().cpu().contiguous().numpy()) + repr(tuple(one.shape)).encode()
+        for one in found
+        if not one.is_complex()
+    ]
 
 
 def _key(tensor: torch.Tensor) -> int:
