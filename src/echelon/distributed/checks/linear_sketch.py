@@ -19,7 +19,7 @@ WIDTH = NUM_BUCKETS + 1
 
 _SMALL = 4096  # elements; smaller tensors are sketched together, because one kernel launch each would cost more than their elements
 _NUM_RUNS = 2**17
-_CHUNK = NUM_BUCKETS * _NUM_RUNS  # elements that are converted to float64 at a time
+_CHUNK = 2**18  # elements that are converted to float64 at a time; the buffer stays in the cache
 _MAX_LAYOUTS = 64
 
 
@@ -45,6 +45,7 @@ class LinearSketch:
     def __init__(self) -> None:
         self._first_signs: dict[torch.device, torch.Tensor] = {}
         self._layouts: dict[tuple[object, ...], _Layout] = {}
+        self._buffers: dict[torch.device, torch.Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[torch.Tensor], offsets: Sequence[int] | None = None) -> torch.Tensor:
@@ -56,6 +57,8 @@ class LinearSketch:
         """
         offsets = [0] * len(tensors) if offsets is None else offsets
         flats = [_flat(tensor) for tensor in tensors]
+        if flats and all(flat.numel() <= _SMALL and flat.device.type == "cpu" for flat in flats):
+            return self._together(flats, offsets, flats[0].device)
         found = torch.zeros(len(flats), WIDTH, dtype=torch.float64)
         small: dict[torch.device, list[int]] = {}
         for i, flat in enumerate(flats):
@@ -68,7 +71,7 @@ class LinearSketch:
             found[indices] = together.cpu()
         return found
 
-    def _together(self, flats: list[torch.Tensor], offsets: list[int], device: torch.device) -> torch.Tensor:
+    def _together(self, flats: list[torch.Tensor], offsets: Sequence[int], device: torch.device) -> torch.Tensor:
         key = (device, *((flat.numel(), offset) for flat, offset in zip(flats, offsets)))
         layout = self._layouts.get(key)
         if layout is None:
@@ -81,7 +84,7 @@ class LinearSketch:
         found.index_add_(0, layout.squares, values * values)
         return found.view(-1, WIDTH)
 
-    def _lay_out(self, lengths: list[int], offsets: list[int], device: torch.device) -> _Layout:
+    def _lay_out(self, lengths: list[int], offsets: Sequence[int], device: torch.device) -> _Layout:
         buckets, squares, signs = [], [], []
         for i, (length, offset) in enumerate(zip(lengths, offsets)):
             places = torch.arange(offset, offset + length)
@@ -94,14 +97,18 @@ class LinearSketch:
         return _Layout(torch.cat(buckets).to(device), torch.cat(squares).to(device), torch.cat(signs).to(device))
 
     def _large(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        buffer = self._buffers.get(flat.device)
+        if buffer is None:  # allocating it takes longer than a sketch
+            buffer = self._buffers[flat.device] = torch.empty(_CHUNK, dtype=torch.float64, device=flat.device)
         found = torch.zeros(WIDTH, dtype=torch.float64, device=flat.device)
+        sums, square = found[:NUM_BUCKETS], found[NUM_BUCKETS]
         for start, part in _chunks(flat, offset):
-            values = part.to(torch.float64)
-            found[NUM_BUCKETS] += values @ values
+            values = buffer[: part.numel()].copy_(part)
+            square += values @ values
             front = start % NUM_BUCKETS
             back = -(front + values.numel()) % NUM_BUCKETS
             runs = (pad(values, (front, back)) if front or back else values).view(-1, NUM_BUCKETS)
-            found[:NUM_BUCKETS] += self._signs(start // NUM_BUCKETS, len(runs), flat.device) @ runs
+            sums += self._signs(start // NUM_BUCKETS, len(runs), flat.device) @ runs
         return found
 
     def _signs(self, first: int, count: int, device: torch.device) -> torch.Tensor:

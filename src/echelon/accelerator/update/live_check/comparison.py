@@ -75,10 +75,12 @@ class UpdateComparison:
 
     def run(self, *, is_exact: bool) -> list[Mismatch]:
         """Return what differs, the first stage first. Collective: call on every rank."""
-        header = self._header()
+        header = self._header() if self._world_size > 1 else self._begin_of_header()
         self._ranks = dict(zip(header, gather_counts(*header.values())))
         self.is_over = any(self._ranks["num_steps"])
-        if not self.is_over or any(self._ranks["is_abandoned"]) or len(set(self._ranks["layout"])) > 1:
+        if not self.is_over or any(self._ranks["is_abandoned"]):
+            return []
+        if self._world_size > 1 and len(set(self._ranks["layout"])) > 1:
             return []
         self.compared.add("optimizer")
         if self._world_size > 1:
@@ -86,8 +88,11 @@ class UpdateComparison:
             self._compare_samples()
             self._compare_generators(is_exact=is_exact)
             self._compare_buffers()
-        self._compare_sums(self._sum_over_ranks(self._sums()))
-        if self._compare_steps() and self._world_size > 1:
+        if self._world_size > 1:
+            self._compare_sums(self._sum_over_ranks(self._sums()))
+        else:
+            self._compare_own_sums()
+        if self._world_size > 1 and self._compare_steps():
             self._compare_hashes("weights", "weights")
             self._compare_changes()
             self._compare_hashes("gradient", "reduce")
@@ -96,6 +101,9 @@ class UpdateComparison:
         return sorted(self._agree(), key=lambda one: one.order)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def _begin_of_header(self) -> dict[str, int]:
+        return {"num_steps": self._own.num_steps, "is_abandoned": int(self._own.is_abandoned)}
 
     def _header(self) -> dict[str, int]:
         own, watched = self._own, self._ledger.watched
@@ -106,14 +114,12 @@ class UpdateComparison:
         )
         num_rows = 0 if own.has_padding else sum(map(len, self._rows))
         ratios = self._ledger.ratios[self._ledger.changed]
-        header = {
-            "num_steps": own.num_steps,
-            "is_abandoned": int(own.is_abandoned),
+        header = self._begin_of_header() | {
             "layout": _digest(json.dumps([(one.name, one.num_elements) for one in watched])),
             "shard": next((one.shard for one in watched if one.is_sharded), 0),
             "steps": _digest(json.dumps(self._steps())),
             "settings": _digest(json.dumps(self._settings())),
-            "buffers": _digest(json.dumps(own.forward.buffers if self._world_size > 1 else {}, sort_keys=True)),
+            "buffers": _digest(json.dumps(own.forward.buffers, sort_keys=True)),
             "generator": own.forward.generator,
             "draws_masks": int(own.draws_masks and own.forward.has_masks and not own.has_padding),
             "num_changed": int(self._ledger.changed.sum()),
@@ -312,9 +318,24 @@ class UpdateComparison:
         expected, norms, reduced, counts, are_reduced, are_unknown, extra = sums.split([*sizes, len(sums) - sum(sizes)])  # type: ignore[no-untyped-call]
         num_items, num_known, *powers = extra.tolist()
         self._compare_weights(num_items if num_known == self._world_size else None)
+        self._compare_norms(powers)
         own = torch.where(self._is_sharded()[:, None], reduced.view(num, -1), self._ledger.reduced[:, :NUM_BUCKETS])
         is_compared = (are_reduced == self._world_size) & (are_unknown == 0) & torch.isfinite(norms)
         self._compare_gradients(expected.view(num, -1), own, norms, counts, is_compared)
+
+    def _compare_own_sums(self) -> None:
+        """Compare the sums of a single rank, which has all the terms."""
+        ledger, own = self._ledger, self._own
+        items = {one.micro_step: one.num_items for one in own.losses}
+        known = [num for num in items.values() if num is not None]
+        self._compare_weights(math.fsum(known) if items and len(known) == len(items) else None)
+        self._compare_norms([clip.own for clip in own.clips])
+        expected = ledger.local + ledger.base[:, :NUM_BUCKETS]
+        norms = ledger.norms + ledger.base[:, NUM_BUCKETS].sqrt()
+        is_compared = ledger.is_reduced & ~ledger.is_unknown & torch.isfinite(norms)
+        self._compare_gradients(expected, ledger.reduced[:, :NUM_BUCKETS], norms, ledger.counts, is_compared)
+
+    def _compare_norms(self, powers: Sequence[float]) -> None:
         for clip, power in zip(self._own.clips, powers):
             self.compared.add("clip")
             norm = power ** (1 / clip.norm_type)
@@ -382,7 +403,7 @@ class UpdateComparison:
         )
         distances = torch.linalg.vector_norm(own - expected, dim=1)
         self.compared |= {"reduce"} if bool(is_compared.any()) else set()
-        bad = [i for i in range(len(self._names)) if is_compared[i] and bool(distances[i] > allowed[i])]
+        bad = (is_compared & (distances > allowed)).nonzero().flatten().tolist()
         if not bad:
             return
         sizes = torch.linalg.vector_norm(expected, dim=1)

@@ -15,6 +15,7 @@ __all__ = ["Hashes", "content_hashes"]
 
 Hashes = np.ndarray[Any, np.dtype[np.int64]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMPY = (torch.float32, torch.float64)
 
 
 def content_hashes(tensors: Sequence[torch.Tensor]) -> Hashes:
@@ -24,7 +25,7 @@ def content_hashes(tensors: Sequence[torch.Tensor]) -> Hashes:
     for i, tensor in enumerate(tensors):
         plain = tensor.detach()
         if plain.device.type == "cpu":
-            found[i] = xxhash.xxh3_64_intdigest(bytes_of(plain).numpy().data) >> 2 if plain.numel() else 1
+            found[i] = _hash_on_cpu(plain)
             continue
         plain = torch.view_as_real(plain) if plain.is_complex() else plain
         total = plain.contiguous().view(_INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
@@ -32,3 +33,11 @@ def content_hashes(tensors: Sequence[torch.Tensor]) -> Hashes:
     for sums in elsewhere.values():  # one transfer for each device
         found[[i for i, _ in sums]] = torch.stack([total for _, total in sums]).cpu().numpy()
     return found
+
+
+def _hash_on_cpu(plain: torch.Tensor) -> int:
+    if not plain.numel():
+        return 1
+    if plain.dtype in _NUMPY and plain.is_contiguous():
+        return xxhash.xxh3_64_intdigest(plain.numpy().data) >> 2
+    return xxhash.xxh3_64_intdigest(bytes_of(plain).numpy().data) >> 2

@@ -19,6 +19,8 @@ from echelon.engines.state_dicts import plain_parameters
 
 __all__ = ["GradientLedger", "WatchedParameter", "local_of", "watched_parameters"]
 
+_ZEROS = torch.zeros(WIDTH, dtype=torch.float64)  # sketch of a missing gradient
+_PLAIN = (torch.Tensor, nn.Parameter)  # types that are no DTensor
 _SMALL = 4096  # elements of a gradient that is copied, to be sketched together with others
 
 
@@ -42,9 +44,9 @@ class WatchedParameter:
 
 
 def watched_parameters(
-    engine: Engine, models: Sequence[nn.Module], strays: Iterable[torch.Tensor]
+    engine: Engine, models: Sequence[nn.Module], stepped: Iterable[torch.Tensor]
 ) -> list[WatchedParameter]:
-    """Return the trainable parameters of prepared models, then those that only optimizers hold."""
+    """Return the trainable parameters of prepared models, then those of ``stepped``, which optimizers hold, that are in no model."""
     found: dict[int, WatchedParameter] = {}
     shards = engine.capabilities.shards_parameters
     for number, model in enumerate(models):
@@ -56,9 +58,10 @@ def watched_parameters(
                 watched = _watched(prefix + name.removeprefix("module."), parameter, is_late=is_late)
                 if watched is not None:
                     found[id(parameter)] = watched
-    for number, parameter in enumerate(() if shards else strays):
+    strays = [p for p in (() if shards else stepped) if p.requires_grad and id(p) not in found]
+    for number, parameter in enumerate(strays):
         watched = _watched(f"parameter {number} outside of the models", parameter, is_late=True)
-        if parameter.requires_grad and id(parameter) not in found and watched is not None:
+        if watched is not None:
             found[id(parameter)] = watched
     return list(found.values())
 
@@ -90,8 +93,19 @@ def _watched(name: str, parameter: torch.Tensor, *, is_late: bool) -> WatchedPar
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of ``tensor`` without a copy."""
+    if type(tensor) in _PLAIN:
+        return tensor.detach()
     local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return local.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """A gradient that one backward pass computed; on one rank, the reduced gradient often has the same bits."""
+
+    dtype: torch.dtype
+    digest: int
+    sketch: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +126,14 @@ class GradientLedger:
         watched: parameters.
         engine: tells where local gradients can be observed.
         sketch: computes sketches.
+        world_size: number of ranks.
     """
 
-    def __init__(self, watched: Sequence[WatchedParameter], engine: Engine, sketch: LinearSketch) -> None:
+    def __init__(
+        self, watched: Sequence[WatchedParameter], engine: Engine, sketch: LinearSketch, *, world_size: int
+    ) -> None:
         self.watched = watched
+        self._world_size = world_size
         self.number_of = {id(one.parameter): i for i, one in enumerate(watched)}
         """Row of each parameter, by id."""
         self._engine = engine
@@ -144,6 +162,8 @@ class GradientLedger:
         """If such a change was a multiplication: by what."""
         self._known: dict[int, _Known] = {}
         self._held: list[tuple[int, torch.Tensor]] = []
+        self._sketched: list[tuple[int, torch.Tensor]] = []
+        self._computed: dict[int, _Contents] = {}  # by the last backward pass
         self._is_begun = False
 
     # ---- backward passes ---------------------------------------------------------------------------------------------
@@ -166,15 +186,19 @@ class GradientLedger:
     @contextmanager
     def observing(self, *, adds_zeros: bool) -> Iterator[None]:
         """Add the gradients that a backward pass in the block computes on this rank."""
-        handles = []
+        handles, rows, errors = [], [], []
         for i, local in enumerate(self._engine.local_gradients([one.parameter for one in self.watched])):
             if local.leaf is None or is_dtensor(local.leaf):
                 self.is_unknown[i] = True
                 continue
             dtypes = (local.leaf.dtype, local.reduce_dtype, self.watched[i].parameter.dtype)
-            self.roundoffs[i], self.spacings[i] = roundoff(*dtypes), smallest(*dtypes)
+            rows.append(i)
+            errors.append((roundoff(*dtypes), smallest(*dtypes)))
             if not adds_zeros and local.leaf.requires_grad:
                 handles.append(local.leaf.register_hook(self._hook(i)))  # type: ignore[no-untyped-call]
+        if rows:
+            self.roundoffs[rows], self.spacings[rows] = torch.tensor(errors, dtype=torch.float64).T
+        self._computed.clear()
         try:
             yield
         finally:
@@ -189,21 +213,34 @@ class GradientLedger:
             elif gradient.numel() <= _SMALL:
                 self._held.append((number, gradient.detach().clone()))  # DDP may reduce it in place
             else:
-                self._add([number], self._sketch([gradient]))
+                sketch = self._sketch([gradient])
+                self._sketched.append((number, sketch))
+                self._note_computed([number], [gradient], sketch)
 
         return hold
 
+    def _note_computed(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor], sketches: torch.Tensor) -> None:
+        if self._world_size > 1:
+            return  # the reduced gradient differs
+        for number, gradient, sketch, digest in zip(numbers, gradients, sketches, _digests(gradients)):
+            self._computed[number] = _Contents(gradient.dtype, digest, sketch)
+
     def _add_held(self) -> None:
         held, self._held = self._held, []
+        sketched, self._sketched = self._sketched, []
         if held:
-            sketches = self._sketch([gradient for _, gradient in held])
-            for (number, _), sketch in zip(held, sketches):
-                self._add([number], sketch[None])
+            numbers, gradients = [number for number, _ in held], [gradient for _, gradient in held]
+            sketches = self._sketch(gradients)
+            self._note_computed(numbers, gradients, sketches)
+            self._add(numbers, sketches)
+        if sketched:
+            self._add([number for number, _ in sketched], torch.cat([sketch for _, sketch in sketched]))
 
     def _add(self, numbers: list[int], sketches: torch.Tensor) -> None:
-        self.local[numbers] += sketches[:, :NUM_BUCKETS]
-        self.norms[numbers] += sketches[:, NUM_BUCKETS].sqrt()
-        self.counts[numbers] += 1
+        places = torch.tensor(numbers)
+        self.local.index_add_(0, places, sketches[:, :NUM_BUCKETS])
+        self.norms.index_add_(0, places, sketches[:, NUM_BUCKETS].sqrt())
+        self.counts.index_add_(0, places, torch.ones(len(numbers), dtype=torch.float64))
 
     def clear(self, numbers: Iterable[int]) -> None:
         """Forget gradients that the loop has cleared."""
@@ -242,8 +279,8 @@ class GradientLedger:
 
     def now(self, numbers: Sequence[int]) -> torch.Tensor:
         """Return the sketches of the current gradients, zero for missing ones; they become known."""
-        found = torch.zeros(len(numbers), WIDTH, dtype=torch.float64)
-        places, new = [], []
+        sketches: list[torch.Tensor] = [_ZEROS] * len(numbers)
+        changed: list[tuple[int, int, torch.Tensor]] = []  # place, row, gradient
         for place, i in enumerate(numbers):
             gradient = self._gradient(i)
             if gradient is None:
@@ -251,18 +288,36 @@ class GradientLedger:
                 continue
             known = self._known.get(i)
             if known is not None and known.gradient is gradient and known.version == _version_of(gradient):
-                found[place] = known.sketch
+                sketches[place] = known.sketch
             else:
-                places.append(place)
-                new.append(i)
+                changed.append((place, i, gradient))
+        locals_ = [local_of(gradient) for *_, gradient in changed]
+        digests = _digests(locals_)
+        new = []
+        for k, ((place, i, _), digest) in enumerate(zip(changed, digests)):
+            sketch = self._sketch_of(i, digest, locals_[k])
+            if sketch is None:
+                new.append(k)
+            else:
+                sketches[place] = sketch
         if new:
-            sketches = self._sketch(*self._locals(new))
-            found[places] = sketches
-            for i, sketch, digest in zip(new, sketches, self._digests(new)):
-                gradient = self._gradient(i)
-                assert gradient is not None
-                self._known[i] = _Known(gradient, _version_of(gradient), sketch, digest)
-        return found
+            offsets = [self.watched[changed[k][1]].offset for k in new]
+            for k, sketch in zip(new, self._sketch([locals_[k] for k in new], offsets)):
+                sketches[changed[k][0]] = sketch
+        for (place, i, gradient), digest in zip(changed, digests):
+            self._known[i] = _Known(gradient, _version_of(gradient), sketches[place], digest)
+        return torch.stack(sketches) if sketches else torch.zeros(0, WIDTH, dtype=torch.float64)
+
+    def _sketch_of(self, number: int, digest: int, local: torch.Tensor) -> torch.Tensor | None:
+        """Return the sketch of a gradient whose contents have been sketched before."""
+        known, computed = self._known.get(number), self._computed.get(number)
+        if not digest:
+            return None
+        if known is not None and known.digest == digest and known.gradient.dtype == local.dtype:
+            return known.sketch
+        if computed is not None and computed.digest == digest and computed.dtype == local.dtype:
+            return None if self.watched[number].is_sharded else computed.sketch
+        return None
 
     def note_changes(self, numbers: Sequence[int]) -> None:
         """Compare the gradients with what they were after the last change that echelon knows of."""
@@ -279,9 +334,8 @@ class GradientLedger:
         self.forget_known(chosen)  # a change through ``.data``, or by a loss scaler, leaves the version as it is
         after = self.now(chosen)
         differs = (before != after) & ~(before.isnan() & after.isnan())
-        for place, i in enumerate(chosen):
-            if not bool(differs[place].any()):
-                continue
+        for place in differs.any(dim=1).nonzero().flatten().tolist():
+            i = chosen[place]
             self.changed[i] = True
             one, other = before[place, :NUM_BUCKETS], after[place, :NUM_BUCKETS]
             ratio = (one @ other) / (one @ one)
@@ -292,14 +346,8 @@ class GradientLedger:
     def _without_unchanged(self, numbers: list[int]) -> list[int]:
         """Leave out the gradients whose bits are what they were after the last change that echelon knows of."""
         hashed = [i for i in numbers if i in self._known and self._known[i].digest and self._gradient(i) is not None]
-        now = dict(zip(hashed, self._digests(hashed)))
+        now = dict(zip(hashed, _digests(self._locals(hashed)[0])))
         return [i for i in numbers if i not in now or now[i] != self._known[i].digest]
-
-    def _digests(self, numbers: Sequence[int]) -> list[int]:
-        locals_, _ = self._locals(numbers)
-        if any(one.device.type != "cpu" for one in locals_):
-            return [0] * len(locals_)
-        return [int(each) for each in content_hashes(locals_)]
 
     def forget_known(self, numbers: Iterable[int] | None = None) -> None:
         """Drop the references to gradients (default: to all)."""
@@ -320,5 +368,12 @@ class GradientLedger:
         return [local_of(g) for g in gradients if g is not None], [self.watched[i].offset for i in numbers]
 
 
+def _digests(locals_: Sequence[torch.Tensor]) -> list[int]:
+    if any(one.device.type != "cpu" for one in locals_):
+        return [0] * len(locals_)
+    found: list[int] = content_hashes(locals_).tolist()
+    return found
+
+
 def _version_of(gradient: torch.Tensor) -> int:
-    return local_of(gradient)._version
+    return gradient._version if type(gradient) in _PLAIN else local_of(gradient)._version

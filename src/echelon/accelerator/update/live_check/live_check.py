@@ -258,9 +258,9 @@ class LiveCheck(PassTracker[PreparedLoader]):
                 observed.ledger.take_reduced()
 
     def _begin(self, observed: Observation) -> None:
-        strays = self._objects.stray_parameters()
-        watched = watched_parameters(self._engine.inner, self._objects.models, strays)
-        observed.ledger = GradientLedger(watched, self._engine.inner, self._sketch)
+        stepped = (p for one in self._objects.optimizers for group in one.param_groups for p in group["params"])
+        watched = watched_parameters(self._engine.inner, self._objects.models, stepped)
+        observed.ledger = GradientLedger(watched, self._engine.inner, self._sketch, world_size=self._world.world_size)
         observed.update = self._objects.num_steps() + 1
         observed.is_whole = self._policy.window.num_micro_steps <= 1
 
@@ -376,7 +376,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
                     norm_type=norm_type,
                     own=own,
                     num_elements=sum(ledger.watched[i].num_elements for i in numbers),
-                    roundoff=max(roundoff(norm.dtype), *(float(ledger.roundoffs[i]) for i in numbers), 0.0),
+                    roundoff=max(roundoff(norm.dtype), *ledger.roundoffs[numbers].tolist()),
                     line=str(user_line()),
                 )
             )
@@ -410,7 +410,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
             return math.nan
         mean = 1 / self._world.world_size
         shares = [ledger.watched[i].share if ledger.watched[i].is_sharded else mean for i in numbers]
-        return math.fsum(float(square) * share for square, share in zip(before[:, NUM_BUCKETS], shares))
+        return math.fsum(square * share for square, share in zip(before[:, NUM_BUCKETS].tolist(), shares))
 
     def _compare_clipped(
         self, observed: Observation, numbers: list[int], before: torch.Tensor, norm: float, max_norm: float
@@ -419,13 +419,15 @@ class LiveCheck(PassTracker[PreparedLoader]):
         assert observed.ledger is not None
         ledger, coefficient = observed.ledger, _coefficient(norm, max_norm)
         after = ledger.now(numbers)[:, :NUM_BUCKETS]
+        if coefficient == 1.0 and torch.equal(after, before[:, :NUM_BUCKETS]):
+            return
         expected = before[:, :NUM_BUCKETS] * coefficient
         distances = torch.linalg.vector_norm(after - expected, dim=1)
         # The coefficient has 3 roundings (addition, division, its dtype), and its product with an element one.
         factor = allowed_factor(len(numbers) * NUM_BUCKETS, number=self.num_checks + 1)
         roundoffs = ledger.roundoffs[numbers].clamp(min=roundoff(torch.float32))
         allowed = factor * 4 * (roundoffs * before[:, NUM_BUCKETS].sqrt() * coefficient + ledger.spacings[numbers])
-        bad = [i for place, i in enumerate(numbers) if bool(distances[place] > allowed[place])]
+        bad = [numbers[place] for place in (distances > allowed).nonzero().flatten().tolist()]
         if bad and math.isfinite(norm):
             tensors = [ledger.watched[i].name for i in bad]
             observed.found.append(
@@ -470,8 +472,8 @@ class LiveCheck(PassTracker[PreparedLoader]):
         parameters = [ledger.watched[i].parameter for i in numbers]
         if self._scaler is not None:
             self.run_unscale(optimizer, unsynced=False)
-        if not observed.steps:
-            ledger.note_changes(range(len(ledger.watched)))
+        if not observed.steps and self._world.world_size > 1:
+            ledger.note_changes(range(len(ledger.watched)))  # to compare them with the changes on other ranks
         if self._world.world_size > 1:  # late parameters are shared by the first step
             early = [i for i in numbers if not ledger.watched[i].is_late]
             observed.hash_values("weights", early, [ledger.watched[i].parameter for i in early])

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 
 import torch
 
@@ -69,11 +70,13 @@ def allowed_factor(num_comparisons: int, *, number: int) -> float:
     return math.sqrt(2 * math.log(2 * max(num_comparisons, 1) / share))
 
 
+@cache
 def roundoff(*dtypes: torch.dtype | None) -> float:
     """Return the unit roundoff of the coarsest dtype."""
     return max((kind.eps / 2 for kind in _inexact(dtypes)), default=0.0)
 
 
+@cache
 def smallest(*dtypes: torch.dtype | None) -> float:
     """Return the distance between numbers near zero in the coarsest dtype."""
     return max((kind.tiny * kind.eps for kind in _inexact(dtypes)), default=0.0)

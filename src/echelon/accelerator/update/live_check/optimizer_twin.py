@@ -14,8 +14,9 @@ from echelon.accelerator.update.live_check.gradient_ledger import local_of
 
 __all__ = ["OptimizerTwin"]
 
-_NUM_SAMPLED = 4
+_NUM_SAMPLED = 2
 _MAX_ELEMENTS = 2**22
+_FEW_ELEMENTS = 2**16  # of all samples, if there is more than one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,7 @@ class OptimizerTwin:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         own = [(i, p) for i, p in candidates if id(p) in held and p.grad is not None and p.grad.layout is torch.strided]
         own = [(i, p) for i, p in own if 0 < local_of(p).numel() <= _MAX_ELEMENTS]
-        step = max(len(own) // _NUM_SAMPLED, 1)
-        for i, parameter in (own[number % step :: step])[:_NUM_SAMPLED]:
+        for i, parameter in _sampled(own, number):
             assert parameter.grad is not None
             copy = local_of(parameter).clone().requires_grad_(parameter.requires_grad)
             copy.grad = local_of(parameter.grad).clone()
@@ -89,6 +89,8 @@ class OptimizerTwin:
         found = []
         for sample in self._samples:
             now, expected = local_of(sample.parameter), sample.copy.detach()
+            if torch.equal(now, expected):
+                continue
             # The same operations in the same order: they round alike, or to a neighbour if the compiler fuses them differently in a
             # tensor of another length.
             wide = torch.promote_types(now.dtype, torch.float32)
@@ -100,6 +102,20 @@ class OptimizerTwin:
                 norms = [float(torch.linalg.vector_norm(each)) / scale for each in (difference, allowed)]
                 found.append((sample.number, norms[0], norms[1]))
         return found
+
+
+def _sampled(own: Sequence[tuple[int, torch.Tensor]], number: int) -> list[tuple[int, torch.Tensor]]:
+    """Choose parameters across the model, from another one in each check, so that each comes first in one check of ``len(own)``."""
+    step = max(len(own) // _NUM_SAMPLED, 1)
+    chosen: list[tuple[int, torch.Tensor]] = []
+    num_elements = 0
+    for k in range(min(_NUM_SAMPLED, len(own))):
+        candidate = own[(number + k * step) % len(own)]
+        num_elements += local_of(candidate[1]).numel()
+        if chosen and num_elements > _FEW_ELEMENTS:
+            break
+        chosen.append(candidate)
+    return chosen
 
 
 def _is_repeatable(optimizer: Optimizer) -> bool:
