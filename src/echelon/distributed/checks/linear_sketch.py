@@ -19,7 +19,8 @@ WIDTH = NUM_BUCKETS + 1
 
 _SMALL = 4096  # elements; smaller tensors are sketched together, because one kernel launch each would cost more than their elements
 _NUM_RUNS = 2**17
-_CHUNK = 2**18  # elements that are converted to float64 at a time; the buffer stays in the cache
+# Elements that are converted to float64 at a time. On the CPU, the buffer stays in the cache; elsewhere, each chunk costs kernel launches.
+_CHUNK, _CHUNK_OF_ACCELERATOR = 2**18, 2**22
 _MAX_LAYOUTS = 64
 
 
@@ -99,7 +100,9 @@ class LinearSketch:
     def _large(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
         buffer = self._buffers.get(flat.device)
         if buffer is None:  # allocating it takes longer than a sketch
-            buffer = self._buffers[flat.device] = torch.empty(_CHUNK, dtype=torch.float64, device=flat.device)
+            buffer = self._buffers[flat.device] = torch.empty(
+                _chunk_size(flat.device), dtype=torch.float64, device=flat.device
+            )
         found = torch.zeros(WIDTH, dtype=torch.float64, device=flat.device)
         sums, square = found[:NUM_BUCKETS], found[NUM_BUCKETS]
         for start, part in _chunks(flat, offset):
@@ -131,11 +134,15 @@ def _block(number: int, device: torch.device) -> torch.Tensor:
 
 def _chunks(flat: torch.Tensor, offset: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield parts of ``flat`` and the number of their first element, so that each part needs one block of signs."""
-    start = 0
+    start, size = 0, _chunk_size(flat.device)
     while start < flat.numel():
-        length = _CHUNK - (offset + start) % _CHUNK
+        length = size - (offset + start) % size
         yield offset + start, flat[start : start + length]
         start += length
+
+
+def _chunk_size(device: torch.device) -> int:
+    return _CHUNK if device.type == "cpu" else _CHUNK_OF_ACCELERATOR
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
