@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from echelon.verify.compare import CompareOptions, compare, gradient_errors
+from echelon.verify.comparison import gradient_causes
 from echelon.verify.comparison.gradient_causes import ratio_between, scale_between
 from echelon.verify.comparison.tolerance import f_quantile
 from echelon.verify.finding import Finding, Stage, Verdict
@@ -577,3 +579,20 @@ def _without(trace: Trace, kinds: tuple[type, ...]) -> Trace:
 def test_quantiles_of_the_f_distribution(probability: float, numerator: int, denominator: int, expected: float) -> None:
     # The logarithm of the probability is rounded to one decimal, so that quantiles can be kept.
     assert f_quantile(probability, numerator, denominator) == pytest.approx(expected, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        ("accelerator.backward(loss, num_items=labels.numel())", "(labels != -100).sum(), without padding"),
+        ("trainer.train()", "sum * num_processes / num_items_in_batch"),
+        (
+            "accelerator.backward(loss)",
+            "pass num_items= to backward(), or multiply a summed loss by the number of ranks",
+        ),
+    ],
+)
+def test_the_remedy_for_unequal_items_fits_the_line(source: str, remedy: str, tmp_path: Path) -> None:
+    """What the line already does is not advised again, and a Trainer script has no backward()."""
+    (tmp_path / "train.py").write_text(f"import torch\n{source}\n")
+    assert remedy in gradient_causes._remedy_for_items(f"{tmp_path / 'train.py'}:2")

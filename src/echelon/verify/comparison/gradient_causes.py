@@ -6,6 +6,7 @@ weighted by their numbers of items, and the layout weighs them equally" is an eq
 
 from __future__ import annotations
 
+import linecache
 import math
 from collections.abc import Mapping, Sequence
 
@@ -104,7 +105,7 @@ class GradientCauses:
             stage="clip",
             why=f"gradients are clipped in micro-step {early[0][0].micro_step} of {last}, before they are reduced: "
             f"each rank clips its own, of norm {norms}",
-            do="clip once in each update, after its last backward pass: if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)",
+            do="clip once in each update, after its last backward pass (with an Accelerator: if accelerator.sync_gradients: accelerator.clip_grad_norm_(...))",
             line=early[0][0].line,
         )
 
@@ -268,7 +269,7 @@ class GradientCauses:
             stage="loss weight",
             why=f"the loss is averaged per {kind}, but {where} hold {numbers} {self._weight_word}: "
             f"the average of averages is not the average over all {self._weight_word}",
-            do="pass num_items= to backward(), or divide a summed loss by the number of items of all ranks and micro-steps",
+            do=_remedy_for_items(self._loss_line()),
             line=self._loss_line(),
         )
 
@@ -336,12 +337,7 @@ class GradientCauses:
             name="loss scaled",
             stage="loss weight",
             why=f"{text}, and so is the loss",
-            do="remove what multiplies the loss by this number before backward"
-            + (
-                f" ({self._size} is the number of ranks)"
-                if _is_close(ratio, self._size, 0.01) or _is_close(1 / ratio, self._size, 0.01)
-                else ""
-            ),
+            do=self._remedy_for_scale(ratio),
             ratio=ratio,
             line=line,
         )
@@ -426,6 +422,15 @@ class GradientCauses:
             )
         return None
 
+    def _remedy_for_scale(self, ratio: float) -> str:
+        if self._size > 1 and _is_close(1 / ratio, self._size, 0.01):
+            return (
+                f"do not divide the loss by the number of ranks ({self._size}), over which gradients are averaged; multiply a sum that is "
+                "divided by the items of all ranks by it"
+            )
+        number = f" ({self._size} is the number of ranks)" if _is_close(ratio, self._size, 0.01) else ""
+        return f"remove what multiplies the loss by this number before backward{number}"
+
     def _wrong_weights(self) -> LikelyCause | None:
         """Explain both gradients as sums of the local ones with free weights."""
         if len(self._local) < 2 or not self._most_differ():
@@ -447,7 +452,7 @@ class GradientCauses:
             name="loss averaged per rank" if unequal else "loss averaged per micro-step",
             stage="loss weight",
             why=f"the reference weighs the gradients of the {key_word} {fits[0]}, the layout {fits[1]}",
-            do="weigh each loss by its number of items: pass num_items= to backward(), or divide a sum by the items of all ranks",
+            do=_remedy_for_items(self._loss_line()),
             line=self._loss_line(),
         )
 
@@ -659,3 +664,20 @@ def _shares(fit: Mapping[_Key, float], part: int) -> str:
         sums[key[part]] = sums.get(key[part], 0.0) + weight
     total = sum(sums.values())
     return " : ".join(f"{value / total:.3g}" for _, value in sorted(sums.items()))
+
+
+def _remedy_for_items(line: str) -> str:
+    """Return what makes each item count alike, in the words of the line (``file:line``) that computes the loss."""
+    file, _, number = line.rpartition(":")
+    source = linecache.getline(file, int(number)) if number.isdigit() else ""
+    if "num_items=" in source:
+        return (
+            "num_items= must be the number of items that the loss is a mean over: of tokens, those whose label is not ignored, "
+            "(labels != -100).sum(), without padding"
+        )
+    if ".train(" in source:
+        return (
+            "in the Trainer, compute the loss of an update as sum * num_processes / num_items_in_batch, which compute_loss() receives if "
+            "the model's forward() takes **kwargs"
+        )
+    return "pass num_items= to backward(), or multiply a summed loss by the number of ranks and divide it by the items of all ranks and micro-steps"

@@ -58,7 +58,7 @@ def rng_cause(comparison: Comparison, difference: RunDifference) -> LikelyCause:
         return LikelyCause(
             name=f"same {drawn} on every rank",
             why=f"these ranks draw their {drawn} from equal generators, so different samples get the same {drawn.split()[-1]}",
-            do="after the model is built, seed each rank differently: from echelon import set_seed; "
+            do="after the model and a Trainer are built, seed each rank differently: from echelon import set_seed; "
             "set_seed(seed, device_specific=True) (or torch.manual_seed(seed + rank))",
         )
     if difference.kind == "repeated generator":
