@@ -39,6 +39,21 @@ def test_ranks_are_forked_only_where_that_makes_no_difference(
     assert found.out.count(f"sum 2, torch imported: {is_forked}, threads: {threads}, __main__") == 2
 
 
+def test_forked_ranks_draw_different_numbers_as_new_programs_do(command: Command) -> None:
+    """Without a seed, each process has random generators of its own; equal ones would give all ranks the same dropout masks."""
+    command.is_warm = True
+    command.write(
+        "train.py",
+        "import torch, random, sys\nimport numpy as np\n"
+        "draws = torch.rand(1).item(), np.random.rand(), random.random()\n"
+        "sys.stdout.write(' '.join(map(str, draws)) + '\\n')\n",
+    )
+    found = command.launch("-q", "--cpu", "--num_processes=2", "train.py", OMP_NUM_THREADS="1")
+    assert found.code == 0, found.err
+    first, second = (line.split()[-3:] for line in found.out.splitlines())
+    assert [name for name, a, b in zip(("torch", "numpy", "random"), first, second, strict=True) if a == b] == []
+
+
 def test_a_failure_of_a_forked_first_rank_is_explained(command: Command) -> None:
     command.is_warm = True
     command.write("train.py", "import torch\ntorch.ones(2) + torch.ones(3)\n")

@@ -100,9 +100,12 @@ def _run_rank(request: dict[str, Any], files: list[int], worker: ModuleType, env
         os.dup2(file, number)
         os.close(file)
     environ.write({**dict.fromkeys(environ.snapshot()), **request["environment"]})
-    numpy = sys.modules.get("numpy")
+    # Like a new process; `random` reseeds itself after a fork. Torch draws the first seed of no device but the CPU.
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
-        numpy.random.seed()  # like a new process; `random` reseeds itself after a fork
+        numpy.random.seed()
+    if torch is not None:
+        torch.default_generator.seed()
     worker.main([own, *request["argv"]])
     sys.exit(0)
 
