@@ -229,10 +229,8 @@ def _run(
         # Before torch is imported here, which takes as long. Ranks that use accelerators start as new programs.
         if is_warm and plan is None and not processes.num_accelerators and environ.get(WARM_VARIABLE) is None:
             environment = {**environ.snapshot(), **variables}
-            for secret in (
-                TOKEN_VARIABLE,
-                TOKEN_FILE_VARIABLE,
-            ):  # a rank can see the variables of the process that forked it
+            # A rank can see the variables of the process that forked it.
+            for secret in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
                 environment.pop(secret, None)
             if modules := early_imports(request.script, environment):
                 warm = WarmStarter()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from echelon.launch.script import Script
@@ -17,7 +18,7 @@ _CHANGES_ENVIRONMENT = re.compile(rb"environ|putenv|dotenv")
 _ANY_IMPORT = re.compile(rb"^[ \t]*(?:import|from)[ \t]+([\w., \t]+)", re.MULTILINE)
 _ECHELON = re.compile(rb"^[ \t]*(?:import|from)[ \t]+echelon\b", re.MULTILINE)
 _MAX_BYTES = 1 << 20
-_MAX_MODULES = 100
+_MAX_FILES = 1000
 
 
 def early_imports(script: Script, environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -63,13 +64,24 @@ def _may_change_environment(text: bytes, folder: Path) -> bool:
             return True
         # "import a, b.c as d" and "from a.b import": the words include "as", which names no file
         names = {word.decode() for listed in _ANY_IMPORT.findall(text) for word in re.findall(rb"\w+", listed)}
-        for name in names:
-            package = folder / name
-            for path in {package.with_suffix(".py"), *(package.rglob("*.py") if package.is_dir() else ())} - seen:
-                seen.add(path)
-                if not path.is_file():
-                    continue
-                if len(seen) > _MAX_MODULES or path.stat().st_size > _MAX_BYTES:
-                    return True  # reading them would take longer than what is gained
-                texts.append(path.read_bytes())
+        paths = [path for name in names for path in _files_of(folder / name)]
+        if any(path is None for path in paths):
+            return True
+        for path in {path for path in paths if path is not None and path.is_file()} - seen:
+            seen.add(path)
+            if len(seen) > _MAX_FILES or path.stat().st_size > _MAX_BYTES:
+                return True  # reading them would take longer than what is gained
+            texts.append(path.read_bytes())
     return False
+
+
+def _files_of(module: Path) -> Iterator[Path | None]:
+    """Yield the source files of a module or package, then None if it is a folder with more files than can be looked through."""
+    yield module.with_suffix(".py")
+    num_files = 0
+    for folder, _, files in os.walk(module):
+        num_files += len(files)
+        if num_files > _MAX_FILES:
+            yield None
+            return
+        yield from (Path(folder, file) for file in files if file.endswith(".py"))
