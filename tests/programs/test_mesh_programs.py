@@ -20,8 +20,9 @@ from tests.programs.mesh_program import Found, MeshProgram, draw_mesh_program, r
 
 import_ahead("transformers", "torch.distributed.pipelining")
 
-# Split layers; stages; split layers that go on as stages in mid-epoch.
-ORDINARY = [draw_mesh_program(12), draw_mesh_program(43), replace(draw_mesh_program(738), saves=1)]
+# Split layers that go on as stages in mid-epoch; of the soak tests: split layers alone, and stages alone.
+ORDINARY = [replace(draw_mesh_program(738), saves=1)]
+MORE = [draw_mesh_program(12), draw_mesh_program(43)]
 SOAK_CHUNK = 50
 SOAK = int(os.environ.get("DRAWN_MESH_PROGRAMS", "400"))
 LIMIT_S = 120.0
@@ -135,6 +136,11 @@ def require_equal(programs: Iterable[MeshProgram]) -> None:
 
 def test_a_drawn_mesh_program_is_that_of_one_process_or_is_refused_by_name() -> None:
     require_equal(ORDINARY)
+
+
+@pytest.mark.soak
+def test_a_drawn_program_of_one_axis_is_that_of_one_process() -> None:
+    require_equal(MORE)
 
 
 @pytest.mark.soak
