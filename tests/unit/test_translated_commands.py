@@ -61,6 +61,8 @@ def _shown(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> lis
         (("watch", "--once", "one"), "2 \u4e2a\u8fdb\u7a0b"),
         (("doctor", "echelon-runs/one"), "\u5361\u4f4f\uff08\u6709 rank \u6ca1\u6709\u5230\u8fbe\uff09"),
         (("doctor", "echelon-runs/two"), "\u6ca1\u6709 rank \u5361\u4f4f\u6216\u51fa\u9519"),
+        (("config", "explain"), "\u9ed8\u8ba4\u503c"),
+        (("config", "explain", "--changed", "--run", "one"), "\u547d\u4ee4\u884c\u53c2\u6570"),
         (("env",), "\u53ef\u6253\u5f00\u7684\u6587\u4ef6\u6570"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",

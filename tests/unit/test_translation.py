@@ -24,9 +24,11 @@ from echelon.cli.help.launch_groups import ALL, COMMON, EXAMPLES
 from echelon.cli.main import _run, cli
 from echelon.cli.verify import GROUPS
 from echelon.config.schema import RunConfig, field_docs
+from echelon.config.speed_choices import speed_table
 from echelon.diagnose.goodput import ITEMS as GOODPUT_ITEMS
 from echelon.launch.failures.failure import ErrorRecord, Frame, RankEnd, explain
 from echelon.report.page import page_texts, render_page
+from echelon.status.board import StepPart
 
 SOURCE = Path(translation.__file__).parents[2]
 PO = SOURCE / "locale" / "zh_CN" / "LC_MESSAGES" / "echelon.po"
@@ -47,6 +49,8 @@ FORMATS = {
         "and {number} more",
     ),
     *(f"state: {part}" for part in ("in {calls}", "at {place}", "last seen at {place}", "exited (code {number})")),
+    *(f"{{amount}} {{unit}}, {{rest}} {{same}} {what}" for what in ("free", "available")),
+    *(f"part: {name}" for name in (*(part.name.lower() for part in StepPart), "wait")),
     *("{number} seconds", "{number} minutes", "{number} hours", "1 minute", "1 hour"),
     *(f"{item} {{seconds}} s" for item in GOODPUT_ITEMS),
 }
@@ -129,6 +133,9 @@ COMPOSED = {
         for where in ("", " of the ranks on {host}")
     ),
     *(f"{{value}} {unit}/s on this machine" for unit in ("samples", "items")),
+    *(line.strip() for line in speed_table("max").splitlines()),
+    *("derived from {setting}, {origin}", "derived from sharded_by: as accelerate's launcher", "default"),
+    *("filled in from {source}", "filled in from {setting}, {origin}"),
     *(
         f"loader {{number}}: {place}"
         for place in (
@@ -597,6 +604,17 @@ def test_reports_are_translated(line: str) -> None:
     assert re.search(_CHINESE, shown), shown
     assert not _is_mixed(shown)
     assert [number for number in re.findall(r"\d+", line) if number not in re.findall(r"\d+", shown)] == []
+
+
+def test_the_parts_of_a_step_are_translated() -> None:
+    shown = Catalogue(ENTRIES).translate(
+        "41 steps, ms per step, min / median / max across ranks: data 0.5 (rank 2) / 0.6 / 0.7 (rank 1), backward 2.0, wait 0.0"
+    )
+    assert shown.endswith(
+        "\u6570\u636e 0.5 (rank 2) / 0.6 / 0.7 (rank 1), \u53cd\u5411\u4f20\u64ad 2.0, \u7b49\u5f85 0.0"
+    )
+    slow = "rank 0 is slow: other 25.2 ms per step (median 0.9); the other ranks wait for it for up to 24.0 ms per step"
+    assert Catalogue(ENTRIES).translate(slow).startswith("rank 0 \u6162\uff1a\u5176\u4ed6 \u6bcf\u4e2a step 25.2 ms")
 
 
 def _clear(monkeypatch: pytest.MonkeyPatch) -> None:

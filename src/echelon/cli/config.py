@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from echelon.base.errors import UsageError
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import translate, translate_lines
 from echelon.config.derive import check, derive, with_engine
 from echelon.config.explain import differences, show, show_changed, show_json
 from echelon.config.files import from_file
@@ -106,7 +106,7 @@ def explain(config_file: str | None, run: str | None, changed: bool, strict: boo
     shown = with_engine(resolved)
     click.echo((show_changed(shown) or translate("all settings have their defaults")) if changed else show(shown))
     if (speed := resolved.value.speed) != "off" and not changed:
-        click.echo(f"\nspeed={speed!r}:\n{speed_table(speed)}")
+        click.echo(f"\nspeed={speed!r}:\n{translate_lines(speed_table(speed))}")
     if (json := resolved.value.deepspeed_config_file) is not None and Path(json).is_file():
         click.echo(f"\n{json}:\n{show_json(json, resolved)}")
     check(resolved, world_size=resolved.value.num_processes)
@@ -142,4 +142,5 @@ def _write(path: Path, values: dict[str, object]) -> None:
     write(path, values)
     click.echo(translate(f"wrote {path}: all settings have their defaults" if not values else f"wrote {path}"))
     if path.suffix != ".toml" and (names := unknown_to_accelerate(values)):
-        click.echo(f"note: accelerate would reject this file because of {', '.join(names)}; echelon accepts it")
+        note = f"note: accelerate would reject this file because of {', '.join(names)}; echelon accepts it"
+        click.echo(translate(note))

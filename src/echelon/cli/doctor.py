@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -13,11 +14,13 @@ from echelon.base.errors import UsageError
 from echelon.base.messages.translation import translate, translate_lines
 from echelon.base.printable import printable
 from echelon.cli.help.completion import complete_runs
+from echelon.diagnose.stall import name_ranks
+from echelon.launch.failures.failure import ErrorRecord
 from echelon.launch.failures.rank_errors import read_record
 from echelon.launch.local.goodput_recorder import read_goodput
 from echelon.launch.local.ranks import STALL_FILE
 from echelon.launch.local.worker import ERROR_FILE
-from echelon.report.run_folder import find_run
+from echelon.report.run_folder import find_run, read_run
 from echelon.status.stack_reporter import ANSWER_FILE
 
 __all__ = ["command"]
@@ -66,19 +69,36 @@ def _test_machines(args: tuple[str, ...]) -> int:
 
 
 def _diagnose_run(run: Path, *, all_threads: bool) -> None:
-    attempts = sorted(run.glob("attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    attempts = sorted(run.glob("attempt_*"), key=_number)
     goodput = read_goodput(run)
     for line in [] if goodput is None else goodput.lines():
         click.echo(f"{printable(str(run))}: {translate(printable(line))}")
     is_empty = True
+    failures = _failures(run)
     for attempt in attempts:
-        for line in [*_stalls(attempt, all_threads=all_threads), *_errors(attempt)]:
+        for line in [
+            *_stalls(attempt, all_threads=all_threads),
+            *(f"{attempt.name}: {text}" for text in failures.get(_number(attempt), ())),
+            *_errors(attempt),
+        ]:
             is_empty = False
             click.echo(printable(line))
     if is_empty:
         click.echo(f"{printable(str(run))}: {translate('no rank has stalled or failed')}")
     for line in _live_ranks(run):
         click.echo(printable(line))
+
+
+def _failures(run: Path) -> dict[int, list[str]]:
+    """Return, for each attempt, which rank failed first and how, as the launcher recorded it."""
+    found: dict[int, list[str]] = {}
+    for event in read_run(run).events:
+        if event.get("kind") == "failure":
+            attempt = event.get("attempt")
+            found.setdefault(attempt if isinstance(attempt, int) else 0, []).append(
+                translate(str(event.get("text", "")))
+            )
+    return found
 
 
 def _live_ranks(run: Path) -> Iterator[str]:
@@ -116,13 +136,26 @@ def _stalls(attempt: Path, *, all_threads: bool) -> Iterator[str]:
 
 
 def _errors(attempt: Path) -> Iterator[str]:
+    """Return each distinct error of the attempt once, with the ranks that raised it."""
+    found: dict[ErrorRecord, list[int]] = {}
     for folder in _ranks(attempt):
         record = read_record(folder / ERROR_FILE)
         if record is not None:
-            thread = f" in thread {record.thread!r}" if record.thread else ""
-            yield f"\n{attempt.name}, {folder.name}: {record.type}: {record.message}{thread}"
-            yield from (f"  {f.file}:{f.line} in {f.function}: {f.source}" for f in record.frames)
+            found.setdefault(replace(record, time_ns=0), []).append(_number(folder))
+    for record, ranks in found.items():
+        names = translate(name_ranks(ranks))
+        if record.type.endswith(".Preempted"):
+            ending = translate("saved a checkpoint and ended, because the run was preempted")
+            yield f"{attempt.name}, {names}: {ending}"
+            continue
+        thread = f" in thread {record.thread!r}" if record.thread else ""
+        yield f"\n{attempt.name}, {names}: {record.type}: {record.message}{thread}"
+        yield from (f"  {f.file}:{f.line} in {f.function}: {f.source}" for f in record.frames)
 
 
 def _ranks(attempt: Path) -> list[Path]:
-    return sorted(attempt.glob("rank_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    return sorted(attempt.glob("rank_*"), key=_number)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.rpartition("_")[2])

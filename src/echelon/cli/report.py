@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import translate
 from echelon.base.printable import printable
 from echelon.cli.help.completion import complete_paths, complete_runs
 from echelon.report.run_folder import find_run, read_run
@@ -46,4 +47,4 @@ def command(runs: tuple[str, ...], output: str | None) -> None:
             where="flag --output" if output else "the run's folder",
             do="pass a file that you can write: -o FILE",
         ) from error
-    click.echo(f"report: {printable(str(path.resolve()))}")
+    click.echo(translate(f"report: {printable(str(path.resolve()))}"))

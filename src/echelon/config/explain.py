@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import MappingProxyType
 
+from echelon.base.messages.terminal import align_columns
+from echelon.base.messages.translation import translate
 from echelon.config.documents import read
+from echelon.config.origin import Origin
 from echelon.config.resolve import Resolved, Shadowed
 from echelon.config.schema import RunConfig, field_names
 
@@ -33,10 +36,15 @@ def overridden(resolved: Resolved[RunConfig], lost: Shadowed) -> str:
 def _rows_of(resolved: Resolved[RunConfig], names: Sequence[str]) -> str:
     rows = []
     for name in names:
-        lost = [f"{s.value!r} from {s.origin}" for s in resolved.shadowed if s.name == name]
-        note = f"  (overrides {', '.join(lost)})" if lost else ""
-        rows.append((name, repr(getattr(resolved.value, name)), f"{resolved.origins[name]}{note}"))
+        lost = [(s.value, s.origin) for s in resolved.shadowed if s.name == name]
+        notes = [translate(f"overrides {value!r} from {_shown(origin)}") for value, origin in lost]
+        note = f"  ({', '.join(notes)})" if notes else ""
+        rows.append((name, repr(getattr(resolved.value, name)), f"{_shown(resolved.origins[name])}{note}"))
     return _table(rows)
+
+
+def _shown(origin: Origin) -> str:
+    return translate(str(origin))
 
 
 def show_json(path: str, resolved: Resolved[RunConfig]) -> str:
@@ -44,8 +52,8 @@ def show_json(path: str, resolved: Resolved[RunConfig]) -> str:
     rows = []
     for entry in read(path):
         name = ".".join(entry.keys)
-        note = f"  (filled in from {_filled(name, resolved)})" if entry.value == "auto" else ""
-        rows.append((name, repr(entry.value), f"file {entry.place}{note}"))
+        note = f"  ({translate(f'filled in from {_filled(name, resolved)}')})" if entry.value == "auto" else ""
+        rows.append((name, repr(entry.value), translate(f"file {entry.place}") + note))
     return _table(rows)
 
 
@@ -75,7 +83,7 @@ _SETTINGS = MappingProxyType(
 
 def _filled(name: str, resolved: Resolved[RunConfig]) -> str:
     if (field := _SETTINGS.get(name)) is not None:
-        return f"{field}={getattr(resolved.value, field)!r}, {resolved.origins[field]}"
+        return f"{field}={getattr(resolved.value, field)!r}, {_shown(resolved.origins[field])}"
     return _FILLED.get(name, "the objects that the script passes to prepare()")
 
 
@@ -85,11 +93,10 @@ def differences(first: Resolved[RunConfig], second: Resolved[RunConfig]) -> str:
     for name in field_names(RunConfig):
         values = [repr(getattr(resolved.value, name)) for resolved in (first, second)]
         if values[0] != values[1]:
-            origins = [str(resolved.origins[name]) for resolved in (first, second)]
+            origins = [_shown(resolved.origins[name]) for resolved in (first, second)]
             rows.append((name, f"{values[0]} ({origins[0]})", f"{values[1]} ({origins[1]})"))
     return _table(rows)
 
 
 def _table(rows: Sequence[tuple[str, str, str]]) -> str:
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {rest}".rstrip() for name, value, rest in rows)
+    return "\n".join(align_columns(rows))

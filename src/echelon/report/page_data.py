@@ -354,9 +354,9 @@ def _settings_rows(settings: Any) -> list[list[Any]]:
     rows = []
     for name in field_names(RunConfig):
         origin = settings.origins[name]
-        lost = [f"{s.value!r} ({s.origin})" for s in settings.shadowed if s.name == name]
+        lost = [f"{s.value!r} ({translate(str(s.origin))})" for s in settings.shadowed if s.name == name]
         is_default = origin.source is SettingSource.DEFAULT
-        rows.append([name, repr(getattr(settings.value, name)), str(origin), ", ".join(lost), is_default])
+        rows.append([name, repr(getattr(settings.value, name)), translate(str(origin)), ", ".join(lost), is_default])
     return sorted(rows, key=lambda row: row[4])
 
 

@@ -26,9 +26,9 @@ _WORD = "name"
 """The placeholder ``{name}`` stands for a value without spaces."""
 _FOREIGN = frozenset({"message", "error"})
 """Placeholders for a text that is not echelon's: ``{message}`` is never translated, ``{error}`` if it can be."""
-_CODE = frozenset({"command", "same", "calls"})
+_CODE = frozenset({"command", "same", "calls", "parts", "step_part"})
 """Placeholders for code, command lines and collectives, which are not English even if they look like it."""
-_SHORT = frozenset({"duration", "state", "waiters", "later", "part"})
+_SHORT = frozenset({"duration", "state", "waiters", "later", "part", "origin"})
 """Placeholders whose values are translated even if they are short."""
 _RANKS = re.compile(r"(ranks? )(\d[\d, -]*(?:, \.\.\.)?) (\D.*)")
 """What ranks do, as in ``others: ranks 0-2 then lost contact``."""
@@ -50,6 +50,8 @@ _FORMS = MappingProxyType(
     }
 )
 """What other placeholders stand for: forms of an English word, and what echelon formats."""
+_STEP_PART = re.compile(r"(?:^|(?<=, ))[a-z]+(?= \d)")
+"""A part of a step in a list such as ``data 0.1, forward 0.4 (rank 1) / 0.5 / 0.6 (rank 0)``."""
 _MIN_VALUE = 12
 """Only a placeholder's value of at least this length may itself be a message, unless it is English."""
 _MIN_LETTERS = 12
@@ -290,9 +292,17 @@ class Catalogue:
         template = self.entries.get(f"state: {key}")
         return None if template is None else _fill(template, values)
 
+    def _step_part(self, name: str) -> str:
+        """Return a part of a step, such as ``data``; as an entry of its own, it would match values of other messages."""
+        return self.entries.get(f"part: {name}", name)
+
     def _value(self, name: str, value: str) -> str:
         if name == "items":
             return "\uff0c".join(map(self.translate, value.split(", ")))
+        if name == "parts":
+            return _STEP_PART.sub(lambda found: self._step_part(found[0]), value)
+        if name == "step_part":
+            return self._step_part(value)
         if name in _SHORT:
             return self.translate(value)
         if re.fullmatch(r"ranks \d[\d, -]*(?:, \.\.\.)?", value):
