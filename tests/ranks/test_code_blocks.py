@@ -55,6 +55,19 @@ for (x,) in loader:
 """
 
 
+PLAIN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for (x,) in DataLoader(TensorDataset(torch.ones(16, 2)), batch_size=4):
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 @pytest.mark.parametrize("block", [block for block in PROGRAMS if block.mark in ("", "run on")], ids=str)
 def test_a_python_block_runs_alone(block: Block, tmp_path: Path) -> None:
     (tmp_path / "block.py").write_text(block.text)
@@ -185,8 +198,9 @@ def test_a_wrong_command_is_reported() -> None:
 @pytest.mark.parametrize("block", [block for block in SCRIPTS if not block.mark], ids=str)
 def test_a_shell_block_runs(block: Block, tmp_path: Path) -> None:
     """In a folder with the page's named programs, train.py and examples/, and with the environment's commands."""
-    for name in ("train.py", "script.py"):
+    for name in ("train.py", "script.py", "ddp.py"):
         (tmp_path / name).write_text(TRAIN)
+    (tmp_path / "plain.py").write_text(PLAIN)
     for other in BLOCKS:
         if other.page == block.page and re.fullmatch(r"[\w-]+\.\w+", other.title):
             (tmp_path / other.title).write_text(other.text)
