@@ -104,6 +104,8 @@ def anchors(page: Path) -> frozenset[str]:
     for line in page.read_text(encoding="utf-8").splitlines():
         if (match := _FENCE.match(line)) and (not fence or match[2] == fence):
             fence = "" if fence else match[2]
+        elif not fence and (mark := re.match(r'<a id="([\w-]+)"></a>$', line)):
+            found[mark[1]] = 1
         elif not fence and (heading := re.match(r"#{1,6} +(.+?) *#*$", line)):
             text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading[1])
             slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
@@ -115,7 +117,11 @@ def anchors(page: Path) -> frozenset[str]:
 
 
 def broken_links(page: Path, text: str | None = None) -> Iterator[str]:
-    """Yield the links of a page that lead to no file or no heading. Addresses in the network are not tried."""
+    """Yield the links of a page that lead to no file or no heading. Addresses in the network are not tried.
+
+    The Chinese site shows the English page where there is no Chinese one; there, its links lead to the Chinese pages.
+    """
+    is_shown_in_chinese = not page.name.endswith(".zh.md") and not page.with_suffix(".zh.md").exists()
     fence = ""
     lines = (page.read_text(encoding="utf-8") if text is None else text).splitlines()
     for number, line in enumerate(lines, 1):
@@ -133,6 +139,11 @@ def broken_links(page: Path, text: str | None = None) -> Iterator[str]:
                 yield f"{page.name}:{number}: there is no {path}"
             elif anchor and file.suffix == ".md" and anchor not in anchors(file):
                 yield f"{page.name}:{number}: {file.name} has no heading #{anchor}"
+            elif anchor and is_shown_in_chinese:
+                chinese = file.with_suffix(".zh.md")
+                if chinese.exists() and anchor not in anchors(chinese):
+                    mark = f'<a id="{anchor}"></a>'
+                    yield f"{page.name}:{number}: {chinese.name} has no heading #{anchor}: write {mark} above it"
 
 
 def named_documents(name: str, text: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ import pytest
 from echelon.report.page import render_page
 from echelon.report.page_data import page_data
 from echelon.report.run_folder import read_run
+from echelon.status.run_files import append_line
 from tests.browser import CHROMIUM, Browser, open_browser
 from tests.recorded_runs import write_run
 
@@ -166,11 +167,16 @@ def test_a_telephone_shows_the_page_without_sideways_scrolling(browser: Browser,
 
 def test_several_runs_are_overlaid_and_compared(browser: Browser, page: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path, "other", num_steps=60, lr=2e-3, facts={"outcome": "failed"})
+    append_line(other / "metrics.jsonl", {"time": 2e9, "step": 60, "values": {"eval_samples_per_second": 2028.5}})
     browser.open(_write_page(tmp_path / "page.html", page.parent / "run", other))
     table = _text(browser, "#comparison")
     for expected in ("succeeded\tfailed", "arguments", "--lr 0.002 --epochs 3", "num_processes\t4\t1"):
         assert expected in table
     assert "torch" not in table
+    # One row for each name: no value is squeezed beside the names of runs.
+    widths = browser.run("[...document.querySelectorAll('#panel-values td')].map(cell => cell.clientWidth)")
+    assert len(widths) == 2 * _count(browser, "#panel-values tbody tr") > 0
+    assert min(widths) >= 100
     assert _count(browser, "#panel-loss .readout .chip") == 2
     assert _count(browser, "#panel-ranks tbody tr") == 4
     browser.run("document.getElementById('choose-runofranks-1').click()")

@@ -443,6 +443,15 @@
         data.runs.some((run) => run.timeline && run.timeline.num_checkpoints) ? h("li", {}, chip(css("--violet")), t("checkpoint")) : null)));
     box.append(h("div", { id: "panel-goodput" }, h("h3", { style: { marginBottom: "8px" } }, t("Goodput"), h("small", {}, t("share of the wall time, mean over ranks"))), data.runs.map((run, i) => (run.goodput ? goodputBar(run, i) : reason(run, run.missing.goodput)))));
   };
+  const loggedOnce = () => {
+    const title = h("header", {}, h("h3", {}, t("Values logged once")));
+    if (!several()) return h("article", { class: "panel", id: "panel-values" }, title, h("dl", { class: "facts" }, data.runs[0].values.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
+    const names = [...new Set(data.runs.flatMap((run) => run.values.map(([name]) => name)))];
+    const cell = (run, name) => h("td", {}, (run.values.find(([one]) => one === name) || [name, "-"])[1]);
+    return h("article", { class: "panel full", id: "panel-values" }, title, h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": t("Values logged once") }, h("table", { class: "compare" },
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, ""), data.runs.map((run, i) => h("th", { scope: "col" }, chip(runColor(i)), ` ${letter(i)}`)))),
+      h("tbody", {}, names.map((name) => h("tr", { class: "differs" }, h("th", { scope: "row" }, name), data.runs.map((run) => cell(run, name))))))));
+  };
   const training = (main) => {
     const node = section("training", t("Training"), t("Drag over a plot to zoom in on all of them, double-click to zoom out."),
       h("label", { class: "hint", style: { flex: "none", minWidth: "0" } }, h("input", { type: "checkbox", id: "smooth", checked: state.smooth, onchange: (e) => { state.smooth = e.target.checked; render(); } }), t(" smooth")),
@@ -456,9 +465,9 @@
     lines(grid, "grad_norm", t("Gradient norm"), { hint: t("before clipping") });
     const names = [...new Set(data.runs.flatMap((run) => run.metrics.map((metric) => metric.name)))].filter((name) => !(isLogged && name === "loss"));
     for (const name of names) lines(grid, name, name, { isMetric: true });
-    const values = data.runs.flatMap((run) => run.values.map(([name, value]) => [several() ? `${run.name}: ${name}` : name, value]));
-    if (!names.length && !values.length) grid.append(missingPanel("metrics", t("Metrics"), why("metrics")));
-    if (values.length) grid.append(h("article", { class: "panel", id: "panel-values" }, h("header", {}, h("h3", {}, t("Values logged once"))), h("dl", { class: "facts" }, values.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]))));
+    const isEmpty = data.runs.every((run) => !run.values.length);
+    if (!names.length && isEmpty) grid.append(missingPanel("metrics", t("Metrics"), why("metrics")));
+    if (!isEmpty) grid.append(loggedOnce());
   };
   const speed = (main) => {
     const node = section("speed", t("Speed"), t("Samples and tokens per second count all ranks, without evaluations and checkpoints."), runChoice("speed"));
