@@ -23,9 +23,10 @@ from echelon.trainer.build_accelerator import accelerator_arguments
 from echelon.trainer.callbacks.callback_handler import CallbackHandler
 from echelon.trainer.override_points import NOT_CALLED
 from tests.side_by_side.trainer_calls import DATA as CALLS, METHODS, PUBLIC, SCENARIOS, count_calls
-from tests.trainer_models import DATA, Line, arguments
+from tests.trainer_models import CONSTANT_SGD, DATA, Line, arguments
 
 RECORDED = json.loads(CALLS.read_text())["calls"]
+SAME = [{"x": torch.ones(1), "labels": torch.tensor(2.0)}] * 10
 OWN_FORMAT_LACKS = {"_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler"}
 
 
@@ -324,6 +325,43 @@ def test_an_override_gets_every_part_of_a_batch_and_a_context(tmp_path: Path) ->
     assert parts == [dict, torch.Tensor, torch.Tensor]
     trainer.evaluate()
     assert entered == [True, False]
+
+
+_REPLACED = {
+    "_prepare_inputs": lambda inputs: {**inputs, "labels": inputs["labels"] + 1},
+    "_prepare_input": lambda data: {**data, "labels": data["labels"] + 1} if isinstance(data, dict) else data,
+    "compute_loss": lambda model, inputs, **_: model(inputs["x"], inputs["labels"] + 1)["loss"],
+}
+
+
+@pytest.mark.parametrize("name", _REPLACED)
+@pytest.mark.parametrize("place", ["base class", "object", "object, during training"])
+def test_a_method_that_is_replaced_by_assignment_is_called(
+    place: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced = _REPLACED[name]
+
+    class ReplacesLater(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2 and place == "object, during training":
+                setattr(trainer, name, replaced)
+
+    options: dict[str, Any] = {**CONSTANT_SGD, "max_steps": 4, "per_device_train_batch_size": 2, "logging_steps": 1}
+    trainer = Trainer(Line(), arguments(tmp_path, **options), train_dataset=SAME, callbacks=[ReplacesLater])
+    if place == "base class":
+        monkeypatch.setattr(Trainer, name, lambda _, *args, **kwargs: replaced(*args, **kwargs))
+    elif place == "object":
+        setattr(trainer, name, replaced)
+    trainer.train()
+
+    # All samples are x = 1, y = 2: gradient descent on (w + b - label)^2, in which w = b.
+    value, expected = 0.0, []
+    for step in range(4):
+        error = value - (3.0 if place != "object, during training" or step >= 2 else 2.0)
+        expected.append(error**2)
+        value -= 2 * 0.1 * 2 * error
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses == pytest.approx(expected, rel=1e-6)  # float32
 
 
 def test_a_wrapper_of_a_subclass_is_trained(tmp_path: Path) -> None:

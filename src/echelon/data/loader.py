@@ -614,7 +614,7 @@ def _count_samples(
         size = first.shape[0] if type(first) is torch.Tensor and first.dim() else ignorant_find_batch_size(batch)
     if size is None:
         return None
-    recorder.add_samples(int(size))
+    recorder.num_samples += int(size)
     return recorder
 
 

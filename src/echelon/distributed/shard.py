@@ -406,7 +406,7 @@ class _CountedBatches(Iterator[T]):
     def __next__(self) -> T:
         batch = next(self._batches)
         if torch.is_grad_enabled() and (size := ignorant_find_batch_size(batch)) is not None:
-            self._recorder.add_samples(size)
+            self._recorder.num_samples += size
         return batch
 
     def __len__(self) -> int:

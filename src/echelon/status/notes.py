@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, wraps
 from time import monotonic_ns
@@ -82,7 +82,8 @@ class Notes:
         self._loaded = -1
         self._part = StepPart.OTHER
         self._num_forward = 0
-        self._spent_ns = [0] * len(StepPart)
+        self.spent_ns = [0] * len(StepPart)
+        """Nanoseconds by ``StepPart`` since the training loop started, without the current part; written only here."""
         self._step = self._num_operations = self._line = 0
         self._phase = Phase.NONE
         self._waits = False
@@ -97,55 +98,50 @@ class Notes:
         self._observers: WeakKeyDictionary[object, TimingObserver] = WeakKeyDictionary()
 
     @property
-    def spent_ns(self) -> Sequence[int]:
-        """Nanoseconds by ``StepPart`` since the training loop started, without the current part."""
-        return self._spent_ns
-
-    @property
     def times(self) -> Times:
         """The times so far."""
         numbers = self._begun_ns, self._since_ns, self._loaded, self._num_steps
-        return Times(*numbers, self._part, tuple(self._spent_ns))
+        return Times(*numbers, self._part, tuple(self.spent_ns))
 
     def step(self, step: int, phase: Phase) -> None:
         """Record the number of optimizer steps, and the phase that starts after the last of them."""
         self._step, self._phase = step, phase
         if step > self._num_steps:  # with several optimizers, the largest number of steps
             self._num_steps = step
-        if not self._begun_ns:
-            if self._slot is not None:
-                self._write()
-            self._begin(phase)
-        elif self._slot is not None:
-            self._write()
-            self.part(_PART_OF[phase])
-        elif self.is_timed:
-            self.part(_PART_OF[phase])
-            self._choose_timing()
-        else:
+        if not self.is_timed:
             took = self._divide_time()
             self._num_untimed -= 1
-            if not self._num_untimed or took > max(2 * self._usual_ns, _SHORT_NS):
+            if not self._num_untimed or (took > _SHORT_NS and took > 2 * self._usual_ns):
                 self._set_timed(True)
-                self._stepped_ns, self._spent_before = self._since_ns, self._spent_ns.copy()
+                self._stepped_ns, self._spent_before = self._since_ns, self.spent_ns.copy()
+            return
+        if self._slot is not None:
+            self._write()
+        if not self._begun_ns:
+            self._begin(phase)
+            return
+        self.part(_PART_OF[phase])
+        if self._slot is None:
+            self._choose_timing()
 
     def _choose_timing(self) -> None:
         """Stop timing after a short step that was timed as a whole."""
         took = self._since_ns - self._stepped_ns if self._stepped_ns else 0
         if 0 < took < _SHORT_NS:
-            spent = zip(self._spent_ns, self._spent_before)
+            spent = zip(self.spent_ns, self._spent_before)
             self._shares = [(part, (now - before) / took) for part, (now, before) in enumerate(spent) if now > before]
             self._usual_ns = took
             self._num_untimed = _NUM_UNTIMED
             self._set_timed(False)
-        self._stepped_ns, self._spent_before = self._since_ns, self._spent_ns.copy()
+        self._stepped_ns, self._spent_before = self._since_ns, self.spent_ns.copy()
 
     def _divide_time(self) -> int:
         """Attribute the time since the last record, and return it: as in the last timed step, as far as it is usual."""
         now = monotonic_ns()
         took = now - self._since_ns
-        usual = rest = min(took, 2 * self._usual_ns)
-        spent = self._spent_ns
+        most = 2 * self._usual_ns
+        usual = rest = took if took < most else most
+        spent = self.spent_ns
         for part, share in self._shares:
             spent[part] += (own := int(usual * share))
             rest -= own
@@ -198,7 +194,7 @@ class Notes:
         before = self._part
         if self._begun_ns:
             now = monotonic_ns()
-            self._spent_ns[before] += now - self._since_ns
+            self.spent_ns[before] += now - self._since_ns
             self._part, self._since_ns = part, now
             if self._slot is not None:
                 self._write_times()
@@ -225,7 +221,7 @@ class Notes:
         """Record that saving the checkpoint for ``step`` starts. A restart repeats only what happens after this point."""
         self.part(self._part)
         if self._slot is not None:
-            self._slot.mark(Mark(step, tuple(self._spent_ns)))
+            self._slot.mark(Mark(step, tuple(self.spent_ns)))
 
     def loaded(self, step: int) -> None:
         """Record that the training loop resumes from the checkpoint for ``step``."""

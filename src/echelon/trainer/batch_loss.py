@@ -28,9 +28,18 @@ __all__ = [
 
 
 def run_training_step(
-    hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any
+    hooks: TrainerHooks,
+    session: TrainerSession,
+    model: nn.Module,
+    inputs: Any,
+    num_items: Any,
+    *,
+    is_plain: bool = False,
 ) -> torch.Tensor:
-    """Implement ``Trainer.training_step`` for inputs that are already on the device."""
+    """Implement ``Trainer.training_step`` for inputs that are already on the device.
+
+    ``is_plain``: whether no method that a step calls is overridden, so that they need not be called.
+    """
     accelerator = hooks.accelerator
     if session.optimizer.pipeline is not None and model is session.optimizer.pipeline.model:
         if session.interface.overrides_compute_loss:
@@ -41,11 +50,19 @@ def run_training_step(
             )
         session.interface.watches_items = False
         return run_pipeline_step(hooks, session.optimizer.pipeline, inputs, num_items)
-    with hooks.compute_loss_context_manager():
-        if session.interface.watches_items and isinstance(num_items, torch.Tensor):
-            loss = _watched_loss(hooks, session, model, inputs, num_items)
-        else:
-            loss = call_compute_loss(hooks, session, model, inputs, num_items)
+    watches_items = session.interface.watches_items and isinstance(num_items, torch.Tensor)
+    if is_plain and not watches_items:
+        try:
+            loss, _ = compute_loss(hooks, session, model, inputs, num_items)
+        except KeyError as error:
+            _explain_missing_column(hooks, session, inputs, error)
+            raise
+    else:
+        with hooks.compute_loss_context_manager():
+            if watches_items:
+                loss = _watched_loss(hooks, session, model, inputs, num_items)
+            else:
+                loss = call_compute_loss(hooks, session, model, inputs, num_items)
     if loss.dim() and accelerator.capabilities.num_devices > 1:
         loss = loss.mean()  # one element per device
     if accelerator.parity != "off":
@@ -86,10 +103,15 @@ def call_compute_loss(
     try:
         return hooks.compute_loss(model, inputs, **options)
     except KeyError as error:
-        if isinstance(inputs, (dict, Mapping)) and error.args and error.args[0] not in inputs:
-            kept = columns_of(hooks, session.interface)
-            raise missing_column(str(error.args[0]), inputs, kept=kept, label_names=hooks.label_names) from error
+        _explain_missing_column(hooks, session, inputs, error)
         raise
+
+
+def _explain_missing_column(hooks: TrainerHooks, session: TrainerSession, inputs: Any, error: KeyError) -> None:
+    """Raise a clearer error in place of ``error`` if it names a column that the batch lacks."""
+    if isinstance(inputs, (dict, Mapping)) and error.args and error.args[0] not in inputs:
+        kept = columns_of(hooks, session.interface)
+        raise missing_column(str(error.args[0]), inputs, kept=kept, label_names=hooks.label_names) from error
 
 
 def compute_loss(
@@ -99,10 +121,15 @@ def compute_loss(
     func, smoother, accelerator = hooks.compute_loss_func, hooks.label_smoother, hooks.accelerator
     batch = inputs
     inputs, labels = without_labels(inputs) if func is not None or smoother is not None else (inputs, None)
-    outputs = call_model(hooks, session, model, inputs, num_items)
+    if type(inputs) is dict and num_items is None:  # without call_model
+        outputs = model(**inputs)
+    else:
+        outputs = call_model(hooks, session, model, inputs, num_items)
     if labels is None and not (func is not None and isinstance(inputs, (dict, Mapping))):
-        num_devices = accelerator.capabilities.num_devices
-        loss = loss_in(outputs, inputs, model=hooks.model, label_names=hooks.label_names, num_devices=num_devices)
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        if type(loss) is not torch.Tensor or loss.dim():  # the rarer outputs, and those of several devices
+            num_devices = accelerator.capabilities.num_devices
+            loss = loss_in(outputs, inputs, model=hooks.model, label_names=hooks.label_names, num_devices=num_devices)
         if num_items is not None and loss.dim():
             loss = loss * loss.numel()  # each device divided by all items, and the mean over devices follows
     elif func is None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from echelon.accelerator import Accelerator
 from echelon.accelerator.tracking import record_values
 from echelon.trainer.arguments.training_arguments import TrainingArguments
-from echelon.trainer.callbacks.callback_handler import CallbackHandler
+from echelon.trainer.callbacks.callback_handler import CLEARED_FLAGS, CallbackHandler
 from echelon.trainer.model_loss import LabelSmoother
 from echelon.trainer.override_points import OverridePoints
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, TrainOutput, speed_metrics
@@ -114,11 +114,18 @@ class TrainerHooks(Protocol):
 
 def notify(hooks: TrainerHooks, event: str, **more: Any) -> TrainerControl:
     """Dispatch ``event`` to the callbacks, and return the resulting control."""
-    handler = hooks.callback_handler
-    if isinstance(handler, CallbackHandler) and handler.ignores(event):
-        return hooks.control
+    handler, control = hooks.callback_handler, hooks.control
+    if type(handler) is CallbackHandler:
+        if handler.callbacks != handler.listed:
+            handler.find_listeners()
+        own = vars(handler)
+        if not (handler.listeners[event] or event in own or "call_event" in own):
+            # Most events of a step change at most the control, which takes fewer calls here than in the handler.
+            for flag in CLEARED_FLAGS.get(event, ()):
+                setattr(control, flag, False)
+            return control
     dispatch = getattr(handler, event)
-    hooks.control = dispatch(hooks.args, hooks.state, hooks.control, **more)
+    hooks.control = dispatch(hooks.args, hooks.state, control, **more)
     return hooks.control
 
 

@@ -14,7 +14,14 @@ from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.callback_handler import CallbackHandler
 from echelon.trainer.checkpoint.checkpoint_folders import checkpoint_format
 
-__all__ = ["NOT_CALLED", "NOT_READ_IN_ARGUMENTS", "OverridePoints", "check_attributes", "check_overrides"]
+__all__ = [
+    "NOT_CALLED",
+    "NOT_READ_IN_ARGUMENTS",
+    "OverridePoints",
+    "check_attributes",
+    "check_overrides",
+    "original_methods",
+]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any] | None)
 
@@ -49,7 +56,25 @@ NOT_READ_IN_ARGUMENTS: Mapping[str, str] = MappingProxyType(
 )
 """For each TrainingArguments member that exists only for scripts and that the Trainer does not read: the reason."""
 
+_STEP_METHODS = (
+    "autocast_smart_context_manager",
+    "compute_loss",
+    "compute_loss_context_manager",
+    "_prepare_context_parallel_inputs",
+    "_prepare_input",
+    "_prepare_inputs",
+)  # called by training_step
 _STATE_FILES = ("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler")
+
+
+_originals: dict[Any, Mapping[str, Any]] = {}
+
+
+def original_methods(base: type[Any]) -> Mapping[str, Any]:
+    """Return the methods of ``base`` that transformers' Trainer has, too, as they were at the first call."""
+    if base not in _originals:
+        _originals[base] = {name: method for name in TRAINER_MEMBERS if callable(method := getattr(base, name, None))}
+    return _originals[base]
 
 
 class OverridePoints:
@@ -69,17 +94,26 @@ class OverridePoints:
         self._base = base
         self._defaults: dict[str, Callable[..., Any]] = {}
         self.overridden: frozenset[str] = frozenset()
-        """Names of the private methods that were overridden at the last ``refresh``, for code that runs for every
-        batch."""
+        """Names of the methods that were overridden at the last ``refresh``, for code that runs for every batch."""
+        self._overrides_steps = False
 
     def refresh(self) -> None:
         """Update the set of overridden methods."""
-        known = (name for name in TRAINER_MEMBERS if callable(getattr(self._base, name, None)))
-        self.overridden = frozenset(name for name in known if self.is_overridden(name))
+        self.overridden = frozenset(name for name in original_methods(self._base) if self.is_overridden(name))
+        self._overrides_steps = not self.overridden.isdisjoint(_STEP_METHODS)
 
     def is_overridden(self, name: str) -> bool:
-        """Return whether a subclass or the object itself replaces the method."""
-        return name in vars(self._trainer) or getattr(type(self._trainer), name) is not getattr(self._base, name)
+        """Return whether a subclass, the object itself, or an assignment to the base class replaces the method."""
+        method = getattr(type(self._trainer), name)
+        original = original_methods(self._base).get(name)
+        return name in vars(self._trainer) or method is not (
+            getattr(self._base, name) if original is None else original
+        )
+
+    def are_steps_plain(self) -> bool:
+        """Return whether nothing overrides a method that ``training_step`` calls."""
+        # An object's methods can be replaced during training; its classes' methods are looked up in ``refresh``.
+        return not self._overrides_steps and vars(self._trainer).keys().isdisjoint(_STEP_METHODS)
 
     def method(self, name: str) -> Callable[..., Any]:
         """Return the Trainer's method."""

@@ -28,6 +28,7 @@ from echelon.trainer.checkpoint.checkpoint_folders import STATE_FILE
 from echelon.trainer.checkpoint.save_model import save_model
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data import data_loaders
+from echelon.trainer.data.batches import to_device
 from echelon.trainer.data.collators import PaddingCollator, Tokenizer, default_data_collator
 from echelon.trainer.evaluation.evaluation_loop import evaluate, predict, run_evaluation
 from echelon.trainer.evaluation.metric_reports import metrics_format, metrics_table, write_metrics
@@ -47,7 +48,7 @@ from echelon.trainer.optim.optimizers import (
     param_groups_of,
 )
 from echelon.trainer.optim.prepared_optimizer import create_optimizer, create_scheduler
-from echelon.trainer.override_points import OverridePoints, check_attributes, check_overrides
+from echelon.trainer.override_points import OverridePoints, check_attributes, check_overrides, original_methods
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
 from echelon.trainer.session import TrainCall, TrainerSession, global_batch_size
 from echelon.trainer.signatures import new_model
@@ -59,6 +60,7 @@ from echelon.trainer.verbosity import set_log_level
 __all__ = ["Trainer"]
 
 _NO_CONTEXT = nullcontext()  # has no state
+_NO_BATCH: Any = object()
 
 
 @suggest_keywords
@@ -241,11 +243,18 @@ class Trainer(TrainerInternals):
 
         Collective: call on every rank for an update's last batch.
         """
+        session = self._session
+        if self.accelerator.session.layout is None and session.points.are_steps_plain():
+            if type(inputs) is dict and inputs:
+                inputs = to_device(inputs, self.accelerator.device)
+            else:
+                inputs = self._prepare_inputs(inputs)
+            return run_training_step(self, session, model, inputs, num_items_in_batch, is_plain=True)
         if not self._needs_context():
-            return run_training_step(self, self._session, model, self._prepare_inputs(inputs), num_items_in_batch)
+            return run_training_step(self, session, model, self._prepare_inputs(inputs), num_items_in_batch)
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
         with context():
-            return run_training_step(self, self._session, model, self._prepare_inputs(inputs), num_items_in_batch)
+            return run_training_step(self, session, model, self._prepare_inputs(inputs), num_items_in_batch)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -275,7 +284,15 @@ class Trainer(TrainerInternals):
 
         Collective: call on every rank if labels are counted across ranks.
         """
-        samples = list(itertools.islice(epoch_iterator, num_batches))
+        if num_batches == 1:  # without islice, which takes three times as long
+            batch = next(epoch_iterator, _NO_BATCH)
+            samples = [] if batch is _NO_BATCH else [batch]
+        else:
+            samples = list(itertools.islice(epoch_iterator, num_batches))
+        if not self._session.interface.counts_items and not self._session.points.is_overridden(
+            "_get_num_items_in_batch"
+        ):
+            return samples, None
         return samples, self._get_num_items_in_batch(samples, device)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
@@ -598,3 +615,6 @@ class Trainer(TrainerInternals):
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
         """Return the parameter group that contains ``param``, or the parameters of all groups if ``param`` is None."""
         return find_param_group(self.optimizer, self.model, param)
+
+
+original_methods(Trainer)  # before a program can replace them

@@ -68,7 +68,9 @@ class ProcessRecorder:
         """Returns another optimizer that has stepped since the last step of the leader."""
         self._loss_sum, self._num_losses = 0.0, 0
         self._norm = math.nan
-        self._num_samples, self._num_items = 0, 0.0
+        self.num_samples = 0
+        """Number of samples that this process has read for training; a loader adds those of each batch."""
+        self._num_items = 0.0
         self._next_ns = 0
         self._waiting: list[tuple[str, dict[str, Any]]] = []
         """Lines to write when the folder has been created."""
@@ -106,10 +108,6 @@ class ProcessRecorder:
         """Add the items (``num_items=``) of a micro-step of this process."""
         self._num_items += float(num_items)  # it may be a tensor
 
-    def add_samples(self, num_samples: int) -> None:
-        """Add the samples of a training batch of this process."""
-        self._num_samples += num_samples
-
     def step(self, num_steps: int, optimizer: Optimizer) -> None:
         """Record an optimizer step.
 
@@ -138,7 +136,7 @@ class ProcessRecorder:
         steps.loss_sum, steps.num_losses = steps.loss_sum + self._loss_sum, steps.num_losses + self._num_losses
         self._loss_sum, self._num_losses = 0.0, 0
         steps.grad_norm, self._norm = self._norm, math.nan
-        steps.num_samples, steps.num_items = self._num_samples, self._num_items
+        steps.num_samples, steps.num_items = self.num_samples, self._num_items
         rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
         try:
             if is_due:
