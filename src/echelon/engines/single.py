@@ -16,7 +16,14 @@ from echelon.engines.base import Engine, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
-from echelon.engines.stepper import Stepper, clear_gradients, clip_gradients, multiply_gradients, zero_backward
+from echelon.engines.stepper import (
+    Stepper,
+    clear_gradients,
+    clip_gradients,
+    multiply_gradients,
+    take_step,
+    zero_backward,
+)
 from echelon.world.world import World
 
 __all__ = ["SingleEngine"]
@@ -70,7 +77,7 @@ class SingleEngine(Engine):
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
         if closure is None and self._stepper.scaler is None:
-            optimizer.step()
+            take_step(optimizer)
             return True
         return self._stepper.step(optimizer, closure)
 

@@ -54,6 +54,18 @@ _NORM = struct.Struct("<d")
 _NORM_AT = 32
 _NAN = math.nan
 
+_num_forks = 0
+"""How many of this process's ancestors were forked since Python started. Asking for the process id at each step takes longer."""
+
+
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_count_fork)
+
 
 class StepRecord(NamedTuple):
     """One optimizer step of a rank, or the last of several that were merged."""
@@ -119,7 +131,7 @@ class StepRecorder:
 
     def __init__(self, path: str | Path, *, rank: int, world_size: int, max_records: int = MAX_RECORDS) -> None:
         self._path = str(path)
-        self._pid, self._max_records = os.getpid(), max_records
+        self._pid, self._num_forks, self._max_records = os.getpid(), _num_forks, max_records
         self._began_ns = time.monotonic_ns()
         text = json.dumps({"rank": rank, "world_size": world_size, "began_ns": time.time_ns()}).encode()
         self._header = _HEADER.pack(_MAGIC, _VERSION, _RECORD.size, len(text)) + text
@@ -161,7 +173,7 @@ class StepRecorder:
         Raises:
             OSError: the disk is full, or the file has been deleted. Nothing can be recorded from now on.
         """
-        if os.getpid() != self._pid:
+        if _num_forks != self._num_forks:
             return 0
         self._num_since += 1
         if self._stride > 1:

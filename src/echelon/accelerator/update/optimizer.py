@@ -198,13 +198,14 @@ class AcceleratedOptimizer(Optimizer):
         self._closures.forget()
 
     def _step_by_engine(self, closure: Any) -> bool:
-        if self.guard is None:
+        guard = self.guard
+        if guard is None:
             return self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
-        before, self.guard.is_stepping, self.guard.has_compared = self.guard.is_stepping, True, False
+        before, guard.is_stepping, guard.has_compared = guard.is_stepping, True, False
         try:
             return self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
         finally:
-            self.guard.is_stepping = before
+            guard.is_stepping = before
 
     def _clip(self, clipping: Clipping) -> None:
         if not (clipping.gives_way and self.is_clipped):

@@ -115,33 +115,24 @@ class ProcessRecorder:
             num_steps: number of steps that ``optimizer`` has taken. Only the optimizer with the most steps is recorded.
             optimizer: the optimizer, for its learning rate.
         """
-        if self._is_off or os.getpid() != self._pid:
-            return  # only the process itself records its steps, not one that it has forked
+        if self._is_off:
+            return
         if optimizer is self._leader():
             self._follower = _no_optimizer
         elif not self._takes_over(optimizer, num_steps):
             return
         self._last = number = self._steps_before + num_steps
-        now = time.monotonic_ns()
-        is_due = now >= self._next_ns
-        if is_due:
-            self._next_ns = now + _EVERY_NS
+        if (now := time.monotonic_ns()) >= self._next_ns:
+            self._update(optimizer, now)
         steps = self._steps
-        if steps is None:
-            steps = self._start(optimizer) if is_due else None
-            if steps is None:
-                if is_due:  # not at each step, because it asks the store whether rank 0 has told the run's name
-                    self._next_ns = now + _RETRY_NS
-                return
+        if steps is None or self._is_off:
+            return
         steps.loss_sum, steps.num_losses = steps.loss_sum + self._loss_sum, steps.num_losses + self._num_losses
         self._loss_sum, self._num_losses = 0.0, 0
         steps.grad_norm, self._norm = self._norm, math.nan
         steps.num_samples, steps.num_items = self.num_samples, self._num_items
         rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
         try:
-            if is_due:
-                steps.memory_mb = used_memory_mb(self._device)
-                self._run.update()
             place = steps.record(
                 number,
                 rate if type(rate) is float else _learning_rate(rate),
@@ -152,6 +143,25 @@ class ProcessRecorder:
             return
         if place and self._on_device is not None:
             self._on_device.end_step(steps, place)
+
+    def _update(self, optimizer: Optimizer, now: int) -> None:
+        """Do what is not done at every step: create the file, read the used memory, and tell that the run goes on."""
+        if os.getpid() != self._pid:
+            self._is_off = True  # only the process itself records its steps, not one that it has forked
+            return
+        self._next_ns = now + _EVERY_NS
+        if self._steps is None:
+            self._steps = self._start(optimizer)
+        if (
+            self._steps is None
+        ):  # not again at each step, because it asks the store whether rank 0 has told the run's name
+            self._next_ns = now + _RETRY_NS
+            return
+        self._steps.memory_mb = used_memory_mb(self._device)
+        try:
+            self._run.update()
+        except OSError as error:
+            self._give_up(error)
 
     def _takes_over(self, optimizer: Optimizer, num_steps: int) -> bool:
         """Return whether ``optimizer`` has the most steps now, or has replaced one of a finished training."""
@@ -201,7 +211,7 @@ class ProcessRecorder:
             self._give_up(error)
             return None
         steps.before_merge = self._before_merge
-        self._place, self._steps, self._notes = place, steps, notes_of_process()
+        self._place, self._notes = place, notes_of_process()
         self._device = next((p.device for group in optimizer.param_groups for p in group["params"]), self._device)
         for file, line in self._waiting:
             self._append(file, line)
