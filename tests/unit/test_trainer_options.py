@@ -803,7 +803,7 @@ def test_callbacks_get_their_saved_state_back() -> None:
     assert isinstance(found, EarlyStoppingCallback)
     assert vars(found) == vars(old)
     handler.on_step_begin(None, None, SimpleNamespace())
-    assert handler._listeners["on_evaluate"] == [found]
+    assert handler.listeners["on_evaluate"] == [found]
 
 
 def test_the_last_checkpoint_is_the_newest_that_is_whole(tmp_path: Path) -> None:
