@@ -120,7 +120,7 @@ def test_doctor_brings_machines_together_and_measures_each_link(command: Command
     ends = [command.finish(process) for process in started]
     assert [end.code for end in ends] == [0, 0], ends[0].err + ends[1].err
     assert re.search(
-        r"all 2 machines can communicate \(gloo, interface of this machine: lo\)\n  0 \S+ - 1 \S+: [\d,]+ MB/s",
+        r"all 2 machines can communicate \(gloo, network interface on this machine: lo\)\n  0 \S+ - 1 \S+: [\d,]+ MB/s",
         ends[0].out + ends[1].out,
     )
     assert "generation 0: 2 ranks on 2 machines" in ends[0].err + ends[1].err

@@ -135,6 +135,19 @@ COMPOSED = {
     *(f"{{value}} {unit}/s on this machine" for unit in ("samples", "items")),
     *(line.strip() for line in speed_table("max").splitlines()),
     *("derived from {setting}, {origin}", "derived from sharded_by: as accelerate's launcher", "default"),
+    *(
+        f"{{number}} {ranks} on {{count}} {machines} ({{names}}), {{backend}}"
+        for ranks, machines in (("rank", "machine"), ("ranks", "machine"), ("ranks", "machines"))
+    ),
+    "{number} updates on {count} rank{s} against plain PyTorch on one: relative error {difference} ({dtype}, tolerance {tolerance})",
+    *(
+        f"training on {{number}} ranks and on 1 rank produces {what}"
+        for what in ("bit-identical weights", "different weights")
+    ),
+    "all_reduce of {amount} {unit}: {rate} GB/s bus bandwidth; {number} measurements",
+    "{path}: created a token; copy this file to all machines in the run, unless they share the home folder",
+    "wrote {path}, deleted {directory}",
+    *("every check passed ({seconds} s); results: {path}", "failed: {names} ({seconds} s); results: {path}"),
     *("filled in from {source}", "filled in from {setting}, {origin}"),
     *(
         f"loader {{number}}: {place}"
@@ -594,6 +607,13 @@ _REPORTS = (
     ),
     "  others: rank 0 stopped by echelon; rank 4 ended with exit code 15 12.5 s later; rank 5 failed 0.1 s later with ValueError: bad",
     "  others: the ranks lost contact with each other; gloo aborted rank 1 as a result",
+    "2 ranks on 1 machine (cpu), gloo",
+    "12 updates on 2 ranks against plain PyTorch on one: relative error 3.6e-16 (float64, tolerance 1e-12)",
+    "2 epochs of 130 samples in batches of 24: each sample once per epoch",
+    "rank 1 was killed after update 10; the ranks resumed from update 8 and ended with identical weights",
+    "all_reduce of 16.0 MB: 0.60 GB/s bus bandwidth; 15 measurements",
+    "training on 2 ranks and on 1 rank produces bit-identical weights",
+    "every check passed (27.1 s); results: echelon-test-20261126-104040.json",
     "goodput 85.0% of 12.3 s: compute 10.0 s, data wait 2.0 s, lost steps 0.3 s; 1 restart",
 )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from echelon.base.messages.translation import translate
 from echelon.launch.multinode.job_token import default_token_file, find_token, make_token_file
 
 __all__ = ["command"]
@@ -21,10 +22,9 @@ def command(path: Path | None) -> None:
     """
     target = default_token_file() if path is None else path
     if make_token_file(target):
-        click.echo(
-            f"{target}: created a token; copy this file to all machines in the run, unless they share the home folder"
-        )
+        advice = "copy this file to all machines in the run, unless they share the home folder"
+        click.echo(translate(f"{target}: created a token; {advice}"))
         return
     if path is None:
         find_token()  # raises if the token is unusable
-    click.echo(f"{target}: kept the existing token; to create a new one, remove this file first")
+    click.echo(translate(f"{target}: kept the existing token; to create a new one, remove this file first"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from echelon.base.messages.translation import translate
+
 __all__ = ["command"]
 
 
@@ -25,4 +27,5 @@ def command(
 
     merge_fsdp_weights(checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
     name = "pytorch_model.bin" if unsafe_serialization else "model.safetensors"
-    click.echo(f"wrote {output_path}/{name}{f', deleted {checkpoint_directory}' if remove_checkpoint_dir else ''}")
+    deleted = f", deleted {checkpoint_directory}" if remove_checkpoint_dir else ""
+    click.echo(translate(f"wrote {output_path}/{name}{deleted}"))

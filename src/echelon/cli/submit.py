@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from echelon.base.errors import ConfigError, LaunchError
+from echelon.base.messages.translation import translate
 from echelon.launch.schedulers.kubernetes import PodJob, objects, token_secret
 from echelon.launch.schedulers.slurm_script import BatchJob, batch_script
 from echelon.launch.script import Script, check
@@ -175,7 +176,7 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
         "on a login node of the cluster, or pass --dry_run to print the script without submitting it",
     )
     number = answer.strip().partition(";")[0]
-    click.echo(f"submitted job {number}; its output goes to {folder}/{job.name}-{number}.out")
+    click.echo(translate(f"submitted job {number}; its output goes to {folder}/{job.name}-{number}.out"))
 
 
 @command.command("kubernetes", context_settings=_SETTINGS)
@@ -366,7 +367,7 @@ def _show(text: str, file: str | None) -> None:
         click.echo(text, nl=False)
     else:
         Path(file).write_text(text, encoding="utf-8")
-        click.echo(f"wrote {file}", err=True)
+        click.echo(translate(f"wrote {file}"), err=True)
 
 
 def _run(argv: list[str], text: str, advice: str) -> str:

@@ -18,6 +18,8 @@ from tqdm import tqdm
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import translate, translate_lines
 from echelon.cli import launch
 from echelon.cli.environment_facts import system, versions
 from echelon.compat.machine import convert_bytes
@@ -88,14 +90,14 @@ def command(ctx: click.Context, gpus: str | None, quick: bool, output: Path | No
             interrupts.hold()
             _run(layout, folder, results, interrupts, is_quick=quick)
     except Interrupted as stop:
-        click.echo(f"echelon: stopped by {signal.Signals(stop.number).name}; all processes have ended", err=True)
+        say(f"stopped by {signal.Signals(stop.number).name}; all processes have ended")
         ctx.exit(128 + stop.number)
     finally:
         if not results.failed:  # otherwise it contains the output of the processes
             shutil.rmtree(folder)
     _write(output, layout, results.records, seconds=time.monotonic() - began)
     verdict = f"failed: {', '.join(results.failed)}" if results.failed else "every check passed"
-    click.echo(f"{verdict} ({time.monotonic() - began:.1f} s); results: {output}")
+    click.echo(translate(f"{verdict} ({time.monotonic() - began:.1f} s); results: {output}"))
     ctx.exit(1 if results.failed else 0)
 
 
@@ -195,9 +197,9 @@ class _Results:
             del record["do"]
         self.records.append(record)
         mark = "-" if one.passed is None else self._marks[one.passed]
-        self._write(f"{mark} {one.name:<9}  {one.text}  ({seconds:.1f} s)")
+        self._write(f"{mark} {one.name:<9}  {translate(one.text)}  ({seconds:.1f} s)")
         if one.passed is False:
-            self._write(f"             do: {one.do}")
+            self._write(f"             {translate_lines(f'do: {one.do}')}")
         for line in _table(one.figures.get("collectives", ())):
             self._write(f"    {line}")
         self._bar.update()
@@ -231,7 +233,7 @@ def _table(collectives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         cell = f"{convert_bytes(one['size_bytes'])}: {one['seconds'] * 1e6:.0f} us{'' if is_latency else speed}"
         by_name.setdefault(one["name"], []).append(cell)
     if by_name:
-        yield "time per call, and algorithm (and bus) bandwidth in GB/s, for each message size"
+        yield translate("time per call, and algorithm (and bus) bandwidth in GB/s, for each message size")
     for name, cells in by_name.items():
         yield f"{name:<14}  {'  '.join(f'{cell:<32}' for cell in cells)}".rstrip()
 

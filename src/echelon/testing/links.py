@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.base import environ
+from echelon.base.messages.translation import translate
 from echelon.distributed.setup import cleanup, setup
 from echelon.world.world import World
 
@@ -66,14 +67,16 @@ def _measure(world: World, pair: tuple[int, int]) -> tuple[float, float]:
 def _print_links(found: dict[tuple[int, int], tuple[float, float]], names: list[str], backend: str) -> None:
     usual = statistics.median(rate for _, rate in found.values()) if found else 0.0
     by = environ.get("GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME")
+    interface = by or translate("automatic")
     print(
-        f"all {len(names)} machines can communicate ({backend}, network interface on this machine: {by or 'automatic'})"
+        translate(
+            f"all {len(names)} machines can communicate ({backend}, network interface on this machine: {interface})"
+        )
     )
     for (one, other), (seconds, rate) in found.items():
-        slow = "  SLOW: less than half the median bandwidth" if rate < _SLOW * usual else ""
-        print(
-            f"  {one} {names[one]} - {other} {names[other]}: {rate / 1e6:,.0f} MB/s, round trip {seconds * 1e6:,.0f} us{slow}"
-        )
+        slow = f"  {translate('SLOW: less than half the median bandwidth')}" if rate < _SLOW * usual else ""
+        speed = translate(f"{rate / 1e6:,.0f} MB/s, round trip {seconds * 1e6:,.0f} us")
+        print(f"  {one} {names[one]} - {other} {names[other]}: {speed}{slow}")
 
 
 if __name__ == "__main__":
