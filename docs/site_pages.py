@@ -70,6 +70,9 @@ NAVIGATION: list[tuple[str, list[str | tuple[str, list[str]]]]] = [
     ("Project", ["changelog.md", "contributing.md", "translating.md", "security.md"]),
 ]  # fmt: skip
 
+# The only pages of their tabs: their wide tables have the place of the navigation.
+_ALONE = ("index", "benchmarks", "architecture")
+
 # The API reference: page -> title, introduction, and public names. `missing_names` finds a public name that is on no page.
 API: dict[str, tuple[str, str, list[str]]] = {
     "distributed": (
@@ -168,6 +171,7 @@ MODULES = ("echelon.distributed", "echelon.accelerator", "echelon.trainer", "ech
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^(\s*)(`{3,})(\w*)[ \t]*(.*)$")
 _ITEM = re.compile(r"^( *)([-*]|\d+\.)( +)(?=\S)")
+_FILE_NAME = re.compile(r"[\w./-]+\.md")
 _LANGUAGE_LINK = re.compile(r"^\[(中文|English)\]\([\w./-]+\)\n+", re.MULTILINE)
 _MARK_OF_A_TEST = re.compile(
     r"^ *<!-- (?:not run|run by|run on|not parsed): .*?-->\n", re.MULTILINE | re.DOTALL
@@ -206,6 +210,8 @@ def pages() -> Iterator[tuple[str, bytes]]:
         text = adapted(text, source, name, sources, url)
         if source == "benchmarks/RESULTS.md":
             text = with_figures(text)
+        if name.removesuffix(".md").removesuffix(".zh") in _ALONE:
+            text = f"---\nhide: [navigation]\n---\n\n{text}"
         yield name, text.encode()
     yield "examples/index.md", examples_index().encode()
     yield "command_reference.md", _beside("command_reference").page().encode()
@@ -280,6 +286,9 @@ def _with_links(
         path, _, anchor = target.partition("#")
         found = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         inside = sources.get(found) or (found.removeprefix("docs/") if found.startswith("docs/") else None)
+        if _FILE_NAME.fullmatch(text):
+            is_introduced = match.string.startswith((":", "\uff1a"), match.end())  # what the page is about follows
+            text = _name_of_page(inside or text, found, is_chinese=name.endswith(".zh.md"), is_short=is_introduced)
         if inside is not None and not (ROOT / found).is_dir():
             default = re.sub(r"\.zh\.md$", ".md", inside)  # the plugin shows a page's language by itself
             is_translated = inside == default and inside.replace(".md", ".zh.md") in sources.values()
@@ -300,6 +309,16 @@ def _with_links(
         if mark and (not fence or mark[2] == fence):
             fence = "" if fence else mark[2]
         yield line if fence or mark else _LINK.sub(change, line)
+
+
+def _name_of_page(file_name: str, source: str, *, is_chinese: bool, is_short: bool) -> str:
+    """Return what the site calls a page that the text calls by its file: its title, or, if ``is_short``, the file's name in words."""
+    chinese = ROOT / re.sub(r"(\.zh)?\.md$", ".zh.md", source)
+    path = chinese if is_chinese and chinese.exists() else ROOT / source
+    if is_short or not path.is_file():
+        return re.sub(r"(\.zh)?\.md$", "", posixpath.basename(file_name)).replace("_", " ")
+    title = re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return file_name if title is None else re.split(": |\uff1a", title[1])[0]
 
 
 def examples() -> list[str]:
@@ -526,7 +545,10 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
         file = files.get_file_from_path(f"{match['name']}.md")
         if inside or file is None:
             return match[0]
-        return f'<a href="{file.url_relative_to(page.file)}">{match["name"]}.md</a>'
+        name = f"{match['name']}.md"
+        is_chinese = page.file.src_uri.endswith(".zh.md")
+        title = _name_of_page(name, f"docs/{name}", is_chinese=is_chinese, is_short=False)
+        return f'<a href="{file.url_relative_to(page.file)}">{title}</a>'
 
     return re.sub(r"(?P<tag><[^>]+>)|docs/(?P<name>[\w/]+)\.md", change, html)
 

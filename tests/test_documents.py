@@ -214,6 +214,13 @@ def test_pages_are_adapted_to_the_site() -> None:
         adapted("text:\n- a\n  more\n  - b\n\n  still a\n- c\n\nend")
         == "text:\n\n- a\n    more\n    - b\n\n    still a\n- c\n\nend\n"
     )
+    sources |= {"docs/tour.md": "tour.md", "docs/tour.zh.md": "tour.zh.md"}
+    # Links that are named after a file have the page's title on the site.
+    assert (
+        adapted("[docs/report.md](report.md#a), [tour.md](tour.md): a")
+        == "[The report of a run](report.md#a), [tour](tour.md): a\n"
+    )
+    assert adapted("[tour.zh.md](tour.zh.md)", "docs/b.zh.md") == "[\u5341\u5206\u949f\u4e0a\u624b](tour.md)\n"
     assert adapted("1. a\n\n   ```python\n   x\n   ```\n2. b") == "1. a\n\n    ```python\n    x\n    ```\n2. b\n"
 
 
