@@ -15,7 +15,7 @@ _COMMAND = re.compile(r"^  ([a-z][a-z-]*)(?:  |$)")
 _ENVIRON = {
     "LC_ALL": "C.UTF-8",
     "NO_COLOR": "1",
-    "COLUMNS": "100",
+    "COLUMNS": "94",
     "PYTHONPATH": str(Path(__file__).resolve().parent.parent / "src"),
 }
 

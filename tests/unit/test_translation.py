@@ -147,6 +147,8 @@ COMPOSED = {
     "all_reduce of {amount} {unit}: {rate} GB/s bus bandwidth; {number} measurements",
     "{path}: created a token; copy this file to all machines in the run, unless they share the home folder",
     "wrote {path}, deleted {directory}",
+    "{number} of the {count} trainable parameters received no gradient in the last backward pass: {names}. DDP waits for them "
+    "and has not averaged all gradients across ranks",
     *("every check passed ({seconds} s); results: {path}", "failed: {names} ({seconds} s); results: {path}"),
     *("filled in from {source}", "filled in from {setting}, {origin}"),
     *(
