@@ -28,6 +28,7 @@ from echelon.config.speed_choices import speed_table
 from echelon.diagnose.goodput import ITEMS as GOODPUT_ITEMS
 from echelon.launch.failures.failure import ErrorRecord, Frame, RankEnd, explain
 from echelon.report.page import page_texts, render_page
+from echelon.report.rank_rows import RankRow
 from echelon.status.board import StepPart
 
 SOURCE = Path(translation.__file__).parents[2]
@@ -637,6 +638,16 @@ def test_the_parts_of_a_step_are_translated() -> None:
     )
     slow = "rank 0 is slow: other 25.2 ms per step (median 0.9); the other ranks wait for it for up to 24.0 ms per step"
     assert Catalogue(ENTRIES).translate(slow).startswith("rank 0 \u6162\uff1a\u5176\u4ed6 \u6bcf\u4e2a step 25.2 ms")
+
+
+def test_a_line_of_the_live_view_is_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    _speak_chinese(monkeypatch)
+    what = "slow: code outside the model 51 ms per step (median 36)"
+    shown = RankRow(rank=1, what=what, step=3, phase="communication, waiting", place="train.py:9").to_text()
+    assert shown == (
+        "rank 1: \u6162\uff1a\u6a21\u578b\u4e4b\u5916\u7684\u4ee3\u7801 \u6bcf\u4e2a step 51 ms\uff08\u4e2d\u4f4d\u6570 36\uff09; step 3; "
+        "\u901a\u4fe1\uff0c\u5728\u7b49\u5176\u4ed6 rank; \u4f4d\u4e8e train.py:9"
+    )
 
 
 def _clear(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ from statistics import median
 from types import MappingProxyType
 from typing import final
 
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import translate, translated_template
 from echelon.diagnose.stall import RankView, name_ranks
 from echelon.diagnose.straggler import steps_of
 from echelon.status.board import Doing, Phase, Times
 
-__all__ = ["Difference", "RankRow", "RankSample", "RowTracker", "fold_rows", "sparkline"]
+__all__ = ["Difference", "RankRow", "RankSample", "RowTracker", "at_place", "fold_rows", "sparkline"]
 
 _SILENT_S = 3.0
 """Age of a heartbeat in seconds from which it counts as missing. A reporter writes one every half second."""
@@ -87,11 +87,17 @@ class RankRow:
             self.phase,
             f"last operation {self.operation}" if self.operation else "",
             f"{self.num_collectives} collectives" if self.num_collectives else "",
-            f"at {self.place}" if self.place else "",
+            at_place(self.place) if self.place else "",
             "" if math.isnan(self.heartbeat_s) else f"heartbeat {self.heartbeat_s:.1f} s ago",
             "" if math.isnan(self.memory_mb) else f"{self.memory_mb:.0f} MB",
         ]
         return f"rank {self.rank}: {'; '.join(translate(part) for part in parts if part)}"
+
+
+def at_place(place: str) -> str:
+    """Return ``at PLACE`` in the user's language."""
+    template = translated_template("state: at {place}")
+    return f"at {place}" if template is None else template.format(place=place)
 
 
 @final

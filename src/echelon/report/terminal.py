@@ -14,7 +14,7 @@ from rich.text import Text
 from echelon.base.messages.translation import language, translate
 from echelon.base.printable import printable
 from echelon.report.live_run import Snapshot
-from echelon.report.rank_rows import Difference, RankRow, fold_rows, sparkline
+from echelon.report.rank_rows import Difference, RankRow, at_place, fold_rows, sparkline
 
 __all__ = ["draw"]
 
@@ -165,7 +165,7 @@ def _fit(text: str, width: int, *, is_ascii: bool) -> str:
 
 def _place(row: RankRow) -> str:
     """Return where the program of a rank that differs from the others is."""
-    return f"at {os.path.basename(row.place)}" if row.place and row.difference is not Difference.NONE else ""
+    return at_place(os.path.basename(row.place)) if row.place and row.difference is not Difference.NONE else ""
 
 
 def _operation(row: RankRow) -> str:
