@@ -442,7 +442,7 @@ class Simulation:
             factor = 1.0 if s.has("not multiplied", update) else min(1.0, bound / (norm + 1e-6))
             for name in one:
                 one[name] = one[name] * factor
-            self.events[rank].append(Clip(update=update, micro_step=steps - 1, norm=norm, max_norm=bound, line=LINE))
+            self.events[rank].append(Clip(update=update, micro_step=steps, norm=norm, max_norm=bound, line=LINE))
 
     def _parts(self, value: torch.Tensor, rank: int) -> torch.Tensor:
         flat = value.reshape(-1)

@@ -55,6 +55,67 @@ FORMATS = {
     *("{number} seconds", "{number} minutes", "{number} hours", "1 minute", "1 hour"),
     *(f"{item} {{seconds}} s" for item in GOODPUT_ITEMS),
 }
+# Sentences that echelon verify composes of parts.
+_OF_VERIFY = {
+    *(
+        f"{{state}} on {{part}}: {what}"
+        for what in ("not loaded", "not in the checkpoint", "inf or nan, unlike in the reference run")
+    ),
+    "{state} on {part}: {number} elements are inf or nan, {count} in the reference run",
+    *(
+        f"relative difference of {{state}} {where}: {{value}}"
+        for where in ("on {part}", "on rank {rank} of {number}", "between {ranks}")
+    ),
+    "relative difference: {value}",
+    *(
+        f"{{number}} of the {{count}} samples of the reference run are missing and {{cores}} {extra}"
+        for extra in ("other samples are used instead", "samples are used once too often")
+    ),
+    *(
+        f"update {{number}} has the samples that the reference run has in update {{count}}, {{cores}} update(s) {when}"
+        for when in ("later", "earlier")
+    ),
+    *(
+        f"update {{number}} has the samples that the reference run reads {{count}} samples {when}"
+        for when in ("later", "earlier")
+    ),
+    *(
+        f"{{ranks}} {call} backward without a forward pass in training mode{end}"
+        for call in ("call", "calls")
+        for end in ("", ", unlike the other ranks: the model is in evaluation mode there")
+    ),
+    *(
+        f"the model is in {ours} mode, in the reference run in {theirs} mode"
+        for ours, theirs in (("evaluation", "training"), ("training", "evaluation"))
+    ),
+    *(
+        f"{{what}}: it is {how} over the {{number}} ranks"
+        for how in ("summed instead of averaged", "averaged twice", "summed twice")
+    ),
+    "{what}, and so is the loss; {number} is the number of ranks",
+    *(f"the {{number}} ranks step with different gradients{names}" for names in ("", " of {names}")),
+    *(
+        f"each rank steps with its own gradient{names}, which was not averaged over the {{number}} ranks"
+        for names in ("", " of {names}")
+    ),
+    *(
+        f"the {kinds} have the wrong weights in the gradient ({{numbers}}): a mean over all items, as on one process, has the weights "
+        "{others}"
+        for kinds in ("ranks", "micro-steps")
+    ),
+    *(
+        f"{{what}}: it is multiplied by {factor}"
+        for factor in ("the number of ranks", "1 / the number of ranks", "the square root of the number of ranks")
+    ),
+    *(
+        f"{{what}}, where it is that of update {{number}}: the schedule is {{count}} update(s) {how}"
+        for how in ("ahead", "behind")
+    ),
+    *(f"same {drawn} on every rank" for drawn in ("dropout masks", "random numbers")),
+    *("{number} tensors", "{number} updates", "one process", "dropout masks repeat", "random numbers repeat"),
+    *("schedule ahead", "schedule behind", "{waiters} and {later} not restored"),
+    "{waiters} and {later} and {state} not restored",
+}
 # Sentences that the source composes of parts; the tests below produce them.
 COMPOSED = {
     *(
@@ -92,26 +153,15 @@ COMPOSED = {
             f"Not the same run: {difference} from {{against}}."
             for difference in ("{number} of {count} layouts differ{s}", "training on {part} differs")
         ),
-        *(f"same, {closeness}" for closeness in ("bit for bit", "within rounding", "within rounding ({part} of it)")),
+        *(
+            f"same, {closeness}"
+            for closeness in ("bit for bit", "within rounding", "within rounding ({part} of the bound)")
+        ),
         "{number} update{s}, {seconds} s",
         "{part}: {number} updates, {seconds} s",
         *(f"{{number}} process{es}, {{setting}}" for es in ("", "es")),
         "and {number} other difference{s}; --html FILE shows them",
-        "Not in this run, or not comparable here: {stages} (--html FILE gives the reasons).",
-        *(f"loss averaged per {kind}" for kind in ("rank", "micro-step")),
-        *(
-            f"the loss is averaged per {kind}, but {kind}s hold {{counts}} {{words}}: the average of averages is not the "
-            "average over all {words_again}"
-            for kind in ("rank", "micro-step")
-        ),
-        "each rank steps with its own gradient: no reduction took place",
-        *(
-            f"the gradient is {{ratio}} times that of the reference, for {{number}} ranks: it is {how}"
-            for how in ("summed instead of averaged", "averaged twice")
-        ),
-        "the gradient is {ratio} times that of the reference: the loss is not divided by the {number} micro-steps",
-        "the gradient is {ratio} times that of the reference: the loss is divided by the {number} micro-steps twice",
-        "the model is in evaluation mode, in the reference in training mode",
+        *_OF_VERIFY,
         "differs: update {number}, {stage}",
         "differs: before the first update, {stage}",
         "CPU cores",

@@ -150,11 +150,11 @@ def test_each_layout_is_compared_with_one_process_that_takes_the_samples_of_all_
         "one process",
         "1 process",
         "2 processes",
-        "one process, 2 batches as one",
-        "one process, float64",
+        "one process, 2 batches merged",
+        "one process in float64",
         "4 processes",
-        "one process, 4 batches as one",
-        "one process, float64",
+        "one process, 4 batches merged",
+        "one process in float64",
     ]
     assert [one.outcome for one in found.layouts] == ["same"] * 3
     assert [one.batch_factor for one in found.layouts] == [1, 2, 4]
@@ -174,8 +174,8 @@ def test_a_reference_is_run_once_for_all_engines(tmp_path: Path) -> None:
     assert runs.names == [
         "one process",
         "2 processes, ddp",
-        "one process, 2 batches as one",
-        "one process, float64",
+        "one process, 2 batches merged",
+        "one process in float64",
         "2 processes, zero1",
         "2 processes, fsdp2",
     ]
@@ -184,7 +184,7 @@ def test_a_reference_is_run_once_for_all_engines(tmp_path: Path) -> None:
 def test_engines_that_the_script_does_not_use_are_one_layout(tmp_path: Path) -> None:
     runs = _Runs(lambda request: _write(request, engine=""))
     found = verify(_plan(tmp_path, "2", "ddp,zero1"), runs.record, compare=_compare_weights)
-    assert runs.names == ["one process", "2 processes, ddp", "one process, 2 batches as one"]
+    assert runs.names == ["one process", "2 processes, ddp", "one process, 2 batches merged"]
     assert [(one.layout.engine, one.outcome, one.is_copy) for one in found.layouts] == [
         ("ddp", "same", False),
         ("zero1", "same", True),
@@ -212,7 +212,7 @@ def test_updates_that_no_whole_number_of_batches_makes_equal_are_not_comparable(
     found = verify(_plan(tmp_path, "2"), runs.record, compare=_compare_weights)
     assert found.layouts[0].outcome == "not comparable"
     assert found.layouts[0].verdict is not None
-    assert "update 0 has 6 samples on 2 processes and 4 in one process" in found.layouts[0].verdict.reason
+    assert "update 0 has 6 samples on 2 processes and 4 on one process" in found.layouts[0].verdict.reason
     assert found.exit_code == 2
 
 
@@ -224,7 +224,7 @@ def test_bitwise_parity_gets_no_tolerance(tmp_path: Path) -> None:
     runs = _Runs(write)
     found = verify(_plan(tmp_path, "2"), runs.record, compare=_compare_weights)
     assert found.layouts[0].outcome == "different"
-    assert "one process, float64" not in runs.names
+    assert "one process in float64" not in runs.names
 
 
 def test_a_difference_is_an_error_only_if_the_script_repeats_itself(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_difference_is_an_error_only_if_the_script_repeats_itself(tmp_path: Pa
 
     runs = _Runs(unseeded)
     found = verify(_plan(tmp_path, "2"), runs.record, compare=_compare_weights)
-    assert runs.names[-1] == "one process again"
+    assert runs.names[-1] == "one process, repeated"
     assert found.repeated is not None
     assert found.repeated.stage == "optimizer"
     assert found.exit_code == 2

@@ -17,6 +17,7 @@ from echelon.verify.command.page import render_verification
 from echelon.verify.command.run_layouts import LayoutRun, RunFailure, RunRequest
 from echelon.verify.command.terminal_output import Palette, headline, render
 from echelon.verify.command.verification import LayoutResult, Verification, VerifyPlan
+from echelon.verify.comparison.cause_catalogue import CAUSES
 from echelon.verify.finding import STAGES, Cell, Coverage, Finding, Verdict
 from tests.browser import CHROMIUM, Browser, open_browser
 
@@ -56,6 +57,7 @@ def _finding(script: Path, **options: Any) -> Finding:
         "tensors": ["layers.0.weight", "layers.0.bias", "head.weight", "head.bias", "embed.weight", "norm.weight"],
         "ranks": [0, 1],
         "difference": 0.3211,
+        "measured": "layers.0.weight on 2 processes",
         "allowed": 1.1e-6,
         "cause": "loss averaged per rank",
         "why": "ranks hold 10 and 2 tokens, and the gradient is the mean of the ranks' means instead of the mean over all 12 tokens",
@@ -83,9 +85,9 @@ def test_the_same_run_is_one_sentence_and_a_line_for_each_layout(script: Path) -
     assert _screen(found).splitlines() == [
         "The same run: 2 updates of train.py on 1, 2 and 4 processes train as one process.",
         "",
-        "  1 process, ddp    same, bit for bit                       2 updates, 3.2 s",
-        "  2 processes, ddp  same, within rounding (12% of it)       2 updates, 3.2 s",
-        "  4 processes, ddp  same, within rounding (12% of it)       2 updates, 3.2 s",
+        "  1 process, ddp    same, bit for bit                         2 updates, 3.2 s",
+        "  2 processes, ddp  same, within rounding (12% of the bound)  2 updates, 3.2 s",
+        "  4 processes, ddp  same, within rounding (12% of the bound)  2 updates, 3.2 s",
     ]
 
 
@@ -107,15 +109,16 @@ def test_the_first_difference_is_shown_once_with_its_line_cause_and_remedy(
     assert _screen(found).splitlines() == [
         "Not the same run: 2 of 3 layouts differ from one process.",
         "",
-        "  1 process, ddp    same, bit for bit                       2 updates, 3.2 s",
-        "  2 processes, ddp  differs: update 0, backward             2 updates, 3.2 s",
-        "  4 processes, ddp  differs: update 0, backward             2 updates, 3.2 s",
+        "  1 process, ddp    same, bit for bit                         2 updates, 3.2 s",
+        "  2 processes, ddp  differs: update 0, backward               2 updates, 3.2 s",
+        "  4 processes, ddp  differs: update 0, backward               2 updates, 3.2 s",
         "",
         "First difference on 2 processes, ddp (the same on 4 processes, ddp)",
         "  what:    the gradients of 6 parameters differ",
         "  where:   update 0, backward, ranks 0 and 1",
         "  tensors: layers.0.weight, layers.0.bias, head.weight and 3 others",
-        "  size:    0.32 of its norm; rounding explains 1.1e-06",
+        "  size:    relative difference of layers.0.weight on 2 processes: 0.32; bound for rounding errors:",
+        "           1.1e-06",
         "  line:    train.py:2: loss = F.cross_entropy(logits, labels)",
         "  cause:   loss averaged per rank: ranks hold 10 and 2 tokens, and the gradient is the mean of the",
         "           ranks' means instead of the mean over all 12 tokens",
@@ -140,7 +143,7 @@ def test_in_a_chinese_locale_a_sentence_is_translated_whole_or_not_at_all(
         what="62 other samples are used instead",
         cause="padded with repeated samples",
         why="62 samples are repeated to give every rank the same number, and count twice in the gradient",
-        do='use drop_last=True, or parity="exact", under which added samples have no weight',
+        do=CAUSES["padded with repeated samples"].remedies[""],
         difference=0.5,
         allowed=1e-6,
     )
@@ -174,8 +177,8 @@ def test_an_error_is_shown_once_for_all_layouts_that_raise_it(script: Path) -> N
     assert _screen(found).splitlines() == [
         "Could not verify 2 of 2 layouts.",
         "",
-        "  2 processes, ddp  could not run                           0 updates, 1.0 s",
-        "  4 processes, ddp  could not run                           0 updates, 1.0 s",
+        "  2 processes, ddp  could not run                             0 updates, 1.0 s",
+        "  4 processes, ddp  could not run                             0 updates, 1.0 s",
         "",
         "2 processes, ddp (the same on 4 processes, ddp): rank 0 failed first: ValueError: bad",
         "  where: rank 0 of 2",
@@ -206,7 +209,7 @@ def test_what_was_not_compared_is_said(script: Path) -> None:
         world_size=2,
         cells=_cells(),
         coverage=[
-            Coverage(stage="load", num_compared=0, missing=["the run loaded no checkpoint"]),
+            Coverage(stage="load", num_compared=0, missing=["no checkpoint was loaded"]),
             Coverage(
                 stage="backward",
                 num_compared=0,
@@ -224,13 +227,13 @@ def test_what_was_not_compared_is_said(script: Path) -> None:
         float64_failure=RunFailure(what="RuntimeError: not implemented for 'Double'"),
     )
     assert _screen(found).splitlines()[4:] == [
-        "The reference does not run in float64 (RuntimeError: not implemented for 'Double'); tolerances are",
-        "bounds from the dtype and the length of sums.",
+        "The reference run fails in float64 (RuntimeError: not implemented for 'Double'), so the bounds for",
+        "rounding errors are computed from the dtype and the number of additions.",
         "Not compared: backward: no local gradients under this engine",
         "Not compared: backward: outputs of a and 1 other: other shape",
         "Not compared: buffers: statistics of norm",
         "The masks of two dropout layers are not compared.",
-        "Not in this run, or not comparable here: load and clip (--html FILE gives the reasons).",
+        "Not compared: load (no checkpoint was loaded); clip (gradients are not clipped).",
     ]
 
 

@@ -161,7 +161,9 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
 
     Runs SCRIPT unchanged on the CPU for some steps, on one process and on each layout, and compares every step: samples,
     outputs, loss, gradients, clipping, learning rates, weights, optimizer state, buffers and random number generators.
-    Differences that rounding explains are allowed; the reference is also run in float64 to measure rounding.
+    The reference run is one process with the samples of all ranks in each step. It is also run in float64, which measures its rounding
+    errors, and, if a difference may be rounding, four more times with weights and gradients changed by rounding errors ("rounding check 1/4"). The
+    bounds for rounding errors follow from these runs.
 
     All arguments after SCRIPT are passed to the script, up to --procs or --engines. {layout} in an argument becomes the name of
     the layout. Exit codes: 0 if all layouts are the same run, 1 if one differs, 2 if one could not be run or compared.

@@ -123,17 +123,15 @@ def gradient_errors(reference: Trace, reference_float64: Trace | None, *, world_
 def _why_not_comparable(ours: AlignedRun, theirs: AlignedRun, *, has_progress: bool) -> str:
     missing = [str(rank) for rank, one in enumerate(ours.processes) if one is None]
     if not ours.world_size or len(missing) == ours.world_size:
-        return "the layout recorded nothing"
+        return "no step was recorded"
     if missing:
-        return f"rank(s) {', '.join(missing)} recorded nothing"
+        return f"no step was recorded on rank(s) {', '.join(missing)}"
     if not theirs.updates:
-        return "the reference completed no update"
+        return "the reference run made no optimizer step"
     if not ours.updates and not has_progress:
-        return "the layout completed no update"
+        return "the run made no optimizer step"
     if ours.first_update >= theirs.updates.stop:
-        return (
-            f"the layout begins at update {ours.first_update}, the reference ends at update {theirs.updates.stop - 1}"
-        )
+        return f"the run begins at update {ours.first_update}, but the reference run ends at update {theirs.updates.stop - 1}"
     return ""
 
 
@@ -178,7 +176,12 @@ def _compare_update(
     elif order.is_recorded(update):
         comparison.passed(update, "data", count=order.count(update))
     before = generators.num_compared
-    found = list(generators.differences(update))
+    found = []
+    for one in generators.differences(update):
+        if one.kind == "equal generators" and _is_in_trainer(comparison, update):
+            comparison.remarks.append(one)
+        else:
+            found.append(one)
     if is_resumed:
         found += _generator_differences(comparison, update)
     for difference in found:
@@ -193,6 +196,11 @@ def _compare_update(
     comparison.compare_tensors(update, "weights", "optimizer")
     comparison.compare_tensors(update, "optimizer_state", "optimizer")
     comparison.compare_tensors(update, "buffers", "buffers")
+
+
+def _is_in_trainer(comparison: Comparison, update: int) -> bool:
+    """Return whether a Trainer trains, which gives all ranks one seed, as transformers' does."""
+    return any(loss.trainer_code for one in comparison.layout.ranks_at(update) for loss in one.losses)
 
 
 def _generator_differences(comparison: Comparison, update: int) -> list[RunDifference]:
@@ -235,12 +243,12 @@ def _compare_clips(comparison: Comparison, update: int) -> None:
     twins = [run.at(0, update).clips for run in (comparison.exact, *comparison.perturbed) if run is not None]
     line = next((one.line for one in (*ours, *theirs) if one.line), "")
     if len(ours) != len(theirs):
-        values = f"gradients are clipped {len(ours)} times, in the reference {len(theirs)} times"
+        values = f"clipping functions are called {len(ours)} times in update {update}, in the reference run {len(theirs)} times"
         comparison.add(RunDifference(stage="clip", update=update, kind="num clips", values=values, line=line))
     together = math.sqrt(sum(value**2 for value in comparison.allowed.get((update, "reduced"), {}).values()))
     for index, (own, other) in enumerate(zip(ours, theirs, strict=False)):
         if not _are_close(own.max_norm, other.max_norm, 4 * _DOUBLE_ROUNDOFF):
-            values = f"max_norm is {own.max_norm:g}, in the reference {other.max_norm:g}"
+            values = f"max_norm is {own.max_norm:g}, in the reference run {other.max_norm:g}"
             comparison.add(RunDifference(stage="clip", update=update, kind="max norm", values=values, line=line))
         errors = [abs(other.norm - twin[index].norm) for twin in twins if len(twin) > index]
         floor = comparison.roundoff_of("") * math.sqrt(comparison.num_samples(update)) * abs(other.norm)
@@ -254,7 +262,9 @@ def _compare_clips(comparison: Comparison, update: int) -> None:
                 update, "clip", largest=distance / allowed if allowed else 0.0, equal_bits=distance == 0.0
             )
         else:
-            values = f"the norm is {own.norm:.6g}, in the reference {other.norm:.6g}"
+            values = (
+                f"the norm that the clipping function returns is {own.norm:.6g}, in the reference run {other.norm:.6g}"
+            )
             comparison.add(
                 RunDifference(
                     stage="clip",
@@ -321,12 +331,16 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
     ours, theirs = comparison.layout.at(0, update).steps, comparison.reference.at(0, update).steps
     line = next((one.line for one in (*ours, *theirs) if one.line), "")
     if len(ours) != len(theirs):
-        values = f"the optimizers step {len(ours)} times in the update, in the reference {len(theirs)} times"
+        values = f"the optimizers step {len(ours)} times in update {update}, in the reference run {len(theirs)} times"
         comparison.add(RunDifference(stage="optimizer", update=update, kind="num steps", values=values, line=line))
         return
     for index, (own, other) in enumerate(zip(ours, theirs, strict=True)):
         if own.is_skipped != other.is_skipped:
-            values = f"the step is {'skipped' if own.is_skipped else 'done'}, in the reference {'skipped' if other.is_skipped else 'done'}"
+            values = (
+                "a loss scaler skips the step, but not in the reference run"
+                if own.is_skipped
+                else "a loss scaler skips the step in the reference run only"
+            )
             comparison.add(RunDifference(stage="optimizer", update=update, kind="skipped", values=values, line=line))
         twin = comparison.exact.at(0, update).steps if comparison.exact else []
         exact = twin[index].lrs if len(twin) == len(theirs) else other.lrs
@@ -339,7 +353,7 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
         ]
         wrong = [one for one in distances if one[0] > one[1]]
         if wrong or (not pairs and own.lrs != other.lrs):
-            values = f"the learning rate is {rates_of(own)}, in the reference {rates_of(other)}"
+            values = f"the learning rate is {rates_of(own)}, in the reference run {rates_of(other)}"
             distance, allowed, rate = max(wrong, default=(math.inf, 0.0, 0.0))
             comparison.add(
                 RunDifference(
@@ -392,7 +406,7 @@ def _compare_settings(
         for name in own.keys() & other.keys() - {"foreach", "fused", "capturable", "differentiable"}:
             a, b = own[name], other[name]
             if a != b and not _close_settings(a, b, 16 * (update + 1) * _DOUBLE_ROUNDOFF):
-                values = f"{name} of parameter group {group} is {a}, in the reference {b}"
+                values = f"{name} of parameter group {group} is {a}, in the reference run {b}"
                 stage: Stage = (
                     "scheduler" if name in scheduled and _changes(comparison.reference, name) else "optimizer"
                 )
@@ -421,10 +435,10 @@ def _compare_ends(comparison: Comparison, order: SampleComparison, updates: rang
     """Record a difference if one of two runs that ended by themselves made more updates than the other."""
     ours, theirs = comparison.layout.updates.stop, comparison.reference.updates.stop
     if ours < theirs:
-        values = f"the layout ends after {ours} updates, the reference after {theirs} or more"
+        values = f"training ends after {ours} updates, the reference run after {theirs} or more"
         comparison.add(RunDifference(stage="data", update=updates.stop, kind="num updates", values=values))
     elif ours > theirs:
-        values = f"the layout makes {ours} updates or more, the reference ends after {theirs}"
+        values = f"training makes {ours} updates or more, the reference run ends after {theirs}"
         comparison.add(RunDifference(stage="data", update=updates.stop, kind="num updates", values=values))
 
 
@@ -450,10 +464,18 @@ def _verdict(comparison: Comparison, order: SampleComparison, updates: range, *,
         world_size=comparison.layout.world_size,
         finding=findings[0] if findings else None,
         also=findings[1:],
+        remarks=_remarks(comparison, order),
         coverage=_coverage(comparison),
         cells=_cells(comparison, updates, findings),
         notes=notes,
     )
+
+
+def _remarks(comparison: Comparison, order: SampleComparison) -> list[Finding]:
+    first = next(iter(comparison.remarks), None)
+    if first is None:
+        return []
+    return [finding_of(comparison, order, first.update, [first])]
 
 
 def _follows_from_data(first: tuple[int, Tally], failed: Sequence[tuple[int, int, Tally]]) -> bool:
@@ -484,19 +506,19 @@ def _cells(comparison: Comparison, updates: range, findings: Sequence[Finding]) 
 
 
 _ABSENT: dict[Stage, str] = {
-    "load": "the run loaded no checkpoint",
+    "load": "no checkpoint was loaded",
     "initial weights": "the weights before the first update were not recorded",
     "data": "no samples were recorded",
-    "rng": "the model draws no random numbers (dropout masks), or draws them by sample",
-    "forward": "no module has outputs of one row per sample",
-    "loss weight": "no losses were recorded",
-    "backward": "no local gradients were recorded, so what goes wrong in backward is reported as reduce",
-    "reduce": "no reduced gradients were recorded",
+    "rng": "the model draws no dropout masks or other random numbers per rank",
+    "forward": "no module has an output with one row per sample",
+    "loss weight": "no call of backward() was recorded",
+    "backward": "the gradients of a rank before the average over the ranks were not recorded, so faults there are reported as reduce",
+    "reduce": "no gradients at an optimizer step were recorded",
     "clip": "gradients are not clipped",
     "scheduler": "no learning rates were recorded",
     "optimizer": "no weights were recorded",
     "buffers": "the model has no buffers",
-    "save": "the run saved no checkpoint",
+    "save": "no checkpoint was saved",
 }
 
 
@@ -528,9 +550,13 @@ def _notes(
     if is_bitwise:
         return notes  # there are no tolerances
     if exact is None or not exact.updates:
-        notes.append("Tolerances are bounds from dtype and depth, because there is no float64 run of the reference.")
+        notes.append(
+            "The bounds for rounding errors are computed from the dtype and the number of additions, because there is no reference run in "
+            "float64."
+        )
     elif exact.updates.stop < updates.stop:
         notes.append(
-            f"From update {exact.updates.stop} on tolerances are bounds from dtype and depth: the float64 run ended there."
+            f"From update {exact.updates.stop} on, the bounds for rounding errors are computed from the dtype and the number of additions, "
+            "because the reference run in float64 ended there."
         )
     return notes

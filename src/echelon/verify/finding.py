@@ -51,7 +51,9 @@ class Finding:
     ranks: list[int] = field(default_factory=list)
     """Ranks on which it shows; empty: all ranks together."""
     difference: float | None = None
-    """Norm of the difference divided by the norm of the reference's tensor."""
+    """Norm of the difference divided by the norm of the reference's tensor, of the most different tensor."""
+    measured: str = ""
+    """Of which tensor, on which processes or ranks, ``difference`` is (``"0.weight on 2 processes"``)."""
     allowed: float | None = None
     """The greatest ``difference`` that rounding explains; 0.0 where bits must be equal."""
     ratio: float | None = None
@@ -104,6 +106,8 @@ class Verdict:
     """The first difference: the earliest update, and in it the earliest stage."""
     also: list[Finding] = field(default_factory=list)
     """Other differences that do not follow from the first one."""
+    remarks: list[Finding] = field(default_factory=list)
+    """What differs from one process without making it another run: the masks of equally seeded ranks in a Trainer."""
     reason: str = ""
     """Why the runs are not comparable."""
     coverage: list[Coverage] = field(default_factory=list)

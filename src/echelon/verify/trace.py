@@ -101,6 +101,8 @@ class Model:
     buffers: list[str] = field(default_factory=list)
     module_classes: dict[str, str] = field(default_factory=dict)
     """Module name to class name, for BatchNorm and dropout modules and for the leaves that record their outputs."""
+    lines: dict[str, str] = field(default_factory=dict)
+    """Module name to ``file:line`` of the user's ``forward`` that calls it (``""``: the root's own ``forward``), where that is known."""
     training: bool = True
     parity: str = "off"
     """The parity of the Accelerator or Trainer that runs the model, if there is one."""
@@ -192,7 +194,9 @@ class Loss:
     gradient_scale: float = 1.0
     """The gradient that backward began with, if it is not 1."""
     line: str = ""
-    """``file:line`` of the user's call."""
+    """``file:line`` of the user's call; of a Trainer's loss, of the user's code that computes it."""
+    trainer_code: str = ""
+    """Which code computes the loss of a Trainer (``LossCode``); empty if no Trainer calls ``backward``."""
     is_in_evaluation_mode: bool = False
     """Whether all forward passes with gradients since the last backward pass were in evaluation mode."""
 

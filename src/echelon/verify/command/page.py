@@ -8,9 +8,18 @@ from importlib import resources
 from types import MappingProxyType
 
 from echelon._version import __version__
+from echelon.base.messages.translation import language, translate
 from echelon.base.printable import printable
 from echelon.verify.command.run_layouts import RunFailure
-from echelon.verify.command.terminal_output import headline, shown_line, summary_of
+from echelon.verify.command.terminal_output import (
+    REMARK,
+    cause_of,
+    headline,
+    place_of,
+    shown_line,
+    size_of,
+    summary_of,
+)
 from echelon.verify.command.verification import LayoutResult, Verification
 from echelon.verify.finding import STAGES, Cell, Finding, Verdict
 
@@ -29,13 +38,14 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def render_verification(found: Verification) -> str:
-    """Return the page as HTML."""
+    """Return the page as HTML, in the user's language."""
     style = (resources.files("echelon.verify.command") / "page.css").read_text(encoding="utf-8")
     title = headline(found)
     outcome = {0: "same", 1: "different"}.get(found.exit_code, "unknown")
     return (
         "<!doctype html>\n"
-        f'<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<html lang="{"zh-CN" if language() else "en"}"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(title)}</title><style>{style}</style></head>\n<body><main>\n"
         f'<header><p class="brand">echelon verify</p><h1 class="{outcome}">{_text(title)}</h1>{_facts(found)}</header>\n'
@@ -45,10 +55,11 @@ def render_verification(found: Verification) -> str:
 
 def _body(found: Verification) -> Iterator[str]:
     if found.reference_failure is not None and found.reference_failure.failure is not None:
-        yield f"<section><h2>One process</h2>{_failure(found.reference_failure.failure)}</section>\n"
+        yield f"<section><h2>{_text('One process')}</h2>{_failure(found.reference_failure.failure)}</section>\n"
         return
     if found.repeated is not None:
-        yield f"<section><h2>Two runs on one process</h2>{_finding(found.repeated)}</section>\n"
+        title = _text("First difference between two runs on one process")
+        yield f"<section><h2>{title}</h2>{_finding(found.repeated)}</section>\n"
     if len(found.layouts) > 1:
         links = (
             f'<tr><th scope="row"><a href="#{_text(one.layout.slug)}">{_text(one.layout.name)}</a></th>'
@@ -56,8 +67,11 @@ def _body(found: Verification) -> Iterator[str]:
             f'<td class="number">{one.num_updates}</td><td class="number">{one.seconds:.1f} s</td></tr>'
             for one in found.layouts
         )
-        head = "<tr><th>layout</th><th>result</th><th>updates</th><th>time</th></tr>"
-        yield f'<section><h2>Layouts</h2><div class="scroll"><table class="list">{head}{"".join(links)}</table></div></section>\n'
+        head = "".join(f"<th>{_text(word)}</th>" for word in ("layout", "result", "updates", "time"))
+        yield (
+            f'<section><h2>{_text("Layouts")}</h2><div class="scroll"><table class="list"><tr>{head}</tr>{"".join(links)}</table></div>'
+            "</section>\n"
+        )
     for one in found.layouts:
         yield f'<section id="{_text(one.layout.slug)}"><h2>{_text(one.layout.name)}</h2>{"".join(_layout(one))}</section>\n'
     yield _legend()
@@ -75,13 +89,16 @@ def _layout(one: LayoutResult) -> Iterator[str]:
         yield _finding(one.verdict.finding)
     if one.verdict.also:
         also = "".join(f"<li>{_finding(each)}</li>" for each in one.verdict.also)
-        yield f"<details><summary>{len(one.verdict.also)} more that do not follow from it</summary><ul>{also}</ul></details>"
+        title = _text(f"{len(one.verdict.also)} other differences, which do not follow from the first")
+        yield f"<details><summary>{title}</summary><ul>{also}</ul></details>"
+    for remark in one.verdict.remarks:
+        yield f"<h3>{_text(REMARK)}</h3>{_finding(remark)}"
     if one.verdict.cells:
         yield _table(one.verdict)
-    missing = [f"{cover.stage}: {text}" for cover in one.verdict.coverage for text in cover.missing]
+    missing = [f"{cover.stage}: {translate(text)}" for cover in one.verdict.coverage for text in cover.missing]
     notes = "".join(f"<li>{_text(text)}</li>" for text in [*missing, *one.verdict.notes])
     if notes:
-        yield f"<h3>Not compared</h3><ul>{notes}</ul>"
+        yield f"<h3>{_text('Not compared')}</h3><ul>{notes}</ul>"
 
 
 def _table(verdict: Verdict) -> str:
@@ -92,9 +109,10 @@ def _table(verdict: Verdict) -> str:
     rows = []
     for update in sorted({cell.update for cell in verdict.cells}):
         row = "".join(_cell(cells.get((update, stage)), is_first=(update, stage) == first) for stage in stages)
-        rows.append(f'<tr><th scope="row">{"start" if update < 0 else update}</th>{row}</tr>')
+        name = _text("start") if update < 0 else str(update)
+        rows.append(f'<tr><th scope="row">{name}</th>{row}</tr>')
     return (
-        f'<div class="scroll" tabindex="0"><table class="steps"><thead><tr><th scope="col">update</th>{head}</tr></thead>'
+        f'<div class="scroll" tabindex="0"><table class="steps"><thead><tr><th scope="col">{_text("update")}</th>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
@@ -103,32 +121,35 @@ def _cell(cell: Cell | None, *, is_first: bool) -> str:
     if cell is None:
         return "<td></td>"
     name, mark = _MARKS[cell.state]
-    largest = f"; {cell.largest:.2g} of what rounding explains" if cell.largest and cell.state != "equal bits" else ""
-    title = f"{cell.state}{largest}; {cell.num_compared} compared"
-    first = ' first" aria-label="first difference' if is_first else ""
+    parts = [cell.state]
+    if cell.largest and cell.state != "equal bits":
+        parts.append(f"{cell.largest:.2g} times the bound for rounding errors")
+    parts.append(f"{cell.num_compared} values or tensors compared")
+    title = "; ".join(map(translate, parts))
+    first = f' first" aria-label="{_text("first difference")}' if is_first else ""
     return f'<td class="{name}{first}" title="{escape(title)}">{mark}</td>'
 
 
 def _finding(one: Finding) -> str:
     rows = {
         "what": one.what,
-        "where": f"update {one.update}, {one.stage}" if one.update >= 0 else f"before the first update, {one.stage}",
+        "where": place_of(one),
         "ranks": ", ".join(map(str, one.ranks)),
         "tensors": ", ".join(one.tensors),
-        "difference": "" if one.difference is None else f"{one.difference:.3g} of its norm",
-        "rounding explains": "" if one.allowed is None else f"{one.allowed:.3g}",
-        "ratio": "" if one.ratio is None else f"{one.ratio:.6g} times the reference",
+        "size": size_of(one),
         "line": shown_line(one.line) if one.line else "",
-        "cause": ": ".join(part for part in (one.cause, one.why) if part),
+        "cause": cause_of(one),
         "do": one.do,
     }
-    body = "".join(f'<dt>{name}</dt><dd class="{name}">{_text(value)}</dd>' for name, value in rows.items() if value)
+    body = "".join(
+        f'<dt>{_text(name)}</dt><dd class="{name}">{_text(value)}</dd>' for name, value in rows.items() if value
+    )
     return f'<dl class="finding">{body}</dl>'
 
 
 def _failure(failure: RunFailure) -> str:
     details = f"<pre>{_text(chr(10).join(failure.details))}</pre>" if failure.details else ""
-    do = f'<dl class="finding"><dt>do</dt><dd class="do">{_text(failure.do)}</dd></dl>' if failure.do else ""
+    do = f'<dl class="finding"><dt>{_text("do")}</dt><dd class="do">{_text(failure.do)}</dd></dl>' if failure.do else ""
     return f"<p>{_text(failure.what)}</p>{details}{do}"
 
 
@@ -143,13 +164,14 @@ def _facts(found: Verification) -> str:
         "took": f"{found.seconds:.0f} s",
         "echelon": __version__,
     }
-    body = "".join(f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in facts.items() if value)
+    body = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in facts.items() if value)
     return f'<dl class="facts">{body}</dl>'
 
 
 def _legend() -> str:
     items = "".join(
-        f'<li><span class="{name}">{mark or "&nbsp;"}</span> {state}</li>' for state, (name, mark) in _MARKS.items()
+        f'<li><span class="{name}">{mark or "&nbsp;"}</span> {_text(state)}</li>'
+        for state, (name, mark) in _MARKS.items()
     )
     return f'<footer><ul class="legend">{items}</ul></footer>\n'
 
@@ -159,4 +181,5 @@ def _class_of(one: LayoutResult) -> str:
 
 
 def _text(text: str) -> str:
-    return escape("\n".join(printable(line) for line in text.split("\n")))
+    """Return ``text`` in the user's language, safe in HTML."""
+    return escape("\n".join(translate(printable(line)) for line in text.split("\n")))

@@ -102,7 +102,7 @@ class References:
 
     def repeat(self, reference: Reference) -> Trace | LayoutRun:
         """Run ``reference`` once more, to see whether the script repeats itself."""
-        request = self._request(reference.batch_factor, name="one process again", suffix="-again")
+        request = self._request(reference.batch_factor, name="one process, repeated", suffix="-again")
         run = self._record(request)
         return run if run.failure is not None else read_trace(request.folder)
 
@@ -118,14 +118,14 @@ class References:
         return Reference(batch_factor=factor, trace=read_trace(own), seconds=0.0, float64=trace)
 
     def _run(self, factor: int) -> Reference | LayoutRun:
-        name = "one process" if factor == 1 else f"one process, {factor} batches as one"
+        name = "one process" if factor == 1 else f"one process, {factor} batches merged"
         run = self._record(self._request(factor, name=name))
         if run.failure is not None:
             return run
         return Reference(batch_factor=factor, trace=read_trace(run.request.folder), seconds=run.seconds)
 
     def _run_float64(self, reference: Reference) -> Reference:
-        request = self._request(reference.batch_factor, name="one process, float64", suffix="-float64")
+        request = self._request(reference.batch_factor, name="one process in float64", suffix="-float64")
         run = self._record(replace(request, is_float64=True))
         if run.failure is not None:
             return replace(reference, float64_failure=run.failure)
@@ -137,7 +137,7 @@ class References:
         errors.parent.mkdir(parents=True, exist_ok=True)
         errors.write_text(json.dumps(gradient_errors(reference.trace, reference.float64)), encoding="utf-8")
         for seed in range(1, _NUM_PERTURBED + 1):
-            name = f"one process, perturbed {seed}"
+            name = f"one process, rounding check {seed}/{_NUM_PERTURBED}"
             request = self._request(factor, name=name, suffix=f"-perturbed-{seed}")
             if self._record(replace(request, perturbation=seed, gradient_errors=errors)).failure is None:
                 yield read_trace(request.folder)
@@ -210,8 +210,8 @@ def batch_factor(layout: Trace, one_process: Trace) -> int:
         return 1  # the loader's batch is the global one; samples that fill it up have no weight
     if factor.denominator != 1:
         raise MergeError(
-            f"update {update} has {in_layout} samples on {len(layout.ranks)} processes and {in_one} in one process, "
-            "and no whole number of batches makes them equal"
+            f"update {update} has {in_layout} samples on {len(layout.ranks)} processes and {in_one} on one process, "
+            "and merging a whole number of batches does not make them equal"
         )
     return factor.numerator
 

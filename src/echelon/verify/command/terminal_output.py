@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,12 @@ from echelon.verify.command.run_layouts import RunFailure
 from echelon.verify.command.verification import LayoutResult, Verification
 from echelon.verify.finding import Finding, Stage, Verdict
 
-__all__ = ["Palette", "headline", "render", "shown_line", "summary_of"]
+__all__ = ["REMARK", "Palette", "cause_of", "headline", "place_of", "render", "shown_line", "size_of", "summary_of"]
 
+REMARK = "Note: this differs from one process, but is no fault of the script, and does not count as a difference"
+_NO_USER_CODE = "(the Trainer runs this stage; no code of the script takes part in it)"
+_TRAIN = re.compile(r"(?<!model)\.train\(")
+_MAX_SOURCE = 100
 _LABEL_WIDTH = 9
 _MAX_TENSORS = 3
 _MAX_RANKS = 8
@@ -88,19 +93,21 @@ def summary_of(one: LayoutResult) -> str:
         return "not comparable"
     if one.outcome == "different":
         finding = one.verdict.finding
-        return "differs" if finding is None else f"differs: {_place(finding)}"
+        return "differs" if finding is None else f"differs: {place_of(finding)}"
     return f"same, {_closeness(one.verdict)}"
 
 
 def shown_line(line: str) -> str:
-    """Return ``file:line`` relative to the current folder, and the source."""
+    """Return ``file:line`` relative to the current folder, and the source; in words, if only a Trainer's own code runs there."""
     name, _, number = line.rpartition(":")
     if not name or not number.isdigit():
         return printable(line)
     near = os.path.relpath(name) if os.path.isabs(name) else name
-    source = linecache.getline(name, int(number)).strip()[:100]
+    source = linecache.getline(name, int(number)).strip()
+    source = source if len(source) <= _MAX_SOURCE else f"{source[:_MAX_SOURCE]} ..."
     place = f"{name if near.startswith('..') else near}:{number}"
-    return printable(f"{place}: {source}" if source else place)
+    shown = printable(f"{place}: {source}" if source else place)
+    return f"{shown} {translate(_NO_USER_CODE)}" if _TRAIN.search(source) else shown
 
 
 def _lines(found: Verification, palette: Palette, width: int) -> Iterator[str]:
@@ -118,13 +125,14 @@ def _lines(found: Verification, palette: Palette, width: int) -> Iterator[str]:
         updates = (
             "the engine is not used" if one.is_copy else f"{_count(one.num_updates, 'update')}, {one.seconds:.1f} s"
         )
-        yield f"  {one.layout.name:<{names}}  {mark}{pad(translate(summary_of(one)), 38)}{palette.reset}  {palette.dim}{translate(updates)}{palette.reset}"
+        yield f"  {one.layout.name:<{names}}  {mark}{pad(translate(summary_of(one)), 40)}{palette.reset}  {palette.dim}{translate(updates)}{palette.reset}"
     if found.repeated is not None:
         yield from _repetition(found.repeated, palette, width)
         return
     for group in _groups(found.layouts):
         yield ""
         yield from _group(group, palette, width)
+    yield from _remarks(found, palette, width)
     limits = list(_limits(found))
     if limits:
         yield ""
@@ -173,6 +181,16 @@ def _group(group: Sequence[LayoutResult], palette: Palette, width: int) -> Itera
         yield from _paragraph("", f"and {_count(more, 'other difference')}; --html FILE shows them", palette, width)
 
 
+def _remarks(found: Verification, palette: Palette, width: int) -> Iterator[str]:
+    """Yield what differs from one process without making it another run, once for all layouts."""
+    verdicts = [one.verdict for one in found.layouts if one.verdict is not None and not one.is_copy]
+    remarks = {(one.cause, one.do): one for verdict in reversed(verdicts) for one in verdict.remarks}
+    for one in remarks.values():
+        yield ""
+        yield f"{palette.bold}{translate(REMARK)}{palette.reset}"
+        yield from _finding(one, palette, width)
+
+
 def _finding(one: Finding, palette: Palette, width: int) -> Iterator[str]:
     yield from _paragraph("what:", one.what, palette, width)
     yield from _paragraph("where:", _where(one), palette, width)
@@ -180,16 +198,16 @@ def _finding(one: Finding, palette: Palette, width: int) -> Iterator[str]:
         more = len(one.tensors) - _MAX_TENSORS
         names = ", ".join(one.tensors[:_MAX_TENSORS]) + (f" and {_count(more, 'other')}" if more > 0 else "")
         yield from _paragraph("tensors:" if len(one.tensors) > 1 else "tensor:", names, palette, width)
-    if size := _size(one):
+    if size := size_of(one):
         yield from _paragraph("size:", size, palette, width)
     if one.line:
         yield from _paragraph("line:", shown_line(one.line), palette, width)
-    yield from _paragraph("cause:", _cause(one), palette, width)
+    yield from _paragraph("cause:", cause_of(one), palette, width)
     if one.do:
         yield from _paragraph("do:", one.do, palette, width)
 
 
-def _cause(one: Finding) -> str:
+def cause_of(one: Finding) -> str:
     """Return the cause and its reasons, in the user's language if both have a translation."""
     parts = [part for part in (one.cause, one.why) if part] or ["none of the known causes explains these values"]
     translated = list(map(translate, parts))
@@ -221,11 +239,11 @@ def _repetition(first: Finding, palette: Palette, width: int) -> Iterator[str]:
 
 
 def _limits(found: Verification) -> Iterator[str]:
-    """Yield what was not compared: stages that the script does not have in a line, all else in sentences."""
+    """Yield what was not compared, and why: stages that the script does not have in one line, all else in sentences."""
     if found.float64_failure is not None:
         yield (
-            f"The reference does not run in float64 ({found.float64_failure.what}); tolerances are bounds from the dtype and "
-            "the length of sums."
+            f"The reference run fails in float64 ({found.float64_failure.what}), so the bounds for rounding errors are computed from the "
+            "dtype and the number of additions."
         )
     verdicts = [one.verdict for one in found.layouts if one.verdict is not None and not one.is_copy]
     covers = [cover for verdict in verdicts for cover in verdict.coverage]
@@ -242,15 +260,21 @@ def _limits(found: Verification) -> Iterator[str]:
         yield f"Not compared: {stage}: {f'{names[0]}{more}: ' if names else ''}{reason}"
     yield from dict.fromkeys(note for verdict in verdicts for note in verdict.notes)
     if absent:
-        yield f"Not in this run, or not comparable here: {_and(absent)} (--html FILE gives the reasons)."
+        reasons = {cover.stage: cover.missing for cover in covers if cover.missing}
+        parts = [(stage, translate(next(iter(reasons.get(stage, [])), ""))) for stage in absent]
+        if language():
+            yield translate("Not compared:") + "\uff1b".join(f"{stage}\uff08{reason}\uff09" for stage, reason in parts)
+        else:
+            yield f"Not compared: {'; '.join(f'{stage} ({reason})' for stage, reason in parts)}."
 
 
-def _place(one: Finding) -> str:
+def place_of(one: Finding) -> str:
+    """Return the update and the stage."""
     return f"update {one.update}, {one.stage}" if one.update >= 0 else f"before the first update, {one.stage}"
 
 
 def _where(one: Finding) -> str:
-    place, ranks = _place(one), _ranks(one.ranks) if one.ranks else ""
+    place, ranks = place_of(one), _ranks(one.ranks) if one.ranks else ""
     if language():
         names = ", ".join(map(str, one.ranks[:_MAX_RANKS])) + (", ..." if len(one.ranks) > _MAX_RANKS else "")
         ranks = f"rank {names}" if ranks else ""
@@ -263,14 +287,16 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
 
 
-def _size(one: Finding) -> str:
+def size_of(one: Finding) -> str:
+    """Return the size of the difference, of what it is, and what it was compared with; in the user's language."""
     parts = []
     if one.difference is not None:
-        parts.append(f"{one.difference:.2g} of its norm")
+        of = f" of {one.measured}" if one.measured else ""
+        parts.append(f"relative difference{of}: {one.difference:.2g}")
     if one.allowed is not None:
-        parts.append("the bits must be equal" if one.allowed == 0 else f"rounding explains {one.allowed:.2g}")
+        parts.append("the bits must be equal" if one.allowed == 0 else f"bound for rounding errors: {one.allowed:.2g}")
     if one.ratio is not None:
-        parts.append(f"the layout has {one.ratio:.4g} times the reference")
+        parts.append(f"{one.ratio:.4g} times the value of the reference run")
     return ("\uff1b" if language() else "; ").join(map(translate, parts))
 
 
@@ -279,7 +305,7 @@ def _closeness(verdict: Verdict) -> str:
     if cells and all(cell.state == "equal bits" for cell in cells):
         return "bit for bit"
     largest = max((cell.largest for cell in cells), default=0.0)
-    return f"within rounding ({largest:.0%} of it)" if largest else "within rounding"
+    return f"within rounding ({largest:.0%} of the bound)" if largest else "within rounding"
 
 
 def _paragraph(label: str, text: str, palette: Palette, width: int) -> Iterator[str]:

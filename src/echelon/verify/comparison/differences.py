@@ -137,6 +137,8 @@ class Comparison:
         self.tolerances = Tolerances(probability)
         self.tallies: dict[tuple[int, Stage], Tally] = {}
         self.skipped_outputs: set[str] = set()
+        self.remarks: list[RunDifference] = []
+        """What differs from one process without making it another run."""
         self.num_told_apart: Counter[Stage] = Counter()
         """Number of values of stages that show only in the reduced gradient, in updates in which that differs."""
         self.allowed: dict[tuple[int, str], dict[str, float]] = {}
@@ -298,7 +300,7 @@ class Comparison:
         zero = _zero_like(own or other)
         own, other = own or zero, other or zero
         if own.num_nonfinite != other.num_nonfinite:
-            values = f"{own.num_nonfinite} elements are not finite, {other.num_nonfinite} in the reference"
+            values = f"{own.num_nonfinite} elements are inf or nan, {other.num_nonfinite} in the reference run"
             self.add(
                 RunDifference(
                     stage=stage,
@@ -340,7 +342,7 @@ class Comparison:
                 output = known.get(_output_key(forward, call))
                 if output is None:
                     self.skipped_outputs.add(
-                        f"outputs of {forward.module or 'the model'}: other shape than in the reference"
+                        f"outputs of {forward.module or 'the model'}: another shape than in the reference run"
                     )
                     continue
                 difference = self._compare_rows(update, rank, forward, rows, output)

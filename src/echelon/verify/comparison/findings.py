@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from echelon.verify.comparison.alignment import RankUpdate
+from echelon.verify.comparison.cause_catalogue import likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference, failed_values
 from echelon.verify.comparison.gradient_causes import GradientCauses
 from echelon.verify.comparison.likely_cause import LikelyCause
@@ -23,21 +24,21 @@ from echelon.verify.comparison.value_causes import (
     rate_cause,
     rng_cause,
 )
+from echelon.verify.comparison.wording import named_ranks
 from echelon.verify.finding import Finding, Stage
 
 __all__ = ["finding_of"]
 
 _SUBJECTS: dict[Stage, str] = {
-    "initial weights": "before the first update",
-    "forward": "the output",
-    "backward": "the local gradient",
-    "loss weight": "the gradient",
-    "reduce": "the gradient that the optimizer receives",
-    "clip": "the clipped gradient",
-    "optimizer": "after the step",
-    "buffers": "after the update",
-    "load": "after loading",
-    "save": "in the checkpoint",
+    "initial weights": "the weights before the first update differ",
+    "forward": "outputs in the forward pass differ",
+    "backward": "gradients differ",
+    "loss weight": "gradients differ",
+    "reduce": "gradients before the optimizer step differ",
+    "clip": "gradients after clipping differ",
+    "optimizer": "weights or optimizer states after the step differ",
+    "buffers": "buffers after the update differ",
+    "load": "the training state after loading differs",
 }
 
 
@@ -67,10 +68,11 @@ def finding_of(
     return Finding(
         update=update,
         stage=final,
-        what=_sentence(final, shown, worst, drawn=drawn_numbers(comparison)),
+        what=_sentence(comparison, final, shown, worst),
         tensors=tensors,
         ranks=ranks,
         difference=worst.relative,
+        measured=_measured(comparison, stage, worst) if worst.relative is not None else "",
         allowed=worst.allowed / worst.norm if worst.norm > 0 and worst.relative is not None else None,
         ratio=cause.ratio,
         cause=cause.name,
@@ -78,18 +80,39 @@ def finding_of(
         do=cause.do,
         line=cause.line
         or next((one.line for one in differences if one.line), "")
-        or _line_of_step(comparison, update, final),
+        or _line_of(comparison, update, final, tensors),
         may_be_rounding=ours
         and (cause.ratio is None or abs(cause.ratio - 1) < _NEARLY_EQUAL)
         and stage not in ("initial weights", "data", "rng", "scheduler", "save"),
     )
 
 
-def _line_of_step(comparison: Comparison, update: int, stage: Stage) -> str:
-    """Return the line of the step that used a reduced gradient, which has no line of its own."""
-    if stage != "reduce" or update < 0:
+def _line_of(comparison: Comparison, update: int, stage: Stage, tensors: Sequence[str]) -> str:
+    """Return the line of the user's code to which the differing values belong, if they have no line of their own."""
+    if update < 0:
         return ""
-    return next((step.line for one in comparison.layout.ranks_at(update) for step in one.steps if step.line), "")
+    ranks = comparison.layout.ranks_at(update)
+    if stage in ("reduce", "buffers"):
+        return next((step.line for one in ranks for step in one.steps if step.line), "")
+    if stage in ("loss weight", "backward"):
+        return next((loss.line for one in ranks for loss in one.losses if loss.line), "")
+    if stage == "data":
+        return next((batch.line for one in ranks for batch in one.batches if batch.line), "")
+    if stage == "forward" and tensors:
+        return _line_of_module(comparison, tensors[0])
+    return ""
+
+
+def _line_of_module(comparison: Comparison, name: str) -> str:
+    """Return the line of the user's ``forward`` that calls the module, or the module in which it is."""
+    index, colon, module = name.rpartition(":")
+    model = comparison.layout.models.get(int(index) if colon else 0)
+    if model is None:
+        return ""
+    module = "" if module == "model" else module
+    while module and module not in model.lines:
+        module = module.rpartition(".")[0]
+    return model.lines.get(module, "")
 
 
 def _cause(
@@ -97,11 +120,7 @@ def _cause(
 ) -> LikelyCause:
     if stage == "data":
         if differences[0].kind == "num updates":
-            return LikelyCause(
-                name="other number of updates",
-                why=differences[0].values,
-                do="compare the lengths of the loaders, and how many batches are skipped",
-            )
+            return likely_cause("other number of updates", why=differences[0].values)
         return order.cause(update)
     if stage == "rng":
         return rng_cause(comparison, differences[0])
@@ -117,17 +136,9 @@ def _cause(
         return clip_cause(comparison, update, differences)
     if stage == "scheduler":
         if differences[0].kind == "settings":
-            return LikelyCause(
-                name="other optimizer settings",
-                why=differences[0].values,
-                do="use the same settings and schedule on every layout",
-            )
+            return likely_cause("other optimizer settings", why=differences[0].values)
         if differences[0].ranks:
-            return LikelyCause(
-                name="learning rates differ between ranks",
-                why=differences[0].values,
-                do="step the scheduler on every rank alike",
-            )
+            return likely_cause("learning rates differ between ranks", why=differences[0].values)
         return rate_cause(comparison, update)
     if stage == "optimizer":
         return optimizer_cause(comparison, update, differences)
@@ -142,11 +153,7 @@ def _gradient_cause(comparison: Comparison, update: int, differences: Sequence[R
     )
     cause = causes.cause()
     if cause is None:
-        cause = LikelyCause(
-            name="",
-            why="",
-            do="compare what is done to the gradients between backward and the step on this layout",
-        )
+        cause = likely_cause("no known cause: gradients", why="")
     if comparison.layout.world_size == 1 and cause.stage is None and cause.name != "gradients not cleared":
         cause = replace(cause, stage="backward")
     return cause
@@ -195,32 +202,45 @@ def _num_items(rank: RankUpdate, micro_step: int) -> int | None:
     return next((one.num_items for one in rank.batches if one.micro_step == micro_step and one.num_items), None)
 
 
-def _sentence(stage: Stage, differences: Sequence[RunDifference], worst: RunDifference, *, drawn: str) -> str:
-    if worst.relative is None or stage not in _SUBJECTS:
-        text = worst.values or f"{worst.tensor} differs"
-        if worst.kind == "equal generators":
-            text = f"ranks {', '.join(str(one) for one in worst.ranks)} draw {drawn} from equal generators"
-        elif worst.kind == "repeated generator":
-            text = f"the generator is in the state of update {worst.values} again"
-        elif worst.kind == "missing":
-            text = f"{worst.tensor} is missing"
-        elif worst.kind == "nonfinite":
-            text = f"{worst.tensor}: {worst.values or 'not finite'}"
-        elif worst.kind == "generators":
-            text = "the generators are in another state than in the run that was not interrupted"
-        return text
+def _sentence(comparison: Comparison, stage: Stage, differences: Sequence[RunDifference], worst: RunDifference) -> str:
+    """Return what differs; the size of the difference and its bound are values of their own."""
+    drawn = drawn_numbers(comparison)
+    if worst.kind == "equal generators":
+        return f"{named_ranks(worst.ranks)} draw the same {drawn}"
+    if worst.kind == "repeated generator":
+        return f"updates {worst.values} and {worst.update} draw the same {drawn}"
+    if worst.kind == "generators":
+        return "the random number generators have other states than in the run without interruption"
     count = len({one.tensor for one in differences})
-    names = worst.tensor or "the norm"
-    more = f" and {count - 1} more" if count > 1 else ""
-    if worst.kind == "norm":
-        return worst.values
-    between = "differ between the ranks" if worst.kind == "unequal ranks" else "differ from the reference"
-    if count == 1:
-        between = between.replace("differ ", "differs ", 1)
-    rounding = (
-        f"rounding explains {worst.allowed / worst.norm:.1e}" if worst.allowed else "they must be equal to the last bit"
-    )
-    return f"{_SUBJECTS[stage]}: {names}{more} {between} by up to {worst.relative:.2g} of the norm; {rounding}"
+    tensors = f"{count} tensors" if count > 1 else worst.tensor or "the norm"
+    size = comparison.layout.world_size
+    processes = "1 process" if size == 1 else f"{size} processes"
+    if worst.kind == "loaded":
+        return f"{tensors} on {processes}: other values after loading than were saved"
+    if worst.kind == "saved":
+        return f"{tensors} on {processes}: other values in the checkpoint than in the run"
+    if worst.kind == "missing" and stage in ("load", "save"):
+        return f"{tensors} on {processes}: {'not loaded' if stage == 'load' else 'not in the checkpoint'}"
+    if worst.kind == "missing":
+        return f"{tensors} on {processes}: missing, unlike in the reference run"
+    if worst.kind == "nonfinite":
+        return f"{worst.tensor} on {processes}: {worst.values or 'inf or nan, unlike in the reference run'}"
+    if worst.kind in ("values", "unequal ranks") and stage in _SUBJECTS:
+        if worst.kind == "unequal ranks":
+            return f"{_SUBJECTS[stage]} between {named_ranks(worst.ranks)}: {tensors}"
+        return f"{_SUBJECTS[stage]} between {processes} and the reference run (one process): {tensors}"
+    return worst.values or f"{worst.tensor} differs"
+
+
+def _measured(comparison: Comparison, stage: Stage, worst: RunDifference) -> str:
+    """Return of what, and on which ranks, the relative difference is."""
+    size = comparison.layout.world_size
+    name = worst.tensor or {"clip": "the clipping norm", "scheduler": "the learning rate"}.get(stage, "the value")
+    if worst.kind == "unequal ranks" or (worst.kind == "norm" and len(worst.ranks) > 1):
+        return f"{name} between {named_ranks(worst.ranks)}"
+    if len(worst.ranks) == 1 and size > 1:
+        return f"{name} on rank {worst.ranks[0]} of {size}"
+    return f"{name} on {'1 process' if size == 1 else f'{size} processes'}"
 
 
 def _shown(comparison: Comparison, difference: RunDifference) -> RunDifference:

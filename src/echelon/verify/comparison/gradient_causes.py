@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from echelon.verify.comparison.alignment import AlignedRun
+from echelon.verify.comparison.cause_catalogue import likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference
 from echelon.verify.comparison.likely_cause import LikelyCause
+from echelon.verify.comparison.wording import listed, named_ranks, per_rank
 from echelon.verify.finding import Stage
 from echelon.verify.sketch import Sketch
 
@@ -99,13 +101,12 @@ class GradientCauses:
             return None
         if all(clip.norm <= clip.max_norm for one in early for clip in one):
             return None
-        norms = ", ".join(f"{one[0].norm:.4g}" for one in early)
-        return LikelyCause(
-            name="clipped before the reduction",
+        norms = per_rank([one[0].norm for one in early])
+        return likely_cause(
+            "clipped before the reduction",
             stage="clip",
-            why=f"gradients are clipped in micro-step {early[0][0].micro_step} of {last}, before they are reduced: "
-            f"each rank clips its own, of norm {norms}",
-            do="clip once in each update, after its last backward pass (with an Accelerator: if accelerator.sync_gradients: accelerator.clip_grad_norm_(...))",
+            why=f"gradients are clipped already after {early[0][0].micro_step} of the {last} backward passes of the update, before they are averaged over "
+            f"the ranks: each rank clips its own (norm on {norms}; max_norm: {early[0][0].max_norm:.4g})",
             line=early[0][0].line,
         )
 
@@ -127,11 +128,11 @@ class GradientCauses:
         is_sum = min(factors) < 1.0 and ratio_between(self._ours, weighted, self._limits(), self._names) is not None
         if not reduced_later and not (is_sum and len(set(norms)) > 1):
             return None
-        return LikelyCause(
-            name="clipped before the reduction",
+        return likely_cause(
+            "clipped before the reduction",
             stage="clip",
-            why=f"each rank clips its own gradient, of norm {', '.join(f'{one:.4g}' for one in norms)}, and the results are averaged",
-            do="clip after the gradients are reduced: outside no_sync(), after the last backward of the update",
+            why=f"each rank clips its own gradient (norm on {per_rank(norms)}; max_norm: {clips[0][0].max_norm:.4g}), and the clipped "
+            "gradients are averaged over the ranks",
             line=clips[0][0].line,
         )
 
@@ -144,20 +145,20 @@ class GradientCauses:
         mean = self._combined(dict.fromkeys(self._local, 1 / self._size))
         is_right = bool(mean) and ratio_between(self._theirs, mean, self._limits(), self._names) is not None
         if self._they_clip and is_right and not self._is_mean_of_local(self._names):
-            return LikelyCause(
-                name="clipped by other means",
+            return likely_cause(
+                "clipped by other means",
                 stage="clip",
-                why="the local gradients are right, and what the loop does to them before the step is not what the reference's clipping does",
-                do="clip with accelerator.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_, which add up the squares of all shards",
+                why="each rank's gradients are right after backward(), but not after the script has changed them before the step; on one "
+                "process they are clipped there",
                 ranks=list(range(self._size)),
             )
         if scale is None or scale > 0.999 or ratio_between(self._theirs, mean, self._limits(), self._names) is None:
             return None
-        return LikelyCause(
-            name="norm of one shard",
+        return likely_cause(
+            "norm of one shard",
             stage="clip",
-            why=f"the reference multiplies its gradients by {scale:.4g} before the step; the ranks multiply their shards by other numbers",
-            do="clip with accelerator.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_, which add up the squares of all shards",
+            why=f"on one process, the gradients are multiplied by {scale:.4g} before the step; the {self._size} ranks multiply their shards by "
+            "other factors",
             ranks=list(range(self._size)),
         )
 
@@ -166,11 +167,10 @@ class GradientCauses:
         clips = [self._run.at(rank, self._update).clips for rank in range(self._size)]
         if not self._sharded or not all(clips) or len({one[0].norm for one in clips}) == 1:
             return None
-        return LikelyCause(
-            name="norm of one shard",
+        return likely_cause(
+            "norm of one shard",
             stage="clip",
-            why=f"the ranks clip by different norms ({', '.join(f'{one[0].norm:.4g}' for one in clips)}): those of their own shards",
-            do="use accelerator.clip_grad_norm_ (or the engine's own function), which adds up the squares of all shards",
+            why=f"each rank clips by the norm of its own shard (norm on {per_rank([one[0].norm for one in clips])})",
             line=clips[0][0].line,
             ranks=list(range(self._size)),
         )
@@ -191,39 +191,34 @@ class GradientCauses:
         ]
         if alone or not self._local:
             ranks = alone or sorted({rank for one in unequal for rank in one.ranks})
-            part = "" if len(some) == len(self._names) else f" of {_listed(some)}"
-            return LikelyCause(
-                name="not reduced",
-                why=f"each rank steps with its own gradient{part}: no reduction took place"
+            part = "" if len(some) == len(self._names) else f" of {listed(some)}"
+            return likely_cause(
+                "not reduced",
+                why=f"each rank steps with its own gradient{part}, which was not averaged over the {self._size} ranks"
                 if alone
-                else f"the ranks step with different gradients{part}",
-                do="let the last backward of an update run outside no_sync(), through the wrapped model (not model.module), before the step",
+                else f"the {self._size} ranks step with different gradients{part}",
                 ranks=ranks,
                 tensors=names if part else [],
             )
         reduced_step = self._partly_reduced(some)
         if reduced_step is not None:
             last = reduced_step == max(micro_step for _, micro_step in self._local)
-            return LikelyCause(
-                name="only the last micro-step reduced" if last else "only some micro-steps reduced",
-                why=f"the gradients of micro-step {reduced_step} are averaged over the ranks, those of the others are not",
-                do="enter no_sync() around forward and backward of all micro-steps but the last, and leave the gradients alone in between",
+            return likely_cause(
+                "only the last micro-step reduced" if last else "only some micro-steps reduced",
+                why=f"of {self._num_micro_steps()} micro-steps, only the gradients of micro-step {reduced_step + 1} are averaged over the ranks",
                 ranks=list(range(self._size)),
             )
         scales = [ratio_between(one, self._of_rank[0], self._scale, some) for one in self._of_rank]
         apart = [scale_between(one, self._of_rank[0], self._scale, some) for one in self._of_rank]
         if 2 * len(some) > len(self._names) and all(one is not None for one in scales) and any(apart):
-            shown = ", ".join(f"{one:.4g}" for one in scales if one is not None)
-            return LikelyCause(
-                name="scaled differently on each rank",
-                why=f"the gradients of the ranks are {shown} times that of rank 0",
-                do="use one loss scale and one divisor on all ranks",
+            return likely_cause(
+                "scaled differently on each rank",
+                why=f"the gradients of the ranks, divided by that of rank 0, are not 1 (on {per_rank([one for one in scales if one is not None])})",
                 ranks=list(range(self._size)),
             )
-        return LikelyCause(
-            name="gradient changed after the reduction",
-            why="the ranks step with different gradients, which are not their local gradients either",
-            do="change gradients only in a way that is the same on all ranks, or before they are reduced",
+        return likely_cause(
+            "gradient changed after the reduction",
+            why="the ranks step with different gradients, which are neither the average over the ranks nor what backward() gave each rank",
             ranks=sorted({rank for one in unequal for rank in one.ranks}),
         )
 
@@ -255,21 +250,27 @@ class GradientCauses:
         by_rank = {
             rank: sum(self._weights.get(key, 0.0) for key in self._local if key[0] == rank) for rank, _ in self._local
         }
-        numbers = " and ".join(f"{count:g}" for count in dict.fromkeys(by_rank.values()))
-        if len(set(by_rank.values())) < 2:
-            numbers = " and ".join(f"{count:g}" for count in dict.fromkeys(self._weights.values()))
-            where = "micro-steps"
-        else:
-            where = "ranks"
-        kind = "rank" if where == "ranks" else "micro-step"
         if of_layout is None:
             return None
-        return LikelyCause(
-            name=f"loss averaged per {kind}",
+        word = self._weight_word
+        if len(set(by_rank.values())) > 1:
+            name = "loss averaged per rank"
+            why = (
+                f"the loss is a mean over the {word} of one rank, but the ranks have different numbers of {word} ("
+                f"{per_rank(list(by_rank.values()), 9)}). With equal weights, the mean of these means is not the mean over all {word}"
+            )
+        else:
+            name = "loss averaged per micro-step"
+            numbers = ", ".join(f"{count:g}" for count in self._weights.values())
+            why = (
+                f"the loss is a mean over the {word} of one micro-step, but the micro-steps have different numbers of {word} ({numbers}). "
+                f"With equal weights, the mean of these means is not the mean over all {word}"
+            )
+        return likely_cause(
+            name,
+            self._case_of_items(),
             stage="loss weight",
-            why=f"the loss is averaged per {kind}, but {where} hold {numbers} {self._weight_word}: "
-            f"the average of averages is not the average over all {self._weight_word}",
-            do=_remedy_for_items(self._loss_line()),
+            why=why,
             line=self._loss_line(),
         )
 
@@ -283,16 +284,15 @@ class GradientCauses:
         expected = ratio_between(self._theirs, mean, self._limits(), self._names) if mean else None
         losses = self._loss_ratio()
         scaled_loss = losses is not None and _is_close(losses, ratio, 0.01)
-        text = f"the gradient is {ratio:.6g} times that of the reference"
+        text = f"the gradient on {self._processes()} is {ratio:.6g} times that of the reference run"
         if scaled_loss and (reduced is None or _is_close(reduced, 1.0, 0.01)):
             return self._scaled_loss(ratio, steps, text)
         local_is_right = expected is None or _is_close(expected, 1.0, 0.01)
         if not local_is_right and reduced is not None and _is_close(reduced, 1.0, 0.01):
-            return LikelyCause(
-                name="backward scaled",
+            return likely_cause(
+                "backward scaled",
                 stage="backward",
-                why=f"{text}, and so is each rank's local gradient, although the loss is right",
-                do="look for gradient hooks, retain_graph with a second backward, or a gradient passed to backward()",
+                why=f"{text}, and so is each rank's own gradient before it is averaged, although the loss is right",
                 ratio=ratio,
             )
         names = {
@@ -303,44 +303,44 @@ class GradientCauses:
         }
         for value, name in names.items():
             if size > 1 and _is_close(ratio, value, 0.01):
-                return LikelyCause(
-                    name=name,
-                    why=f"{text}, for {size} ranks: it is {name}",
-                    do="average it exactly once: DDP, FSDP and prepare() already do; remove the loop's own all_reduce or division"
-                    if ratio < 1
-                    else "divide the sum by the number of ranks, or use ReduceOp.AVG",
-                    ratio=ratio,
-                )
+                return likely_cause(name, why=f"{text}: it is {name} over the {size} ranks", ratio=ratio)
         if steps > 1 and (_is_close(ratio, steps, 0.01) or _is_close(ratio, 1 / steps, 0.01)):
             return self._scaled_loss(ratio, steps, text)
-        return LikelyCause(
-            name="scaled", why=text, do="look for what multiplies the loss or the gradients by this number", ratio=ratio
-        )
+        return likely_cause("scaled", why=text, ratio=ratio)
 
     def _scaled_loss(self, ratio: float, steps: int, text: str) -> LikelyCause:
         line = self._loss_line()
         if steps > 1 and _is_close(ratio, steps, 0.01):
-            why, do = (
-                f"{text}: the loss is not divided by the {steps} micro-steps",
-                "divide the loss by the number of micro-steps of the window",
-            )
-            return LikelyCause(
-                name="not divided by the micro-steps", stage="loss weight", why=why, do=do, ratio=ratio, line=line
+            case = "number_of_ranks" if steps == self._size else ""
+            why = f"{text}: the loss is not divided by the {steps} micro-steps of the update"
+            return likely_cause(
+                "not divided by the micro-steps", case, stage="loss weight", why=why, ratio=ratio, line=line
             )
         if steps > 1 and _is_close(ratio, 1 / steps, 0.01):
-            why = f"{text}: the loss is divided by the {steps} micro-steps twice"
-            do = "divide it once: accumulate() and backward() already do"
-            return LikelyCause(
-                name="divided by the micro-steps twice", stage="loss weight", why=why, do=do, ratio=ratio, line=line
+            case = "number_of_ranks" if steps == self._size else ""
+            why = f"{text}: the loss is divided by the {steps} micro-steps of the update twice"
+            return likely_cause(
+                "divided by the micro-steps twice", case, stage="loss weight", why=why, ratio=ratio, line=line
             )
-        return LikelyCause(
-            name="loss scaled",
+        is_divided = self._size > 1 and _is_close(1 / ratio, self._size, 0.01)
+        is_multiplied = self._size > 1 and _is_close(ratio, self._size, 0.01)
+        why = f"{text}, and so is the loss"
+        if is_divided or is_multiplied:
+            why += f"; {self._size} is the number of ranks"
+        return likely_cause(
+            "loss scaled",
+            "divided_by_ranks" if is_divided else "",
             stage="loss weight",
-            why=f"{text}, and so is the loss",
-            do=self._remedy_for_scale(ratio),
+            why=why,
             ratio=ratio,
             line=line,
         )
+
+    def _num_micro_steps(self) -> int:
+        return max((micro_step for _, micro_step in self._local), default=0) + 1
+
+    def _processes(self) -> str:
+        return "1 process" if self._size == 1 else f"{self._size} processes"
 
     def _micro_steps_lost(self) -> LikelyCause | None:
         steps = sorted({micro_step for _, micro_step in self._local})
@@ -348,18 +348,16 @@ class GradientCauses:
         for kept in [steps[-1:], steps[:1], steps[1:], steps[:-1]] if len(steps) > 1 else []:
             chosen = {key: 1 / self._size for key in self._local if key[1] in kept}
             if chosen and ratio_between(self._ours, self._combined(chosen), self._limits(), self._names) is not None:
-                return LikelyCause(
-                    name="micro-steps lost",
-                    why=f"only micro-step(s) {_listed([str(one) for one in kept])} of {len(steps)} are in the gradient",
-                    do="clear gradients only after a step: zero_grad() inside the accumulation window removes what was added before",
+                return likely_cause(
+                    "micro-steps lost",
+                    why=f"the gradient of the update contains only micro-steps {listed([str(one + 1) for one in kept])} of {len(steps)}",
                 )
         for rank in ranks if len(ranks) > 1 else []:
             own = self._sum_of(rank)
             if own and ratio_between(self._ours, own, self._limits(), self._names) is not None:
-                return LikelyCause(
-                    name="only one rank's gradient",
-                    why=f"the gradient is that of rank {rank} alone: those of the other ranks are lost",
-                    do="reduce with all_reduce over all ranks, and not with broadcast or over a part of the process group",
+                return likely_cause(
+                    "only one rank's gradient",
+                    why=f"all {self._size} ranks step with the gradient of rank {rank}: those of the other ranks are lost",
                     ranks=[rank],
                 )
         return None
@@ -373,10 +371,9 @@ class GradientCauses:
         )
         if ratio is None or ratio <= 0:
             return None
-        return LikelyCause(
-            name="gradients not cleared",
-            why="the gradient of the previous update is still in it",
-            do="call optimizer.zero_grad() once after each step, on every rank",
+        return likely_cause(
+            "gradients not cleared",
+            why=f"the gradient of update {self._update} contains that of update {self._update - 1}",
         )
 
     def _some_tensors(self) -> LikelyCause | None:
@@ -389,11 +386,10 @@ class GradientCauses:
         tied = {*model.tied.values(), *model.tied} if model else set()
         stage: Stage | None = "backward" if self._is_mean_of_local(failed) else None
         if tied and all(name.partition(":")[2] in tied for name in failed):
-            return LikelyCause(
-                name="tied weights",
+            return likely_cause(
+                "tied weights",
                 stage=stage,
-                why=f"only {_listed(failed)} differs, which several modules share: the gradients of all its uses are not added up",
-                do="tie the weights again after wrapping, sharding or loading the model, so that all names are one parameter",
+                why=f"only {listed(failed)} differs, which several modules share: the gradients of the modules that use it are not added up",
                 tensors=failed,
             )
         zero = [
@@ -403,33 +399,22 @@ class GradientCauses:
         ]
         zero += [name for name in failed if name not in self._ours]
         if len(zero) == len(failed):
-            return LikelyCause(
-                name="gradient missing",
+            return likely_cause(
+                "gradient missing",
                 stage=stage,
-                why=f"{_listed(failed)} has no gradient, but it has one in the reference",
-                do="check requires_grad, detach() and no_grad() on the way to this parameter, and that the optimizer of the engine knows it",
+                why=f"no gradient on {self._processes()} for {listed(failed)}, but there is one in the reference run",
                 tensors=failed,
             )
         absent = {key for key, one in self._local.items() if any(name not in one for name in failed)}
         if absent and len(absent) < len(self._local):
             ranks = sorted({rank for rank, _ in absent})
-            return LikelyCause(
-                name="unused on some ranks",
-                why=f"{_listed(failed)} is not used by all ranks in this update (not on {_listed([str(one) for one in ranks])})",
-                do="let a rank that does not use a parameter add zero to its gradient (find_unused_parameters=True)",
+            return likely_cause(
+                "unused on some ranks",
+                why=f"not used on {named_ranks(ranks)} in this update, but on other ranks: {listed(failed)}",
                 ranks=ranks,
                 tensors=failed,
             )
         return None
-
-    def _remedy_for_scale(self, ratio: float) -> str:
-        if self._size > 1 and _is_close(1 / ratio, self._size, 0.01):
-            return (
-                f"do not divide the loss by the number of ranks ({self._size}), over which gradients are averaged; multiply a sum that is "
-                "divided by the items of all ranks by it"
-            )
-        number = f" ({self._size} is the number of ranks)" if _is_close(ratio, self._size, 0.01) else ""
-        return f"remove what multiplies the loss by this number before backward{number}"
 
     def _wrong_weights(self) -> LikelyCause | None:
         """Explain both gradients as sums of the local ones with free weights."""
@@ -447,12 +432,14 @@ class GradientCauses:
             return None
         unequal = any(abs(one[0] / total - one[1] / own_total) > 1e-3 for one in by_rank.values())
         key_word = "ranks" if unequal else "micro-steps"
-        fits = [_shares(fit, 0 if unequal else 1) for fit in (theirs, ours)]
-        return LikelyCause(
-            name="loss averaged per rank" if unequal else "loss averaged per micro-step",
+        right, own = (_shares(fit, 0 if unequal else 1) for fit in (theirs, ours))
+        words = per_rank if unequal else _in_order
+        return likely_cause(
+            "loss averaged per rank" if unequal else "loss averaged per micro-step",
+            self._case_of_items(),
             stage="loss weight",
-            why=f"the reference weighs the gradients of the {key_word} {fits[0]}, the layout {fits[1]}",
-            do=_remedy_for_items(self._loss_line()),
+            why=f"the {key_word} have the wrong weights in the gradient ({words(own)}): a mean over all items, as on one process, has the weights "
+            f"{words(right)}",
             line=self._loss_line(),
         )
 
@@ -470,10 +457,10 @@ class GradientCauses:
         if not relative or not 2.0**-14 < float(np.median(relative)) < 2.0**-6:
             return None
         name = "bfloat16" if float(np.median(relative)) > 2.0**-10.5 else "float16"
-        return LikelyCause(
-            name="reduced in low precision",
-            why=f"the local gradients are right; their mean has an error of {float(np.median(relative)):.1e}, as a reduction in {name} has",
-            do="reduce gradients in float32: no communication hook, and reduce_dtype=torch.float32",
+        return likely_cause(
+            "reduced in low precision",
+            why=f"each rank's own gradients are right, but their average over the {self._size} ranks has a relative error of "
+            f"{float(np.median(relative)):.1e}, as an average in {name} has",
         )
 
     def _wrong_backward(self) -> LikelyCause | None:
@@ -494,18 +481,17 @@ class GradientCauses:
         ]
         wrong = [name for name in wrong if name in failed] or [name for name in self._names if name in failed]
         if not self._loss_is_right:
-            return LikelyCause(
-                name="",
+            return likely_cause(
+                "no known cause: loss",
                 stage="forward",
-                why="the losses are not those of the reference; the outputs could not be compared sample by sample",
-                do="compare what the model and the loss function compute from a sample when other samples are in its batch",
+                why="the losses are not those of the reference run, whatever they are a mean over",
                 line=self._loss_line(),
             )
-        return LikelyCause(
-            name="",
+        return likely_cause(
+            "no known cause: backward",
             stage="backward",
-            why=f"the reduction is right, but the local gradients of {_listed(wrong)} do not add up to the reference's",
-            do="compare what backward does on this layout: hooks, checkpointing, custom autograd functions, collectives in backward",
+            why=f"the average over the ranks is right, but the gradients that backward() gave the ranks for {listed(wrong)} do not average to "
+            "that of the reference run",
             tensors=wrong,
         )
 
@@ -600,6 +586,12 @@ class GradientCauses:
     def _loss_line(self) -> str:
         return next((one.line for one in self._run.at(0, self._update).losses if one.line), "")
 
+    def _case_of_items(self) -> str:
+        """Return which remedy makes each item count alike: it depends on the code that computes the loss."""
+        codes = (one.trainer_code for one in self._run.at(0, self._update).losses)
+        code = next(filter(None, codes), "")
+        return code or ("num_items" if "num_items=" in _source_of(self._loss_line()) else "")
+
 
 def ratio_between(ours: Vector, theirs: Vector, limits: Mapping[str, float], names: Sequence[str]) -> float | None:
     """Return c if ``ours`` is c times ``theirs`` within the limits, else None."""
@@ -635,6 +627,10 @@ def _vector(tensors: Mapping[str, Sketch]) -> dict[str, np.ndarray]:
     return {name: one.projection for name, one in tensors.items()}
 
 
+def _in_order(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
+
+
 def _add(first: Vector, second: Vector) -> dict[str, np.ndarray]:
     result = dict(first)
     for name, values in second.items():
@@ -653,31 +649,16 @@ def _is_close(value: float, target: float, relative: float) -> bool:
     return abs(value - target) <= relative * abs(target)
 
 
-def _listed(names: Sequence[str], limit: int = 4) -> str:
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
-
-
-def _shares(fit: Mapping[_Key, float], part: int) -> str:
+def _shares(fit: Mapping[_Key, float], part: int) -> list[float]:
+    """Return the weight of each rank (part 0 of the keys) or micro-step (part 1), as a fraction of their sum."""
     sums: dict[int, float] = {}
     for key, weight in fit.items():
         sums[key[part]] = sums.get(key[part], 0.0) + weight
     total = sum(sums.values())
-    return " : ".join(f"{value / total:.3g}" for _, value in sorted(sums.items()))
+    return [value / total for _, value in sorted(sums.items())]
 
 
-def _remedy_for_items(line: str) -> str:
-    """Return what makes each item count alike, in the words of the line (``file:line``) that computes the loss."""
+def _source_of(line: str) -> str:
+    """Return the source of ``file:line``."""
     file, _, number = line.rpartition(":")
-    source = linecache.getline(file, int(number)) if number.isdigit() else ""
-    if "num_items=" in source:
-        return (
-            "num_items= must be the number of items that the loss is a mean over: of tokens, those whose label is not ignored, "
-            "(labels != -100).sum(), without padding"
-        )
-    if ".train(" in source:
-        return (
-            "in the Trainer, compute the loss of an update as sum * num_processes / num_items_in_batch, which compute_loss() receives if "
-            "the model's forward() takes **kwargs"
-        )
-    return "pass num_items= to backward(), or multiply a summed loss by the number of ranks and divide it by the items of all ranks and micro-steps"
+    return linecache.getline(file, int(number)) if number.isdigit() else ""

@@ -9,6 +9,7 @@ from echelon.verify.comparison.alignment import AlignedRun
 from echelon.verify.comparison.differences import RunDifference
 from echelon.verify.comparison.sample_comparison import SampleComparison
 from echelon.verify.comparison.tolerance import unit_roundoff
+from echelon.verify.comparison.wording import named_ranks, per_rank
 from echelon.verify.trace import OptimizerStep
 
 __all__ = ["GeneratorHistory", "rates_of", "unequal_clips", "unequal_steps"]
@@ -68,7 +69,7 @@ def unequal_clips(layout: AlignedRun, update: int) -> RunDifference | None:
         # A norm is a sum over all elements; ranks that add it up in another order than their neighbor differ in the last bits.
         spread = max(norms) - min(norms)
         if not math.isfinite(spread) or spread > unit_roundoff("float32") * math.sqrt(num_elements) * max(norms):
-            values = ", ".join(f"{norm:.6g}" for norm in norms)
+            bound = unit_roundoff("float32") * math.sqrt(num_elements)
             return RunDifference(
                 stage="clip",
                 update=update,
@@ -76,12 +77,14 @@ def unequal_clips(layout: AlignedRun, update: int) -> RunDifference | None:
                 ranks=list(range(len(norms))),
                 distance=spread,
                 norm=max(abs(norm) for norm in norms),
-                values=f"the norm is {values} on ranks 0 to {len(norms) - 1}",
+                allowed=bound * max(norms),
+                values=f"the clipping function returns unequal norms ({per_rank(norms, 6)}); they must be equal on all ranks, up to a "
+                f"relative difference of {bound:.1e}",
                 line=calls[0].line,
             )
     if len({len(one) for one in clips}) > 1:
-        values = ", ".join(str(len(one)) for one in clips)
-        return RunDifference(stage="clip", update=update, kind="num clips", values=f"ranks clip {values} times")
+        values = f"the ranks call clipping functions another number of times (calls on {per_rank([len(one) for one in clips])})"
+        return RunDifference(stage="clip", update=update, kind="num clips", values=values)
     return None
 
 
@@ -96,7 +99,7 @@ def unequal_steps(layout: AlignedRun, update: int) -> Iterator[RunDifference]:
                 update=update,
                 kind="skipped",
                 ranks=skipped,
-                values=f"the step was skipped on {len(skipped)} of {len(calls)} ranks",
+                values=f"a loss scaler skipped the step on {named_ranks(skipped)} of {len(calls)} ranks",
                 line=calls[0].line,
             )
         rates = [one.lrs for one in calls]

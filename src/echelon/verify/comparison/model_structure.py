@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from echelon.verify.comparison.cause_catalogue import likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference
 from echelon.verify.comparison.likely_cause import LikelyCause
 
@@ -19,22 +20,24 @@ def structure_differences(comparison: Comparison) -> Iterator[RunDifference]:
             continue
         known = {*theirs.parameters, *theirs.tied}
         for name in (one for one in ours.parameters if one in theirs.tied):
-            values = f"{name} is a parameter of its own; in the reference it is {theirs.tied[name]}"
+            values = f"{name} is a parameter of its own; in the reference run it is the same parameter as {theirs.tied[name]}"
             yield RunDifference(
                 stage="initial weights", update=update, kind="structure", tensor=f"{index}:{name}", values=values
             )
         for name in (one for one in theirs.parameters if one in ours.tied):
-            values = f"{name} is {ours.tied[name]}; in the reference it is a parameter of its own"
+            values = (
+                f"{name} is the same parameter as {ours.tied[name]}; in the reference run it is a parameter of its own"
+            )
             yield RunDifference(
                 stage="initial weights", update=update, kind="structure", tensor=f"{index}:{name}", values=values
             )
         for name in (one for one in ours.parameters if one not in known):
-            values = f"the reference has no parameter {name}"
+            values = f"the reference run has no parameter {name}"
             yield RunDifference(
                 stage="initial weights", update=update, kind="structure", tensor=f"{index}:{name}", values=values
             )
         for name in (one for one in theirs.parameters if one not in {*ours.parameters, *ours.tied}):
-            values = f"the layout has no parameter {name}"
+            values = f"the model has no parameter {name}, unlike that of the reference run"
             yield RunDifference(
                 stage="initial weights", update=update, kind="structure", tensor=f"{index}:{name}", values=values
             )
@@ -44,15 +47,5 @@ def structure_cause(differences: Sequence[RunDifference]) -> LikelyCause:
     """Explain them."""
     names = [one.tensor for one in differences]
     if any("parameter of its own" in one.values for one in differences):
-        return LikelyCause(
-            name="tied weights",
-            why=differences[0].values,
-            do="tie the weights again after wrapping, sharding or loading the model, so that all names are one parameter",
-            tensors=names,
-        )
-    return LikelyCause(
-        name="other parameters",
-        why=differences[0].values,
-        do="build the same model on every layout",
-        tensors=names,
-    )
+        return likely_cause("tied weights", why=differences[0].values, tensors=names)
+    return likely_cause("other parameters", why=differences[0].values, tensors=names)

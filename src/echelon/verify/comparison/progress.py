@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from echelon.verify.comparison.alignment import AlignedRun
 from echelon.verify.comparison.differences import RunDifference
+from echelon.verify.comparison.wording import named_ranks
 from echelon.verify.trace import OptimizerStep
 
 __all__ = ["unequal_progress", "untrained_ranks"]
@@ -20,7 +21,7 @@ def untrained_ranks(layout: AlignedRun, update: int) -> RunDifference | None:
         update=update,
         kind="untrained forward",
         ranks=ranks,
-        values=f"{_ranks(ranks)} {'calls' if len(ranks) == 1 else 'call'} backward without a forward pass in training mode",
+        values=f"{named_ranks(ranks)} {'calls' if len(ranks) == 1 else 'call'} backward without a forward pass in training mode",
         line=lines[ranks[0]],
     )
 
@@ -45,7 +46,7 @@ def unequal_progress(layout: AlignedRun) -> RunDifference | None:
         update=update,
         kind="num steps",
         ranks=idle,
-        values=f"{_ranks(idle)} made {max(passes[rank] for rank in idle)} backward passes without an optimizer step, "
+        values=f"{named_ranks(idle)} made {max(passes[rank] for rank in idle)} backward passes without an optimizer step, "
         f"while other ranks stepped after {enough}",
         line=first.line,
     )
@@ -54,7 +55,3 @@ def unequal_progress(layout: AlignedRun) -> RunDifference | None:
 def _untrained_line(layout: AlignedRun, rank: int, update: int) -> str:
     """Return the line of the first ``backward`` that belongs to no forward pass in training mode."""
     return next((loss.line or "?" for loss in layout.at(rank, update).losses if loss.is_in_evaluation_mode), "")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"

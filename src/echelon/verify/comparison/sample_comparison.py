@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from echelon.verify.comparison.alignment import AlignedRun, SampleIds
+from echelon.verify.comparison.cause_catalogue import likely_cause
 from echelon.verify.comparison.likely_cause import LikelyCause
 
 __all__ = ["SampleComparison"]
@@ -66,7 +67,7 @@ class SampleComparison:
         """Return what differs, in words."""
         ours, theirs = Counter(self._ours[update]), Counter(self._theirs[update])
         missing, extra = (theirs - ours).total(), (ours - theirs).total()
-        parts = [f"{missing} of the reference's {theirs.total()} samples are missing"] if missing else []
+        parts = [f"{missing} of the {theirs.total()} samples of the reference run are missing"] if missing else []
         if extra:
             repeated = sum(1 for one in (ours - theirs) if one in theirs)
             parts.append(
@@ -94,20 +95,18 @@ class SampleComparison:
         ranks = [rank for rank in range(1, self._world_size) if self.same_samples(update, 0, rank)]
         if not ranks or len(ranks) < self._world_size - 1:
             return None
-        return LikelyCause(
-            name="same samples on every rank",
-            why=f"all {self._world_size} ranks read the same {len(self._by_rank[update][0])} samples: the loader is not sharded",
-            do="pass the loader to prepare(), or give it a DistributedSampler",
+        return likely_cause(
+            "same samples on every rank",
+            why=f"all {self._world_size} ranks read the same {len(self._by_rank[update][0])} samples in update {update}",
         )
 
     def _repeated_order(self, update: int) -> LikelyCause | None:
         ours, theirs = Counter(self._ours[update]), Counter(self._theirs[update])
         for earlier in range(min(self._ours), update):
             if Counter(self._ours[earlier]) == ours and Counter(self._theirs.get(earlier, [])) != theirs:
-                return LikelyCause(
-                    name="same order in each epoch",
-                    why=f"update {update} uses the samples of update {earlier} again, while the reference shuffles anew",
-                    do="call sampler.set_epoch(epoch) (or loader.set_epoch(epoch)) at the beginning of each epoch",
+                return likely_cause(
+                    "same order in each epoch",
+                    why=f"update {update} has the samples of update {earlier} again, but not in the reference run, which shuffles anew",
                 )
         return None
 
@@ -117,20 +116,18 @@ class SampleComparison:
             if other != update and Counter(theirs) == ours:
                 distance = abs(other - update)
                 word = "later" if other > update else "earlier"
-                return LikelyCause(
-                    name="shifted by whole updates",
-                    why=f"the layout uses the samples of the reference's update {other}, {distance} update(s) {word}",
-                    do="skip as many batches as the updates that were done before (accumulation included) when the loop begins or resumes",
+                return likely_cause(
+                    "shifted by whole updates",
+                    why=f"update {update} has the samples that the reference run has in update {other}, {distance} update(s) {word}",
                 )
         places = self._places()
         known = sorted(places[one] for one in ours if one in places)
         begins = sum(len(self._theirs[one]) for one in sorted(self._theirs) if one < update)
         if len(known) == len(self._ours[update]) and known[-1] - known[0] == len(known) - 1 and known[0] != begins:
-            return LikelyCause(
-                name="shifted by samples",
-                why=f"the samples are those that the reference uses {abs(known[0] - begins)} samples "
+            return likely_cause(
+                "shifted by samples",
+                why=f"update {update} has the samples that the reference run reads {abs(known[0] - begins)} samples "
                 + ("later" if known[0] > begins else "earlier"),
-                do="check what the loop skips when it begins or resumes: batches of all ranks, and micro-steps of an unfinished window",
             )
         return None
 
@@ -145,10 +142,9 @@ class SampleComparison:
             and len(ours) == len(self._ours[update])
             and ours <= several
         ):
-            return LikelyCause(
-                name="sharded twice",
-                why=f"each rank takes only one in {size} samples of its own shard: samples of {size} updates of the reference are spread",
-                do="shard once: give prepare() the loader without a DistributedSampler, or keep the sampler and leave the loader unprepared",
+            return likely_cause(
+                "sharded twice",
+                why=f"each rank reads only one in {size} samples of its own shard: update {update} has samples of {size} updates of the reference run",
             )
         return None
 
@@ -158,22 +154,19 @@ class SampleComparison:
         seen = {one for earlier in self._ours if earlier < update for one in self._ours[earlier]}
         micro_steps, theirs_steps = self._micro_steps[update], self._their_micro_steps[update]
         if (missing or extra) and any(one != theirs_steps for one in micro_steps):
-            return LikelyCause(
-                name="other accumulation window",
-                why=f"the update has {_span(micro_steps)} micro-steps on a rank, {theirs_steps} in the reference",
-                do="let every rank end its accumulation window at the same batch, and the last one at the end of the epoch",
+            return likely_cause(
+                "other accumulation window",
+                why=f"update {update} has {_span(micro_steps)} micro-steps (backward passes) on a rank, and {theirs_steps} in the reference run",
             )
         if extra and not missing and all(one in seen or one in theirs for one in extra):
-            return LikelyCause(
-                name="padded with repeated samples",
+            return likely_cause(
+                "padded with repeated samples",
                 why=f"{extra.total()} samples are repeated to give every rank the same number, and count twice in the gradient",
-                do='use drop_last=True, or parity="exact", under which added samples have no weight',
             )
         if missing and not extra:
-            return LikelyCause(
-                name="samples left out",
-                why=f"{missing.total()} samples are read by no rank",
-                do="check drop_last, and that the lengths of the ranks' shards add up to that of the dataset",
+            return likely_cause(
+                "samples left out",
+                why=f"no rank reads {missing.total()} samples that the reference run has in update {update}",
             )
         owners: dict[int, set[int]] = {}
         for rank, rows in enumerate(self._by_rank[update]):
@@ -181,26 +174,20 @@ class SampleComparison:
                 owners.setdefault(one, set()).add(rank)
         shared = sum(1 for one, ranks in owners.items() if len(ranks) > 1 and theirs[one] < 2)
         if shared:
-            return LikelyCause(
-                name="ranks overlap",
-                why=f"{shared} samples are read by more than one rank",
-                do="let all ranks shuffle with the same seed and then take different parts: DistributedSampler, or prepare()",
-            )
+            return likely_cause("ranks overlap", why=f"several ranks read the same {shared} samples in update {update}")
         return None
 
     def _other_order(self, update: int) -> LikelyCause:
         known = {one for rows in self._theirs.values() for one in rows}
         unknown = sum(1 for one in self._ours[update] if one not in known)
         if unknown == len(self._ours[update]) and update == min(self._ours):
-            return LikelyCause(
-                name="other contents",
-                why="no sample of the update occurs in the reference: the contents of the samples differ, not only their order",
-                do="draw random augmentations from the index of the sample, not from the generator of the rank or worker, or switch them off",
+            return likely_cause(
+                "other contents",
+                why=f"no sample of update {update} occurs in the reference run: the contents of the samples differ, not only their order",
             )
-        return LikelyCause(
-            name="other order",
-            why="the samples are those of the data set in another order",
-            do="use the same sampler with the same seed on one process and on several (DistributedSampler also with one process)",
+        return likely_cause(
+            "other order",
+            why=f"the samples of update {update} are those of the dataset, but in another order than in the reference run",
         )
 
     def _places(self) -> dict[int, int]:

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor, TensorKind, whole_tensor
+from echelon.verify.comparison.cause_catalogue import likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference
 from echelon.verify.comparison.likely_cause import LikelyCause
+from echelon.verify.comparison.wording import listed
 from echelon.verify.sketch import Sketch
 from echelon.verify.trace import SavedState
 
@@ -78,7 +80,9 @@ def save_differences(comparison: Comparison) -> Iterator[RunDifference]:
         comparison.passed(update, "save", count=compared - len(wrong) if compared > len(wrong) else 0)
         for name in wrong:
             distance = saved[name].whole.distance(live[name].whole) if name in saved else live[name].whole.norm
-            values = f"{path} does not hold it" if name in lacking else f"{path} holds other values than the run has"
+            values = (
+                f"{path} does not contain it" if name in lacking else f"{path} contains other values than the run has"
+            )
             yield RunDifference(
                 stage="save",
                 update=update,
@@ -157,20 +161,10 @@ def save_cause(differences: list[RunDifference]) -> LikelyCause:
     names = [one.tensor for one in differences]
     line = next((one.line for one in differences if one.line), "")
     if all(one.kind == "missing" for one in differences):
-        why = f"the checkpoint does not hold {_listed(names)}"
-        return LikelyCause(
-            name="state missing from the checkpoint",
-            why=why,
-            do="save model, optimizer, scheduler and buffers, from all ranks that hold a shard",
-            line=line,
-        )
-    why = f"the checkpoint holds other values of {_listed(names)} than the run had before or after this update"
-    return LikelyCause(
-        name="other state saved",
-        why=why,
-        do="save after the update is complete, from the model that is trained, on every rank that holds a shard",
-        line=line,
-    )
+        why = f"the checkpoint does not contain {listed(names)}"
+        return likely_cause("state missing from the checkpoint", why=why, line=line)
+    why = f"not the values that the run had before or after this update: {listed(names)}"
+    return likely_cause("other state saved", why=why, line=line)
 
 
 def load_cause(comparison: Comparison, differences: list[RunDifference]) -> LikelyCause:
@@ -179,18 +173,10 @@ def load_cause(comparison: Comparison, differences: list[RunDifference]) -> Like
     line = next((one.line for one in differences if one.line), "")
     missing = [one.tensor for one in differences if one.kind == "missing"]
     if missing and len(missing) == len(names):
-        return LikelyCause(
-            name="not restored",
-            why=f"{_listed(missing)} is not restored",
-            do="load every part that was saved, before training goes on",
-            line=line,
-        )
+        return likely_cause("not restored", why=f"saved, but not loaded: {listed(missing)}", line=line)
     if names and all(name == "rng" for name in names):
-        return LikelyCause(
-            name="generators not restored",
-            why="the generators are not in their saved state",
-            do="restore the generators of each rank with the checkpoint",
-            line=line,
+        return likely_cause(
+            "generators not restored", why="the random number generators are not in their saved state", line=line
         )
     buffers = {f"{index}:{name}" for index, model in comparison.layout.models.items() for name in model.buffers}
     kinds = {_kind_of(name, buffers) for name in names}
@@ -202,18 +188,16 @@ def load_cause(comparison: Comparison, differences: list[RunDifference]) -> Like
         "state": "optimizer state",
         "weights": "weights",
     }
-    listed = " and ".join(sorted(words[kind] for kind in kinds))
+    parts = " and ".join(sorted(words[kind] for kind in kinds))
     begin = comparison.layout.resumed_at or comparison.layout.first_update
     other = _other_update(comparison, names)
     if other is not None:
-        why = f"{listed} are those of update {other}, not of update {begin - 1}"
-        return LikelyCause(
-            name="state of another update", why=why, do="save after the step, and load the newest checkpoint", line=line
-        )
-    return LikelyCause(
-        name=f"{listed} not restored",
-        why=f"{listed} differ from what was saved: {_listed(names)}",
-        do="load every part that was saved on every rank, after the model is wrapped",
+        why = f"the run continues with the {parts} of update {other}, not of update {begin - 1}"
+        return likely_cause("state of another update", why=why, line=line)
+    return likely_cause(
+        "PARTS not restored",
+        name=f"{parts} not restored",
+        why=f"not the values that were saved: {listed(names)}",
         line=line,
     )
 
@@ -247,8 +231,3 @@ def _other_update(comparison: Comparison, names: list[str]) -> int | None:
             ):
                 return other
     return None
-
-
-def _listed(names: list[str], limit: int = 4) -> str:
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from echelon.verify.comparison.alignment import AlignedRun, TensorKind
+from echelon.verify.comparison.cause_catalogue import likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference, failed_values
 from echelon.verify.comparison.gradient_causes import ratio_between, scale_between
 from echelon.verify.comparison.likely_cause import LikelyCause
+from echelon.verify.comparison.wording import listed, named_ranks, per_rank
 from echelon.verify.sketch import Sketch
 from echelon.verify.trace import OptimizerStep
 
@@ -32,16 +34,14 @@ def initial_cause(comparison: Comparison, differences: Sequence[RunDifference]) 
     names = [one.tensor for one in unequal or differences]
     if unequal:
         ranks = sorted({rank for one in unequal for rank in one.ranks})
-        return LikelyCause(
-            name="ranks begin with different weights",
-            why=f"{_listed(names)} differ between the ranks before the first update",
-            do="build the model with the same seed on every rank, or broadcast it from rank 0 (DDP and prepare() do)",
+        return likely_cause(
+            "ranks begin with different weights",
+            why=f"unequal on {named_ranks(ranks)} before the first update: {listed(names)}",
             ranks=ranks,
         )
-    return LikelyCause(
-        name="other initial weights",
-        why=f"{_listed(names)} begin with other values than in the reference",
-        do="seed all ranks equally before the model is built, and load checkpoints before it is wrapped",
+    return likely_cause(
+        "other initial weights",
+        why=f"on all ranks alike, but with other values than in the reference run: {listed(names)}",
     )
 
 
@@ -55,22 +55,22 @@ def rng_cause(comparison: Comparison, difference: RunDifference) -> LikelyCause:
     """Explain generators."""
     drawn = drawn_numbers(comparison)
     if difference.kind == "equal generators":
-        return LikelyCause(
-            name=f"same {drawn} on every rank",
-            why=f"these ranks draw their {drawn} from equal generators, so different samples get the same {drawn.split()[-1]}",
-            do="after the model and a Trainer are built, seed each rank differently: from echelon import set_seed; "
-            "set_seed(seed, device_specific=True) (or torch.manual_seed(seed + rank))",
+        return likely_cause(
+            f"same {drawn} on every rank",
+            "Trainer" if difference in comparison.remarks else "",
+            why=f"torch's random number generator has the same state on {named_ranks(difference.ranks)}, so the different samples of these "
+            f"ranks get the same {drawn}",
+            ranks=difference.ranks,
         )
     if difference.kind == "repeated generator":
-        return LikelyCause(
-            name=f"{drawn} repeat",
-            why=f"the generator is in the state of update {difference.values} again: the {drawn.split()[-1]} repeat",
-            do="seed once, outside the training loop, and let a resume restore the generators",
+        return likely_cause(
+            f"{drawn} repeat",
+            why=f"torch's random number generator has the same state in updates {difference.values} and {difference.update}, so the {drawn} "
+            "are the same",
         )
-    return LikelyCause(
-        name="generators not restored",
-        why="the generators are not in the state of the run that was not interrupted",
-        do="save and restore the generators of torch, numpy and python of each rank with the checkpoint",
+    return likely_cause(
+        "generators not restored",
+        why=f"torch's random number generator is not in the state of the run without interruption, on {named_ranks(difference.ranks)}",
     )
 
 
@@ -78,10 +78,9 @@ def forward_cause(comparison: Comparison, differences: Sequence[RunDifference]) 
     """Explain an output that differs although the weights before it are equal."""
     difference = next((one for one in differences if one.kind == "untrained forward"), differences[0])
     if difference.kind == "untrained forward":
-        return LikelyCause(
-            name="not in training mode",
-            why=f"{difference.values}, which the other ranks make: the model is in evaluation mode there",
-            do="call model.train() before the training loop and after each evaluation, on every rank",
+        return likely_cause(
+            "not in training mode",
+            why=f"{difference.values}, unlike the other ranks: the model is in evaluation mode there",
             ranks=difference.ranks,
             line=difference.line,
         )
@@ -94,35 +93,29 @@ def forward_cause(comparison: Comparison, differences: Sequence[RunDifference]) 
     class_name = model.module_classes.get(module, "") if model else ""
     parents = {name: kind for name, kind in (model.module_classes if model else {}).items() if "BatchNorm" in kind}
     if "BatchNorm" in class_name and "Sync" not in class_name:
-        return LikelyCause(
-            name="batch statistics per rank",
-            why=f"{module} ({class_name}) normalizes by the statistics of each rank's own samples",
-            do="convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm before wrapping it (echelon verify runs it on the "
-            "CPU, training needs GPUs), or use GroupNorm",
+        return likely_cause(
+            "batch statistics per rank",
+            why=f"{module} ({class_name}) normalizes by the mean and variance of each rank's own samples, not of all samples of the update",
         )
     theirs = comparison.reference.models.get(int(index))
     if model and theirs and model.training != theirs.training:
-        return LikelyCause(
-            name="training mode differs",
-            why=f"the model is in {_mode(model.training)} mode, in the reference in {_mode(theirs.training)} mode",
-            do="call model.train() before the training loop and after each evaluation, on every rank",
+        return likely_cause(
+            "training mode differs",
+            why=f"the model is in {_mode(model.training)} mode, in the reference run in {_mode(theirs.training)} mode",
         )
     if parents and not module and any("Sync" not in kind for kind in parents.values()):
-        return LikelyCause(
-            name="batch statistics per rank",
-            why=f"the outputs differ, and {_listed(list(parents))} normalize by the statistics of each rank's own samples",
-            do="convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm before wrapping it (echelon verify runs it on the "
-            "CPU, training needs GPUs), or use GroupNorm",
+        return likely_cause(
+            "batch statistics per rank",
+            why=f"the outputs differ, and the BatchNorm layers normalize by the mean and variance of each rank's own samples: {listed(list(parents))}",
             tensors=[f"{index}:{name}" for name in parents],
         )
     relative = difference.relative or 0.0
     if everywhere and 2.0**-12 < relative < 2.0**-6 and difference.allowed < 2.0**-4 * difference.distance:
-        return LikelyCause(
-            name="lower precision",
-            why=f"the relative difference of {relative:.1e} is that of a float16 or bfloat16 computation",
-            do="use the same mixed_precision on this layout, and cast after wrapping as before it",
+        return likely_cause(
+            "lower precision",
+            why=f"the relative difference of {relative:.1e} is as large as rounding errors of float16 (2^-11) or bfloat16 (2^-8)",
         )
-    return LikelyCause(name="", why="", do="compare this module's inputs, mode and buffers on the ranks named")
+    return likely_cause("no known cause: forward", why="")
 
 
 def clip_cause(comparison: Comparison, update: int, differences: Sequence[RunDifference]) -> LikelyCause:
@@ -132,24 +125,18 @@ def clip_cause(comparison: Comparison, update: int, differences: Sequence[RunDif
     calls = [layout.at(rank, update).clips for rank in range(layout.world_size)]
     line = next((one.line for each in calls for one in each if one.line), "")
     if "num clips" in kinds:
-        return LikelyCause(
-            name="clipped another number of times",
+        return likely_cause(
+            "clipped another number of times",
             why=next(one.values for one in differences if one.kind == "num clips"),
-            do="clip once per update, after the last backward and before the step, on every rank",
             line=line,
         )
     if "max norm" in kinds:
-        return LikelyCause(
-            name="other clipping threshold",
-            why=next(one.values for one in differences if one.kind == "max norm"),
-            do="use the same max_norm on every layout; do not scale it by the number of ranks or micro-steps",
-            line=line,
+        return likely_cause(
+            "other clipping threshold", why=next(one.values for one in differences if one.kind == "max norm"), line=line
         )
     norms = [each[0].norm for each in calls if each]
     if not norms:
-        return LikelyCause(
-            name="", why="", do="compare what changes the gradients between their reduction and the step"
-        )
+        return likely_cause("no known cause: gradients", why="")
     theirs = [one.norm for one in reference.at(0, update).clips]
     tensors = layout.tensors(update, "reduced")
     local = layout.local_gradients(update)
@@ -167,10 +154,9 @@ def clip_cause(comparison: Comparison, update: int, differences: Sequence[RunDif
         and len(shard) == len(norms)
         and all(abs(a - b) <= 1e-3 * b for a, b in zip(norms, shard, strict=True))
     ):
-        return LikelyCause(
-            name="norm of one shard",
-            why="each rank clips by the norm of its own shard of the gradient",
-            do="use accelerator.clip_grad_norm_ (or the engine's own function), which adds up the squares of all shards",
+        return likely_cause(
+            "norm of one shard",
+            why=f"each rank clips by the norm of its own shard (norm on {per_rank(norms)})",
             line=line,
         )
     whole = math.sqrt(sum(one.whole.square_sum for one in tensors.values()))
@@ -179,10 +165,9 @@ def clip_cause(comparison: Comparison, update: int, differences: Sequence[RunDif
         and all(abs(n - sums[r]) <= 0.05 * n for r, n in enumerate(norms))
         and abs(norms[0] - whole) > 0.05 * whole
     ):
-        return LikelyCause(
-            name="clipped before the reduction",
-            why=f"the norms are those of each rank's own gradient ({', '.join(f'{one:.4g}' for one in norms)}), not of the reduced one",
-            do="clip after the gradients are reduced: outside no_sync(), after the last backward of the update",
+        return likely_cause(
+            "clipped before the reduction",
+            why=f"each rank clips its own gradient (norm on {per_rank(norms)}); the gradient averaged over the ranks has the norm {whole:.4g}",
             line=line,
         )
     return _norm_cause(norms[0], whole, theirs[0] if theirs else 0.0, line)
@@ -194,24 +179,21 @@ def _norm_cause(norm: float, whole: float, theirs: float, line: str) -> LikelyCa
     if ratio is not None and whole and abs(norm - whole) > 1e-3 * whole:
         power = math.log2(norm / whole) if norm > 0 else 0.5
         if power > 3 and abs(power - round(power)) < 1e-3:
-            return LikelyCause(
-                name="clipped while scaled",
-                why=f"the norm is {norm / whole:.6g} times that of the gradient: the loss scale",
-                do="call scaler.unscale_(optimizer) before clipping, or accelerator.clip_grad_norm_",
+            return likely_cause(
+                "clipped while scaled",
+                why=f"the clipping function returned {norm:.6g}, which is {norm / whole:.6g} times the norm of the gradient: the loss scale",
                 ratio=ratio,
                 line=line,
             )
-        return LikelyCause(
-            name="norm of other tensors",
-            why=f"the norm returned is {norm:.6g}, that of the gradient is {whole:.6g}",
-            do="clip all parameters of the model at once, after the gradients are reduced",
+        return likely_cause(
+            "norm of other tensors",
+            why=f"the clipping function returned {norm:.6g}, but the norm of the gradient is {whole:.6g} (they may differ by 0.1 %)",
             ratio=ratio,
             line=line,
         )
-    return LikelyCause(
-        name="wrong coefficient",
-        why="the norm is right, but the gradients are not multiplied by min(1, max_norm / norm)",
-        do="check what changes the gradients between clipping and the step",
+    return likely_cause(
+        "wrong coefficient",
+        why=f"the norm {norm:.6g} is right, but the gradients are not multiplied by min(1, max_norm / norm)",
         line=line,
     )
 
@@ -221,46 +203,39 @@ def rate_cause(comparison: Comparison, update: int) -> LikelyCause:
     layout, reference, size = comparison.layout, comparison.reference, comparison.layout.world_size
     own, other = _first_step(layout, update), _first_step(reference, update)
     if own is None or other is None:
-        return LikelyCause(name="", why="", do="compare the schedulers")
+        return likely_cause("no known cause: learning rates", why="")
     by_update = {one: step.lrs for one in reference.updates if (step := _first_step(reference, one)) is not None}
     first = reference.first_update
     found = [one for one, rates in by_update.items() if one != update and _equal_rates(rates, own.lrs)]
-    text = f"the learning rate is {_rates(own)}, in the reference {_rates(other)}"
-    do = "step the scheduler once per update, on all ranks alike"
+    text = f"the learning rate is {_rates(own)}, in the reference run {_rates(other)}"
     if (
         size > 1
         and first + size * (update - first) in found
         and _follows(comparison, update, lambda one: first + size * (one - first))
     ):
-        why = f"{text}, which it has in update {first + size * (update - first)}: the scheduler is stepped {size} times per update, once for each rank"
-        return LikelyCause(
-            name="scheduler stepped num_processes times",
-            why=why,
-            do=f"{do} (step_scheduler_with_optimizer=False, or an unprepared scheduler)",
+        why = (
+            f"{text}, where it is that of update {first + size * (update - first)}: the scheduler makes {size} steps per update, one for each "
+            "rank"
         )
+        return likely_cause("scheduler stepped num_processes times", why=why)
     ratios = [a / b for a, b in zip(own.lrs, other.lrs, strict=False) if b]
     if ratios and max(ratios) - min(ratios) <= 1e-9 * abs(ratios[0]):
         value = ratios[0]
         known = {
             float(size): "the number of ranks",
             1 / size: "1 / the number of ranks",
-            math.sqrt(size): "its square root",
+            math.sqrt(size): "the square root of the number of ranks",
         }
         word = next((word for target, word in known.items() if size > 1 and abs(value - target) < 1e-6 * target), "")
         if word:
             why = f"{text}: it is multiplied by {word}"
-            return LikelyCause(
-                name="learning rate scaled by the number of ranks",
-                why=why,
-                do="scale it by nothing, or in the one-process run, too",
-                ratio=value,
-            )
+            return likely_cause("learning rate scaled by the number of ranks", why=why, ratio=value)
     for one in sorted(found, key=lambda candidate: abs(candidate - update)):
         if abs(one - update) <= max(3, size):
             word = "ahead" if one > update else "behind"
-            why = f"{text}, which it has in update {one}: the schedule is {abs(one - update)} update(s) {word}"
-            return LikelyCause(name=f"schedule {word}", why=why, do=f"{do}; restore its position when the run resumes")
-    return LikelyCause(name="other schedule", why=text, do=do, ratio=ratios[0] if ratios else None)
+            why = f"{text}, where it is that of update {one}: the schedule is {abs(one - update)} update(s) {word}"
+            return likely_cause(f"schedule {word}", why=why)
+    return likely_cause("other schedule", why=text, ratio=ratios[0] if ratios else None)
 
 
 def _follows(comparison: Comparison, update: int, mapping: Callable[[int], int]) -> bool:
@@ -277,38 +252,30 @@ def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[R
     own = _first_step(comparison.layout, update)
     line = own.line if own else ""
     by_kind = {one.kind: one for one in reversed(differences)}
-    texts = {
-        "skipped": (
-            "step skipped",
-            "let all ranks decide together whether to skip: all_reduce found_inf over the ranks",
-        ),
-        "num steps": ("stepped another number of times", "step once per update, on every rank"),
-        "settings": ("other optimizer settings", "build the optimizer with the same settings on every layout"),
-        "parameters": (
-            "parameters not in the optimizer",
-            "build the optimizer from the parameters of the wrapped model, after it is wrapped",
-        ),
+    names_of_kinds = {
+        "skipped": "step skipped",
+        "num steps": "stepped another number of times",
+        "settings": "other optimizer settings",
+        "parameters": "parameters not in the optimizer",
     }
     if "num steps" in by_kind and _steps_without_forward(comparison.layout, update):
-        return LikelyCause(
-            name="not in training mode",
+        return likely_cause(
+            "not in training mode",
             stage="forward",
-            why=f"the optimizer steps again after update {update}, but no forward pass of a model in training mode came before",
-            do="call model.train() before the training loop and after each evaluation, on every rank",
+            why=f"in update {update}, the optimizer steps without a forward pass of a model in training mode before it",
             line=line,
         )
-    for kind, (name, do) in texts.items():
+    for kind, name in names_of_kinds.items():
         if kind in by_kind:
-            return LikelyCause(name=name, why=by_kind[kind].values, do=do, ranks=by_kind[kind].ranks, line=line)
+            return likely_cause(name, why=by_kind[kind].values, ranks=by_kind[kind].ranks, line=line)
     names = [one.tensor for one in failed_values(differences)]
     changed = [name for name in names if "/" not in name.partition(":")[2]]
     trained = comparison.reference.tensors(update, "reduced")
     weights = [name for name in changed if name in trained]
     if changed and not weights and trained and len(changed) == len(names):
-        return LikelyCause(
-            name="averaged weights",
-            why=f"only {_listed(changed)} differ, which have no gradients: an averaged model or another copy of the weights",
-            do="update the average once per update, after the step, from weights that are complete, on every rank",
+        return likely_cause(
+            "averaged weights",
+            why=f"only weights without gradients differ, such as those of an averaged model: {listed(changed)}",
             line=line,
         )
     unequal = [one for one in differences if one.kind == "unequal ranks"]
@@ -318,10 +285,9 @@ def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[R
         if _has_moved(comparison.reference, update, name) and not _has_moved(comparison.layout, update, name)
     ]
     if frozen and len(frozen) == len(weights):
-        return LikelyCause(
-            name="weights not updated",
-            why=f"{_listed(frozen)} did not change in this update, but does in the reference",
-            do="build the optimizer from the parameters of the wrapped model, after it is wrapped",
+        return likely_cause(
+            "weights not updated",
+            why=f"unchanged in update {update}, but not in the reference run: {listed(frozen)}",
             tensors=frozen,
             line=line,
         )
@@ -332,18 +298,16 @@ def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[R
     )
     tied = {*model.tied, *model.tied.values()} if model else set()
     if weights and tied and all(name.partition(":")[2] in tied for name in weights):
-        return LikelyCause(
-            name="tied weights",
-            why=f"only {_listed(weights)} differs, which several modules share: its uses are updated apart",
-            do="tie the weights again after wrapping, sharding or loading the model",
+        return likely_cause(
+            "tied weights",
+            why=f"only {listed(weights)} differs, which several modules share: they no longer use the same parameter",
             tensors=weights,
             line=line,
         )
     if unequal:
-        return LikelyCause(
-            name="ranks step apart",
-            why="the ranks had equal gradients, but have different weights after the step",
-            do="step on all ranks alike: same optimizer state, same settings, no change of weights on one rank",
+        return likely_cause(
+            "ranks step apart",
+            why=f"the {comparison.layout.world_size} ranks have equal gradients before the step, but unequal weights or states after it",
             ranks=sorted({rank for one in unequal for rank in one.ranks}),
             line=line,
         )
@@ -353,10 +317,9 @@ def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[R
 def _step_cause(comparison: Comparison, update: int, names: list[str], weights: list[str], line: str) -> LikelyCause:
     swapped = _swapped_states(comparison, update, [name for name in names if "/" in name])
     if swapped:
-        return LikelyCause(
-            name="optimizer state of another parameter",
-            why=f"the state of {swapped[0]} is that of {swapped[1]} in the reference",
-            do="map optimizer states by parameter name when they are loaded, not by position",
+        return likely_cause(
+            "optimizer state of another parameter",
+            why=f"the state of {swapped[0].removeprefix('0:')} is that of {swapped[1].removeprefix('0:')} in the reference run",
             line=line,
         )
     ours, theirs = _moves(comparison.layout, update), _moves(comparison.reference, update)
@@ -364,25 +327,22 @@ def _step_cause(comparison: Comparison, update: int, names: list[str], weights: 
     common = [name for name in weights if name in ours and name in theirs]
     ratio = scale_between(ours, theirs, limits, common) if common else None
     if ratio is not None:
-        return LikelyCause(
-            name="step scaled",
-            why=f"the weights move {ratio:.6g} times as far as in the reference, by equal gradients",
-            do="step once per update, with the same learning rate; look for a second optimizer or a second step",
+        return likely_cause(
+            "step scaled",
+            why=f"with equal gradients, the step changes the weights {ratio:.6g} times as much as in the reference run",
             ratio=ratio,
             line=line,
         )
     earlier = _moves(comparison.reference, update - 1)
     if common and ratio_between(ours, earlier, limits, [name for name in common if name in earlier]) is not None:
-        return LikelyCause(
-            name="step with old gradients",
-            why="the weights move as in the reference's previous update",
-            do="step after the gradients of the update are complete",
+        return likely_cause(
+            "step with old gradients",
+            why=f"the step changes the weights as update {update - 1} of the reference run does",
             line=line,
         )
-    return LikelyCause(
-        name="",
-        why="the gradients that the optimizer received are equal, the weights or states after the step are not",
-        do="compare optimizer settings, weight decay groups and what else changes weights (an averaged model, a copy) on this layout",
+    return likely_cause(
+        "no known cause: optimizer",
+        why="the gradients before the step are equal, but the weights or states after it are not",
         line=line,
     )
 
@@ -392,22 +352,15 @@ def buffer_cause(comparison: Comparison, differences: Sequence[RunDifference]) -
     unequal = [one for one in differences if one.kind == "unequal ranks"]
     names = [one.tensor for one in unequal or differences]
     if unequal:
-        return LikelyCause(
-            name="buffers differ between ranks",
-            why=f"{_listed(names)} have other values on different ranks",
-            do="use SyncBatchNorm, or broadcast the buffers from rank 0 (DDP: broadcast_buffers=True)",
+        return likely_cause(
+            "buffers differ between ranks",
+            why=f"the ranks have different values of {listed(names)}",
             ranks=sorted({rank for one in unequal for rank in one.ranks}),
         )
     if all(name.partition(":")[2].startswith("averaged.") for name in names):
-        return LikelyCause(
-            name="averaged weights",
-            why=f"only {_listed(names)} differ, which are averages of the weights",
-            do="update the average once per update, after the step, from weights that are complete, on every rank",
-        )
-    return LikelyCause(
-        name="stale buffers",
-        why=f"{_listed(names)} are not those of the reference, although outputs and weights are",
-        do="load and update buffers on every rank together with the weights",
+        return likely_cause("averaged weights", why=f"only averages of the weights differ: {listed(names)}")
+    return likely_cause(
+        "stale buffers", why=f"outputs and weights are those of the reference run, but not {listed(names)}"
     )
 
 
@@ -471,8 +424,3 @@ def _swapped_states(comparison: Comparison, update: int, names: Sequence[str]) -
 
 def _mode(training: bool) -> str:
     return "training" if training else "evaluation"
-
-
-def _listed(names: Sequence[str], limit: int = 4) -> str:
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

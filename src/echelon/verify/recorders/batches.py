@@ -22,7 +22,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from echelon.data.whole_batches import already_collated
 from echelon.distributed.tree import leaves
 from echelon.verify.recorders.sample_rows import SampleRows, item_lengths, num_rows, rows_of
-from echelon.verify.recorders.user_code import line_of_user
+from echelon.verify.recorders.user_code import line_of_batch
 from echelon.verify.recording import Recording
 from echelon.verify.trace import Batch
 
@@ -208,7 +208,7 @@ class Batches:
         storages = {_key(leaf): _reference(leaf) for leaf in leaves(batch) if _has_storage(leaf)}
         self._held = self._held[-_MAX_HELD:]
         self._held.append(
-            _Batch(iterator=ref(iterator), index=iterator.index, rows=rows, storages=storages, line=line_of_user())
+            _Batch(iterator=ref(iterator), index=iterator.index, rows=rows, storages=storages, line=line_of_batch())
         )
 
     def _before_forward(
@@ -230,7 +230,7 @@ class Batches:
             rows = rows_of(inputs)
             self._rows, self._inputs = rows, None
             if rows is not None:
-                self._record(rows, "inputs", line_of_user())
+                self._record(rows, "inputs", line_of_batch())
             return args, kwargs
         found = self._found(storages)
         if not found and self._place_of_used != place and not any(one.holds(storages) for one in self._used):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.verify.recorders.user_code import line_of_user
+from echelon.verify.recorders.user_code import line_of_loss
 from echelon.verify.recording import Recording
 from echelon.verify.trace import Loss
 
@@ -66,7 +66,7 @@ class Losses:
     def _record(self, losses: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         recording = self._recording
         assert recording is not None
-        line = line_of_user()
+        line, code = line_of_loss()
         for loss, gradient in zip(losses, gradients):
             if not isinstance(loss, torch.Tensor):  # an edge of the graph
                 continue
@@ -83,6 +83,7 @@ class Losses:
                     weight=self._weight,
                     gradient_scale=scale,
                     line=line,
+                    trainer_code=code,
                     is_in_evaluation_mode=recording.is_in_evaluation_mode,
                 )
             )

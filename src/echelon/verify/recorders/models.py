@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.base.sharded import is_fsdp_module
 from echelon.engines.fsdp.param_groups import fsdp_groups
+from echelon.verify.recorders.user_code import lines_of_modules
 from echelon.verify.trace import Model
 
 __all__ = ["RecordedModel", "each_parameter", "model_event", "plain_name", "without_wrappers"]
@@ -100,6 +101,7 @@ def model_event(model: RecordedModel) -> Model:
         tied=model.tied,
         buffers=list(model.buffers()),
         module_classes=classes,
+        lines={plain_name(name): line for name, line in lines_of_modules(model.root).items()},
         training=model.root.training,
         parity="off" if accelerator is None else accelerator.parity,
         engine="" if accelerator is None else accelerator.capabilities.name,

@@ -1,0 +1,59 @@
+"""``python -m tests.verify_causes --write``: writes the table of causes and remedies of ``docs/verify.md`` from the catalogue."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from echelon.verify.comparison.cause_catalogue import CAUSES
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "verify.md"
+BEGIN, END = "<!-- causes: begin -->", "<!-- causes: end -->"
+_CASES = {
+    "num_items": "`num_items=` is passed already",
+    "compute_loss": "a Trainer with its own `compute_loss()`",
+    "compute_loss_func": "a Trainer with `compute_loss_func=`",
+    "model": "a Trainer, the model computes the loss",
+    "library": "a Trainer, no code of the script computes the loss",
+    "Trainer": "a Trainer; this is a note, not a difference",
+    "number_of_ranks": "as many micro-steps as ranks",
+    "divided_by_ranks": "divided by the number of ranks",
+}
+
+
+def table_of_causes() -> str:
+    """Return the table, in Markdown."""
+    lines = ["| cause | what happens | what to change |", "|---|---|---|"]
+    for name, one in CAUSES.items():
+        remedies = [f"{_CASES[case]}: {text}" if case else text for case, text in one.remedies.items()]
+        cells = (name, one.meaning, "<br>".join(_escape(text) for text in remedies))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _escape(text: str) -> str:
+    """Return ``text`` without marks of Markdown, except in code."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"([*_|\[\]])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def page_with(table: str, page: str) -> str:
+    """Return the page's text with the table between its two marks."""
+    begin, end = page.index(BEGIN) + len(BEGIN), page.index(END)
+    return f"{page[:begin]}\n\n{table}\n\n{page[end:]}"
+
+
+def main() -> int:
+    """Write the table, or print it."""
+    table = table_of_causes()
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(page_with(table, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
