@@ -121,7 +121,7 @@ def _cell(cell: Cell | None, *, is_first: bool) -> str:
     if cell is None:
         return "<td></td>"
     name, mark = _MARKS[cell.state]
-    parts = [cell.state]
+    parts: list[str] = [cell.state]
     if cell.largest and cell.state != "equal bits":
         parts.append(f"{cell.largest:.2g} times the bound for rounding errors")
     parts.append(f"{cell.num_compared} values or tensors compared")
