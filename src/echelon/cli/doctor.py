@@ -71,8 +71,10 @@ def _test_machines(args: tuple[str, ...]) -> int:
 def _diagnose_run(run: Path, *, all_threads: bool) -> None:
     attempts = sorted(run.glob("attempt_*"), key=_number)
     goodput = read_goodput(run)
+    before = f"{printable(str(run))}: "
     for line in [] if goodput is None else goodput.lines():
-        click.echo(f"{printable(str(run))}: {translate(printable(line))}")
+        click.echo(before + translate(printable(line)))
+        before = "  "
     is_empty = True
     failures = _failures(run)
     for attempt in attempts:
@@ -84,7 +86,7 @@ def _diagnose_run(run: Path, *, all_threads: bool) -> None:
             is_empty = False
             click.echo(printable(line))
     if is_empty:
-        click.echo(f"{printable(str(run))}: {translate('no rank has stalled or failed')}")
+        click.echo(before + translate("no rank has stalled or failed"))
     for line in _live_ranks(run):
         click.echo(printable(line))
 
