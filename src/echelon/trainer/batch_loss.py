@@ -10,6 +10,7 @@ from torch import nn
 
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import warn
+from echelon.trainer.data.batches import to_device
 from echelon.trainer.data.num_items import WatchedNumber, count_items, ignored_number
 from echelon.trainer.features.pipeline_steps import run_pipeline_step
 from echelon.trainer.hooks import TrainerHooks
@@ -36,11 +37,17 @@ def run_training_step(
     *,
     is_plain: bool = False,
 ) -> torch.Tensor:
-    """Implement ``Trainer.training_step`` for inputs that are already on the device.
+    """Implement ``Trainer.training_step``.
 
-    ``is_plain``: whether no method that a step calls is overridden, so that they need not be called.
+    ``is_plain``: whether no method that a step calls is overridden, so that they need not be called. If not, the inputs are already
+    on the device.
     """
     accelerator = hooks.accelerator
+    if is_plain:
+        if type(inputs) is dict and inputs:
+            inputs = to_device(inputs, accelerator.device)
+        else:
+            inputs = session.points.method("_prepare_inputs")(inputs)
     if session.optimizer.pipeline is not None and model is session.optimizer.pipeline.model:
         if session.interface.overrides_compute_loss:
             raise ConfigError(

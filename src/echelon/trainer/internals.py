@@ -197,11 +197,6 @@ class TrainerInternals:
             )
         return inputs
 
-    def _needs_context(self) -> bool:
-        """Return whether ``_prepare_context_parallel_inputs`` may change a batch."""
-        is_overridden = "_prepare_context_parallel_inputs" in self._session.points.overridden
-        return is_overridden or sequences.cuts_sequences(self.accelerator)
-
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: Any
     ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]:
@@ -233,6 +228,10 @@ class TrainerInternals:
     def _get_learning_rate(self) -> float:
         """Return the first parameter group's learning rate."""
         return float(param_groups_of(self.optimizer, "_get_learning_rate")[0]["lr"])
+
+    def get_learning_rates(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [group["lr"] for group in param_groups_of(self.optimizer, "get_learning_rates")]
 
     def _maybe_log_save_evaluate(
         self,

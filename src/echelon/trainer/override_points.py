@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -20,9 +21,10 @@ __all__ = [
     "OverridePoints",
     "check_attributes",
     "check_overrides",
-    "original_methods",
+    "remember_methods",
 ]
 
+_Class = TypeVar("_Class", bound=type[Any])
 _Method = TypeVar("_Method", bound=Callable[..., Any] | None)
 
 _SHARDED_AT_LOAD = (
@@ -67,14 +69,17 @@ _STEP_METHODS = (
 _STATE_FILES = ("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler")
 
 
-_originals: dict[Any, Mapping[str, Any]] = {}
+@cache
+def original_methods(base: Any) -> Mapping[str, Any]:
+    """Return the methods of class ``base`` that transformers' Trainer has, too, as they were at the first call."""
+    return {name: method for name in TRAINER_MEMBERS if callable(method := getattr(base, name, None))}
 
 
-def original_methods(base: type[Any]) -> Mapping[str, Any]:
-    """Return the methods of ``base`` that transformers' Trainer has, too, as they were at the first call."""
-    if base not in _originals:
-        _originals[base] = {name: method for name in TRAINER_MEMBERS if callable(method := getattr(base, name, None))}
-    return _originals[base]
+def remember_methods(base: _Class) -> _Class:
+    """Decorate the base class, so that methods that a program assigns to it later count as overridden."""
+    cls: Any = base
+    original_methods(cls)
+    return base
 
 
 class OverridePoints:
@@ -91,7 +96,7 @@ class OverridePoints:
 
     def __init__(self, trainer: Any, base: type[Any]) -> None:
         self._trainer = trainer
-        self._base = base
+        self._base: Any = base
         self._defaults: dict[str, Callable[..., Any]] = {}
         self.overridden: frozenset[str] = frozenset()
         """Names of the methods that were overridden at the last ``refresh``, for code that runs for every batch."""

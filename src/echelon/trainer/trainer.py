@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -28,8 +27,8 @@ from echelon.trainer.checkpoint.checkpoint_folders import STATE_FILE
 from echelon.trainer.checkpoint.save_model import save_model
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data import data_loaders
-from echelon.trainer.data.batches import to_device
 from echelon.trainer.data.collators import PaddingCollator, Tokenizer, default_data_collator
+from echelon.trainer.data.epoch_batches import next_batches
 from echelon.trainer.evaluation.evaluation_loop import evaluate, predict, run_evaluation
 from echelon.trainer.evaluation.metric_reports import metrics_format, metrics_table, write_metrics
 from echelon.trainer.evaluation.prediction_step import predict_batch
@@ -41,14 +40,9 @@ from echelon.trainer.hooks import notify, record_logs
 from echelon.trainer.internals import TrainerInternals
 from echelon.trainer.model_interface import flops_of, inspect_model, place_model
 from echelon.trainer.model_loss import LabelSmoother
-from echelon.trainer.optim.optimizers import (
-    decay_parameter_names,
-    find_param_group,
-    optimizer_class_and_arguments,
-    param_groups_of,
-)
+from echelon.trainer.optim.optimizers import decay_parameter_names, find_param_group, optimizer_class_and_arguments
 from echelon.trainer.optim.prepared_optimizer import create_optimizer, create_scheduler
-from echelon.trainer.override_points import OverridePoints, check_attributes, check_overrides, original_methods
+from echelon.trainer.override_points import OverridePoints, check_attributes, check_overrides, remember_methods
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
 from echelon.trainer.session import TrainCall, TrainerSession, global_batch_size
 from echelon.trainer.signatures import new_model
@@ -60,10 +54,10 @@ from echelon.trainer.verbosity import set_log_level
 __all__ = ["Trainer"]
 
 _NO_CONTEXT = nullcontext()  # has no state
-_NO_BATCH: Any = object()
 
 
 @suggest_keywords
+@remember_methods
 class Trainer(TrainerInternals):
     """Trains, evaluates and predicts, on one process or many.
 
@@ -245,13 +239,7 @@ class Trainer(TrainerInternals):
         """
         session = self._session
         if self.accelerator.session.layout is None and session.points.are_steps_plain():
-            if type(inputs) is dict and inputs:
-                inputs = to_device(inputs, self.accelerator.device)
-            else:
-                inputs = self._prepare_inputs(inputs)
             return run_training_step(self, session, model, inputs, num_items_in_batch, is_plain=True)
-        if not self._needs_context():
-            return run_training_step(self, session, model, self._prepare_inputs(inputs), num_items_in_batch)
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
         with context():
             return run_training_step(self, session, model, self._prepare_inputs(inputs), num_items_in_batch)
@@ -284,16 +272,9 @@ class Trainer(TrainerInternals):
 
         Collective: call on every rank if labels are counted across ranks.
         """
-        if num_batches == 1:  # without islice, which takes three times as long
-            batch = next(epoch_iterator, _NO_BATCH)
-            samples = [] if batch is _NO_BATCH else [batch]
-        else:
-            samples = list(itertools.islice(epoch_iterator, num_batches))
-        if not self._session.interface.counts_items and not self._session.points.is_overridden(
-            "_get_num_items_in_batch"
-        ):
-            return samples, None
-        return samples, self._get_num_items_in_batch(samples, device)
+        samples, session = next_batches(epoch_iterator, num_batches), self._session
+        counts = session.interface.counts_items or session.points.is_overridden("_get_num_items_in_batch")
+        return samples, self._get_num_items_in_batch(samples, device) if counts else None
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Create ``self.optimizer`` and ``self.lr_scheduler``, unless they were given."""
@@ -608,13 +589,6 @@ class Trainer(TrainerInternals):
         """Return the number of trainable parameters."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
-    def get_learning_rates(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
-        return [group["lr"] for group in param_groups_of(self.optimizer, "get_learning_rates")]
-
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
         """Return the parameter group that contains ``param``, or the parameters of all groups if ``param`` is None."""
         return find_param_group(self.optimizer, self.model, param)
-
-
-original_methods(Trainer)  # before a program can replace them
