@@ -198,6 +198,14 @@ COMPOSED = {
     "all_reduce of {amount} {unit}: {rate} GB/s bus bandwidth; {number} measurements",
     "{path}: created a token; copy this file to all machines in the run, unless they share the home folder",
     "wrote {path}, deleted {directory}",
+    *(f"{kind} or none" for kind in ("an integer", "a number", "true or false", "text")),
+    *(
+        f"run this {advice}"
+        for advice in (
+            "on a login node of the cluster, or pass --dry_run to print the script without submitting it",
+            "where kubectl can reach the cluster, or omit --apply to print the manifest",
+        )
+    ),
     "{number} of the {count} trainable parameters received no gradient in the last backward pass: {names}. DDP waits for them "
     "and has not averaged all gradients across ranks",
     *("every check passed ({seconds} s); results: {path}", "failed: {names} ({seconds} s); results: {path}"),
@@ -638,6 +646,7 @@ def test_chinese_pages_obey_the_table_of_terms_and_mark_links_to_english_pages(p
 
 # Reports with every kind of stall, failure and time, as the launcher prints them.
 _REPORTS = (
+    "seed='abc' is not an integer or none",
     "stall (a missing rank): rank 1 has not reached the collective, and rank 0 waits for other ranks",
     "  where: no progress for 30 s (--stall_timeout 30); the run continues (--on_stall)",
     "  where: limit reached (--slow_timeout 600, 10 times --stall_timeout); the run stops (--on_stall)",
