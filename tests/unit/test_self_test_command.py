@@ -120,6 +120,18 @@ def test_a_failed_check_sets_the_exit_code_and_shows_a_remedy(run: Any, tmp_path
     assert [part for part, *_ in _log(tmp_path)] == ["layout"]  # what was left out is not made alone
 
 
+def test_in_a_chinese_locale_the_screen_is_chinese_and_the_file_english(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LANGUAGE", "zh_CN")
+    text = "training on 2 ranks and on 1 rank produces bit-identical weights"
+    told = [*LAYOUT, {**_found("bitwise"), "text": text}]
+    lines = run(layout={"told": told, "code": 0}).output.splitlines()
+    assert "\u9010\u4f4d\u76f8\u540c" in lines[-2]
+    assert lines[-1].startswith("\u5168\u90e8\u68c0\u67e5\u901a\u8fc7")
+    assert _evidence(tmp_path)["checks"][-1]["text"] == text
+
+
 def test_a_failed_start_is_reported_and_fails_the_current_check(run: Any, tmp_path: Path) -> None:
     report = "\n".join(f"line {i}" for i in range(60)) + "\nechelon: rank 1 failed first"
     result = run(layout={"told": LAYOUT[:2], "code": 1, "says": report})
