@@ -95,6 +95,62 @@ def test_ranks_that_are_forked_record_the_same_run(tmp_path: Path) -> None:
     assert not first.is_running()
 
 
+_TRAINER_SCRIPT = """
+import sys
+import torch
+from torch import nn
+from echelon import Trainer, TrainingArguments
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def forward(self, x, labels=None):
+        return {"loss": (self.layers(x) - labels).square().mean(), "logits": x}
+
+
+class Loss(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = model(**inputs)["loss"] FACTOR
+        return (loss, {}) if return_outputs else loss
+
+
+torch.manual_seed(0)
+data = [{"x": torch.randn(4), "labels": torch.randn(1)} for _ in range(32)]
+arguments = TrainingArguments(sys.argv[1], use_cpu=True, save_strategy="no", report_to="none", per_device_train_batch_size=4)
+Loss(Net(), arguments, train_dataset=data).train()
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("factor", "exit_code"), [("", 0), ("* 2 if torch.distributed.is_initialized() else model(**inputs)['loss']", 1)]
+)
+def test_dropout_under_a_trainer_is_a_note_and_a_fault_has_the_line_of_compute_loss(
+    factor: str, exit_code: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_TRAINER_SCRIPT.replace("FACTOR", factor))
+    layouts = tuple(parse_layouts("2", None))
+    plan = VerifyPlan(
+        script=str(script), arguments=(str(tmp_path / "out"),), layouts=layouts, steps=3, folder=tmp_path / "traces"
+    )
+    with warm_runner("echelon", variables={}, timeout_s=300.0) as runner:
+        found = verify(plan, runner.record)
+    screen = render(found, palette=Palette(), width=120)
+    assert found.exit_code == exit_code, screen
+    verdict = found.layouts[0].verdict
+    assert verdict is not None
+    assert [one.cause for one in verdict.remarks] == ["same dropout masks on every rank"], screen
+    if verdict.finding is not None:
+        number = next(
+            i for i, line in enumerate(script.read_text().splitlines(), 1) if line.startswith("        loss =")
+        )
+        assert (verdict.finding.cause, verdict.finding.line) == ("loss scaled", f"{script}:{number}"), screen
+
+
 # reviews_plain and reviews_data_parallel are for one process: on several, each reads all samples, which is found.
 _LIMIT = ["--limit", "2000"]
 _EXAMPLES = {

@@ -112,6 +112,7 @@ _OF_VERIFY = {
         for how in ("ahead", "behind")
     ),
     *(f"same {drawn} on every rank" for drawn in ("dropout masks", "random numbers")),
+    *("{names} and {number} other", "{names} and {number} others", "Not compared:"),
     *("{number} tensors", "{number} updates", "one process", "dropout masks repeat", "random numbers repeat"),
     *("schedule ahead", "schedule behind", "{waiters} and {later} not restored"),
     "{waiters} and {later} and {state} not restored",

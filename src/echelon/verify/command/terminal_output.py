@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from echelon.base.messages.terminal import pad
 from echelon.base.messages.translation import language, translate
-from echelon.base.messages.wrapping import wrap
+from echelon.base.messages.wrapping import num_columns, wrap
 from echelon.base.printable import printable
 from echelon.verify.command.layouts import Layout
 from echelon.verify.command.run_layouts import RunFailure
@@ -119,13 +119,13 @@ def _lines(found: Verification, palette: Palette, width: int) -> Iterator[str]:
         yield from _failure(found.reference_failure.failure, found.reference_failure.request.name, palette, width)
         return
     yield ""
-    names = max(len(one.layout.name) for one in found.layouts)
+    names = max(num_columns(translate(one.layout.name)) for one in found.layouts)
     for one in found.layouts:
         mark = palette.of(one.outcome)
         updates = (
             "the engine is not used" if one.is_copy else f"{_count(one.num_updates, 'update')}, {one.seconds:.1f} s"
         )
-        yield f"  {one.layout.name:<{names}}  {mark}{pad(translate(summary_of(one)), 40)}{palette.reset}  {palette.dim}{translate(updates)}{palette.reset}"
+        yield f"  {pad(translate(one.layout.name), names)}  {mark}{pad(translate(summary_of(one)), 40)}{palette.reset}  {palette.dim}{translate(updates)}{palette.reset}"
     if found.repeated is not None:
         yield from _repetition(found.repeated, palette, width)
         return
@@ -257,6 +257,10 @@ def _limits(found: Verification) -> Iterator[str]:
     for (stage, reason), subjects in groups.items():
         names = list(dict.fromkeys(filter(None, subjects)))
         more = f" and {_count(len(names) - 1, 'other')}" if len(names) > 1 else ""
+        if language():
+            whole = translate(": ".join([*names[:1], reason]))
+            yield f"{translate('Not compared:')}{stage}\uff1a{whole}" + (f" (+{len(names) - 1})" if more else "")
+            continue
         yield f"Not compared: {stage}: {f'{names[0]}{more}: ' if names else ''}{reason}"
     yield from dict.fromkeys(note for verdict in verdicts for note in verdict.notes)
     if absent:
