@@ -15,7 +15,7 @@ from echelon.cli.main import main
 from echelon.verify.command.layouts import Layout, parse_layouts
 from echelon.verify.command.page import render_verification
 from echelon.verify.command.run_layouts import LayoutRun, RunFailure, RunRequest
-from echelon.verify.command.terminal_output import Palette, headline, render
+from echelon.verify.command.terminal_output import Palette, headline, render, shown_line
 from echelon.verify.command.verification import LayoutResult, Verification, VerifyPlan
 from echelon.verify.comparison.cause_catalogue import CAUSES
 from echelon.verify.finding import STAGES, Cell, Coverage, Finding, Verdict
@@ -371,3 +371,13 @@ def test_a_wrong_command_line_exits_with_2(
     code, _, error = _run([places.get(word, word) for word in argv], capsys)
     assert (code, text in error) == (2, True)
     assert "  do:    " in error
+
+
+@pytest.mark.parametrize(("source", "is_said"), [("Trainer(model).train()", True), ("model.train()", False)])
+def test_a_line_that_only_starts_the_trainer_is_said_to_have_no_code_of_the_script(
+    source: str, is_said: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(f"{source}\n")
+    shown = shown_line(f"{tmp_path / 'train.py'}:1")
+    assert shown.endswith("(the Trainer runs this stage; no code of the script takes part in it)") == is_said
+    assert source in shown
