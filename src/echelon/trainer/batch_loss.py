@@ -10,7 +10,6 @@ from torch import nn
 
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import warn
-from echelon.trainer.data.batches import to_device
 from echelon.trainer.data.num_items import WatchedNumber, count_items, ignored_number
 from echelon.trainer.features.pipeline_steps import run_pipeline_step
 from echelon.trainer.hooks import TrainerHooks
@@ -37,17 +36,11 @@ def run_training_step(
     *,
     is_plain: bool = False,
 ) -> torch.Tensor:
-    """Implement ``Trainer.training_step``.
+    """Implement ``Trainer.training_step`` for inputs that are already on the device.
 
-    ``is_plain``: whether no method that a step calls is overridden, so that they need not be called. If not, the inputs are already
-    on the device.
+    ``is_plain``: whether no method that a step calls is overridden, so that the loss can be computed without calling them.
     """
     accelerator = hooks.accelerator
-    if is_plain:
-        if type(inputs) is dict and inputs:
-            inputs = to_device(inputs, accelerator.device)
-        else:
-            inputs = session.points.method("_prepare_inputs")(inputs)
     if session.optimizer.pipeline is not None and model is session.optimizer.pipeline.model:
         if session.interface.overrides_compute_loss:
             raise ConfigError(
@@ -128,15 +121,10 @@ def compute_loss(
     func, smoother, accelerator = hooks.compute_loss_func, hooks.label_smoother, hooks.accelerator
     batch = inputs
     inputs, labels = without_labels(inputs) if func is not None or smoother is not None else (inputs, None)
-    if type(inputs) is dict and num_items is None:  # without call_model
-        outputs = model(**inputs)
-    else:
-        outputs = call_model(hooks, session, model, inputs, num_items)
+    outputs = call_model(hooks, session, model, inputs, num_items)
     if labels is None and not (func is not None and isinstance(inputs, (dict, Mapping))):
-        loss = outputs.get("loss") if isinstance(outputs, dict) else None
-        if type(loss) is not torch.Tensor or loss.dim():  # the rarer outputs, and those of several devices
-            num_devices = accelerator.capabilities.num_devices
-            loss = loss_in(outputs, inputs, model=hooks.model, label_names=hooks.label_names, num_devices=num_devices)
+        num_devices = accelerator.capabilities.num_devices
+        loss = loss_in(outputs, inputs, model=hooks.model, label_names=hooks.label_names, num_devices=num_devices)
         if num_items is not None and loss.dim():
             loss = loss * loss.numel()  # each device divided by all items, and the mean over devices follows
     elif func is None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.accelerator import AcceleratedOptimizer
 from echelon.accelerator.checkpoint.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.memory import clear_device_cache
 from echelon.accelerator.preemption import Preempted
@@ -114,9 +113,7 @@ class TrainingLoop:
         self._evaluate = points.bind("_evaluate", self._evaluate_and_report)
         self._load_rng_state = points.bind("_load_rng_state", self._restore_random_states)
         self._end_step = self._log_evaluate_save_if_due
-        override = points.choose("_maybe_log_save_evaluate", None)
-        self._ends_steps_itself = override is not None
-        if override is not None:
+        if (override := points.choose("_maybe_log_save_evaluate", None)) is not None:
             self._end_step = partial(self._call_override, override)
         points.bind("_maybe_log_save_evaluate", self._log_evaluate_save)
         points.bind("_globalstep_last_logged", self._last_logged)
@@ -202,12 +199,7 @@ class TrainingLoop:
         batches = self.batches = EpochBatches(loader, hooks.accelerator, num_planned=num_planned)
         num_made = 0
         try:
-            # The comparisons here and in _step are those that the called properties begin with; each call takes a microsecond.
-            while not (
-                (not plan.ends_with_data and self._has_all_steps)
-                or cursor.is_read
-                or (cursor.num_batches >= plan.batches_per_epoch and not self._has_more())
-            ):
+            while not self._has_all_steps and not cursor.is_read and self._has_more():
                 made = (
                     self._exact_update(batches, after_reading)
                     if self.is_exact
@@ -425,13 +417,9 @@ class TrainingLoop:
         if args.save_on_exception:
             self._record_boundary()
         self.is_stepping = False
-        control = notify(hooks, "on_step_end")
-        if self._ends_steps_itself:
-            self._end_step()
-        elif control.should_log or control.should_evaluate or control.should_save:
-            self._log_evaluate_save()
-        if hooks.accelerator.preemption.member is not None:
-            self._stop_if_preempted(is_new_step=True)
+        notify(hooks, "on_step_end")
+        self._end_step()
+        self._stop_if_preempted(is_new_step=True)
 
     def _log_evaluate_save_if_due(self) -> None:
         control = self.hooks.control
@@ -614,10 +602,7 @@ class TrainingLoop:
         return metrics
 
     def _first_learning_rate(self) -> float:
-        optimizer = self.hooks.optimizer
-        if type(optimizer) is AcceleratedOptimizer:
-            optimizer = optimizer.optimizer  # as its param_groups does, without another call
-        rate: float = optimizer.param_groups[0]["lr"]
+        rate: float = self.hooks.optimizer.param_groups[0]["lr"]
         return rate
 
     def _clip(self, model: nn.Module) -> Any:

@@ -239,6 +239,7 @@ class Trainer(TrainerInternals):
         """
         session = self._session
         if self.accelerator.session.layout is None and session.points.are_steps_plain():
+            inputs = self._prepare_inputs(inputs)
             return run_training_step(self, session, model, inputs, num_items_in_batch, is_plain=True)
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
         with context():

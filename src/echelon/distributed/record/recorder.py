@@ -152,9 +152,7 @@ class ProcessRecorder:
         self._next_ns = now + _EVERY_NS
         if self._steps is None:
             self._steps = self._start(optimizer)
-        if (
-            self._steps is None
-        ):  # not again at each step, because it asks the store whether rank 0 has told the run's name
+        if self._steps is None:  # not again at each step: it asks the store whether rank 0 has told the run's name
             self._next_ns = now + _RETRY_NS
             return
         self._steps.memory_mb = used_memory_mb(self._device)

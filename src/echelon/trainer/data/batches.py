@@ -15,12 +15,6 @@ __all__ = ["batch_size", "concatenate", "cut", "detach", "fill", "map_tensors", 
 
 def to_device(data: Any, device: torch.device) -> Any:
     """Move ``data`` to ``device``; return the same object if it is already there."""
-    if type(data) is dict:  # the usual batch, at every step, without another call
-        for part in data.values():
-            if type(part) is not torch.Tensor or part.device != device:
-                break
-        else:
-            return data
     return data if _is_on(data, device) else map_tensors(lambda tensor: tensor.to(device), data)
 
 
