@@ -159,9 +159,12 @@ def _heard(name: str, note: Path | None = None) -> Iterator[list[str]]:
 
 
 def _told(folder: Path) -> list[str]:
-    with _job(folder, "fsdp2") as job, _heard("echelon.distributed.peer_responder") as heard:
+    is_heard = folder / "heard"
+    with _job(folder, "fsdp2") as job, _heard("echelon.distributed.peer_responder", is_heard) as heard:
         if dist.get_rank() == 0:
             _text_of(job.get_state_dict)
+            while not is_heard.exists():  # a thread of rank 1 logs it, while its program waits in forward
+                time.sleep(0.01)
         job.forward()
         return heard
 
