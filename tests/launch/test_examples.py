@@ -94,7 +94,7 @@ STARTERS = {"python": (None, 1, 4), "launch": (LAUNCH, 2, 2), "torchrun": (TORCH
     ("example", "starters"),
     [
         ("mnist_ddp", ["python"]),
-        ("mnist_accelerator", ["launch"]),
+        pytest.param("mnist_accelerator", ["launch"], marks=pytest.mark.soak),
         ("mnist_trainer", ["python"]),
         pytest.param("mnist_accelerator", ["python"], marks=pytest.mark.soak),
         *(
