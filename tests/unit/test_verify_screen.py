@@ -373,6 +373,20 @@ def test_a_wrong_command_line_exits_with_2(
     assert "  do:    " in error
 
 
+@pytest.mark.parametrize("name", ["verify", "tune"])
+def test_a_syntax_error_names_the_line_of_the_script(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("a = 1\nb = )\n")
+    with pytest.raises(SystemExit) as end:
+        main([name, str(path)])
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert f"  where: {path}:2: b = )" in error
+    assert "  do:    fix this line" in error
+
+
 @pytest.mark.parametrize(("source", "is_said"), [("Trainer(model).train()", True), ("model.train()", False)])
 def test_a_line_that_only_starts_the_trainer_is_said_to_have_no_code_of_the_script(
     source: str, is_said: bool, tmp_path: Path

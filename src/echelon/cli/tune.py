@@ -20,6 +20,7 @@ from echelon.base.messages.terminal import align_columns, say
 from echelon.base.messages.translation import translate
 from echelon.cli.help.completion import complete_paths
 from echelon.launch.interrupts import Interrupted, handle_signals
+from echelon.launch.script import Script, check
 from echelon.status.strict_json import dumps
 
 if TYPE_CHECKING:  # they import numpy or torch
@@ -54,6 +55,7 @@ def command(ctx: click.Context, script: str, args: tuple[str, ...], *, seconds: 
     """
     if not Path(script).is_file():
         raise UsageError(f"{script} is not a file", where="SCRIPT", do="pass the path of a Python script")
+    check(Script(kind="script", target=script, args=()))
     from echelon.tune.candidates import candidates  # noqa: PLC0415 - torch and numpy, which --help does not need
 
     tried, skipped = candidates(cpu=cpu)

@@ -23,6 +23,7 @@ from echelon.base.printable import printable
 from echelon.cli.help.completion import complete_folders, complete_paths
 from echelon.cli.help.pages import spelled
 from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
+from echelon.launch.script import Script, check
 from echelon.status.strict_json import dumps
 
 if TYPE_CHECKING:  # these import torch
@@ -190,8 +191,11 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
 def _check(script: str, flags: dict[str, Any]) -> None:
     """Raise an error for what can be seen before torch is imported."""
     for name, path in (("SCRIPT", script), ("--against", flags["against"])):
-        if path is not None and not Path(path).is_file():
+        if path is None:
+            continue
+        if not Path(path).is_file():
             raise UsageError(f"{path} is not a file", where=name, do="pass the path of a Python script")
+        check(Script(kind="script", target=path, args=()))
     if flags["against"] is not None and flags["against_run"] is not None:
         raise UsageError(
             "--against and --against_run are mutually exclusive",

@@ -73,7 +73,7 @@ _OF_ITEMS = (
 _ITEMS = {
     "num_items": _OF_ITEMS,
     "compute_loss": 'in compute_loss(), sum the loss (reduction="sum"), and return loss * self.accelerator.num_processes / num_items_in_batch; '
-    "the Trainer passes num_items_in_batch if the model's forward() takes **kwargs",
+    "add **kwargs to the model's forward(), without which num_items_in_batch is None",
     "compute_loss_func": 'in the function that is passed as compute_loss_func=, sum the loss (reduction="sum") and divide it by its argument '
     "num_items_in_batch",
     "model": 'in the model\'s forward(self, ..., **kwargs), sum the loss (reduction="sum") and divide it by kwargs["num_items_in_batch"], '
