@@ -147,18 +147,18 @@ def test_each_layout_is_compared_with_one_process_that_takes_the_samples_of_all_
     runs = _Runs(lambda request: _write(request, value=1.0 + 0.01 * request.layout.num_processes))
     found = verify(_plan(tmp_path, "1,2,4"), runs.record, compare=_compare_weights)
     assert runs.names == [
-        "one process",
+        "reference (one process)",
         "1 process",
         "2 processes",
-        "one process, 2 batches merged",
-        "one process in float64",
+        "reference, 2 batches of the loader in one",
+        "reference in float64",
         "4 processes",
-        "one process, 4 batches merged",
-        "one process in float64",
+        "reference, 4 batches of the loader in one",
+        "reference in float64",
     ]
     assert [one.outcome for one in found.layouts] == ["same"] * 3
     assert [one.batch_factor for one in found.layouts] == [1, 2, 4]
-    assert [(r.batch_factor, r.is_float64) for r in runs.requests if r.name.startswith("one")] == [
+    assert [(r.batch_factor, r.is_float64) for r in runs.requests if r.name.startswith("reference")] == [
         (1, False),
         (2, False),
         (2, True),
@@ -172,10 +172,10 @@ def test_a_reference_is_run_once_for_all_engines(tmp_path: Path) -> None:
     runs = _Runs(lambda request: _write(request, value=1.0 + 0.01 * request.layout.num_processes))
     verify(_plan(tmp_path, "2", "ddp,zero1,fsdp2"), runs.record, compare=_compare_weights)
     assert runs.names == [
-        "one process",
+        "reference (one process)",
         "2 processes, ddp",
-        "one process, 2 batches merged",
-        "one process in float64",
+        "reference, 2 batches of the loader in one",
+        "reference in float64",
         "2 processes, zero1",
         "2 processes, fsdp2",
     ]
@@ -184,7 +184,7 @@ def test_a_reference_is_run_once_for_all_engines(tmp_path: Path) -> None:
 def test_engines_that_the_script_does_not_use_are_one_layout(tmp_path: Path) -> None:
     runs = _Runs(lambda request: _write(request, engine=""))
     found = verify(_plan(tmp_path, "2", "ddp,zero1"), runs.record, compare=_compare_weights)
-    assert runs.names == ["one process", "2 processes, ddp", "one process, 2 batches merged"]
+    assert runs.names == ["reference (one process)", "2 processes, ddp", "reference, 2 batches of the loader in one"]
     assert [(one.layout.engine, one.outcome, one.is_copy) for one in found.layouts] == [
         ("ddp", "same", False),
         ("zero1", "same", True),
@@ -194,7 +194,7 @@ def test_engines_that_the_script_does_not_use_are_one_layout(tmp_path: Path) -> 
 def test_no_batches_are_merged_where_the_global_batch_does_not_depend_on_the_processes(tmp_path: Path) -> None:
     runs = _Runs(lambda request: _write(request, batch_size=4 // request.layout.num_processes))
     found = verify(_plan(tmp_path, "2,4"), runs.record, compare=_compare_weights)
-    assert runs.names == ["one process", "2 processes", "4 processes"]
+    assert runs.names == ["reference (one process)", "2 processes", "4 processes"]
     assert [(one.outcome, one.batch_factor) for one in found.layouts] == [("same", 1), ("same", 1)]
 
 
@@ -224,7 +224,7 @@ def test_bitwise_parity_gets_no_tolerance(tmp_path: Path) -> None:
     runs = _Runs(write)
     found = verify(_plan(tmp_path, "2"), runs.record, compare=_compare_weights)
     assert found.layouts[0].outcome == "different"
-    assert "one process in float64" not in runs.names
+    assert "reference in float64" not in runs.names
 
 
 def test_a_difference_is_an_error_only_if_the_script_repeats_itself(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_difference_is_an_error_only_if_the_script_repeats_itself(tmp_path: Pa
 
     runs = _Runs(unseeded)
     found = verify(_plan(tmp_path, "2"), runs.record, compare=_compare_weights)
-    assert runs.names[-1] == "one process, repeated"
+    assert runs.names[-1] == "reference, repeated"
     assert found.repeated is not None
     assert found.repeated.stage == "optimizer"
     assert found.exit_code == 2
@@ -245,7 +245,7 @@ def test_a_difference_is_an_error_only_if_the_script_repeats_itself(tmp_path: Pa
 def test_a_script_that_fails_on_one_process_is_run_on_no_other_layout(tmp_path: Path) -> None:
     runs = _Runs(lambda request: RunFailure(what="rank 0 failed first: ValueError: no"))
     found = verify(_plan(tmp_path), runs.record, compare=_compare_weights)
-    assert runs.names == ["one process"]
+    assert runs.names == ["reference (one process)"]
     assert found.exit_code == 2
     assert found.reference_failure is not None
 

@@ -102,7 +102,7 @@ class References:
 
     def repeat(self, reference: Reference) -> Trace | LayoutRun:
         """Run ``reference`` once more, to see whether the script repeats itself."""
-        request = self._request(reference.batch_factor, name="one process, repeated", suffix="-again")
+        request = self._request(reference.batch_factor, name="reference, repeated", suffix="-again")
         run = self._record(request)
         return run if run.failure is not None else read_trace(request.folder)
 
@@ -118,14 +118,14 @@ class References:
         return Reference(batch_factor=factor, trace=read_trace(own), seconds=0.0, float64=trace)
 
     def _run(self, factor: int) -> Reference | LayoutRun:
-        name = "one process" if factor == 1 else f"one process, {factor} batches merged"
+        name = "reference (one process)" if factor == 1 else f"reference, {factor} batches of the loader in one"
         run = self._record(self._request(factor, name=name))
         if run.failure is not None:
             return run
         return Reference(batch_factor=factor, trace=read_trace(run.request.folder), seconds=run.seconds)
 
     def _run_float64(self, reference: Reference) -> Reference:
-        request = self._request(reference.batch_factor, name="one process in float64", suffix="-float64")
+        request = self._request(reference.batch_factor, name="reference in float64", suffix="-float64")
         run = self._record(replace(request, is_float64=True))
         if run.failure is not None:
             return replace(reference, float64_failure=run.failure)
@@ -137,7 +137,7 @@ class References:
         errors.parent.mkdir(parents=True, exist_ok=True)
         errors.write_text(json.dumps(gradient_errors(reference.trace, reference.float64)), encoding="utf-8")
         for seed in range(1, _NUM_PERTURBED + 1):
-            name = f"one process, rounding check {seed}/{_NUM_PERTURBED}"
+            name = f"reference, rounding check {seed}/{_NUM_PERTURBED}"
             request = self._request(factor, name=name, suffix=f"-perturbed-{seed}")
             if self._record(replace(request, perturbation=seed, gradient_errors=errors)).failure is None:
                 yield read_trace(request.folder)

@@ -138,7 +138,7 @@ def verify(
     """
     began = time.monotonic()
     base = RunRequest(
-        name="one process",
+        name="reference (one process)",
         layout=Layout(num_processes=1),
         script=plan.against or plan.script,
         arguments=plan.arguments,
