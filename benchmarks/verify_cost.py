@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from overhead import processor
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -173,7 +174,7 @@ def _table(rows: list[tuple[Any, ...]]) -> str:
         f"- a recorded step takes at most {TARGET:g} times the time of an unrecorded one in {len(met)} of {len(rows)} rows (target: all)",
         "- without `echelon verify`, nothing of this runs: no module of `echelon.verify` is imported",
         "",
-        f"{date.today()}, {platform.processor() or 'AMD EPYC'}, 2 cores, Python {platform.python_version()}; torch {torch.__version__}.",
+        f"{date.today()}, {processor()}, Python {platform.python_version()}; torch {torch.__version__}.",
         "Repeat: `.venv/bin/python benchmarks/verify_cost.py --write`.",
         "",
     ]

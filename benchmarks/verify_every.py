@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from overhead import processor
 from torch import nn
 
 from echelon import Accelerator
@@ -155,7 +156,7 @@ def _table(rows: list[tuple[Any, ...]], arguments: argparse.Namespace, counting:
         "  the Python around them, of which the optimizer's repeated step is about a fifth, hooks and sketches of local gradients a fifth, sketches",
         "  of the reduced and the clipped gradient a quarter, and the comparison a sixth",
         "",
-        f"{date.today()}, {platform.processor() or 'AMD EPYC'}, 2 cores, Python {platform.python_version()}; torch {torch.__version__}.",
+        f"{date.today()}, {processor()}, Python {platform.python_version()}; torch {torch.__version__}.",
         f"Repeat: `.venv/bin/python benchmarks/verify_every.py --turns {arguments.turns} --models {arguments.models} --write`.",
         "",
     ]

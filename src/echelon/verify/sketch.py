@@ -382,8 +382,8 @@ def _sketch_run(values: torch.Tensor, first: int) -> Sketch:
         if not math.isfinite(square):
             _make_nan_equal(rows.values)
         _mix(rows.bits, rows.mixed, values.dtype)
-        np.multiply(rows.mixed, rows.keys, out=rows.mixed)
-        bits += int(np.add.reduce(rows.mixed)) * _signs_and_key_of_chunk(number)[1]
+        # In one pass over both; `@` of integers takes longer.
+        bits += int(np.einsum("i,i->", rows.mixed, rows.keys)) * _signs_and_key_of_chunk(number)[1]
         if not math.isfinite(square):
             num_nonfinite += _remove_nonfinite(rows.values)
             square = rows.square_sum()
