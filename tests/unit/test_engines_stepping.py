@@ -177,6 +177,20 @@ def test_a_scheduler_knows_that_the_optimizer_has_stepped(recwarn: pytest.Warnin
     assert torch.equal(parameters[0], start.add(parameters[0].grad, alpha=-0.05))
 
 
+@pytest.mark.parametrize("result", [1, (1, 2, 3), [(), {}]])
+def test_a_hook_that_returns_something_else_is_refused_as_by_torch(result: Any) -> None:
+    _, optimizer = _with_gradients(torch.optim.SGD)
+    handle = register_optimizer_step_pre_hook(lambda *_: result)
+    try:
+        with pytest.raises(RuntimeError) as refused:
+            optimizer.step()
+        with pytest.raises(RuntimeError) as found:
+            take_step(optimizer)
+    finally:
+        handle.remove()
+    assert str(found.value) == str(refused.value)
+
+
 def test_no_profiler_region_is_entered_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     _, optimizer = _with_gradients(torch.optim.SGD)
 

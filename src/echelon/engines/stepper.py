@@ -109,8 +109,12 @@ def take_step(optimizer: Optimizer) -> None:
     kwargs: dict[str, Any] = {}
     for hook in tuple(torch_optimizer._global_optimizer_pre_hooks.values()):
         replaced: Any = hook(optimizer, args, kwargs)
-        if replaced is not None:
+        if isinstance(replaced, tuple) and len(replaced) == 2:
             args, kwargs = replaced
+        elif replaced is not None:
+            raise RuntimeError(
+                f"{step.__wrapped__} must return None or a tuple of (new_args, new_kwargs), but got {replaced}."
+            )
     step.__wrapped__(*args, **kwargs)
 
 
