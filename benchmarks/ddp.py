@@ -113,7 +113,8 @@ def report(found: Found, rounds: int, steps: int) -> str:
                     f'- `parity="{name}"` takes {ratio:.3f} times the {kind} time of DDP by hand (target: {LIMITS[name]}, {verdict})'
                 )
         times = " | ".join(f"{statistics.median(one[i] for one in pairs):.1f}" for i in (WALL, 2 + WALL, CPU, 2 + CPU))
-        rows.append(f"| {name} | {times} | {' | '.join(cells)} |")
+        label = f"echelon, {name}" if name in LIMITS else name
+        rows.append(f"| {label} | {times} | {' | '.join(cells)} |")
     return f"""## A DDP step
 
 {RANKS} gloo processes with one thread each, {sum(p.numel() for p in net().parameters()) / 1e6:.1f} million parameters, AdamW, {BATCH // RANKS} samples per process, a map-style dataset.
