@@ -136,10 +136,11 @@ def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch
 
 @pytest.mark.parametrize(("kind", "layout"), _CASES)
 def test_split_layers_train_like_one_process(kind: str, layout: str) -> None:
-    """float64: the sums are in another order. Gradients after the first follow from weights that AdamW has moved apart by 1e-14."""
+    """float64: the sums are in another order. AdamW divides by a gradient's own size, and so amplifies the rounding errors of small
+    gradients: its weights differ by up to 1.05e-12, depending on the processor."""
     sizes = LAYOUTS[layout]
     runs = run_on_ranks(_trained, kind, sizes, world_size=math.prod(sizes.values()), timeout=120)
-    assert_like(runs, plain(kind), weights=1e-12)
+    assert_like(runs, plain(kind), weights=4e-12)
     for other in runs[1:]:
         assert other.norms == runs[0].norms
         for mine, theirs in zip(runs[0].gradients, other.gradients):  # also of layers that every rank computes whole
@@ -191,7 +192,7 @@ def assert_like(runs: list[PlainRun], expected: PlainRun, *, weights: float) -> 
     for mine, theirs in zip(run.gradients, expected.gradients):
         assert largest_difference(mine, theirs, relative=True) < weights
     # Of later updates, norms and losses follow from weights that differ by their bound.
-    later = 1e-14 if weights <= 1e-12 else weights
+    later = 1e-14 if weights <= 4e-12 else weights
     for found, plain_ones in ((run.norms, expected.norms), (run.losses, expected.losses)):
         assert found == pytest.approx(plain_ones, rel=later, abs=0)
         assert found[0] == pytest.approx(plain_ones[0], rel=1e-14, abs=0)
@@ -230,7 +231,7 @@ def test_models_that_transformers_has_split_train_like_one_process(tied: bool, l
     kind, sizes = "llama tied" if tied else "llama", LAYOUTS[layout]
     _save_pretrained(build(kind), tmp_path)
     runs = run_on_ranks(_trained_presharded, sizes, str(tmp_path), world_size=math.prod(sizes.values()), timeout=180)
-    assert_like(runs, plain(kind), weights=1e-12)
+    assert_like(runs, plain(kind), weights=4e-12)
 
 
 def _other_sizes(folder: str) -> None:
