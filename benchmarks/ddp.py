@@ -32,8 +32,8 @@ from echelon.distributed import process_group
 BY_HAND = "DDP by hand"
 LIMITS = {"off": 1.01, "exact": 1.03}
 WARM_UP = 17
-"""Pairs of a round that are not measured. echelon compares the ranks' weights before steps 1, 2, 3, 5, 9, 17, 33, ...; these come here,
-because in a run of 1,000 steps they add up to less than 0.1 %."""
+"""Pairs of a round that are not measured. echelon compares the ranks' weights before steps 1, 2, 3, 5, 9, 17, 33, 65, ...: the later ones are
+measured, but are too few to move a median."""
 Loop = tuple[Any, Any, Any, Callable[[torch.Tensor], None]]
 """The model, the optimizer, the loader, and the backward pass of a loss."""
 
