@@ -38,7 +38,7 @@ Loop = tuple[Any, Any, Any, Callable[[torch.Tensor], None]]
 """The model, the optimizer, the loader, and the backward pass of a loss."""
 
 
-def build(name: str, data: Samples) -> tuple[Loop, Callable[[], None]]:
+def build(name: str, data: Samples) -> tuple[Loop, Callable[[], Any]]:
     """Return the parts of a loop, and a function that releases them."""
     model: Any = net()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -49,7 +49,7 @@ def build(name: str, data: Samples) -> tuple[Loop, Callable[[], None]]:
     accelerator = Accelerator(cpu=True, parity=name, step_scheduler_with_optimizer=False)
     loader = DataLoader(data, batch_size=BATCH if name == "exact" else BATCH // RANKS, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    return (model, optimizer, loader, accelerator.backward), lambda: accelerator.free_memory() and None
+    return (model, optimizer, loader, accelerator.backward), accelerator.free_memory
 
 
 def updates_of(loop: Loop) -> Iterator[tuple[float, float]]:
