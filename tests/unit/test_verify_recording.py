@@ -229,6 +229,36 @@ def test_a_large_gradient_that_changes_after_the_backward_pass_is_summarized_aga
     assert local["bias"].bits == reduced["bias"].bits
 
 
+def test_the_state_of_large_tensors_is_summarized_in_turns(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100), nn.Linear(100, 2))
+    copies: list[dict[str, torch.Tensor]] = []
+
+    def script() -> None:
+        optimizer = torch.optim.Adam(model.parameters())
+        for number in range(11):
+            model(torch.randn(4, 100, generator=torch.Generator().manual_seed(number))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state = {name: optimizer.state[one] for name, one in model.named_parameters()}
+            copies.append({f"0:{name}/{key}": one[key].clone() for name, one in state.items() for key in one})
+
+    events = _record(tmp_path, script, steps=10)
+    recorded = [_named(event) for event in _of(events, OptimizerState)]
+    assert len(recorded) == 10
+    large = {f"0:{layer}.weight/{key}" for layer in (0, 1) for key in ("exp_avg", "exp_avg_sq")}
+    small = copies[0].keys() - large
+    assert "0:2.weight/exp_avg" in small
+    updates_of = {name: [update for update, one in enumerate(recorded) if name in one] for name in copies[0]}
+    assert all(updates_of[name] == list(range(10)) for name in small)
+    for name in large:
+        assert {0, 1, 9} <= set(updates_of[name])
+        assert [sum(first <= update < first + 4 for update in updates_of[name]) for first in range(2, 6)] == [1] * 4
+    for update, one in enumerate(recorded):
+        assert {name: sketch.bits for name, sketch in one.items()} == {
+            name: sketch_of(copies[update][name]).bits for name in one
+        }
+
+
 def test_clipping_is_seen_however_it_is_called(tmp_path: Path) -> None:
     def script() -> None:
         model = _net()

@@ -20,18 +20,22 @@ def _assert_equal(one: Sketch, other: Sketch) -> None:
     assert one.square_sum == pytest.approx(other.square_sum, rel=1e-12)
 
 
-@pytest.mark.parametrize("cuts", [(0, 100, 300), (0, 1, 150, 299, 300), (0, 0, 300)])
-def test_sketches_of_row_shards_add_up(cuts: tuple[int, ...]) -> None:
-    whole = torch.randn(SHAPE)
-    parts = [sketch_of(whole[a:b], offset=a * SHAPE[1]) for a, b in pairwise(cuts)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("cuts", [(0, 100, 300), (0, 1, 150, 299, 300), (0, 0, 300), (0, 91, 300)])
+def test_sketches_of_row_shards_add_up(cuts: tuple[int, ...], dtype: torch.dtype) -> None:
+    whole = torch.randn(SHAPE, dtype=dtype)
+    # Also shards that begin at an odd element: float32 numbers are hashed in pairs.
+    numbers = SHAPE[1] * (2 if dtype.is_complex else 1)
+    parts = [sketch_of(whole[a:b], offset=a * numbers) for a, b in pairwise(cuts)]
     total = parts[0]
     for part in parts[1:]:
         total = total + part
     _assert_equal(total, sketch_of(whole))
 
 
-def test_sketches_of_column_shards_add_up() -> None:
-    whole, index = torch.randn(SHAPE), np.arange(SHAPE[0] * SHAPE[1]).reshape(SHAPE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sketches_of_column_shards_add_up(dtype: torch.dtype) -> None:
+    whole, index = torch.randn(SHAPE, dtype=dtype), np.arange(SHAPE[0] * SHAPE[1]).reshape(SHAPE)
     first, second = (
         sketch_of(whole[:, part], offset=index[:, part].reshape(-1)) for part in (slice(0, 5), slice(5, None))
     )
@@ -45,6 +49,14 @@ def test_small_shards_far_into_a_tensor_add_up() -> None:
     for part in parts[1:]:
         total = total + part
     _assert_equal(total, sketch_of(whole))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 98_016])
+def test_a_view_into_a_tensor_has_the_bits_of_its_copy(offset: int) -> None:
+    memory = torch.randn(200_001)
+    for begin in range(3):  # not at an address at which an int64 number may begin
+        view = memory[begin : begin + 150_000]
+        assert sketch_of(view, offset=offset).bits == sketch_of(view.clone(), offset=offset).bits
 
 
 def test_many_tensors_in_one_call() -> None:
@@ -61,6 +73,12 @@ def test_many_tensors_in_one_call() -> None:
         (torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0])),
         (torch.tensor([0.0]), torch.tensor([-0.0])),
         (torch.ones(40_000), -torch.ones(40_000)),
+        (
+            torch.ones(40_000),
+            torch.ones(40_000) * (1 - 2 * ((torch.arange(40_000) == 7) | (torch.arange(40_000) == 9)).float()),
+        ),
+        (torch.zeros(40_000), torch.zeros(40_000) * (1 - 2 * (torch.arange(40_000) % 2).float())),
+        (torch.zeros(10), torch.zeros(10) * (1 - 2 * (torch.arange(10) % 2).float())),
         (torch.tensor([1.0]), torch.tensor([1.0 + 2**-23])),
         (torch.tensor([1.0], dtype=torch.float64), torch.tensor([1.0 + 2**-52], dtype=torch.float64)),
     ],

@@ -28,12 +28,14 @@ _COLUMNS = 1021
 """Elements whose buckets repeat after them: a prime, so that the elements of one column of a matrix get different ones."""
 _CHUNK = 96 * _COLUMNS
 """Elements; what is drawn for the first chunk is used for all chunks, each with other signs and keys of its own."""
-_SMALL = 2**12  # elements; smaller tensors are summarized together
+_FEW_ROWS = 8
+_SMALL = 2**13  # elements; smaller tensors are summarized together
 _FEW = 2**14  # elements of small tensors together, which are written as they are
 _MODULUS = 1 << 64
 _NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
-"""Of their numbers in float64, the lowest ``_NUM_ZEROS`` bits are zeros."""
-_NUM_ZEROS = 29
+"""Their numbers are hashed as float32; those of other dtypes, as float64."""
+_ODD_KEY = (1 << 32) + 1
+"""The key of the second element of a pair is that of the first one times this: see ``_add_upper_half``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,22 +205,24 @@ def sketches_of(tensors: Sequence[torch.Tensor], positions: Sequence[Positions] 
             flat = flat.detach() if len(tensors) > 1 else flat.detach().clone()
             return Sketches(None, None, Raw(flat.numpy(), tuple(sizes)))
         return _sketch_together(tensors, sizes, None)
-    sketches: list[Any] = [None] * len(tensors)
+    numbers, counts = np.empty((len(tensors), NUM_BUCKETS + 1)), np.empty((len(tensors), 3), dtype=np.int64)
     small = []
-    for number, tensor in enumerate(tensors):
-        where = 0 if positions is None else positions[number]
-        if not isinstance(where, int):
-            sketches[number] = _sketch_listed(_flat(tensor), where)
-        elif sizes[number] <= _SMALL:
-            small.append(number)
+    for row, tensor in enumerate(tensors):
+        where = 0 if positions is None else positions[row]
+        if isinstance(where, int) and sizes[row] <= _SMALL:
+            small.append(row)
+            continue
+        values = _flat(tensor)
+        if isinstance(where, int):
+            numbers[row, -1], bits, num_nonfinite = _sketch_run(values, where, numbers[row, :-1])
         else:
-            sketches[number] = _sketch_run(_flat(tensor), where)
+            numbers[row, -1], bits, num_nonfinite = _sketch_listed(values, where, numbers[row, :-1])
+        counts[row] = _signed(bits % _MODULUS), values.numel(), num_nonfinite
     if small:
-        offsets: Any = None if positions is None else [positions[number] for number in small]
-        together = _sketch_together([tensors[number] for number in small], [sizes[number] for number in small], offsets)
-        for number, sketch in zip(small, together, strict=True):
-            sketches[number] = sketch
-    return Sketches.of(sketches)
+        offsets: Any = None if positions is None else [positions[row] for row in small]
+        found = _sketch_together([tensors[row] for row in small], [sizes[row] for row in small], offsets)
+        numbers[small], counts[small] = found.numbers, found.counts
+    return Sketches(numbers, counts)
 
 
 def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
@@ -242,7 +246,10 @@ class _Layout:
         self.counts = np.array(sizes, dtype=np.int64)
         drawn = [_drawn_at(np.arange(offset, offset + size)) for size, offset in zip(sizes, offsets, strict=True)]
         self.signs = np.concatenate([one.signs for one in drawn])
-        self.keys = np.concatenate([one.keys for one in drawn])
+        self.keys = {
+            is_narrow: np.concatenate([one.narrow_keys if is_narrow else one.keys for one in drawn])
+            for is_narrow in (True, False)
+        }
         self.buckets = np.concatenate([number * NUM_BUCKETS + one.buckets for number, one in enumerate(drawn)])
         """Bucket of each element, numbered over all tensors."""
         self.tensor = torch.zeros(total, dtype=torch.float64)
@@ -308,8 +315,7 @@ def _sketch_together(tensors: Sequence[torch.Tensor], sizes: Sequence[int], offs
         _make_nan_equal(values)
     mixed = np.empty(values.shape, dtype=np.int64)
     for dtype, place in layout.parts(tensors):
-        _mix(values[place].view(np.int64), mixed[place], dtype)
-    np.multiply(mixed, layout.keys, out=mixed)
+        np.multiply(_hashed(values[place], dtype), layout.keys[dtype in _NARROW][place], out=mixed[place])
     counts[:, 0] = np.add.reduceat(mixed, starts)
     counts[:, 1] = layout.counts
     if not math.isfinite(np.add.reduce(squares)):
@@ -337,31 +343,27 @@ def _sketch_not_empty(tensors: Sequence[torch.Tensor], sizes: Sequence[int], off
     return Sketches(numbers, counts)
 
 
-def _sketch_listed(values: torch.Tensor, positions: np.ndarray) -> Sketch:
-    """Return the sketch of the elements at ``positions`` of the whole tensor."""
-    projection = np.zeros(NUM_BUCKETS)
+def _sketch_listed(values: torch.Tensor, positions: np.ndarray, out: np.ndarray) -> tuple[float, int, int]:
+    """Write the projection of the elements at ``positions`` of the whole tensor to ``out``.
+
+    Returns:
+        The sum of squares, the sum of hashes and the number of elements that are not finite.
+    """
+    out[:] = 0.0
     square_sum, bits, num_nonfinite = 0.0, 0, 0
     for begin in range(0, len(positions), _CHUNK):
         drawn = _drawn_at(positions[begin : begin + _CHUNK])
         part = values[begin : begin + _CHUNK].to(torch.float64, copy=True).numpy()
         _make_nan_equal(part)
-        mixed = np.empty(part.shape, dtype=np.int64)
-        _mix(part.view(np.int64), mixed, values.dtype)
-        bits += int(mixed @ drawn.keys)
+        bits += int(_hashed(part, values.dtype) @ drawn.keys_of(values.dtype))
         num_nonfinite += _remove_nonfinite(part)
         square_sum += float(part @ part)
-        projection += np.bincount(drawn.buckets, weights=part * drawn.signs, minlength=NUM_BUCKETS)
-    return Sketch(
-        projection=projection,
-        square_sum=square_sum,
-        bits=bits % _MODULUS,
-        num_elements=len(positions),
-        num_nonfinite=num_nonfinite,
-    )
+        out += np.bincount(drawn.buckets, weights=part * drawn.signs, minlength=NUM_BUCKETS)
+    return square_sum, bits, num_nonfinite
 
 
-def _sketch_run(values: torch.Tensor, first: int) -> Sketch:
-    """Return the sketch of consecutive elements, from the element ``first`` of the whole tensor on.
+def _sketch_run(values: torch.Tensor, first: int, out: np.ndarray) -> tuple[float, int, int]:
+    """Do the same for consecutive elements, from the element ``first`` of the whole tensor on.
 
     Chunk by chunk, because a chunk in float64 with its signs and keys fits into the processor's cache.
     """
@@ -369,7 +371,7 @@ def _sketch_run(values: torch.Tensor, first: int) -> Sketch:
     chunks = range(first // _CHUNK, -(-(first + count) // _CHUNK))
     columns = np.empty((len(chunks), _COLUMNS))
     square_sum, bits, num_nonfinite = 0.0, 0, 0
-    for place, number in enumerate(chunks):
+    for number, into in zip(chunks, columns, strict=True):
         start = number * _CHUNK
         begin, end = max(first - start, 0), min(first + count - start, _CHUNK)
         rows = _rows(begin // _COLUMNS, -(-end // _COLUMNS))
@@ -377,28 +379,38 @@ def _sketch_run(values: torch.Tensor, first: int) -> Sketch:
             rows.tensor[rows.begin : begin] = 0
         if rows.end != end:
             rows.tensor[end : rows.end] = 0
-        rows.tensor[begin:end].copy_(values[start + begin - first : start + end - first])
+        part = values[start + begin - first : start + end - first]
+        rows.tensor[begin:end].copy_(part)
         square = rows.square_sum()
         if not math.isfinite(square):
             _make_nan_equal(rows.values)
-        _mix(rows.bits, rows.mixed, values.dtype)
-        # In one pass over both; `@` of integers takes longer.
-        bits += int(np.einsum("i,i->", rows.mixed, rows.keys)) * _signs_and_key_of_chunk(number)[1]
+            part = rows.tensor[begin:end].to(values.dtype)
+        bits += _bits_of_run(part, begin) * _signs_and_key_of_chunk(number)[1]
         if not math.isfinite(square):
             num_nonfinite += _remove_nonfinite(rows.values)
             square = rows.square_sum()
         square_sum += square
-        np.einsum("ij,ij->j", rows.table, rows.signs, out=columns[place])
+        np.einsum("ij,ij->j", rows.table, rows.signs, out=into)
     # In all rows, a column has the same bucket.
-    chunk_signs = np.stack([_signs_and_key_of_chunk(number)[0] for number in chunks])
-    projection = np.einsum("cb,cb->b", columns @ _buckets_of_columns(), chunk_signs)
-    return Sketch(
-        projection=projection,
-        square_sum=square_sum,
-        bits=bits % _MODULUS,
-        num_elements=count,
-        num_nonfinite=num_nonfinite,
-    )
+    np.einsum("cb,cb->b", columns @ _buckets_of_columns(), _signs_of_chunks(chunks), out=out)
+    return square_sum, bits, num_nonfinite
+
+
+def _bits_of_run(values: torch.Tensor, begin: int) -> int:
+    """Return the sum of the hashes of consecutive elements of the first chunk, from the element ``begin`` on."""
+    drawn, count = _first_chunk(), values.numel()
+    if values.dtype not in _NARROW:
+        words, keys = values.to(torch.float64).numpy().view(np.int64), drawn.keys[begin : begin + count]
+    elif values.dtype is torch.float32 and not (begin % 2 or count % 2 or values.data_ptr() % 8):
+        words, keys = values.numpy().view(np.int64), _pair_keys()[begin // 2 : (begin + count) // 2]
+    else:  # a zero adds nothing: pairs of which a half is not in the run are filled with it
+        first, last = begin // 2, -(-(begin + count) // 2)
+        pairs = np.zeros(2 * (last - first), dtype=np.float32)
+        torch.from_numpy(pairs)[begin - 2 * first :][:count].copy_(values)
+        words, keys = pairs.view(np.int64), _pair_keys()[first:last]
+    mixed = _add_upper_half(words, _space()[1][: len(words)])
+    # In one pass over both; `@` of integers takes longer.
+    return int(np.einsum("i,i->", mixed, keys))
 
 
 def _make_nan_equal(values: np.ndarray) -> None:
@@ -425,17 +437,22 @@ class _Rows:
     """Rows of a chunk, of _COLUMNS elements each."""
 
     def __init__(self, first: int, last: int) -> None:
-        drawn, (self.tensor, mixed) = _first_chunk(), _space()
+        drawn, (self.tensor, _) = _first_chunk(), _space()
         self.begin, self.end = first * _COLUMNS, last * _COLUMNS
         here = slice(self.begin, self.end)
         self.values = self.tensor.numpy()[here]
         self.table = self.values.reshape(-1, _COLUMNS)
-        self.bits, self.mixed, self.keys = self.values.view(np.int64), mixed[here], drawn.keys[here]
         self.signs = drawn.signs[here].reshape(-1, _COLUMNS)
+        few, end = _FEW_ROWS * _COLUMNS, (last - first) // _FEW_ROWS * _FEW_ROWS * _COLUMNS
+        parts = self.values[:end].reshape(-1, few), self.values[end:].reshape(-1, _COLUMNS)
+        self._parts = [part for part in parts if len(part)]
 
     def square_sum(self) -> float:
-        """Return the sum of squares. Row by row: BLAS would wake its threads for longer sums."""
-        return float(np.add.reduce(np.matmul(self.table[:, None, :], self.table[:, :, None]), axis=None))
+        """Return the sum of squares. A few rows at a time: BLAS would wake its threads for longer sums."""
+        total = 0.0
+        for part in self._parts:
+            total += float(np.add.reduce(np.matmul(part[:, None, :], part[:, :, None]), axis=None))
+        return total
 
 
 _rows = lru_cache(maxsize=(_CHUNK // _COLUMNS + 1) ** 2)(_Rows)
@@ -455,19 +472,28 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().reshape(-1)
 
 
-def _mix(bits: np.ndarray, out: np.ndarray, dtype: torch.dtype) -> None:
-    """Write numbers to ``out`` of which the lower bits differ, too: a product does not mix higher bits into lower ones.
+def _add_upper_half(words: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Write each word plus its upper half to ``out``, and return that.
+
+    A product does not mix higher bits into lower ones: without this, the hashes of two words whose signs differ would add up to the same.
+    It is linear: of a pair of float32 numbers in one word, the second one adds its bits times ``_ODD_KEY``.
+    """
+    np.right_shift(words.view(np.uint64), np.uint64(32), out=out.view(np.uint64))
+    np.add(out, words, out=out)
+    return out
+
+
+def _hashed(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Return what is multiplied by the keys of elements.
 
     Args:
-        bits: of float64 numbers.
-        dtype: of the tensor that they come from. Of a narrow one, all bits are kept; of others, the upper half, in which most differences
-            are, is added to the lower half: only numbers of which one has all bits of the other inverted give the same.
+        values: float64.
+        dtype: of the tensor that they come from.
     """
     if dtype in _NARROW:
-        np.right_shift(bits, _NUM_ZEROS, out=out)
-    else:
-        np.right_shift(bits, 32, out=out)
-        np.bitwise_xor(out, bits, out=out)
+        with np.errstate(over="ignore"):
+            return values.astype(np.float32).view(np.uint32).astype(np.int64)
+    return _add_upper_half(values.view(np.int64), np.empty(values.shape, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -482,9 +508,15 @@ class _Drawn:
     signs: np.ndarray
     """float64: 1 or -1."""
     keys: np.ndarray
-    """int64, odd."""
+    """int64, odd: for float64 numbers."""
+    narrow_keys: np.ndarray
+    """int64, odd: for float32 numbers."""
     buckets: np.ndarray
     """int64."""
+
+    def keys_of(self, dtype: torch.dtype) -> np.ndarray:
+        """Return the keys for numbers of this dtype."""
+        return self.narrow_keys if dtype in _NARROW else self.keys
 
 
 @lru_cache(maxsize=1)
@@ -492,11 +524,21 @@ def _first_chunk() -> _Drawn:
     random = np.random.default_rng(0x5EED)
     columns = np.arange(_CHUNK) % _COLUMNS
     rotations = random.permutation(NUM_BUCKETS)
+    signs = random.integers(0, 2, _CHUNK).astype(np.float64) * 2 - 1
+    keys = random.integers(-(2**63), 2**63, _CHUNK, dtype=np.int64) | 1
+    pair_keys = random.integers(-(2**63), 2**63, _CHUNK // 2, dtype=np.int64) | 1
     return _Drawn(
-        signs=random.integers(0, 2, _CHUNK).astype(np.float64) * 2 - 1,
-        keys=random.integers(-(2**63), 2**63, _CHUNK, dtype=np.int64) | 1,
+        signs=signs,
+        keys=keys,
+        narrow_keys=np.stack([pair_keys, pair_keys * np.int64(_ODD_KEY)], axis=1).reshape(-1),
         buckets=(columns + rotations[columns // NUM_BUCKETS]) % NUM_BUCKETS,
     )
+
+
+@lru_cache(maxsize=1)
+def _pair_keys() -> np.ndarray:
+    """Return the keys of the elements of the first chunk at even positions."""
+    return _first_chunk().narrow_keys[::2].copy()
 
 
 @lru_cache(maxsize=4096)
@@ -508,13 +550,21 @@ def _signs_and_key_of_chunk(number: int) -> tuple[np.ndarray, int]:
     return random.integers(0, 2, NUM_BUCKETS).astype(np.float64) * 2 - 1, int(random.integers(0, 2**63)) | 1
 
 
+@lru_cache(maxsize=256)
+def _signs_of_chunks(numbers: range) -> np.ndarray:
+    return np.stack([_signs_and_key_of_chunk(number)[0] for number in numbers])
+
+
 def _drawn_at(positions: np.ndarray) -> _Drawn:
     """Return what was drawn for the elements at ``positions``."""
-    first, numbers = _first_chunk(), positions // _CHUNK
-    signs, keys, buckets = (one[positions % _CHUNK] for one in (first.signs, first.keys, first.buckets))
+    first, numbers, here = _first_chunk(), positions // _CHUNK, positions % _CHUNK
+    signs, keys, narrow_keys, buckets = (
+        one[here] for one in (first.signs, first.keys, first.narrow_keys, first.buckets)
+    )
     for number in np.unique(numbers).tolist():
         chunk_signs, chunk_key = _signs_and_key_of_chunk(number)
         here = numbers == number
         signs[here] *= chunk_signs[buckets[here]]
         keys[here] *= np.int64(chunk_key)
-    return _Drawn(signs=signs, keys=keys, buckets=buckets)
+        narrow_keys[here] *= np.int64(chunk_key)
+    return _Drawn(signs=signs, keys=keys, narrow_keys=narrow_keys, buckets=buckets)

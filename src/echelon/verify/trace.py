@@ -50,7 +50,7 @@ __all__ = [
 
 NUM_PROJECTIONS = 4
 """Numbers that are kept of each sample's part of a module's output."""
-VERSION = 3
+VERSION = 4
 """Of what the events mean. Traces of different versions are not compared."""
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.optim import Optimizer, optimizer as torch_optimizer
@@ -15,6 +17,14 @@ from echelon.verify.recording import Recording
 from echelon.verify.trace import OptimizerState, OptimizerStep
 
 __all__ = ["OptimizerRecorder", "sketch_optimizer_state"]
+
+_LARGE = 2**13
+"""Elements. The state of larger tensors is summarized in a part of the updates: in an update in which it is wrong, the weights, which are
+summarized in each update, are wrong, too."""
+_EVERY = 4
+"""Each large tensor of the state is summarized once in so many updates, a part of them in each update."""
+_ALL_AT_FIRST = 2
+"""Updates at the beginning in which all are, as in the last one."""
 
 
 class OptimizerRecorder:
@@ -126,24 +136,32 @@ class OptimizerRecorder:
         )
 
     def _record_states(self, update: int) -> None:
+        begun = update - self._recording.first_update
+        is_whole = begun < _ALL_AT_FIRST or begun + 1 >= self._recording.steps
         for number in sorted(self._stepped):
-            sketches = sketch_optimizer_state(self._recording, self._optimizers[number])
+            sketches = sketch_optimizer_state(
+                self._recording, self._optimizers[number], update=None if is_whole else update
+            )
             for part in sketches.parts():
                 self._recording.add(OptimizerState(update=update, optimizer=number, **part))
         self._stepped.clear()
 
 
-def sketch_optimizer_state(recording: Recording, optimizer: Optimizer) -> NamedSketches:
-    """Return sketches of an optimizer's state, by ``model:parameter/key``."""
+def sketch_optimizer_state(recording: Recording, optimizer: Optimizer, *, update: int | None = None) -> NamedSketches:
+    """Return sketches of an optimizer's state, by ``model:parameter/key``.
+
+    Args:
+        update: leave out large tensors that are not summarized in this update; None: all are.
+    """
     inner: Any = getattr(optimizer, "optim", None)
     if not isinstance(inner, Optimizer):
-        return sketch_named(*_state(recording, optimizer.state))
+        return sketch_named(*_state(recording, optimizer.state, update))
     return as_shards(
-        sketch_named(*_state(recording, inner.state))
+        sketch_named(*_state(recording, inner.state, update))
     )  # of a ZeroRedundancyOptimizer: the parameters of this rank
 
 
-def _state(recording: Recording, state: Any) -> tuple[list[str], list[torch.Tensor]]:
+def _state(recording: Recording, state: Any, update: int | None) -> tuple[list[str], list[torch.Tensor]]:
     names, tensors, owner_of = [], [], recording.owner_of
     for parameter, entries in state.items():
         owner = owner_of(parameter)
@@ -152,6 +170,8 @@ def _state(recording: Recording, state: Any) -> tuple[list[str], list[torch.Tens
         begin = f"{owner[0]}:{owner[1]}/"
         for key, value in entries.items():
             if isinstance(value, torch.Tensor):
+                if update is not None and value.numel() > _LARGE and (_phase(begin, key) + update) % _EVERY:
+                    continue
                 tensors.append(value)
             elif isinstance(value, (bool, int, float)):
                 tensors.append(torch.tensor(value, dtype=torch.float64))
@@ -159,6 +179,12 @@ def _state(recording: Recording, state: Any) -> tuple[list[str], list[torch.Tens
                 continue
             names.append(f"{begin}{key}")
     return names, tensors
+
+
+@cache
+def _phase(begin: str, key: str) -> int:
+    """Return a number that is the same on all ranks and in all runs."""
+    return crc32(f"{begin}{key}".encode())
 
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
