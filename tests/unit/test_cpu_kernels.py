@@ -150,10 +150,10 @@ print(sorted(set(calls)))
 """
 
 
-def _train(speed: str) -> str:
+def _train(speed: str, **environ: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", TRAINS, speed],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ECHELON_NO_RECORD": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ECHELON_NO_RECORD": "1", **environ},
         capture_output=True,
         text=True,
         timeout=120,
@@ -166,6 +166,10 @@ def _train(speed: str) -> str:
 def test_a_convolutional_network_trains_with_them_to_the_same_bits() -> None:
     # Where torch draws masks by MKL, it goes on to do so, after one comparison.
     assert _train("safe") == "['_bernoulli', '_max_pool2d']"
+
+
+def test_images_are_not_copied_where_the_memory_for_it_comes_from_the_kernel() -> None:
+    assert _train("safe", MALLOC_TOP_PAD_="0") == "['_bernoulli']"
 
 
 def test_off_replaces_nothing() -> None:

@@ -40,11 +40,13 @@ def choose_for_cpu(session: Session, model: nn.Module) -> None:
     if speed == "off" or world.device.type != "cpu":
         return
     room = room_for_memory()
-    if room is not None and keep_freed_memory(room.left // (_KEPT * world.local_world_size)):
+    is_kept = room is not None and keep_freed_memory(room.left // (_KEPT * world.local_world_size))
+    if is_kept:
         _logger.info("speed=%r: freed memory is kept for the next step", speed)
     if sum(parameter.numel() for parameter in model.parameters()) < _NOT_TINY:
         return
-    if any(isinstance(module, nn.Conv2d) for module in model.modules()):
+    # The copies of images take longer than the pooling if their memory comes from the kernel each time.
+    if is_kept and any(isinstance(module, nn.Conv2d) for module in model.modules()):
         pool_channels_last()
     if any(isinstance(module, _DROPOUTS) for module in model.modules()):
         draw_masks_in_integers()
