@@ -42,7 +42,7 @@ def choose_for_cpu(session: Session, model: nn.Module) -> None:
     room = room_for_memory()
     is_kept = room is not None and keep_freed_memory(room.left // (_KEPT * world.local_world_size))
     if is_kept:
-        _logger.info("speed=%r: freed memory is kept for the next step", speed)
+        _logger.debug("speed=%r: freed memory is kept for the next step", speed)
     if sum(parameter.numel() for parameter in model.parameters()) < _NOT_TINY:
         return
     # The copies of images take longer than the pooling if their memory comes from the kernel each time.
