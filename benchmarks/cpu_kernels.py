@@ -27,7 +27,7 @@ from overhead import processor, write
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 HEADING = "## Memory and kernels on the CPU"
-TURNS, STEPS = 5, 40
+TURNS, STEPS, WARM_UP = 5, 40, 5
 
 
 def step_of(speed: str) -> None:
@@ -37,29 +37,27 @@ def step_of(speed: str) -> None:
     from echelon import Accelerator
 
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, speed=speed)
-    model, optimizer = Net(), None
-    optimizer = torch.optim.AdamW(model.parameters())
-    if speed == "off":
-        run, backward = model, torch.Tensor.backward
-    else:
-        run, optimizer = accelerator.prepare(model, optimizer)
+    model: Any = Net()
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
+    if speed != "off":
+        accelerator = Accelerator(cpu=True, speed=speed)
+        model, optimizer = accelerator.prepare(model, optimizer)
         backward = accelerator.backward
     images, labels = torch.randn(64, 1, 28, 28), torch.arange(64) % 10
     times: list[float] = []
-    before = None
-    for number in range(STEPS + 5):
-        if number == 5:
-            before, times = resource.getrusage(resource.RUSAGE_SELF), []
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    for number in range(WARM_UP + STEPS):
+        if number == WARM_UP:
+            before = resource.getrusage(resource.RUSAGE_SELF)
         began = time.perf_counter()
         optimizer.zero_grad()
-        backward(F.nll_loss(run(images), labels))
+        backward(F.nll_loss(model(images), labels))
         optimizer.step()
         times.append(1e3 * (time.perf_counter() - began))
     after = resource.getrusage(resource.RUSAGE_SELF)
-    assert before is not None
     faults, system = after.ru_minflt - before.ru_minflt, 1e3 * (after.ru_stime - before.ru_stime)
-    print(statistics.median(times), faults / STEPS, system / STEPS, after.ru_maxrss / 1024)
+    print(statistics.median(times[WARM_UP:]), faults / STEPS, system / STEPS, after.ru_maxrss / 1024)
 
 
 def measured(speed: str) -> list[float]:

@@ -28,7 +28,7 @@ _COLUMNS = 1021
 """Elements whose buckets repeat after them: a prime, so that the elements of one column of a matrix get different ones."""
 _CHUNK = 96 * _COLUMNS
 """Elements; what is drawn for the first chunk is used for all chunks, each with other signs and keys of its own."""
-_FEW_ROWS = 8
+_FEW_ROWS = 8  # 8,168 elements: from 10,000 on, OpenBLAS computes a dot product in threads
 _SMALL = 2**13  # elements; smaller tensors are summarized together
 _FEW = 2**14  # elements of small tensors together, which are written as they are
 _MODULUS = 1 << 64
@@ -491,8 +491,7 @@ def _hashed(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
         dtype: of the tensor that they come from.
     """
     if dtype in _NARROW:
-        with np.errstate(over="ignore"):
-            return values.astype(np.float32).view(np.uint32).astype(np.int64)
+        return values.astype(np.float32).view(np.uint32).astype(np.int64)
     return _add_upper_half(values.view(np.int64), np.empty(values.shape, dtype=np.int64))
 
 
@@ -557,9 +556,9 @@ def _signs_of_chunks(numbers: range) -> np.ndarray:
 
 def _drawn_at(positions: np.ndarray) -> _Drawn:
     """Return what was drawn for the elements at ``positions``."""
-    first, numbers, here = _first_chunk(), positions // _CHUNK, positions % _CHUNK
+    first, numbers, places = _first_chunk(), positions // _CHUNK, positions % _CHUNK
     signs, keys, narrow_keys, buckets = (
-        one[here] for one in (first.signs, first.keys, first.narrow_keys, first.buckets)
+        one[places] for one in (first.signs, first.keys, first.narrow_keys, first.buckets)
     )
     for number in np.unique(numbers).tolist():
         chunk_signs, chunk_key = _signs_and_key_of_chunk(number)
