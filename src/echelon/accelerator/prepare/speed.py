@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 from echelon.accelerator.prepare.cpu_kernels import draw_masks_in_integers, pool_channels_last
 from echelon.accelerator.prepare.freed_memory import keep_freed_memory
 from echelon.accelerator.session import Session
+from echelon.base.cores import usable_cores
 from echelon.base.device import has_bf16
 from echelon.base.limits import room_for_memory
 from echelon.base.logging import get_logger
 from echelon.base.sharded import is_dtensor
 
-__all__ = ["choose_for_cpu", "choose_kernels", "choose_memory_format"]
+__all__ = ["choose_exchange", "choose_for_cpu", "choose_kernels", "choose_memory_format"]
 
 _logger = get_logger(__name__)
 
@@ -32,6 +33,9 @@ _FEWEST, _MOST_BYTES = 8, 4 << 20
 _KEPT = 8  # the processes of a machine keep one in so many bytes of its free memory
 # A replaced kernel takes 5 us longer for a small tensor, which is nothing in the step of a model with so many parameters.
 _NOT_TINY = 2**16
+
+# With smaller gradients, the hook takes as long as it saves. With larger ones, four times their bytes are too much memory.
+_FEWEST_EXCHANGED, _MOST_EXCHANGED = 1 << 20, 1 << 30
 
 
 def choose_for_cpu(session: Session, model: nn.Module) -> None:
@@ -50,6 +54,21 @@ def choose_for_cpu(session: Session, model: nn.Module) -> None:
         pool_channels_last()
     if any(isinstance(module, _DROPOUTS) for module in model.modules()):
         draw_masks_in_integers()
+
+
+def choose_exchange(session: Session, model: nn.Module) -> None:
+    """Let two processes of one machine exchange the gradients of a prepared ``model`` through memory, with the same bits. Collective.
+
+    gloo's threads copy gradients through sockets while the backward pass runs, which delays it if no core is free for them.
+    """
+    speed, world = session.config.value.speed, session.world
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    is_large = sum(parameter.numel() * parameter.element_size() for parameter in trained) >= _FEWEST_EXCHANGED
+    uses_all_cores = torch.get_num_threads() * world.local_world_size >= usable_cores()
+    room = room_for_memory()
+    limit = 0 if room is None else min(room.left // _KEPT, _MOST_EXCHANGED)
+    if session.engine.exchange_in_memory(model, wanted=speed != "off" and is_large and uses_all_cores, limit=limit):
+        _logger.debug("speed=%r: %s exchanges gradients through memory", speed, type(model).__name__)
 
 
 def choose_memory_format(session: Session, model: nn.Module) -> None:

@@ -12,11 +12,11 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.base.errors import DesyncError, UsageError
 from echelon.distributed.ddp.finished_reduction import require_finished_reduction
+from echelon.distributed.ddp.rebuild_reducer import rebuild_reducer
 from echelon.distributed.ddp.sparse_gradients import sparse_parameters, sparse_zeros_like
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.small_messages import gather_bytes, gather_counts
@@ -231,7 +231,7 @@ class Replica:
             for gone in [p for p in self._grad_hooks if id(p) not in is_there]:
                 self._grad_hooks.pop(gone).remove()
             if self.parameters:
-                _rebuild_reducer(self.wrapper)
+                rebuild_reducer(self.wrapper)
         self._structure.renew(module)
 
     def _mark_compiled_passes_unreduced(self, were_trained: set[int]) -> None:
@@ -433,28 +433,3 @@ def _is_inside_a_backward() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _rebuild_reducer(wrapper: Any) -> None:
-    """Rebuild DDP's reducer for its module's current parameters, keeping its options and hooks.
-
-    Source: DistributedDataParallel.__setstate__, which does this after unpickling.
-    """
-    ignored = wrapper.parameters_to_ignore
-    wrapper._module_parameters = [p for name, p in wrapper.module.named_parameters() if name not in ignored]
-    parameters, is_sparse = wrapper._build_params_for_reducer()
-    if not parameters:
-        return
-    names = wrapper._build_debug_param_to_name_mapping(parameters)
-    wrapper._ddp_init_helper(parameters, is_sparse, names, wrapper.static_graph)
-    if wrapper.static_graph:
-        wrapper._static_graph_delay_allreduce_enqueued = False  # the first backward pass records the graph
-        wrapper.reducer._set_static_graph()
-        wrapper.logger._set_static_graph()
-    hooks = list(wrapper._comm_hooks)
-    wrapper._comm_hooks.clear()
-    for hook, state in hooks:
-        if isinstance(state, PowerSGDState):  # its tensors belong to the old buckets
-            for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-                kept.clear()
-        wrapper.register_comm_hook(state, hook)
