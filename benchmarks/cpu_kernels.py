@@ -89,11 +89,21 @@ def kernels() -> list[str]:
     images = torch.randn(64, 64, 24, 24).relu()
     values, indices = torch.empty(64, 64, 12, 12), torch.empty(64, 64, 12, 12, dtype=torch.int64)
     mask = torch.empty(64 * 9216)
+    into: Any = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
+    kept = images.bfloat16().contiguous(memory_format=torch.channels_last)
+    pooled, places = out(kept, [2, 2], out=kept.new_empty(0), indices=torch.empty(0, dtype=torch.int64))
+    gradients, found = pooled.contiguous(), torch.empty_like(kept)
+    window: Any = ([2, 2], [2, 2], [0, 0], [1, 1], False)
     pairs: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
         (
             "max_pool2d, 64 images of 64 x 24 x 24",
             lambda: out(images, [2, 2], out=values, indices=indices),
             lambda: cpu_kernels._max_pool2d(images, [2, 2], [2, 2]),
+        ),
+        (
+            "its backward pass, bfloat16, channels last, gradients of flattened images",
+            lambda: into(gradients, kept, *window, places, grad_input=found),
+            lambda: cpu_kernels._max_pool2d_backward(gradients, kept, *window, places),
         ),
         (
             f"bernoulli_, {mask.numel():,} elements",

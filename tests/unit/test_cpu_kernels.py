@@ -78,6 +78,46 @@ def test_small_strided_and_unbatched_images_are_pooled_as_they_are() -> None:
             assert own.stride() == other.stride()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["random", "ties", "not finite"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ([2, 2], [2, 2], [0, 0], [1, 1], False),
+        ([2, 2], [], [0, 0], [1, 1], True),
+        ([3, 3], [1, 2], [1, 1], [1, 1], True),
+        ([3, 2], [1, 1], [1, 0], [2, 3], False),
+    ],
+    ids=str,
+)
+def test_gradients_of_pooled_images_have_the_bits_and_the_format_of_torchs(
+    kind: str, dtype: torch.dtype, options: Any
+) -> None:
+    into: Any = torch.ops.aten.max_pool2d_with_indices_backward.grad_input  # its kernels are never replaced
+    out: Any = torch.ops.aten.max_pool2d_with_indices.out
+    integers = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}[dtype]
+    contiguous = _images(kind, dtype)
+    for images in (contiguous, contiguous.contiguous(memory_format=torch.channels_last), contiguous.transpose(2, 3)):
+        values, indices = out(images, *options, out=images.new_empty(0), indices=torch.empty(0, dtype=torch.int64))
+        drawn = torch.randn(values.shape, dtype=dtype, generator=torch.Generator().manual_seed(5))
+        for gradients in (drawn, drawn.contiguous(memory_format=torch.channels_last), drawn[:1].expand_as(drawn)):
+            arguments: Any = (gradients, images, *options, indices)
+            expected = into(*arguments, grad_input=images.new_empty(0))
+            own = cpu_kernels._max_pool2d_backward(*arguments)
+            assert torch.equal(own.view(integers), expected.view(integers))
+            assert own.stride() == expected.stride()
+
+
+def test_gradients_of_a_single_pooled_image_are_torchs() -> None:
+    into: Any = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
+    image = _images("random", torch.float32)[0]
+    options: Any = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+    values, indices = torch.ops.aten.max_pool2d_with_indices.default(image, *options)
+    arguments: Any = (values, image, *options, indices)
+    expected = into(*arguments, grad_input=image.new_empty(0))
+    assert torch.equal(cpu_kernels._max_pool2d_backward(*arguments), expected)
+
+
 PROBABILITIES = (0.0, 1e-17, 0.1, 1 / 3, 0.5, 0.75, 1 - 0.1, 1 - 2**-53, 1.0)
 
 
@@ -120,9 +160,9 @@ class Net(nn.Module):
     def forward(self, x):
         return self.head(self.dropout(F.max_pool2d(F.relu(self.conv(x)), 2)).flatten(1))
 
-def train(prepare, backward):
+def train(prepare, backward, memory_format):
     torch.manual_seed(0)
-    model = Net()
+    model = Net().to(memory_format=memory_format)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = prepare(model, optimizer)
     torch.manual_seed(1)
@@ -132,17 +172,19 @@ def train(prepare, backward):
         optimizer.step()
     return [*model.parameters(), torch.get_rng_state()]
 
-plain = train(lambda *parts: parts, lambda loss: loss.backward())
+FORMATS = torch.contiguous_format, torch.channels_last
+plain = [train(lambda *parts: parts, lambda loss: loss.backward(), each) for each in FORMATS]
 calls = []
-for name in ("_max_pool2d", "_bernoulli"):
+for name in ("_max_pool2d", "_max_pool2d_backward", "_bernoulli"):
     kernel = getattr(cpu_kernels, name)
     def counted(*args, kernel=kernel, name=name, **options):
         calls.append(name)
         return kernel(*args, **options)
     setattr(cpu_kernels, name, counted)
 accelerator = Accelerator(cpu=True, speed=sys.argv[1])
-own = train(accelerator.prepare, accelerator.backward)
-assert all(map(torch.equal, plain, own)), "weights or the generator differ"
+for before, memory_format in zip(plain, FORMATS):
+    own = train(accelerator.prepare, accelerator.backward, memory_format)
+    assert all(map(torch.equal, before, own)), "weights or the generator differ"
 if sys.argv[2:]:
     compiled = torch.compile(lambda x: F.dropout(F.max_pool2d(x, 2), 0.5), backend="aot_eager")
     compiled(torch.randn(16, 16, 26, 26, requires_grad=True)).sum().backward()
@@ -166,11 +208,11 @@ def _train(speed: str, *further: str, **environ: str) -> str:
 
 def test_a_convolutional_network_trains_with_them_to_the_same_bits() -> None:
     # Where torch draws masks by MKL, it goes on to do so, after one comparison.
-    assert _train("safe", "compile") == "['_bernoulli', '_max_pool2d']"
+    assert _train("safe", "compile") == "['_bernoulli', '_max_pool2d', '_max_pool2d_backward']"
 
 
 def test_images_are_not_copied_where_the_memory_for_it_comes_from_the_kernel() -> None:
-    assert _train("safe", MALLOC_TOP_PAD_="0") == "['_bernoulli']"
+    assert _train("safe", MALLOC_TOP_PAD_="0") == "['_bernoulli', '_max_pool2d_backward']"
 
 
 def test_off_replaces_nothing() -> None:

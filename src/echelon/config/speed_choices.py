@@ -53,6 +53,12 @@ SPEED_CHOICES = (
         effect="max_pool2d 2 to 3 times as fast (64 images of 64 x 24 x 24)",
     ),
     SpeedChoice(
+        name="pooled gradients channels last",
+        mode="safe",
+        applies="the backward pass of max_pool2d of channels last images on the CPU, if the gradients come from flattened images",
+        effect="it is 2.6 times as fast, and a bf16 step of the MNIST example 1.13 times",
+    ),
+    SpeedChoice(
         name="masks of integers",
         mode="safe",
         applies="bernoulli_, which draws the masks of dropout, for 4,096 or more elements on a CPU that is not Intel's",

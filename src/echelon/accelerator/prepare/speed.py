@@ -10,7 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from echelon.accelerator.prepare.cpu_kernels import draw_masks_in_integers, pool_channels_last
+from echelon.accelerator.prepare.cpu_kernels import (
+    draw_masks_in_integers,
+    pool_channels_last,
+    pool_gradients_channels_last,
+)
 from echelon.accelerator.prepare.freed_memory import keep_freed_memory
 from echelon.accelerator.session import Session
 from echelon.base.cores import usable_cores
@@ -49,9 +53,12 @@ def choose_for_cpu(session: Session, model: nn.Module) -> None:
         _logger.debug("speed=%r: freed memory is kept for the next step", speed)
     if sum(parameter.numel() for parameter in model.parameters()) < _NOT_TINY:
         return
-    # The copies of images take longer than the pooling if their memory comes from the kernel each time.
-    if is_kept and any(isinstance(module, nn.Conv2d) for module in model.modules()):
-        pool_channels_last()
+    if any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        pool_gradients_channels_last()
+        if (
+            is_kept
+        ):  # otherwise the copies of images, whose memory comes from the kernel each time, take longer than the pooling
+            pool_channels_last()
     if any(isinstance(module, _DROPOUTS) for module in model.modules()):
         draw_masks_in_integers()
 
