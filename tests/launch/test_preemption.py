@@ -128,12 +128,22 @@ def check_same_step(command: Command, folder: str, result: Result, ranks: int) -
     return step
 
 
-def test_all_ranks_save_the_same_step_and_the_next_start_goes_on_exactly(command: Command) -> None:
+@pytest.mark.parametrize(
+    "signals",
+    [
+        # To the launcher in a step; to one rank in an evaluation.
+        [(signal.SIGTERM, "t", None)],
+        pytest.param([(signal.SIGUSR1, "e", 1), (signal.SIGTERM, "t", None)], marks=pytest.mark.soak),
+    ],
+    ids=["SIGTERM", "SIGUSR1-SIGTERM"],
+)
+def test_all_ranks_save_the_same_step_and_the_next_start_goes_on_exactly(
+    signals: list[tuple[signal.Signals, str, int | None]], command: Command
+) -> None:
     command.write("train.py", TRAIN)
     run_on_ranks(run_without_launcher, str(command.directory), "plain", 2)
     phase, last = command.directory / "run.phase", 0
-    # To the launcher in a step, to one rank in an evaluation.
-    for number, letter, rank in ((signal.SIGTERM, "t", None), (signal.SIGUSR1, "e", 1)):
+    for number, letter, rank in signals:
         process = start(command, "run", epochs=2, pace=0.02, ranks=2)
         wait_until_ready(command, "run", process, 2)
         phase.write_text("")

@@ -9,8 +9,8 @@ import pytest
 from tests.programs.program import draw_case
 from tests.programs.runner import check_cases, shrink
 
-SEEDS = 40  # half of them in test_programs_too.py: each file is one process of `make test`
-CHUNK = 20  # of the programs of one test
+SEEDS = 24  # half of them in test_programs_too.py: each file is one process of `make test`
+CHUNK = 12  # of the programs of one test
 SOAK_CHUNK = 100
 SOAK = int(os.environ.get("DRAWN_PROGRAMS", "10000"))
 

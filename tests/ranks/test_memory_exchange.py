@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon import Accelerator
@@ -75,7 +79,7 @@ def _both(model: Callable[[], nn.Module], **options: Any) -> Iterator[tuple[nn.M
     yield bare, wrapper, _sgd(bare), torch.Tensor.backward
     bare = model()
     (wrapper, optimizer), accelerator = _prepared(bare, _sgd(bare), **options)
-    assert wrapper.exchanges, "nothing is tested"
+    assert wrapper.exchange is not None, "nothing is tested"
     yield bare, wrapper, optimizer, accelerator.backward
     accelerator.free_memory()
 
@@ -93,7 +97,7 @@ def _train(model: Callable[[], nn.Module], body: Callable[..., None], **options:
     for bare, wrapper, optimizer, backward in _both(model, **options):
         seen: list[torch.Tensor] = []
         body(bare, wrapper, optimizer, backward, seen)
-        found.append((getattr(wrapper, "exchanges", False), seen + _weights(bare)))
+        found.append((getattr(wrapper, "exchange", None) is not None, seen + _weights(bare)))
     return found
 
 
@@ -158,11 +162,62 @@ def _not_finite(bare: Any, wrapper: Any, optimizer: Any, backward: Any, seen: li
             seen += [gradient.nan_to_num(nan=5.0) for gradient in _gradients(bare)]
 
 
+def _static_graph_set_later(bare: Any, wrapper: Any, optimizer: Any, backward: Any, seen: list[torch.Tensor]) -> None:
+    """Make the graph static when DDP has several buckets already."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that find_unused_parameters=True is not needed
+        wrapper._set_static_graph()
+    _plain_loop(bare, wrapper, optimizer, backward, seen)
+
+
+def _second_derivatives(bare: Any, wrapper: Any, optimizer: Any, backward: Any, seen: list[torch.Tensor]) -> None:
+    """Differentiate gradients, which DDP of torch 2.13 refuses with an error."""
+    for x in _batches(3):
+        optimizer.zero_grad()
+        try:
+            backward(wrapper(x).pow(4).mean(), create_graph=True)
+        except RuntimeError as error:
+            seen.append(torch.tensor(list(str(error).encode())))
+            return
+        norm: Any = sum(p.grad.square().sum() for p in bare.parameters())
+        for p in bare.parameters():
+            p.grad = None
+        seen += [gradient.detach() for gradient in torch.autograd.grad(norm, list(bare.parameters()))]
+
+
+def _flushing(bare: Any, wrapper: Any, optimizer: Any, backward: Any, seen: list[torch.Tensor]) -> None:
+    """Average numbers whose halves are normal and whose sum is subnormal, in threads that round those to zero."""
+    if not torch.set_flush_denormal(True):
+        return
+    try:
+        weight = 3e-38 if dist.get_rank() else -2.6e-38
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(wrapper(torch.ones(1, WIDTH)).sum() * 0 + sum((p * weight).sum() for p in bare.parameters()))
+            seen += _gradients(bare)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+class _TwoDtypes(_Branches):
+    """Has a bucket for each dtype, also with a static graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, *, uses_all: bool = True) -> torch.Tensor:
+        return super().forward(x, uses_all=uses_all) * self.scale.float()
+
+
 LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (_plain_loop, {}),
     "several buckets": (_plain_loop, {"bucket_cap_mb": 0.3}),
     "gradients are views": (_plain_loop, {"gradient_as_bucket_view": True}),
     "static graph": (_plain_loop, {"static_graph": True}),
+    "static graph set later": (_static_graph_set_later, {"find_unused_parameters": True, "bucket_cap_mb": 0.3}),
+    "second derivatives": (_second_derivatives, {}),
+    "flushed subnormal numbers": (_flushing, {}),
     "kept gradients": (_kept_gradients, {}),
     "unused layers": (_unused_layers, {"find_unused_parameters": True}),
     "accumulating": (_accumulating, {}),
@@ -173,6 +228,7 @@ LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def _all_loops() -> dict[str, list[Found]]:
     found = {name: _train(_Branches, body, **options) for name, (body, options) in LOOPS.items()}
+    found["static graph, two dtypes"] = _train(_TwoDtypes, _plain_loop, static_graph=True)
     found["float64"] = _train(lambda: _Branches(torch.float64), _plain_loop)
     return found
 
@@ -182,7 +238,7 @@ def loops() -> list[dict[str, list[Found]]]:
     return run_on_ranks(_all_loops, world_size=2)
 
 
-@pytest.mark.parametrize("name", [*LOOPS, "float64"])
+@pytest.mark.parametrize("name", [*LOOPS, "static graph, two dtypes", "float64"])
 def test_gradients_and_weights_are_those_of_ddp_by_hand(name: str, loops: list[dict[str, list[Found]]]) -> None:
     for rank in range(2):
         (_, expected), (was_in_memory, own) = loops[rank][name]
@@ -202,7 +258,7 @@ def _two_models() -> list[list[torch.Tensor]]:
         if is_prepared:
             prepared, accelerator = _prepared(*bare, *optimizers)
             wrapped, optimizers, backward = prepared[:2], prepared[2:], accelerator.backward
-            assert all(one.exchanges for one in wrapped)
+            assert all(one.exchange for one in wrapped)
         else:
             wrapped = [DistributedDataParallel(one) for one in bare]
         for x in _batches():
@@ -250,8 +306,8 @@ class _Late:
 def _with_a_late_reader() -> list[Found]:
     start = memory_exchange._Exchange.__init__
 
-    def late(self: Any, memory: torch.Tensor, wrapper: Any) -> None:
-        start(self, memory, wrapper)
+    def late(self: Any, pages: Any, wrapper: Any, **options: Any) -> None:
+        start(self, pages, wrapper, **options)
         self._group = _Late(self._group)
 
     with patch.object(memory_exchange._Exchange, "__init__", late):
@@ -288,22 +344,56 @@ def test_a_rank_without_batches_left_contributes_as_with_ddp(divides_by_all: boo
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
-def _own_hook() -> list[Found]:
-    """Register a hook after ``prepare``, which replaces the exchange."""
+def _two_uneven_models() -> list[list[torch.Tensor]]:
+    """Join two models, of which torch counts the ranks with batches for the first one only."""
     found = []
-    for bare, wrapper, optimizer, backward in _both(_Branches):
-        for step, x in enumerate(_batches()):
-            if step == 2:
-                wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
-            optimizer.zero_grad()
-            backward(wrapper(x).square().mean())
-            optimizer.step()
-        found.append((getattr(wrapper, "exchanges", False), _weights(bare)))
+    for is_prepared in (False, True):
+        bare: list[Any] = [_Branches(), _Branches()]
+        optimizers: list[Any] = list(map(_sgd, bare))
+        backward: Any = torch.Tensor.backward
+        if is_prepared:
+            prepared, accelerator = _prepared(*bare, *optimizers)
+            wrapped, optimizers, backward = prepared[:2], prepared[2:], accelerator.backward
+        else:
+            wrapped = [DistributedDataParallel(one) for one in bare]
+        with Join(wrapped, divide_by_initial_world_size=False):
+            for x in _batches(4 - 2 * dist.get_rank()):
+                for wrapper, optimizer in zip(wrapped, optimizers):
+                    optimizer.zero_grad()
+                    backward(wrapper(x).square().mean())
+                    optimizer.step()
+        found.append([weight for one in bare for weight in _weights(one)])
     return found
 
 
-def test_a_hook_of_the_script_replaces_the_exchange() -> None:
-    for (_, expected), (is_in_memory, own) in run_on_ranks(_own_hook, world_size=2):
+def test_of_two_joined_models_each_is_divided_as_with_ddp() -> None:
+    for expected, own in run_on_ranks(_two_uneven_models, world_size=2):
+        assert all(map(torch.equal, own, expected))
+
+
+def _own_hook(is_built_in: bool) -> list[Found]:
+    """Register a hook after ``prepare``, between a forward and a backward pass: it replaces the exchange."""
+    found = []
+    for bare, wrapper, optimizer, backward in _both(_Branches):
+        for step, x in enumerate(_batches()):
+            optimizer.zero_grad()
+            loss = wrapper(x).square().mean()
+            if step == 2 and is_built_in:
+                wrapper._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+            elif step == 2:
+                wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            backward(loss)
+            optimizer.step()
+        if not is_built_in:
+            with pytest.raises(RuntimeError, match="only be called once"):
+                wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        found.append((getattr(wrapper, "exchange", None) is not None, _weights(bare)))
+    return found
+
+
+@pytest.mark.parametrize("is_built_in", [False, True])
+def test_a_hook_of_the_script_replaces_the_exchange(is_built_in: bool) -> None:
+    for (_, expected), (is_in_memory, own) in run_on_ranks(_own_hook, is_built_in, world_size=2):
         assert not is_in_memory
         assert all(map(torch.equal, own, expected))
 
@@ -320,7 +410,7 @@ def _unfrozen() -> list[Found]:
         if is_prepared:
             (wrapper, optimizer), accelerator = _prepared(bare, optimizer)
             backward = accelerator.backward
-            assert wrapper.exchanges
+            assert wrapper.exchange
         for step, x in enumerate(_batches()):
             if step == 3:
                 bare.first.requires_grad_(True)
@@ -328,7 +418,7 @@ def _unfrozen() -> list[Found]:
             optimizer.zero_grad()
             backward(wrapper(x).square().mean())
             optimizer.step()
-        found.append((getattr(wrapper, "exchanges", False), _weights(bare)))
+        found.append((getattr(wrapper, "exchange", None) is not None, _weights(bare)))
     return found
 
 
@@ -341,7 +431,7 @@ def test_a_model_that_changed_after_prepare_exchanges_by_gloo() -> None:
 def _is_exchanged(model: nn.Module, **options: Any) -> bool:
     wrapper, accelerator = _prepared(model, **options)
     accelerator.backward(wrapper(torch.randn(4, WIDTH)).square().mean())
-    return bool(wrapper.exchanges)
+    return wrapper.exchange is not None
 
 
 class _Sparse(nn.Module):
@@ -412,24 +502,34 @@ def test_it_is_chosen_where_it_is_faster_and_has_the_same_bits() -> None:
     assert run_on_ranks(_choices, world_size=2) == [expected] * 2
 
 
-def _mapped() -> int:
-    return sum("memfd:echelon-gradients" in line for line in Path("/proc/self/maps").read_text().splitlines())
+def _mapped() -> list[bool]:
+    """Return, for each of the mappings, whether a forked process would not inherit it."""
+    _, *found = re.split(r"^.*memfd:echelon-gradients.*$", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    flags = [re.search(r"^VmFlags:(.*)$", text, re.MULTILINE) for text in found]
+    return [each is not None and "dc" in each[1].split() for each in flags]
 
 
-def _released() -> tuple[int, int, set[str]]:
+def _open_files() -> list[str]:
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of listdir itself
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [link for link in links if "memfd:echelon" in link]
+
+
+def _released() -> tuple[list[bool], list[str], list[bool]]:
     gc.collect()  # models of other tests
-    before = set(os.listdir("/proc/self/fd"))
     (wrapper, _), accelerator = _prepared(*(lambda model: (model, _sgd(model)))(_wide()))
     accelerator.backward(wrapper(torch.randn(4, WIDTH)).square().mean())
-    during = _mapped()
+    during, files = _mapped(), _open_files()
     accelerator.free_memory()
     del wrapper, _
     gc.collect()
-    return during, _mapped(), set(os.listdir("/proc/self/fd")) - before
+    return during, files, _mapped()
 
 
-def test_the_memory_is_freed_with_the_model() -> None:
-    assert run_on_ranks(_released, world_size=2) == [(1, 0, set())] * 2
+def test_the_memory_is_freed_with_the_model_and_no_file_is_open() -> None:
+    assert run_on_ranks(_released, world_size=2) == [([True], [], [])] * 2
 
 
 def _watched() -> bool:
@@ -467,7 +567,7 @@ def _copied() -> tuple[bool, bool]:
     for each in (wrapper, twin):
         torch.manual_seed(dist.get_rank())
         accelerator.backward(each(torch.full((4, WIDTH), 1.0 + dist.get_rank())).square().mean())
-    return twin.exchanges, all(map(torch.equal, _gradients(wrapper), _gradients(twin)))
+    return twin.exchange is not None, all(map(torch.equal, _gradients(wrapper), _gradients(twin)))
 
 
 def test_a_copy_of_the_model_exchanges_by_gloo() -> None:
@@ -502,6 +602,23 @@ def test_another_collective_of_the_other_rank_is_an_error(
     with pytest.raises(RanksFailed) as caught:
         run_on_ranks(_elsewhere, other, world_size=2)
     assert any(isinstance(error, kind) and says in str(error) for error in caught.value.errors.values())
+
+
+def _another_model() -> None:
+    """In the second step, train one model on rank 0 and the other one, of the same shape, on rank 1."""
+    models, accelerator = _prepared(_Branches(), _Branches())
+    for step, x in enumerate(_batches(2)):
+        chosen = models[dist.get_rank()] if step else models[0]
+        if step == 0:
+            accelerator.backward(models[1](x).square().mean())
+        accelerator.backward(chosen(x).square().mean())
+
+
+def test_the_gradients_of_another_model_are_not_taken_for_those_of_this_one() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(_another_model, world_size=2)
+    errors = caught.value.errors.values()
+    assert any(isinstance(error, DesyncError) and "is in another backward pass" in str(error) for error in errors)
 
 
 def _leaves() -> None:

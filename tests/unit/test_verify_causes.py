@@ -37,7 +37,8 @@ def test_each_cause_of_the_catalogue_can_be_found() -> None:
         for how, where in (("same", " on every rank"),)
     }
     composed |= {"dropout masks repeat", "random numbers repeat", "schedule ahead", "schedule behind"}
-    assert [name for name in CAUSES if name not in _strings() | composed] == []
+    found = _strings() | composed
+    assert [name for name in CAUSES if name not in found] == []
 
 
 def test_the_causes_of_the_planted_faults_are_in_the_catalogue() -> None:

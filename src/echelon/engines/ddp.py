@@ -121,9 +121,13 @@ class DDPEngine(Engine):
         replica = self._replicas.get(id(model))
         if replica is None or not self._reduces:
             return False
-        wrapper: Any = replica.wrapper
-        is_pair = isinstance(wrapper, memory_exchange.DistributedDataParallel)
-        return is_pair and wrapper.exchange_in_memory(wanted=wanted, limit=limit)
+        wrapper = replica.wrapper
+        if (
+            not isinstance(wrapper, memory_exchange.DistributedDataParallel)
+            or dist.get_world_size(wrapper.process_group) != 2
+        ):
+            return False
+        return wrapper.exchange_in_memory(wanted=wanted, limit=limit)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         replica = self._replicas.get(id(model))

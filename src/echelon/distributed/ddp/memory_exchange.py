@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import parallel
 
 from echelon.base.errors import DesyncError
-from echelon.distributed.ddp.rebuild_reducer import rebuild_reducer
-from echelon.distributed.ddp.shared_pages import share_pages
+from echelon.distributed.ddp.shared_pages import SharedPages, share_pages
 
 __all__ = ["DistributedDataParallel"]
 
 _ALIGNMENT = 64  # bytes
 _NUM_RANKS = 2
 _NUM_TURNS = 2
-_MARK = 0x6563_6865_6C6F_6E  # "echelon"
 _DTYPES = (torch.float32, torch.float64)  # in which gloo adds as torch does
+_BUILT_IN: dict[Any, Any] = {
+    dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
+_Future = torch.futures.Future[torch.Tensor]
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
@@ -29,13 +35,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     A sum of two numbers does not depend on their order, so that no other number of ranks can have the same bits as with gloo.
     """
 
-    exchanges = False
-    """Whether gradients are averaged through shared memory."""
+    exchange: _Exchange | None = None
+    """What averages the gradients through shared memory; None if gloo does, or a hook of the script."""
 
     def exchange_in_memory(self, *, wanted: bool, limit: int) -> bool:
-        """Average gradients through shared memory from now on, if both ranks want it; return whether they will.
+        """Average gradients through shared memory from now on, if both ranks want it; return whether they have begun to.
 
-        Not if the gradients are of another dtype than float32 and float64, or sparse, or if the model has communication hooks already.
+        Not if any gradients are not on the CPU, sparse, or of another dtype than float32 and float64; nor if the model has a communication hook.
 
         Args:
             wanted: whether this rank wants it.
@@ -43,45 +49,81 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
         Collective: call on both ranks of the process group.
         """
-        assert dist.get_world_size(self.process_group) == _NUM_RANKS
         trained, is_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         part = sum(-(-p.numel() * p.element_size() // _ALIGNMENT) * _ALIGNMENT for p in trained) + _ALIGNMENT
         num_bytes = _NUM_RANKS * _NUM_TURNS * part
         can = (
-            not self.exchanges
+            self.exchange is None
             and num_bytes <= limit
             and not any(is_sparse)
-            and all(p.dtype in _DTYPES for p in trained)
+            and all(p.dtype in _DTYPES and p.device.type == "cpu" for p in trained)
             and not self._comm_hooks
             and self.mixed_precision is None
             and not self._use_python_reducer
             and not getattr(self, "_delay_all_reduce_params", None)
+            and not getattr(self, "skip_all_reduce_unused_params", False)  # it leaves out buckets
         )
-        memory = share_pages(num_bytes, wanted=wanted and can, group=self.process_group)
-        if memory is None:
+        pages = share_pages(num_bytes, wanted=wanted and can, group=self.process_group)
+        if pages is None:
             return False
-        dist._register_comm_hook(self.reducer, _Exchange(memory, self), _Exchange.average)
-        self.exchanges = True
+        self.exchange = _Exchange(pages, self, num_elements=sum(p.numel() for p in trained))
+        dist._register_comm_hook(self.reducer, self.exchange, _Exchange.average)
         return True
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        self._end_exchange()
-        super().register_comm_hook(state, hook)
+        """See torch's method. Also after ``exchange_in_memory``: the hook takes its place."""
+        if self.exchange is None:
+            super().register_comm_hook(state, hook)
+            return
+        self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+        self._replace_exchange(state, hook)
+        assert self.logger is not None
+        self.logger._set_comm_hook_name(hook.__qualname__)
+        self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._end_exchange()
-        super()._register_builtin_comm_hook(comm_hook_type)  # type: ignore[no-untyped-call]
+        if self.exchange is None:
+            super()._register_builtin_comm_hook(comm_hook_type)  # type: ignore[no-untyped-call]
+        else:
+            self._replace_exchange(self.process_group, _BUILT_IN[comm_hook_type])
 
-    def _register_fused_optim(self, *args: Any, **options: Any) -> None:
-        self._end_exchange()
-        super()._register_fused_optim(*args, **options)
-
-    def _end_exchange(self) -> None:
-        if self.exchanges:
-            rebuild_reducer(self)  # a reducer cannot replace its hook
+    def _replace_exchange(self, state: object, hook: Callable[[Any, dist.GradBucket], _Future]) -> None:
+        # The reducer keeps its hook: it cannot replace it, and a new reducer would forget a forward pass that has been made.
+        assert self.exchange is not None
+        self.exchange.end(partial(hook, state))
+        self.exchange = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "exchanges": False}  # type: ignore[no-untyped-call]  # a copy gets a new reducer
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state.pop("exchange", None)  # a copy gets a new reducer
+        return state
+
+
+class _Part(NamedTuple):
+    """The shared memory of one rank in one turn."""
+
+    is_live: torch.Tensor
+    """uint8 [1]: whether the rank still has batches (torch's ``join``)."""
+    gradients: torch.Tensor
+
+
+class _Pending(NamedTuple):
+    """A bucket whose average is not known yet."""
+
+    future: _Future
+    gradients: torch.Tensor
+    parts: list[torch.Tensor]
+    """The gradients of each rank in the shared memory."""
+
+
+class _Meeting(NamedTuple):
+    """A small collective after which both ranks have written their gradients."""
+
+    turn: list[_Part]
+    work: Any
+    mine: list[int]
+    total: torch.Tensor
+    counts_ranks: bool
 
 
 class _Exchange:
@@ -91,76 +133,107 @@ class _Exchange:
     halves of their parts, so that a rank may already write while the other one still reads.
     """
 
-    def __init__(self, memory: torch.Tensor, wrapper: DistributedDataParallel) -> None:
+    def __init__(self, pages: SharedPages, wrapper: DistributedDataParallel, *, num_elements: int) -> None:
         self._rank, self._group = dist.get_rank(wrapper.process_group), wrapper.process_group
         # Not the wrapper itself: the reducer holds this where the garbage collector cannot see it.
         self._wrapper = ref(wrapper)
-        parts = memory.view(_NUM_TURNS, _NUM_RANKS, -1)
-        self._turns = [[(part[:_ALIGNMENT], part[_ALIGNMENT:]) for part in turn] for turn in parts]
+        self._identity, self._num_elements = pages.identity, num_elements
+        parts = pages.memory.view(_NUM_TURNS, _NUM_RANKS, -1)
+        self._turns = [[_Part(part[:1], part[_ALIGNMENT:]) for part in turn] for turn in parts]
         self._num_done = 0
-        self._offset = 0
-        self._pending: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor, list[torch.Tensor]]] = []
+        self._successor: Callable[[dist.GradBucket], _Future] | None = None
+        self._begin_pass()
+
+    def end(self, successor: Callable[[dist.GradBucket], _Future]) -> None:
+        """Free the memory, and let ``successor`` average the buckets from now on."""
+        self._successor, self._turns = successor, []
+
+    def _begin_pass(self) -> None:
+        self._offset, self._num_seen = 0, 0
+        self._pending: list[_Pending] = []
 
     @torch.no_grad()
-    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def average(self, bucket: dist.GradBucket) -> _Future:
         """Return the future of the averaged bucket; a communication hook of DDP, which calls it in the order of the buckets."""
-        if bucket.index() == 0:
-            self._offset = 0
-            self._pending.clear()
-        gradients, future = bucket.buffer(), torch.futures.Future[torch.Tensor]()
+        if self._successor is not None:
+            return self._successor(bucket)
+        wrapper: Any = self._wrapper()
+        # In the first pass of a static graph, DDP numbers each bucket as 0 and none as the last one.
+        if bucket.index() == 0 and not wrapper.static_graph:
+            self._begin_pass()  # the last one may have ended with an error
+        gradients, future = bucket.buffer(), _Future()
         begin, end = self._offset, self._offset + gradients.numel() * gradients.element_size()
-        self._offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        self._offset, self._num_seen = -(-end // _ALIGNMENT) * _ALIGNMENT, self._num_seen + gradients.numel()
         turn = self._turns[self._num_done % _NUM_TURNS]
-        parts = [part[begin:end].view(gradients.dtype) for _, part in turn]
-        assert parts[0].numel() == gradients.numel(), "the gradients take more memory than when it was shared"
-        is_scaled_later = self._counts_ranks()
-        if is_scaled_later:
+        parts = [part.gradients[begin:end].view(gradients.dtype) for part in turn]
+        # Without a hook, DDP divides by the number of ranks that still have batches if join() says so; it counts them for the first model only.
+        join = wrapper._join_config
+        counts_ranks = join.enable and join.is_first_joinable and not wrapper._divide_by_initial_world_size
+        if counts_ranks:
+            parts[self._rank].copy_(gradients)
+        elif gradients.requires_grad:  # create_graph=True: the division is part of the graph
+            with torch.enable_grad():
+                gradients.mul_(1 / _NUM_RANKS)
             parts[self._rank].copy_(gradients)
         else:
             torch.mul(gradients, 1 / _NUM_RANKS, out=parts[self._rank])
-        self._pending.append((future, gradients, parts))
-        if bucket.is_last():
-            self._meet(turn, counts_ranks=is_scaled_later)
+        self._pending.append(_Pending(future, gradients, parts))
+        if self._num_seen == self._num_elements:
+            self._meet(turn, counts_ranks=counts_ranks, is_delayed=wrapper.static_graph and self._num_done == 0)
         return future
 
-    def _meet(self, turn: Any, *, counts_ranks: bool) -> None:
-        """Wait for the other rank where DDP waits: after all local gradients are computed, in a callback of autograd."""
+    def _meet(self, turn: list[_Part], *, counts_ranks: bool, is_delayed: bool) -> None:
+        """Wait for the other rank where DDP waits: after all local gradients are computed, in a callback of autograd.
+
+        Args:
+            turn: the parts that the ranks write in this pass.
+            counts_ranks: whether to divide by the number of ranks that have batches.
+            is_delayed: whether DDP itself calls this in a callback, and then waits for the futures.
+        """
         # A rank without batches left contributes zeros outside of a backward pass.
         is_backward = torch._C._current_graph_task_id() >= 0
-        turn[self._rank][0][0] = is_backward
+        turn[self._rank].is_live.fill_(is_backward)
         # Another collective of the other rank must not pass for this one: gloo rejects other sizes, and _finish other values.
-        mine = [_MARK, self._num_done, self._offset]
-        total = torch.tensor(mine)
-        work = self._group.allreduce([total])
-        finish = partial(self._finish, work, turn, counts_ranks=counts_ranks, mine=mine, total=total)
-        wrapper: Any = self._wrapper()
-        # With a static graph, DDP itself calls this in a callback, and then waits for the futures.
-        if is_backward and not wrapper.static_graph:
+        mine = [self._identity, self._num_done, self._num_elements]
+        total = torch.tensor(mine, device="cpu")
+        finish = partial(
+            self._finish, _Meeting(turn, self._group.allreduce([total]), mine, total, counts_ranks), self._pending
+        )
+        if is_backward and not is_delayed:
             queue: Any = torch.autograd.Variable._execution_engine.queue_callback
             queue(finish)
         else:
             finish()
 
     @torch.no_grad()
-    def _finish(self, work: Any, turn: Any, *, counts_ranks: bool, mine: list[int], total: torch.Tensor) -> None:
+    def _finish(self, meeting: _Meeting, pending: list[_Pending]) -> None:
         # work.wait() would leave this function innermost on the stack, where code that torch calls seems to compute (status/call_site.py).
-        torch.futures.wait_all([work.get_future()])
-        if total.tolist() != [_NUM_RANKS * value for value in mine]:
+        torch.futures.wait_all([meeting.work.get_future()])
+        if meeting.total.tolist() != [_NUM_RANKS * value for value in meeting.mine]:
             raise DesyncError(
                 f"rank {self._rank} exchanges the gradients of backward pass {self._num_done + 1} of a prepared model, but the other "
                 "rank is in another backward pass, or calls another collective operation",
                 do="make the ranks call backward() and collective operations in the same order; echelon doctor shows where each rank is",
             )
         self._num_done += 1
-        for future, gradients, (first, second) in self._pending:
-            if counts_ranks:
-                factor = 1 / sum(int(head[0]) for head, _ in turn)
-                first, second = first * factor, second * factor
-            torch.add(first, second, out=gradients)
-            future.set_result(gradients)
-        self._pending.clear()
+        self._begin_pass()
+        factor = 1 / sum(int(part.is_live) for part in meeting.turn) if meeting.counts_ranks else 1
+        with _subnormal_sums():
+            for future, gradients, (first, second) in pending:
+                if factor != 1:
+                    first, second = first * factor, second * factor
+                torch.add(first, second, out=gradients.detach())
+                future.set_result(gradients)
 
-    def _counts_ranks(self) -> bool:
-        """Return whether to divide by the number of ranks that still have batches."""
-        wrapper: Any = self._wrapper()
-        return wrapper._join_config.enable and not wrapper._divide_by_initial_world_size
+
+@contextmanager
+def _subnormal_sums() -> Iterator[None]:
+    """Do not round subnormal sums to zero even if the script has called ``torch.set_flush_denormal(True)``: gloo's threads do not."""
+    flushes = not torch.tensor([1e-310], dtype=torch.float64, device="cpu").mul_(1).any()
+    if flushes:
+        torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        if flushes:
+            torch.set_flush_denormal(True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
-import mmap
 import os
 from contextlib import suppress
 
@@ -12,55 +12,77 @@ import torch.distributed as dist
 
 from echelon.distributed.small_messages import gather_bytes
 
-__all__ = ["share_pages"]
+__all__ = ["SharedPages", "share_pages"]
 
 _NAME = "echelon-gradients"  # as shown in /proc/PID/maps
-_TOKEN = 16  # random bytes at the start, by which a process recognizes the other one's memory
+_NUM_TOKEN_BYTES = 7  # so that twice the identity is an int64
+_MADV_DONTFORK = 10  # Linux
 
 
-def share_pages(num_bytes: int, *, wanted: bool, group: dist.ProcessGroup) -> torch.Tensor | None:
-    """Return uint8 [num_bytes] that both ranks of ``group`` share, or None on both if it cannot be had or one does not want it.
+class SharedPages:
+    """Memory that this process shares with another one.
+
+    A forked process (a worker of a DataLoader) has no part in it, which would keep it after both processes have freed theirs.
+    """
+
+    def __init__(self, path: str, num_bytes: int) -> None:
+        # torch maps the file and closes it; Python's mmap would keep it open.
+        self.memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+        """uint8 [num_bytes]"""
+        self.identity = 0
+        """The same on both ranks, and another one for any other memory."""
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_size_t(num_bytes), _MADV_DONTFORK)
+
+    def read_identity(self) -> int:
+        """Return what ``write_identity`` has written to the start of the memory."""
+        return int.from_bytes(self.memory[:_NUM_TOKEN_BYTES].tolist(), "little")
+
+    def write_identity(self, identity: int) -> None:
+        """Write ``identity`` to the start of the memory, so that another process recognizes it."""
+        self.memory[:_NUM_TOKEN_BYTES] = torch.tensor(list(identity.to_bytes(_NUM_TOKEN_BYTES, "little")))
+        self.identity = identity
+
+
+def share_pages(num_bytes: int, *, wanted: bool, group: dist.ProcessGroup) -> SharedPages | None:
+    """Return memory that both ranks of ``group`` share, or None on both if it cannot be had or one does not want it.
 
     The memory has no file name (memfd_create), so that nothing is left behind when the processes end, however they end. It is allocated
     here, so that a later write cannot fail. The first rank creates it; the other one opens it in /proc.
 
+    Args:
+        num_bytes: size of the memory, at least 7.
+        wanted: whether this rank wants it.
+        group: two ranks of one machine.
+
     Collective: call on both ranks.
     """
-    rank, handle, token = dist.get_rank(group), -1, b""
-    pages: mmap.mmap | None = None
+    rank, handle, pages = dist.get_rank(group), -1, None
     try:
         if wanted and rank == 0:
-            token = os.urandom(_TOKEN)
-            with suppress(OSError, AttributeError):  # not Linux, an old kernel, or no memory left
+            with suppress(OSError, AttributeError, RuntimeError):  # not Linux, an old kernel, or no memory left
                 handle = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-                os.posix_fallocate(handle, 0, max(num_bytes, _TOKEN))
-                pages = mmap.mmap(handle, max(num_bytes, _TOKEN))
-                pages[:_TOKEN] = token
-        place = [os.getpid(), handle, token.hex()] if pages is not None else None
+                os.posix_fallocate(handle, 0, num_bytes)
+                pages = SharedPages(f"/proc/self/fd/{handle}", num_bytes)
+                pages.write_identity(int.from_bytes(os.urandom(_NUM_TOKEN_BYTES), "little"))
+        place = None if pages is None else [os.getpid(), handle, pages.identity]
         theirs = json.loads(gather_bytes(json.dumps(place).encode(), group=group)[0])
         if wanted and rank == 1 and theirs is not None:
-            pages = _open(*theirs, num_bytes=max(num_bytes, _TOKEN))
-        has_pages = [answer == b"1" for answer in gather_bytes(b"1" if pages is not None else b"0", group=group)]
+            pages = _open(*theirs, num_bytes=num_bytes)
+        has_pages = [answer == b"1" for answer in gather_bytes(b"0" if pages is None else b"1", group=group)]
     finally:
         if handle >= 0:
             os.close(handle)  # the mapping remains
-    if pages is None or not all(has_pages):
-        return None
-    return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
+    return pages if all(has_pages) else None
 
 
-def _open(pid: int, handle: int, token: str, *, num_bytes: int) -> mmap.mmap | None:
+def _open(pid: int, handle: int, identity: int, *, num_bytes: int) -> SharedPages | None:
     """Return the memory of another process, or None if this process may not open it or ``pid`` is another process here (containers)."""
     path = f"/proc/{pid}/fd/{handle}"
-    with suppress(OSError):
-        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-            return None
-        own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(own).st_size == num_bytes:
-                pages = mmap.mmap(own, num_bytes)
-                if pages[:_TOKEN] == bytes.fromhex(token):
-                    return pages
-        finally:
-            os.close(own)
+    with suppress(OSError, RuntimeError):
+        if os.readlink(path).startswith(f"/memfd:{_NAME}") and os.stat(path).st_size == num_bytes:
+            pages = SharedPages(path, num_bytes)
+            if pages.read_identity() == identity:
+                pages.identity = identity
+                return pages
     return None
