@@ -17,9 +17,10 @@ from echelon.launch.local.warm_start import Process, WarmStarter
 
 _LIMIT_S = 60.0
 PROGRAM = """
-import json, os, sys
+import gc, json, os, sys
 found = [name for name in ("json.tool", "timeit", "ray") if name in sys.modules]
-json.dump([found, os.environ.get("RANK"), sys.path[0]], open(sys.argv[1] + ".new", "w"))
+collects = [gc.isenabled(), gc.get_freeze_count() > 1000]  # what was imported ahead is not examined
+json.dump([found, os.environ.get("RANK"), sys.path[0], collects], open(sys.argv[1] + ".new", "w"))
 os.rename(sys.argv[1] + ".new", sys.argv[1])
 sys.exit(int(sys.argv[2]))
 """
@@ -83,8 +84,8 @@ def test_ranks_inherit_the_imported_modules(starter: WarmStarter, tmp_path: Path
     second = start(starter, tmp_path, "b", 0)
     assert second is not None
     assert second.wait(_LIMIT_S) == 0
-    assert json.loads((tmp_path / "a").read_text()) == [["json.tool"], "a", str(tmp_path)]
-    assert json.loads((tmp_path / "b").read_text()) == [["json.tool", "timeit"], "b", str(tmp_path)]
+    assert json.loads((tmp_path / "a").read_text()) == [["json.tool"], "a", str(tmp_path), [True, True]]
+    assert json.loads((tmp_path / "b").read_text()) == [["json.tool", "timeit"], "b", str(tmp_path), [True, True]]
 
 
 def test_a_failing_import_does_not_affect_running_ranks(starter: WarmStarter, tmp_path: Path) -> None:

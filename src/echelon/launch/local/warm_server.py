@@ -14,6 +14,7 @@ session, it does not report whether imports started threads, and it ignores fail
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import json
@@ -84,11 +85,17 @@ def _serve(control: socket.socket, worker: ModuleType, environ: ModuleType) -> N
 
 
 def _import(names: list[str]) -> dict[str, Any]:
+    # Garbage collections take a fifth of the time of an import, and free little: 9,000 of the 457,000 objects that torch makes. Frozen, the
+    # others are not examined by the ranks either, so that their memory remains shared.
+    gc.disable()
     try:
         for name in names:
             importlib.import_module(name)
     except Exception as error:  # noqa: BLE001 - forked ranks need this process; later ranks are not forked, and show the error
         return {"ready": False, "why": f"{type(error).__name__}: {error}"}
+    finally:
+        gc.freeze()
+        gc.enable()
     tasks = Path("/proc/self/task")
     num_threads = len(list(tasks.iterdir())) if tasks.exists() else 1
     return {"ready": num_threads == 1, "why": f"{num_threads} threads"}
