@@ -9,7 +9,7 @@ import pytest
 from tests.programs.program import draw_case
 from tests.programs.runner import check_cases, shrink
 
-SEEDS = 24  # half of them in test_programs_too.py: each file is one process of `make test`
+SEEDS = 24  # half of them in test_programs_too.py, behind `make soak`
 CHUNK = 12  # of the programs of one test
 SOAK_CHUNK = 100
 SOAK = int(os.environ.get("DRAWN_PROGRAMS", "10000"))
