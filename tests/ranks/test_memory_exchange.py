@@ -72,6 +72,10 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def _with_sgd(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, _sgd(model)
+
+
 def _both(model: Callable[[], nn.Module], **options: Any) -> Iterator[tuple[nn.Module, Any, Any, Any]]:
     """Yield the bare model, the wrapper, its optimizer and the backward function: by hand, and prepared."""
     bare = model()
@@ -82,6 +86,16 @@ def _both(model: Callable[[], nn.Module], **options: Any) -> Iterator[tuple[nn.M
     assert wrapper.exchange is not None, "nothing is tested"
     yield bare, wrapper, optimizer, accelerator.backward
     accelerator.free_memory()
+
+
+def _both_of_two() -> Iterator[tuple[list[Any], Any, Any, Any]]:
+    """Yield as ``_both`` does, for two models and their optimizers."""
+    bare: list[Any] = [_Branches(), _Branches()]
+    yield bare, [DistributedDataParallel(one) for one in bare], list(map(_sgd, bare)), torch.Tensor.backward
+    bare = [_Branches(), _Branches()]
+    prepared, accelerator = _prepared(*bare, *map(_sgd, bare))
+    assert all(one.exchange is not None for one in prepared[:2]), "nothing is tested"
+    yield bare, prepared[:2], prepared[2:], accelerator.backward
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:
@@ -251,16 +265,7 @@ def test_gradients_and_weights_are_those_of_ddp_by_hand(name: str, loops: list[d
 def _two_models() -> list[list[torch.Tensor]]:
     """Train a generator and a critic, whose buckets alternate within a backward pass."""
     found = []
-    for is_prepared in (False, True):
-        bare: list[Any] = [_Branches(), _Branches()]
-        optimizers: list[Any] = list(map(_sgd, bare))
-        backward: Any = torch.Tensor.backward
-        if is_prepared:
-            prepared, accelerator = _prepared(*bare, *optimizers)
-            wrapped, optimizers, backward = prepared[:2], prepared[2:], accelerator.backward
-            assert all(one.exchange for one in wrapped)
-        else:
-            wrapped = [DistributedDataParallel(one) for one in bare]
+    for bare, wrapped, optimizers, backward in _both_of_two():
         for x in _batches():
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -347,15 +352,7 @@ def test_a_rank_without_batches_left_contributes_as_with_ddp(divides_by_all: boo
 def _two_uneven_models() -> list[list[torch.Tensor]]:
     """Join two models, of which torch counts the ranks with batches for the first one only."""
     found = []
-    for is_prepared in (False, True):
-        bare: list[Any] = [_Branches(), _Branches()]
-        optimizers: list[Any] = list(map(_sgd, bare))
-        backward: Any = torch.Tensor.backward
-        if is_prepared:
-            prepared, accelerator = _prepared(*bare, *optimizers)
-            wrapped, optimizers, backward = prepared[:2], prepared[2:], accelerator.backward
-        else:
-            wrapped = [DistributedDataParallel(one) for one in bare]
+    for bare, wrapped, optimizers, backward in _both_of_two():
         with Join(wrapped, divide_by_initial_world_size=False):
             for x in _batches(4 - 2 * dist.get_rank()):
                 for wrapper, optimizer in zip(wrapped, optimizers):
@@ -519,7 +516,7 @@ def _open_files() -> list[str]:
 
 def _released() -> tuple[list[bool], list[str], list[bool]]:
     gc.collect()  # models of other tests
-    (wrapper, _), accelerator = _prepared(*(lambda model: (model, _sgd(model)))(_wide()))
+    (wrapper, _), accelerator = _prepared(*_with_sgd(_wide()))
     accelerator.backward(wrapper(torch.randn(4, WIDTH)).square().mean())
     during, files = _mapped(), _open_files()
     accelerator.free_memory()
@@ -535,7 +532,7 @@ def test_the_memory_is_freed_with_the_model_and_no_file_is_open() -> None:
 def _watched() -> bool:
     """Return whether rank 0 was seen waiting in the backward pass, which rank 1 joins only after that."""
     store, main = dist.distributed_c10d._get_default_store(), threading.get_ident()
-    (wrapper, _), accelerator = _prepared(*(lambda model: (model, _sgd(model)))(_Branches()))
+    (wrapper, _), accelerator = _prepared(*_with_sgd(_Branches()))
     loss = wrapper(torch.ones(4, WIDTH)).square().mean()
 
     def watch() -> None:
@@ -562,7 +559,7 @@ def test_a_rank_that_waits_for_the_other_one_is_seen_waiting() -> None:
 
 
 def _copied() -> tuple[bool, bool]:
-    (wrapper, _), accelerator = _prepared(*(lambda model: (model, _sgd(model)))(_Branches()))
+    (wrapper, _), accelerator = _prepared(*_with_sgd(_Branches()))
     twin: Any = copy.deepcopy(wrapper)
     for each in (wrapper, twin):
         torch.manual_seed(dist.get_rank())
@@ -576,7 +573,7 @@ def test_a_copy_of_the_model_exchanges_by_gloo() -> None:
 
 def _elsewhere(other: torch.Tensor) -> None:
     """On rank 1, call another collective operation instead of the third backward pass."""
-    (wrapper, _), accelerator = _prepared(*(lambda model: (model, _sgd(model)))(_Branches()))
+    (wrapper, _), accelerator = _prepared(*_with_sgd(_Branches()))
     for step, x in enumerate(_batches()):
         loss = wrapper(x).square().mean()
         if step == 2 and dist.get_rank() == 1:
@@ -622,7 +619,7 @@ def test_the_gradients_of_another_model_are_not_taken_for_those_of_this_one() ->
 
 
 def _leaves() -> None:
-    (wrapper, _), accelerator = _prepared(*(lambda model: (model, _sgd(model)))(_Branches()))
+    (wrapper, _), accelerator = _prepared(*_with_sgd(_Branches()))
     for step, x in enumerate(_batches()):
         if step == 2 and dist.get_rank() == 1:
             os._exit(3)

@@ -118,16 +118,9 @@ class DDPEngine(Engine):
         return self._world.device.type == "cpu" and self._world.world_size == self._world.local_world_size == 2
 
     def exchange_in_memory(self, model: nn.Module, *, wanted: bool, limit: int) -> bool:
-        replica = self._replicas.get(id(model))
-        if replica is None or not self._reduces:
+        if not self._reduces or not isinstance(model, memory_exchange.DistributedDataParallel):
             return False
-        wrapper = replica.wrapper
-        if (
-            not isinstance(wrapper, memory_exchange.DistributedDataParallel)
-            or dist.get_world_size(wrapper.process_group) != 2
-        ):
-            return False
-        return wrapper.exchange_in_memory(wanted=wanted, limit=limit)
+        return model.exchange_in_memory(wanted=wanted, limit=limit)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         replica = self._replicas.get(id(model))

@@ -96,14 +96,9 @@ def _max_pool2d_backward(
     indices: torch.Tensor,
 ) -> torch.Tensor:
     """Return the gradients of ``images`` from those of the pooled ones. Both kernels add them in the same order."""
-    into: Any = (
-        torch.ops.aten.max_pool2d_with_indices_backward.grad_input
-    )  # has kernels of its own, which are not replaced
-    if (
-        images.dim() == 4
-        and _is_channels_last_only(images)
-        and not gradients.is_contiguous(memory_format=torch.channels_last)
-    ):
+    # This overload has kernels of its own, which are not replaced.
+    into: Any = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
+    if images.dim() == 4 and _is_channels_last_only(images):
         gradients = gradients.contiguous(memory_format=torch.channels_last)
     options = kernel_size, stride, padding, dilation, ceil_mode, indices
     return into(gradients, images, *options, grad_input=images.new_empty(0))  # type: ignore[no-any-return]

@@ -55,9 +55,8 @@ def choose_for_cpu(session: Session, model: nn.Module) -> None:
         return
     if any(isinstance(module, nn.Conv2d) for module in model.modules()):
         pool_gradients_channels_last()
-        if (
-            is_kept
-        ):  # otherwise the copies of images, whose memory comes from the kernel each time, take longer than the pooling
+        # The copies of images take longer than the pooling if their memory comes from the kernel each time.
+        if is_kept:
             pool_channels_last()
     if any(isinstance(module, _DROPOUTS) for module in model.modules()):
         draw_masks_in_integers()
@@ -69,6 +68,8 @@ def choose_exchange(session: Session, model: nn.Module) -> None:
     gloo's threads copy gradients through sockets while the backward pass runs, which delays it if no core is free for them.
     """
     speed, world = session.config.value.speed, session.world
+    if world.device.type != "cpu" or world.world_size == 1:
+        return
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     is_large = sum(parameter.numel() * parameter.element_size() for parameter in trained) >= _FEWEST_EXCHANGED
     uses_all_cores = torch.get_num_threads() * world.local_world_size >= usable_cores()

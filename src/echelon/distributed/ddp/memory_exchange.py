@@ -39,16 +39,19 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     """What averages the gradients through shared memory; None if gloo does, or a hook of the script."""
 
     def exchange_in_memory(self, *, wanted: bool, limit: int) -> bool:
-        """Average gradients through shared memory from now on, if both ranks want it; return whether they have begun to.
+        """Average gradients through shared memory from now on, if both ranks want it; return whether that was begun.
 
-        Not if any gradients are not on the CPU, sparse, or of another dtype than float32 and float64; nor if the model has a communication hook.
+        Nothing changes if the process group does not have two ranks, if the model has a communication hook, or if any gradient is sparse, is
+        not on the CPU, or has another dtype than float32 and float64.
 
         Args:
             wanted: whether this rank wants it.
             limit: the largest number of bytes to share. It takes four times those of the gradients.
 
-        Collective: call on both ranks of the process group.
+        Collective: call on every rank of the process group.
         """
+        if dist.get_world_size(self.process_group) != _NUM_RANKS:
+            return False
         trained, is_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         part = sum(-(-p.numel() * p.element_size() // _ALIGNMENT) * _ALIGNMENT for p in trained) + _ALIGNMENT
         num_bytes = _NUM_RANKS * _NUM_TURNS * part

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,33 +16,17 @@ from echelon.distributed.small_messages import gather_bytes
 __all__ = ["SharedPages", "share_pages"]
 
 _NAME = "echelon-gradients"  # as shown in /proc/PID/maps
-_NUM_TOKEN_BYTES = 7  # so that twice the identity is an int64
+_NUM_TOKEN_BYTES = 7  # random bytes at the start, the identity: twice their number is an int64
 _MADV_DONTFORK = 10  # Linux
 
 
-class SharedPages:
-    """Memory that this process shares with another one.
+class SharedPages(NamedTuple):
+    """Memory that this process shares with another one."""
 
-    A forked process (a worker of a DataLoader) has no part in it, which would keep it after both processes have freed theirs.
-    """
-
-    def __init__(self, path: str, num_bytes: int) -> None:
-        # torch maps the file and closes it; Python's mmap would keep it open.
-        self.memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-        """uint8 [num_bytes]"""
-        self.identity = 0
-        """The same on both ranks, and another one for any other memory."""
-        libc = ctypes.CDLL(None)
-        libc.madvise(ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_size_t(num_bytes), _MADV_DONTFORK)
-
-    def read_identity(self) -> int:
-        """Return what ``write_identity`` has written to the start of the memory."""
-        return int.from_bytes(self.memory[:_NUM_TOKEN_BYTES].tolist(), "little")
-
-    def write_identity(self, identity: int) -> None:
-        """Write ``identity`` to the start of the memory, so that another process recognizes it."""
-        self.memory[:_NUM_TOKEN_BYTES] = torch.tensor(list(identity.to_bytes(_NUM_TOKEN_BYTES, "little")))
-        self.identity = identity
+    memory: torch.Tensor
+    """uint8 [number of bytes]"""
+    identity: int
+    """The same on both ranks, and another one for any other memory."""
 
 
 def share_pages(num_bytes: int, *, wanted: bool, group: dist.ProcessGroup) -> SharedPages | None:
@@ -63,8 +48,10 @@ def share_pages(num_bytes: int, *, wanted: bool, group: dist.ProcessGroup) -> Sh
             with suppress(OSError, AttributeError, RuntimeError):  # not Linux, an old kernel, or no memory left
                 handle = os.memfd_create(_NAME, os.MFD_CLOEXEC)
                 os.posix_fallocate(handle, 0, num_bytes)
-                pages = SharedPages(f"/proc/self/fd/{handle}", num_bytes)
-                pages.write_identity(int.from_bytes(os.urandom(_NUM_TOKEN_BYTES), "little"))
+                token = os.urandom(_NUM_TOKEN_BYTES)
+                memory = _map(f"/proc/self/fd/{handle}", num_bytes)
+                memory[:_NUM_TOKEN_BYTES] = torch.tensor(list(token))
+                pages = SharedPages(memory, int.from_bytes(token, "little"))
         place = None if pages is None else [os.getpid(), handle, pages.identity]
         theirs = json.loads(gather_bytes(json.dumps(place).encode(), group=group)[0])
         if wanted and rank == 1 and theirs is not None:
@@ -81,8 +68,17 @@ def _open(pid: int, handle: int, identity: int, *, num_bytes: int) -> SharedPage
     path = f"/proc/{pid}/fd/{handle}"
     with suppress(OSError, RuntimeError):
         if os.readlink(path).startswith(f"/memfd:{_NAME}") and os.stat(path).st_size == num_bytes:
-            pages = SharedPages(path, num_bytes)
-            if pages.read_identity() == identity:
-                pages.identity = identity
-                return pages
+            memory = _map(path, num_bytes)
+            if int.from_bytes(memory[:_NUM_TOKEN_BYTES].tolist(), "little") == identity:
+                return SharedPages(memory, identity)
     return None
+
+
+def _map(path: str, num_bytes: int) -> torch.Tensor:
+    """Map a file into memory that forked processes do not get: a worker of a DataLoader would keep it after both ranks have freed it."""
+    memory = torch.from_file(
+        path, shared=True, size=num_bytes, dtype=torch.uint8
+    )  # closes the file; Python's mmap does not
+    libc = ctypes.CDLL(None)
+    libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(num_bytes), _MADV_DONTFORK)
+    return memory
