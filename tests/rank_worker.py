@@ -115,12 +115,14 @@ def _answer(call: Call) -> Returned | Raised:
     import torch
     import torch.distributed as dist
 
-    random.seed(0)
-    torch.manual_seed(0)
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            fn, args, kwargs = pickle.loads(call.work)
+            # After the import of the test file, which may draw random numbers, and only on ranks that have just been started.
+            random.seed(0)
+            torch.manual_seed(0)
             if call.store_path is not None:
                 dist.init_process_group(
                     "gloo",
@@ -130,7 +132,6 @@ def _answer(call: Call) -> Returned | Raised:
                     # The parent's time limit must expire first, because the parent can name every silent rank.
                     timeout=call.timeout + timedelta(seconds=30),
                 )
-            fn, args, kwargs = pickle.loads(call.work)
             result = fn(*args, **kwargs)
             if call.store_path is None and dist.is_initialized():
                 raise AssertionError(f"{fn.__qualname__} left its process group behind")

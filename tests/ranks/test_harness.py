@@ -21,6 +21,9 @@ from tests import harness
 from tests.harness import MAX_THREADS, RankDied, RanksFailed, RanksHung, import_ahead, run_on_ranks
 
 
+torch.rand(())  # a draw while this file is imported, which several test files make
+
+
 class _Unpicklable(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("no pickles of this")
@@ -148,6 +151,12 @@ def test_tensors_are_returned() -> None:
 
 def test_each_call_starts_from_the_same_seed() -> None:
     assert len({*run_on_ranks(_random), *run_on_ranks(_random)}) == 1
+
+
+def test_a_replaced_rank_has_the_seed_of_the_others_although_it_imports_the_file_anew() -> None:
+    with pytest.raises(RanksFailed):
+        run_on_ranks(_kill_on, 1, timeout=30)
+    assert len(set(run_on_ranks(_random))) == 1
 
 
 def test_the_error_shows_the_failing_rank_and_its_traceback() -> None:
