@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 from tests import harness
 from tests.harness import MAX_THREADS, RankDied, RanksFailed, RanksHung, import_ahead, run_on_ranks
 
-
 torch.rand(())  # a draw while this file is imported, which several test files make
 
 
