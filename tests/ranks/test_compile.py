@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from echelon import Accelerator, FullyShardedDataParallelPlugin
 from echelon.base import environ
@@ -258,3 +259,85 @@ def test_a_backend_and_a_plugin_are_mutually_exclusive() -> None:
         Accelerator(cpu=True)
     assert "env ACCELERATE_DYNAMO_BACKEND" in str(raised.value)
     assert "aot_torchxla_trace_once, torchxla_trace_once" in str(raised.value)
+
+
+# ---- a whole step that is compiled -----------------------------------------------------------------------------------
+
+
+def _start_compiling() -> None:
+    """Clear what was compiled, and ignore torch's own warnings while it compiles."""
+    torch._dynamo.reset()
+    for own in ("The .grad attribute of a Tensor", "`torch.jit"):
+        warnings.filterwarnings("ignore", own)
+
+
+def _train_by_compiled_steps(how: str) -> list[torch.Tensor]:
+    """Train on the windows of ``_plain`` by a compiled step, or a compiled loop if the data has a loader."""
+    _start_compiling()
+    settings: dict[str, Any] = {"parity": how} if how in ("exact", "bitwise") else {"engine": how}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **settings)
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    windows = torch.cat([_batches(rank).view(3, 2, 5, 6) for rank in range(2)], dim=1)
+    data = DataLoader(windows.view(-1, 6), batch_size=20) if "parity" in settings else None  # type: ignore[arg-type,var-annotated]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    prepared, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with accelerator.accumulate(prepared):
+            loss = mean_square(prepared(x))
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(prepared.parameters(), 1e9)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        shared: torch.Tensor = accelerator.gather(loss.detach())
+        return shared
+
+    def loop() -> int:
+        return sum(len(step(x)) for _ in accelerator.epochs(1) for x in data)
+
+    if data is None:
+        compiled = torch.compile(step, backend="eager")
+        assert all(compiled(x).shape == (2,) for x in _batches(accelerator.process_index))
+    else:
+        assert torch.compile(loop, backend="eager")() == 2 * 6
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in prepared.parameters()]
+
+
+@pytest.mark.parametrize("how", ["ddp", "zero1", "fsdp2", "exact"])
+def test_ranks_with_a_compiled_step_train_like_one_uncompiled_process(how: str) -> None:
+    for parameters in run_on_ranks(_train_by_compiled_steps, how, timeout=120):
+        torch.testing.assert_close(parameters, _plain().weights, rtol=1e-5, atol=1e-6)  # float32, another order of sums
+
+
+def _train_ddp_by_compiled_steps(*, prepares: bool) -> list[torch.Tensor]:
+    _start_compiling()
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    accelerator = Accelerator(cpu=True)
+    if prepares:
+        ddp, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        ddp = nn.parallel.DistributedDataParallel(model)
+
+    def step(x: torch.Tensor) -> None:
+        mean_square(ddp(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled = torch.compile(step, backend="eager")
+    for x in _batches(dist.get_rank()):
+        compiled(x)
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_a_compiled_step_may_call_backward_of_the_loss(prepares: bool) -> None:
+    model = _model()
+    windows = torch.stack([_batches(rank) for rank in range(2)], dim=1)
+    plain = train_updates(model, lambda x: mean_square(model(x)), windows, torch.optim.SGD(model.parameters(), lr=0.5))
+    for parameters in run_on_ranks(_train_ddp_by_compiled_steps, prepares=prepares, timeout=120):
+        torch.testing.assert_close(parameters, plain.weights, rtol=1e-5, atol=1e-6)

@@ -62,6 +62,7 @@ from echelon.config.schema import RunConfig
 from echelon.data.loader import PreparedLoader
 from echelon.distributed import collectives, control
 from echelon.distributed.setup import cleanup
+from echelon.distributed.uncompiled import uncompiled_methods
 from echelon.engines.base import Engine
 from echelon.status.call_site import current_call_site
 from echelon.status.notes import slow
@@ -76,6 +77,7 @@ T = TypeVar("T")
 
 
 @suggest_keywords
+@uncompiled_methods(but=("autocast",))
 class Accelerator:
     """Prepares models, optimizers, schedulers and loaders for the ranks, and runs the rank-dependent parts of a training loop.
 
@@ -285,9 +287,7 @@ class Accelerator:
         "session.ao_recipe_handler", "torchao settings for fp8; None without fp8.", is_settable=True
     )
     dynamo_plugin: TorchDynamoPlugin = view("session.dynamo_plugin", "``torch.compile`` settings.", is_settable=True)
-    deepspeed_plugin: DeepSpeedPlugin | None = view(
-        "session.deepspeed.plugin", "DeepSpeed settings; None if it is not used."
-    )
+    deepspeed_plugin: DeepSpeedPlugin | None = view("session.deepspeed.plugin", "DeepSpeed settings, or None.")
     fsdp_plugin: FullyShardedDataParallelPlugin | None = view(
         "session.fsdp_plugin", "Model sharding settings; None without sharding.", is_settable=True
     )

@@ -24,6 +24,7 @@ from echelon.distributed.checks.already_sharded import SamplerEpochs
 from echelon.distributed.checks.ungathered_metrics import DatasetLength
 from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
 from echelon.distributed.structure import ignorant_find_batch_size
+from echelon.distributed.uncompiled import uncompiled_generator
 from echelon.status.board import Phase
 from echelon.status.notes import notes_of_process
 from echelon.world.world import World
@@ -476,6 +477,7 @@ class PreparedLoader(DataLoader[Any]):
             driver.begin_pass(self, self.plan)
         return self.plan
 
+    @uncompiled_generator
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         active, position, source = self.active, self._position, self.source
         active.metrics.begin_pass()

@@ -13,6 +13,7 @@ from echelon.distributed.alone import is_alone
 from echelon.distributed.small_messages import bytes_of
 from echelon.distributed.structure_check import check_same, ranks_of, wire_device
 from echelon.distributed.tree import describe, leaves, map_tensors
+from echelon.distributed.uncompiled import uncompiled
 from echelon.status.notes import communicating
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
 _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
+@uncompiled
 @communicating
 def gather(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
     """Concatenate each tensor in ``data`` across ranks along the first dimension.
@@ -57,6 +59,7 @@ def gather(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
     return map_tensors(lambda tensor: _gather_tensor(tensor, group), data)
 
 
+@uncompiled
 @communicating
 def gather_object(data: Any, *, mesh: DeviceMesh | None = None) -> list[Any]:
     """Gather a picklable object from each rank; lists and tuples are concatenated in rank order.
@@ -82,6 +85,7 @@ def gather_object(data: Any, *, mesh: DeviceMesh | None = None) -> list[Any]:
     return objects
 
 
+@uncompiled
 @communicating
 def reduce(
     data: Any,
@@ -125,6 +129,7 @@ def reduce(
     return map_tensors(lambda tensor: _reduce_tensor(tensor, op, divisor, scale, integers_stay, group), data)
 
 
+@uncompiled
 def mean_over_ranks(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
     """Average each tensor in ``data`` across ranks, like ``reduce(data, "mean")``.
 
@@ -136,6 +141,7 @@ def mean_over_ranks(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
     return reduce(data, "mean", mesh=mesh)
 
 
+@uncompiled
 @communicating
 def broadcast(data: Any, from_process: int = 0, *, mesh: DeviceMesh | None = None) -> Any:
     """Return the tensors of rank ``from_process`` on every rank, as new tensors on the local tensors' devices.
@@ -160,6 +166,7 @@ def broadcast(data: Any, from_process: int = 0, *, mesh: DeviceMesh | None = Non
     return map_tensors(lambda tensor: _broadcast_tensor(tensor, from_process, group), data)
 
 
+@uncompiled
 @communicating
 def broadcast_object_list(objects: list[Any], from_process: int = 0, *, mesh: DeviceMesh | None = None) -> list[Any]:
     """Replace the items of ``objects`` in place with those from rank ``from_process``, and return the list.
@@ -178,6 +185,7 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0, *, mesh: De
     return objects
 
 
+@uncompiled
 @communicating
 def pad_across_processes(
     data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False, *, mesh: DeviceMesh | None = None

@@ -18,6 +18,7 @@ from echelon.distributed.alone import is_alone
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.stores import store_of
 from echelon.distributed.structure_check import ranks_of, wire_device
+from echelon.distributed.uncompiled import uncompiled
 from echelon.status.notes import slow, waiting
 from echelon.world.environment import detect
 from echelon.world.group import DEFAULT_TIMEOUT
@@ -38,6 +39,7 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
     return on_rank_zero
 
 
+@uncompiled
 def agree(flag: bool, *, how: Literal["any", "all"] = "any", mesh: DeviceMesh | None = None) -> bool:
     """Return, on every rank, whether ``flag`` is True on any rank (``how="any"``) or on all ranks (``how="all"``).
 
@@ -51,6 +53,7 @@ def agree(flag: bool, *, how: Literal["any", "all"] = "any", mesh: DeviceMesh | 
     return bool(vote.item())
 
 
+@uncompiled
 @contextmanager
 def raise_on_all_ranks(what: str) -> Iterator[None]:
     """Run the block on every rank; if it fails on any rank, raise on all ranks, so that no rank continues alone and hangs.
@@ -79,6 +82,7 @@ def raise_on_all_ranks(what: str) -> Iterator[None]:
     raise DesyncError(f"{what} failed on some ranks\n{listing}", do="fix the errors on the listed ranks") from failure
 
 
+@uncompiled
 def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None = None) -> None:
     """Wait until every rank calls this function; if that times out, the error names the missing ranks.
 
@@ -98,6 +102,7 @@ def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None
     monitored_barrier("barrier", group=None if mesh is None else mesh.get_group(), timeout=limit)
 
 
+@uncompiled
 @contextmanager
 def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | None = None) -> Iterator[None]:
     """Run the ``with`` block on the first rank before the others, which can then use the files it downloaded or cached.

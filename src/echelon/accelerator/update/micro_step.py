@@ -13,6 +13,7 @@ from echelon.accelerator.session import Session
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.accelerator.update.update_policy import UpdatePolicy
+from echelon.distributed.uncompiled import uncompiled
 
 __all__ = ["LocalBackward", "MicroStep", "trigger_sync_in_backward"]
 
@@ -27,6 +28,7 @@ class MicroStep:
         self._models = models
         self._local: AbstractContextManager[Any] | None = None
 
+    @uncompiled
     def __enter__(self) -> None:
         update, given = self._update, self._models
         should_sync = update.count_micro_batch()
@@ -43,6 +45,7 @@ class MicroStep:
                 for model in models:
                     stack.enter_context(update.engine.no_sync(model))
 
+    @uncompiled
     def __exit__(self, *_: object) -> None:
         update = self._update
         update.accumulating = None
@@ -67,11 +70,13 @@ class LocalBackward:
         self._context = context
         self._optimizers = list(optimizers)
 
+    @uncompiled
     def __enter__(self) -> None:
         self._context.__enter__()
         for optimizer in self._optimizers:
             optimizer.unsynced = True
 
+    @uncompiled
     def __exit__(self, *details: Any) -> None:
         for optimizer in self._optimizers:
             optimizer.unsynced = False

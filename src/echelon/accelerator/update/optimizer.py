@@ -15,6 +15,7 @@ from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerG
 from echelon.base.errors import UsageError
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.record.recorder import recorder_of_process
+from echelon.distributed.uncompiled import uncompiled_methods
 from echelon.engines.base import Engine
 from echelon.status.board import Phase
 from echelon.status.notes import notes_of_process
@@ -34,6 +35,7 @@ class Clipping:
     """Whether this is a default that is skipped if the training loop clips gradients."""
 
 
+@uncompiled_methods()
 class AcceleratedOptimizer(Optimizer):
     """Wraps an optimizer: ``step`` and ``zero_grad`` do nothing while gradients are being accumulated.
 

@@ -16,6 +16,7 @@ from echelon.base.errors import UsageError
 from echelon.base.warnings import user_line, warn
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.small_messages import gather_bytes
+from echelon.distributed.uncompiled import uncompiled_methods
 
 __all__ = ["AcceleratedScheduler", "steps_with_metric"]
 
@@ -35,6 +36,7 @@ def steps_with_metric(scheduler: Any) -> bool:
     return any(one.kind in positional and one.default is kinds.empty for one in wanted)
 
 
+@uncompiled_methods()
 class AcceleratedScheduler:
     """Wraps a learning-rate scheduler.
 

@@ -24,6 +24,7 @@ from echelon.distributed.ddp.replica import BackwardPasses, Replica, Structure
 from echelon.distributed.ddp.sparse_gradients import copy_sparse_gradients
 from echelon.distributed.shard import METRICS
 from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optimizer_steps
+from echelon.distributed.uncompiled import uncompiled
 
 __all__ = ["RawDDPGuard"]
 
@@ -326,6 +327,7 @@ class _LastPass:
         self._of: weakref.ref[torch.Tensor] | None = None
         self._before: torch.Tensor | None = None
 
+    @uncompiled
     def __call__(self, parameter: torch.Tensor) -> None:
         if not self.count.count_current():
             return

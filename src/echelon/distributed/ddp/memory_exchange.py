@@ -15,6 +15,7 @@ from torch.nn import parallel
 
 from echelon.base.errors import DesyncError
 from echelon.distributed.ddp.shared_pages import SharedPages, share_pages
+from echelon.distributed.uncompiled import uncompiled
 
 __all__ = ["DistributedDataParallel"]
 
@@ -155,6 +156,7 @@ class _Exchange:
         self._offset, self._num_seen = 0, 0
         self._pending: list[_Pending] = []
 
+    @uncompiled
     @torch.no_grad()
     def average(self, bucket: dist.GradBucket) -> _Future:
         """Return the future of the averaged bucket; a communication hook of DDP, which calls it in the order of the buckets."""

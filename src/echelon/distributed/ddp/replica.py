@@ -22,6 +22,7 @@ from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.small_messages import gather_bytes, gather_counts
 from echelon.distributed.tensor_fingerprint import fingerprint
 from echelon.distributed.torch_hooks import watch_module_changes
+from echelon.distributed.uncompiled import uncompiled
 
 __all__ = [
     "BackwardPasses",
@@ -408,6 +409,7 @@ class BackwardPasses:
         self._last = -1
         self._seen: set[int] = set()
 
+    @uncompiled
     def __call__(self, _parameter: torch.Tensor) -> None:
         self.count_current()
 

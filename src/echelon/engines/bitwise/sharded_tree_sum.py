@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.base.errors import UsageError
 from echelon.data.exact.global_batch_slices import Contribution
+from echelon.distributed.uncompiled import uncompiled
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate, SumNode, top_of
 from echelon.engines.fsdp.param_groups import fsdp_groups
 
@@ -128,6 +129,7 @@ class ShardedTreeSum(ShardedUpdate):
         unsharded.register_post_accumulate_grad_hook(partial(self._record_use, part))
         return True
 
+    @uncompiled
     def _record_use(self, part: Any, _unsharded: torch.Tensor) -> None:
         if self._contribution is not None and not self._contribution.is_padding:
             self._used.add(id(part.sharded_param))

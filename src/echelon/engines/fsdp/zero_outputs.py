@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.distributed.uncompiled import uncompiled
 from echelon.engines.output_hooks import output_tensors
 
 __all__ = ["ZeroOutputGradients"]
@@ -33,6 +34,7 @@ class ZeroOutputGradients:
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._gradient)  # type: ignore[no-untyped-call]
 
+    @uncompiled
     def _gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
         # Of this rank's own loss, only nan is left (its weight is 0); of the others' losses, what they computed from this tensor.
         return torch.nan_to_num(gradient, nan=0.0, posinf=0.0, neginf=0.0) if self._is_on else None

@@ -14,6 +14,7 @@ from echelon.accelerator.update.live_check.content_hashes import content_hashes
 from echelon.accelerator.update.live_check.mismatch import roundoff, smallest
 from echelon.base.sharded import is_dtensor, local_shape_and_offset
 from echelon.distributed.checks.linear_sketch import NUM_BUCKETS, WIDTH, LinearSketch
+from echelon.distributed.uncompiled import uncompiled
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_parameters
 
@@ -207,6 +208,7 @@ class GradientLedger:
         self._add_held()
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        @uncompiled
         def hold(gradient: torch.Tensor) -> None:
             if gradient.layout is not torch.strided or is_dtensor(gradient):
                 self.is_unknown[number] = True

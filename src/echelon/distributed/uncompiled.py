@@ -1,0 +1,90 @@
+"""Keeps echelon's own work out of the graphs of ``torch.compile``, in programs that compile a training step or loop."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from functools import wraps
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch._C._dynamo import eval_frame
+
+__all__ = ["uncompiled", "uncompiled_generator", "uncompiled_methods"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_frames: Any = eval_frame
+_CAN_SKIP = hasattr(_frames, "set_code_exec_strategy")  # not in every supported torch
+
+
+def uncompiled(function: F) -> F:
+    """Mark ``function``, so that a compiled function calls it after a graph break, and runs it and what it calls uncompiled.
+
+    Tracing such functions would compile counters and clocks into a graph, or fail: they read process groups, stacks and threads. Unlike
+    ``torch.compiler.disable``, the mark adds no frame to a call and does not import ``torch._dynamo``, which takes a second.
+    """
+    return _marked(function, skips_what_it_calls=True)
+
+
+def uncompiled_generator(function: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
+    """Mark a generator function, as ``uncompiled`` does: torch would compile what a generator calls, although not the generator."""
+
+    @wraps(function)
+    def start(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        items = function(*args, **kwargs)
+        return _Uncompiled(items) if callable(_frames.get_eval_frame_callback()) else items
+
+    return _marked(start, skips_what_it_calls=False)  # otherwise it would not see whether its caller is compiled
+
+
+def uncompiled_methods(*, but: Collection[str] = ()) -> Callable[[C], C]:
+    """Return a class decorator that marks all public methods except ``but``."""
+
+    def mark(owner: C) -> C:
+        for name, value in list(vars(owner).items()):
+            function = value.__func__ if isinstance(value, staticmethod) else value
+            if name.startswith("_") or name in but or not inspect.isfunction(function):
+                continue
+            marked = uncompiled_generator(function) if inspect.isgeneratorfunction(function) else uncompiled(function)
+            if marked is not function:
+                setattr(owner, name, staticmethod(marked) if isinstance(value, staticmethod) else marked)
+        return owner
+
+    return mark
+
+
+def _marked(function: F, *, skips_what_it_calls: bool) -> F:
+    marked: Any = function
+    if not _CAN_SKIP:
+        disabled: Any = torch._disable_dynamo(marked, recursive=skips_what_it_calls)
+        return disabled  # type: ignore[no-any-return]
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "echelon works outside of compiled functions"
+    action = _frames._FrameAction
+    strategy = _frames._FrameExecStrategy(action.SKIP, action.SKIP if skips_what_it_calls else action.DEFAULT)
+    while marked is not None:
+        # Programs share the wrappers of contextmanager and no_grad, which must remain compilable.
+        if not f"{marked.__globals__['__name__']}.".startswith(("contextlib.", "torch.")):
+            _frames.set_code_exec_strategy(marked.__code__, strategy)
+        marked = getattr(marked, "__wrapped__", None)
+    return function
+
+
+class _Uncompiled(Generic[T]):
+    """Items whose computation is not compiled."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    @uncompiled
+    def __next__(self) -> T:
+        return next(self._items)
