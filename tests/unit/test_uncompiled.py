@@ -40,11 +40,6 @@ def _context() -> Iterator[None]:
     _inner(torch.ones(1))
 
 
-@contextlib.contextmanager
-def _of_the_user() -> Iterator[None]:
-    yield
-
-
 @uncompiled_generator
 def _items() -> Iterator[float]:
     for value in (1.0, 2.0):
@@ -92,21 +87,30 @@ def test_without_a_mark_it_would_be_compiled() -> None:
     assert True in compiled
 
 
-def test_a_marked_context_runs_uncompiled_and_contexts_of_others_are_compiled() -> None:
+@uncompiled
+@torch.no_grad()
+def _without_gradients(x: torch.Tensor) -> torch.Tensor:
+    return _inner(x)
+
+
+def test_a_marked_context_runs_uncompiled() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         with _context():
             return x.sin()
 
-    for _ in range(3):
-        _compile(step)(torch.ones(2))
+    _compile(step)(torch.ones(2))
     assert compiled == [False] * 2
 
-    def other(x: torch.Tensor) -> torch.Tensor:
-        with _of_the_user():
-            return x.sin()
 
-    torch._dynamo.reset()
-    torch.compile(other, backend="eager", fullgraph=True)(torch.ones(2))
+def test_wrappers_of_torch_around_marked_functions_remain_compilable() -> None:
+    own = torch.no_grad()(_inner)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with _context():  # torch compiles what is called here, but not this function
+            return own(_without_gradients(x))
+
+    _compile(step)(torch.ones(2))
+    assert compiled == [False, False, True, False]
 
 
 def test_a_marked_generator_runs_uncompiled_and_stops_with_the_loop() -> None:
