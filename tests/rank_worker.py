@@ -23,6 +23,16 @@ from typing import Any
 ENOUGH_THREADS = 12
 
 
+@dataclass
+class _Frozen:
+    """What the garbage collector of this process ignores."""
+
+    num_modules: int = 0
+
+
+_frozen = _Frozen()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """A message of the parent: a function (pickled by reference), and the rank of this process in the call."""
@@ -120,6 +130,7 @@ def _answer(call: Call) -> Returned | Raised:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             fn, args, kwargs = pickle.loads(call.work)
+            _freeze_new_modules()
             # After the import of the test file, which may draw random numbers, and only on ranks that have just been started.
             random.seed(0)
             torch.manual_seed(0)
@@ -168,6 +179,8 @@ def import_heavy() -> None:
     import torch.distributed
 
     import echelon.accelerator.accelerator
+    import echelon.engines.fsdp.fsdp2
+    import echelon.engines.zero1
     import echelon.trainer.trainer  # noqa: F401 - takes 0.4 s, including the Accelerator
 
     torch.set_num_threads(1)
@@ -179,6 +192,14 @@ def import_heavy() -> None:
 def freeze() -> None:
     """Exclude the current objects from garbage collection."""
     gc.freeze()  # so that the collection after each call is fast
+
+
+def _freeze_new_modules() -> None:
+    """Exclude what was imported since the last call, also by its function: thousands of objects that no call frees."""
+    if len(sys.modules) > _frozen.num_modules:
+        gc.collect()
+        freeze()
+        _frozen.num_modules = len(sys.modules)
 
 
 def die_with_parent() -> None:

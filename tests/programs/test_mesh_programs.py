@@ -18,7 +18,7 @@ from tests.harness import RanksFailed, RanksHung, import_ahead, run_on_ranks
 from tests.programs.mesh_loop import train
 from tests.programs.mesh_program import Found, MeshProgram, draw_mesh_program, run_plainly, simpler
 
-import_ahead("transformers", "torch.distributed.pipelining")
+import_ahead("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
 # Split layers that go on as stages in mid-epoch; of the soak tests: split layers alone, and stages alone.
 ORDINARY = [replace(draw_mesh_program(738), saves=1)]

@@ -27,7 +27,7 @@ from tests.parallel_models import (
     tiny_llama,
 )
 
-import_ahead("transformers", "torch.distributed.pipelining")
+import_ahead("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
 _LAYOUTS: dict[str, dict[str, int]] = {
     "one process": {},

@@ -27,7 +27,7 @@ from tests.parallel_models import (
     tiny_llama,
 )
 
-import_ahead("transformers", "torch.distributed.pipelining")
+import_ahead("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _NUM_UPDATES = 5

@@ -13,7 +13,7 @@ from echelon.base.errors import ConfigError
 from tests.harness import errors_on_ranks, import_ahead, run_on_ranks
 from tests.parallel_models import ragged_batches, tiny_llama
 
-import_ahead("transformers", "torch.distributed.pipelining")
+import_ahead("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
 
 def _chain() -> nn.Module:

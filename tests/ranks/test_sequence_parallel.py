@@ -30,7 +30,7 @@ from tests.parallel_models import (
     tiny_llama,
 )
 
-import_ahead("transformers")
+import_ahead("transformers.models.llama.modeling_llama")
 
 _NUM_UPDATES = 5
 

@@ -17,7 +17,7 @@ from tests.harness import import_ahead, run_on_ranks
 from tests.parallel_models import loss_without_float32, ragged_batches, tiny_llama
 from tests.trainer_models import arguments, logged
 
-import_ahead("transformers", "torch.distributed.pipelining")
+import_ahead("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
 
 def _trained(folder: str, sizes: dict[str, int], steps: int, resume: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from echelon.base.errors import ConfigError
 from tests.harness import errors_on_ranks, import_ahead, run_on_ranks
 from tests.parallel_models import loss_without_float32, ragged_batches, tiny_llama
 
-import_ahead("transformers")
+import_ahead("transformers.models.llama.modeling_llama")
 
 
 def _rows() -> list[dict[str, torch.Tensor]]:
