@@ -58,7 +58,8 @@ def test_nothing_listens_off_loopback_during_a_gloo_run(command: Command) -> Non
     assert seen == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("starter", ["torchrun", "python"])
+# test_examples.py also starts scripts with torchrun.
+@pytest.mark.parametrize("starter", [pytest.param("torchrun", marks=pytest.mark.soak), "python"])
 def test_same_script_under_other_starters(starter: str, command: Command) -> None:
     command.write("sum.py", SUM)
     torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))

@@ -187,8 +187,8 @@ _CASES = {
 }
 
 
-# Each of these does less than another case does ("off-2-workers-augmentation", "exact-2-accumulation").
-_SIMPLER = ("off-workers", "off-2", "off-2-workers", "exact-2")
+# Each of these does less than another case does ("off-2-workers-augmentation", "exact-2-augmentation-accumulation").
+_SIMPLER = ("off-workers", "off-2", "off-2-workers", "exact-2", "exact-2-accumulation")
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,12 @@ def test_freed_memory_is_not_fetched_from_the_kernel_again() -> None:
 
 @has_glibc
 @pytest.mark.parametrize(
-    "setting", [{"MALLOC_TOP_PAD_": "0"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}], ids=str
+    "setting",
+    [
+        {"MALLOC_TOP_PAD_": "0"},
+        pytest.param({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, marks=pytest.mark.soak),
+    ],
+    ids=str,
 )
 def test_what_the_user_has_set_for_the_allocator_remains(setting: dict[str, str]) -> None:
     assert _allocate(**setting).startswith("False")
