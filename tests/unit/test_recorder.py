@@ -133,9 +133,25 @@ def test_a_resumed_run_continues_its_numbers(tmp_path: Path) -> None:
     with recording(tmp_path, attempt=3):
         recorder = recorder_of_process()
         assert recorder is not None
-        recorder.resume(40)
+        recorder.resume(40, steps_before=40)
         _train()
     assert [record.step for record in _steps(tmp_path, attempt=3).records] == [41, 42, 43]
+
+
+def test_a_second_training_continues_the_numbers_of_one_that_went_back_to_a_checkpoint(tmp_path: Path) -> None:
+    with recording(tmp_path):
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(1, 6):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            if step == 2:
+                accelerator.save_state(tmp_path / "saved")
+        accelerator.load_state(tmp_path / "saved")
+        _train()
+    # Two steps in a row show that the other optimizer has replaced the first one.
+    assert [record.step for record in _steps(tmp_path).records] == [1, 2, 3, 4, 5, 3, 4]
 
 
 def test_the_optimizer_with_the_most_steps_is_recorded_and_a_second_training_continues(tmp_path: Path) -> None:

@@ -124,7 +124,23 @@ def test_a_marked_generator_runs_uncompiled_and_stops_with_the_loop() -> None:
     for count in (1, 2):
         assert compile_step(torch.ones(1)).item() == 4
         assert compiled == [False] * 2 * count
-    assert inspect.isgenerator(_items())  # nothing between a loop that is not compiled and the generator
+    assert inspect.isgenerator(_items())  # nothing between a loop and the generator
+
+
+def test_a_marked_generator_that_was_started_outside_runs_uncompiled() -> None:
+    items = iter(_items())
+    step = _compile(lambda x: next(items) * x)
+    assert [step(torch.ones(1)).item() for _ in range(2)] == [1, 2]
+    assert compiled == [False] * 2
+
+    def first() -> float:
+        own = iter(_items())
+        value = next(own)
+        own.close()  # type: ignore[attr-defined]
+        return value
+
+    assert _compile(first)() == 1
+    assert compiled == [False]
 
 
 @pytest.mark.parametrize(

@@ -173,15 +173,10 @@ class Session:
         if counters is not None:
             self.counters.load_json(counters)
             self._steps_before = self.counters.step - self.objects.num_steps()
-            self._number_steps()
             recorder = recorder_of_process()
             if recorder is not None:
+                recorder.resume(self.counters.step, steps_before=self._steps_before)
                 recorder.resumed(self.counters.step)
-
-    def _number_steps(self) -> None:
-        recorder = recorder_of_process()
-        if recorder is not None:
-            recorder.resume(self._steps_before)
 
     def resume_epochs(self) -> int:
         """Make the loaders continue at the run's position; return its epoch."""
@@ -203,7 +198,9 @@ class Session:
     def forget_objects(self) -> None:
         """Release all prepared objects, but keep the count of optimizer steps."""
         self._steps_before += self.objects.num_steps()
-        self._number_steps()
+        recorder = recorder_of_process()
+        if recorder is not None:
+            recorder.resume(self._steps_before, steps_before=self._steps_before)
         self.objects.clear()
         if self.live_check is not None:
             self.live_check.forget()

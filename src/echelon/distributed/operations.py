@@ -16,7 +16,6 @@ from echelon.distributed import collectives
 from echelon.distributed.structure import recursively_apply
 from echelon.distributed.structure_check import check_same
 from echelon.distributed.tree import describe, leaves, map_tensors
-from echelon.distributed.uncompiled import uncompiled
 
 __all__ = [
     "CannotPadNestedTensorWarning",
@@ -43,7 +42,6 @@ class CannotPadNestedTensorWarning(UserWarning):
     """Warning that a nested tensor was not padded."""
 
 
-@uncompiled
 def gather(tensor: Any) -> Any:
     """Concatenate each tensor in nested data across ranks; with one process, return ``tensor`` itself.
 
@@ -59,7 +57,6 @@ def gather(tensor: Any) -> Any:
     return collectives.gather(tensor)
 
 
-@uncompiled
 def gather_object(object: Any) -> Any:
     """Concatenate the lists from all ranks; with one process, return ``object`` itself.
 
@@ -73,7 +70,6 @@ def gather_object(object: Any) -> Any:
     return object if _is_single_rank() else collectives.gather_object(object)
 
 
-@uncompiled
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Overwrite the tensors in nested data in place with those from rank ``from_process``, and return the data.
 
@@ -93,7 +89,6 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     return tensor
 
 
-@uncompiled
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replace the list's items in place with those from rank ``from_process``, and return the list.
 
@@ -105,7 +100,6 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list if _is_single_rank() else collectives.broadcast_object_list(object_list, from_process)
 
 
-@uncompiled
 def reduce(tensor: Any, reduction: Literal["mean", "sum", "max", "none"] = "mean", scale: float = 1.0) -> Any:
     """Reduce each tensor in nested data across ranks (mean, sum or maximum) and multiply it by ``scale``.
 
@@ -119,7 +113,6 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "max", "none"] = "mean
     return collectives.reduce(tensor, reduction, scale)
 
 
-@uncompiled
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Pad each tensor along ``dim`` to the largest size on any rank; nested tensors are skipped with a warning.
 
@@ -147,7 +140,6 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     return map_tensors(choose, tensor)
 
 
-@uncompiled
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Copy one rank's tensor to every rank; the other ranks pass None.
 

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer, optimizer as torch_optimizer
 
+from echelon.distributed.uncompiled import uncompiled
+
 __all__ = ["Closure", "is_in_backward", "owners_of_step_hooks", "watch_module_changes", "watch_optimizer_steps"]
 
 Closure = Callable[[], Any]
@@ -123,6 +125,7 @@ def _run_uncompiled(hook: _StepHook[Any], optimizer: Optimizer, args: Any, kwarg
 class _ModuleHook(_Hook[Owner]):
     __slots__ = ()
 
+    @uncompiled
     def __call__(self, module: nn.Module, _name: str, _value: Any) -> None:
         owner = self._owner()
         if owner is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from functools import wraps
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -27,18 +27,29 @@ def uncompiled(function: F) -> F:
     Tracing such functions would compile counters and clocks into a graph, or fail: they read process groups, stacks and threads. Unlike
     ``torch.compiler.disable``, the mark adds no frame to a call and does not import ``torch._dynamo``, which takes a second.
     """
-    return _marked(function, skips_what_it_calls=True)
+    marked: Any = function
+    if not _CAN_SKIP:
+        disabled: Any = torch._disable_dynamo(marked)
+        return disabled  # type: ignore[no-any-return]
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "echelon works outside of compiled functions"
+    skip = _frames._FrameAction.SKIP
+    while marked is not None:
+        # Programs share the wrappers of contextmanager and no_grad, which must remain compilable.
+        if not f"{marked.__globals__['__name__']}.".startswith(("contextlib.", "torch.")):
+            _frames.set_code_exec_strategy(marked.__code__, _frames._FrameExecStrategy(skip, skip))
+        marked = getattr(marked, "__wrapped__", None)
+    return function
 
 
 def uncompiled_generator(function: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
-    """Mark a generator function, as ``uncompiled`` does: torch would compile what a generator calls, although not the generator."""
+    """Mark a generator function as ``uncompiled``; torch does not see the mark of a generator that it traces for a loop."""
 
     @wraps(function)
     def start(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-        items = function(*args, **kwargs)
-        return _Uncompiled(items) if callable(_frames.get_eval_frame_callback()) else items
+        return function(*args, **kwargs)
 
-    return _marked(start, skips_what_it_calls=False)  # otherwise it would not see whether its caller is compiled
+    return uncompiled(start)
 
 
 def uncompiled_methods(*, but: Collection[str] = ()) -> Callable[[C], C]:
@@ -55,36 +66,3 @@ def uncompiled_methods(*, but: Collection[str] = ()) -> Callable[[C], C]:
         return owner
 
     return mark
-
-
-def _marked(function: F, *, skips_what_it_calls: bool) -> F:
-    marked: Any = function
-    if not _CAN_SKIP:
-        disabled: Any = torch._disable_dynamo(marked, recursive=skips_what_it_calls)
-        return disabled  # type: ignore[no-any-return]
-    marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = "echelon works outside of compiled functions"
-    action = _frames._FrameAction
-    strategy = _frames._FrameExecStrategy(action.SKIP, action.SKIP if skips_what_it_calls else action.DEFAULT)
-    while marked is not None:
-        # Programs share the wrappers of contextmanager and no_grad, which must remain compilable.
-        if not f"{marked.__globals__['__name__']}.".startswith(("contextlib.", "torch.")):
-            _frames.set_code_exec_strategy(marked.__code__, strategy)
-        marked = getattr(marked, "__wrapped__", None)
-    return function
-
-
-class _Uncompiled(Generic[T]):
-    """Items whose computation is not compiled."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Iterator[T]) -> None:
-        self._items = items
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    @uncompiled
-    def __next__(self) -> T:
-        return next(self._items)

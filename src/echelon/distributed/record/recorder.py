@@ -171,9 +171,15 @@ class ProcessRecorder:
             return False
         return True
 
-    def resume(self, steps_before: int) -> None:
-        """Continue after step ``steps_before`` of the run."""
-        self._steps_before = self._last = steps_before
+    def resume(self, step: int, *, steps_before: int) -> None:
+        """Continue after step ``step`` of the run.
+
+        Args:
+            step: number of the last step.
+            steps_before: what the number of a step is larger by than the optimizer's own count; negative after a return to an
+                earlier checkpoint.
+        """
+        self._last, self._steps_before = step, steps_before
 
     def watch_plain_optimizers(self) -> None:
         """Record the steps of this process's optimizers, until an Accelerator reports its own."""
