@@ -154,6 +154,25 @@ def test_a_second_training_continues_the_numbers_of_one_that_went_back_to_a_chec
     assert [record.step for record in _steps(tmp_path).records] == [1, 2, 3, 4, 5, 3, 4]
 
 
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_second_accelerator_continues_the_numbers_of_the_same_optimizer(goes_back: bool, tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(tmp_path):
+        for _ in range(2):
+            accelerator = Accelerator(cpu=True)
+            prepared, optimizer = accelerator.prepare(model, sgd)
+            for step in range(3):
+                accelerator.backward(prepared(torch.ones(1, 1)).sum())
+                optimizer.step()
+                if step == 0:
+                    accelerator.save_state(tmp_path / "saved")
+            if goes_back:
+                accelerator.load_state(tmp_path / "saved")
+    numbers = [record.step for record in _steps(tmp_path).records]
+    assert numbers == ([1, 2, 3, 2, 3, 4] if goes_back else [1, 2, 3, 4, 5, 6])
+
+
 def test_the_optimizer_with_the_most_steps_is_recorded_and_a_second_training_continues(tmp_path: Path) -> None:
     with recording(tmp_path):
         recorder = recorder_of_process()

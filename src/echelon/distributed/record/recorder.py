@@ -119,6 +119,8 @@ class ProcessRecorder:
             return
         if optimizer is self._leader():
             self._follower = _no_optimizer
+            if num_steps <= self._last - self._steps_before:  # another Accelerator counts its steps anew
+                self._steps_before = self._last + 1 - num_steps
         elif not self._takes_over(optimizer, num_steps):
             return
         self._last = number = self._steps_before + num_steps
