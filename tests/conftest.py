@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import harness, order
+from tests.garbage import freeze_new_modules
 from tests.leaks import ENVIRON_OF_OTHERS, Snapshot, settled_leaks
 
 # A background job of a shell (`make test &`) ignores SIGINT, and programs started by tests would inherit that.
@@ -31,6 +32,7 @@ for _name in ("LANGUAGE", "FORCE_COLOR"):
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves an environment variable, a thread, an open file or a process group."""
+    freeze_new_modules()
     before = Snapshot.take()
     yield
     found = settled_leaks(before)

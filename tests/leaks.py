@@ -62,9 +62,11 @@ def settled_leaks(
     """Return the leaks that remain after waiting for ending threads and collecting reference cycles."""
     deadline = time.monotonic() + patience_s
     found = leaks(before, take())
+    pause_s = 0.01
     while found and time.monotonic() < deadline:
         gc.collect()
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)  # a collection takes much longer than a look
         found = leaks(before, take())
     return found
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from tests import rank_worker
+from tests.garbage import freeze_new_modules
 
 __all__ = ["Forked", "Nursery"]
 
@@ -153,7 +154,7 @@ def _import(modules: list[str]) -> None:
     for name in new:
         importlib.import_module(name)
     if new:
-        rank_worker.freeze()
+        freeze_new_modules()
         _check_one_thread()
 
 

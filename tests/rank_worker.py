@@ -20,17 +20,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.garbage import freeze_new_modules
+
 ENOUGH_THREADS = 12
-
-
-@dataclass
-class _Frozen:
-    """What the garbage collector of this process ignores."""
-
-    num_modules: int = 0
-
-
-_frozen = _Frozen()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +122,7 @@ def _answer(call: Call) -> Returned | Raised:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             fn, args, kwargs = pickle.loads(call.work)
-            _freeze_new_modules()
+            freeze_new_modules()
             # After the import of the test file, which may draw random numbers, and only on ranks that have just been started.
             random.seed(0)
             torch.manual_seed(0)
@@ -186,20 +178,7 @@ def import_heavy() -> None:
     torch.set_num_threads(1)
     call: Callable[..., Any] = torch.optim.AdamW
     call([torch.nn.Parameter(torch.zeros(1))])
-    freeze()
-
-
-def freeze() -> None:
-    """Exclude the current objects from garbage collection."""
-    gc.freeze()  # so that the collection after each call is fast
-
-
-def _freeze_new_modules() -> None:
-    """Exclude what was imported since the last call, also by its function: thousands of objects that no call frees."""
-    if len(sys.modules) > _frozen.num_modules:
-        gc.collect()
-        freeze()
-        _frozen.num_modules = len(sys.modules)
+    freeze_new_modules()
 
 
 def die_with_parent() -> None:

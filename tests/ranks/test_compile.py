@@ -267,6 +267,7 @@ def test_a_backend_and_a_plugin_are_mutually_exclusive() -> None:
 def _start_compiling() -> None:
     """Clear what was compiled, and ignore torch's own warnings while it compiles."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     for own in ("The .grad attribute of a Tensor", "`torch.jit"):
         warnings.filterwarnings("ignore", own)
 

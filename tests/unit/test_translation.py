@@ -572,8 +572,7 @@ def test_the_compiled_catalogue_is_the_same_and_gettext_reads_it(tmp_path: Path)
 
 def test_english_loads_no_catalogue() -> None:
     program = (
-        "import sys, time; from echelon.base.errors import ConfigError; began = time.process_time(); "
-        "str(ConfigError('a', do='b')); assert time.process_time() - began < 0.002; "
+        "import sys; from echelon.base.errors import ConfigError; str(ConfigError('a', do='b')); "
         "print(sorted({'echelon.base.messages.catalogue', 'gettext'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

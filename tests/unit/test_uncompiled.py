@@ -67,6 +67,7 @@ _Marked: Any = uncompiled_methods(but=("traced",))(_Methods)
 
 def _compile(function: Any) -> Any:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # also of other tests
     compiled.clear()
     return torch.compile(function, backend="eager")
 
