@@ -193,7 +193,7 @@ def pairs(measure: Callable[[str], float], rounds: int, what: str) -> tuple[list
                 if failure.args[0] != TORCHRUN or num_failed > rounds:
                     raise
         found.append((values[ECHELON], values[TORCHRUN]))
-    return found, f"; torchrun failed {num_failed} more times" if num_failed else ""
+    return found, f"; torchrun failed in {num_failed} more pairs" if num_failed else ""
 
 
 def quantile(values: Sequence[float], part: float) -> float:
