@@ -193,7 +193,7 @@ def pairs(measure: Callable[[str], float], rounds: int, what: str) -> tuple[list
                 if failure.args[0] != TORCHRUN or num_failed > rounds:
                     raise
         found.append((values[ECHELON], values[TORCHRUN]))
-    return found, f"; torchrun failed in {num_failed} more pairs" if num_failed else ""
+    return found, f"; pairs repeated because torchrun failed: {num_failed}" if num_failed else ""
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -232,7 +232,7 @@ def main() -> None:
     for launcher in COMMANDS:
         no_op(launcher)  # fills the disk cache
 
-    launches, failures_to_end = pairs(no_op, options.launches, "no-op")
+    launches, no_op_failures = pairs(no_op, options.launches, "no-op")
     start_ratio, start = in_words(launches)
     firsts, first_failures = pairs(first_step, options.launches, "first step")
     first_ratio, first = in_words(firsts)
@@ -255,7 +255,7 @@ def main() -> None:
 torchrun and `echelon launch` alternate with the same scripts, on 2 processes of one machine. The ratios are echelon's over torchrun's,
 with the median and the middle half of the pairs.
 
-- an empty script ({options.launches} pairs): {statistics.median(mine):.2f} s under echelon, {statistics.median(its):.2f} s under torchrun; ratio {start} (target: 1, {verdict(start_ratio <= 1)}){failures_to_end}
+- an empty script ({options.launches} pairs): {statistics.median(mine):.2f} s under echelon, {statistics.median(its):.2f} s under torchrun; ratio {start} (target: 1, {verdict(start_ratio <= 1)}){no_op_failures}
 - from the command to the end of the first step of plain DDP with AdamW ({options.launches} pairs): {statistics.median(p[0] for p in firsts):.2f} s under echelon, {statistics.median(p[1] for p in firsts):.2f} s under torchrun; ratio {first} (target: {FIRST_STEP_LIMIT}, {verdict(first_ratio <= FIRST_STEP_LIMIT)}){first_failures}
 - steps of 10 ms with an all_reduce ({options.pairs} pairs of 300 steps): {1e3 * statistics.median(p[0] for p in taken):.3f} and {1e3 * statistics.median(p[1] for p in taken):.3f} ms; ratio {cost} (target: {1 + COST_LIMIT}, {verdict(cost_ratio <= 1 + COST_LIMIT)}){step_failures}
 - recovery, from the SIGKILL of a rank to the next saved step, in seconds:

@@ -30,7 +30,15 @@ def _train(folder: str, accumulation: int, optim: str) -> tuple[list[dict[str, f
     return logs, {k: v.clone() for k, v in trainer.model.state_dict().items()}, result.training_loss
 
 
-@pytest.mark.parametrize(("accumulation", "optim"), [(1, "sgd"), (4, "adamw_torch")])
+@pytest.mark.parametrize(
+    ("accumulation", "optim"),
+    [
+        (1, "sgd"),
+        (4, "adamw_torch"),
+        pytest.param(1, "adamw_torch", marks=pytest.mark.soak),
+        pytest.param(4, "sgd", marks=pytest.mark.soak),
+    ],
+)
 def test_two_ranks_train_like_one_process_with_both_batches(tmp_path: Any, accumulation: int, optim: str) -> None:
     # float64; only the order of additions differs. AdamW turns the noise of a zero gradient into a step: 1e-9.
     tolerance = 1e-12 if optim == "sgd" else 1e-9

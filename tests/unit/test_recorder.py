@@ -133,7 +133,7 @@ def test_a_resumed_run_continues_its_numbers(tmp_path: Path) -> None:
     with recording(tmp_path, attempt=3):
         recorder = recorder_of_process()
         assert recorder is not None
-        recorder.resume(40, steps_before=40)
+        recorder.resume(40)
         _train()
     assert [record.step for record in _steps(tmp_path, attempt=3).records] == [41, 42, 43]
 

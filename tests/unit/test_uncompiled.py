@@ -15,9 +15,8 @@ from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
 from echelon.distributed.uncompiled import uncompiled, uncompiled_generator, uncompiled_methods
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning"
-)  # torch's own, when it compiles for the first time
+# torch's own warning, when it compiles for the first time.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 compiled: list[bool] = []
 

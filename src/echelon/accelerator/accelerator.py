@@ -287,7 +287,7 @@ class Accelerator:
         "session.ao_recipe_handler", "torchao settings for fp8; None without fp8.", is_settable=True
     )
     dynamo_plugin: TorchDynamoPlugin = view("session.dynamo_plugin", "``torch.compile`` settings.", is_settable=True)
-    deepspeed_plugin: DeepSpeedPlugin | None = view("session.deepspeed.plugin", "DeepSpeed settings, or None.")
+    deepspeed_plugin: DeepSpeedPlugin | None = view("session.deepspeed.plugin", "DeepSpeed settings; None without it.")
     fsdp_plugin: FullyShardedDataParallelPlugin | None = view(
         "session.fsdp_plugin", "Model sharding settings; None without sharding.", is_settable=True
     )

@@ -175,7 +175,7 @@ class Session:
             self._steps_before = self.counters.step - self.objects.num_steps()
             recorder = recorder_of_process()
             if recorder is not None:
-                recorder.resume(self.counters.step, steps_before=self._steps_before)
+                recorder.resume(self.counters.step, num_steps=self.objects.num_steps())
                 recorder.resumed(self.counters.step)
 
     def resume_epochs(self) -> int:
@@ -200,7 +200,7 @@ class Session:
         self._steps_before += self.objects.num_steps()
         recorder = recorder_of_process()
         if recorder is not None:
-            recorder.resume(self._steps_before, steps_before=self._steps_before)
+            recorder.resume(self._steps_before)
         self.objects.clear()
         if self.live_check is not None:
             self.live_check.forget()

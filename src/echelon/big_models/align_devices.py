@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.big_models.hooks import ModelHook, SequentialHook, add_hook_to_module, hook_of, outside_graphs
+from echelon.big_models.hooks import ModelHook, SequentialHook, add_hook_to_module, hook_of
 from echelon.big_models.module_sizes import dtype_byte_size, get_non_persistent_buffers, named_module_tensors
 from echelon.big_models.offload_store import PrefixedDataset, is_on_disk
 from echelon.big_models.prefetch import Prefetcher, Prefetchers
 from echelon.big_models.set_tensor import TiedTensors, as_device, set_module_tensor_to_device, tensor_at
 from echelon.distributed.structure import find_device, send_to_device
+from echelon.distributed.uncompiled import uncompiled
 
 __all__ = [
     "AlignDevicesHook",
@@ -126,7 +127,7 @@ class AlignDevicesHook(ModelHook):
             )
         ]
 
-    @outside_graphs
+    @uncompiled
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
@@ -164,7 +165,7 @@ class AlignDevicesHook(ModelHook):
         found: torch.Tensor | None = self.weights_map.get(name.replace("weight", "SCB"))
         return found
 
-    @outside_graphs
+    @uncompiled
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.offload:
             for name in self._offloaded_names(module):

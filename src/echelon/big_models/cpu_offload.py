@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from echelon.base.device import choose_device
-from echelon.big_models.hooks import ModelHook, add_hook_to_module, outside_graphs, remove_hook_from_module
+from echelon.big_models.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from echelon.big_models.set_tensor import as_device, check_device_same
 from echelon.distributed.structure import send_to_device
+from echelon.distributed.uncompiled import uncompiled
 
 __all__ = ["CpuOffload", "UserCpuOffloadHook", "cpu_offload_with_hook"]
 
@@ -36,7 +37,7 @@ class CpuOffload(ModelHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to("cpu")
 
-    @outside_graphs
+    @uncompiled
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         before = self.prev_module_hook
         if isinstance(before, UserCpuOffloadHook) and _device_of(before.model).type != "cpu":

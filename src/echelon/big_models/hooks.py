@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
+
+from echelon.distributed.uncompiled import uncompiled
 
 __all__ = [
     "ModelHook",
     "SequentialHook",
     "add_hook_to_module",
     "hook_of",
-    "outside_graphs",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
 ]
 
-F = TypeVar("F", bound=Callable[..., Any])
 # Methods that dispatch_model replaces in the instance.
 MOVING_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
-
-
-def outside_graphs(function: F) -> F:
-    """Return ``function`` wrapped so that torch.compile runs it without tracing it."""
-    disabled: list[Any] = []
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Importing torch._dynamo takes seconds; without it, nothing is compiled.
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-        return disabled[0](*args, **kwargs)
-
-    return call  # type: ignore[return-value]
 
 
 class ModelHook:
@@ -79,13 +61,13 @@ class SequentialHook(ModelHook):
             module = hook.init_hook(module)
         return module
 
-    @outside_graphs
+    @uncompiled
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
-    @outside_graphs
+    @uncompiled
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         for hook in self.hooks:
             output = hook.post_forward(module, output)

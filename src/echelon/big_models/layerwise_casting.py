@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.big_models.hooks import ModelHook, add_hook_to_module, outside_graphs
+from echelon.big_models.hooks import ModelHook, add_hook_to_module
+from echelon.distributed.uncompiled import uncompiled
 
 __all__ = ["SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING", "LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
 
@@ -42,12 +43,12 @@ class LayerwiseCastingHook(ModelHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
-    @outside_graphs
+    @uncompiled
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
-    @outside_graphs
+    @uncompiled
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output

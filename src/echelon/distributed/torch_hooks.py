@@ -92,16 +92,8 @@ class _Hook(Generic[Owner]):
 class _StepHook(_Hook[Owner]):
     __slots__ = ()
 
+    @uncompiled
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a graph break in a compiled step
-            return _run_uncompiled(self, optimizer, args, kwargs)
-        owner = self._owner()  # as in ``run``, without another call
-        if owner is None:
-            return None
-        replacement = self._function(owner, optimizer, args[1] if len(args) > 1 else kwargs.get("closure"))
-        return None if replacement is None else _with_closure(replacement, args, kwargs)
-
-    def run(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Call the owner's function; return the step's new arguments, or None to keep the old ones."""
         owner = self._owner()
         if owner is None:
@@ -115,11 +107,6 @@ def _with_closure(closure: Closure, args: Any, kwargs: Any) -> Any:
     if len(args) > 1:
         return (args[0], closure, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure}
-
-
-@torch._disable_dynamo
-def _run_uncompiled(hook: _StepHook[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    return hook.run(optimizer, args, kwargs)
 
 
 class _ModuleHook(_Hook[Owner]):

@@ -1,4 +1,4 @@
-"""Keeps echelon's own work out of the graphs of ``torch.compile``, in programs that compile a training step or loop."""
+"""Excludes echelon's own work from ``torch.compile``, in programs that compile a training step or loop."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ _CAN_SKIP = hasattr(_frames, "set_code_exec_strategy")  # not in every supported
 
 
 def uncompiled(function: F) -> F:
-    """Mark ``function``, so that a compiled function calls it after a graph break, and runs it and what it calls uncompiled.
+    """Exclude ``function`` and everything that it calls from ``torch.compile``; a call in a compiled function is a graph break.
 
     Tracing such functions would compile counters and clocks into a graph, or fail: they read process groups, stacks and threads. Unlike
-    ``torch.compiler.disable``, the mark adds no frame to a call and does not import ``torch._dynamo``, which takes a second.
+    ``torch.compiler.disable``, this adds no frame to a call and does not import ``torch._dynamo``, which takes a second.
     """
     marked: Any = function
     if not _CAN_SKIP:
         disabled: Any = torch._disable_dynamo(marked)
         return disabled  # type: ignore[no-any-return]
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = "echelon works outside of compiled functions"
+    marked._torchdynamo_disable_msg = (
+        "echelon's bookkeeping is not compiled; compile only the model with fullgraph=True"
+    )
     skip = _frames._FrameAction.SKIP
     while marked is not None:
         # Programs share the wrappers of contextmanager and no_grad, which must remain compilable.
@@ -43,7 +45,7 @@ def uncompiled(function: F) -> F:
 
 
 def uncompiled_generator(function: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
-    """Mark a generator function as ``uncompiled``; torch does not see the mark of a generator that it traces for a loop."""
+    """Exclude a generator function, as ``uncompiled`` does; torch ignores that mark when it traces a loop over a generator."""
 
     @wraps(function)
     def start(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
@@ -53,7 +55,7 @@ def uncompiled_generator(function: Callable[P, Iterator[T]]) -> Callable[P, Iter
 
 
 def uncompiled_methods(*, but: Collection[str] = ()) -> Callable[[C], C]:
-    """Return a class decorator that marks all public methods except ``but``."""
+    """Return a class decorator that excludes all public methods from ``torch.compile``, except those named in ``but``."""
 
     def mark(owner: C) -> C:
         for name, value in list(vars(owner).items()):

@@ -173,15 +173,9 @@ class ProcessRecorder:
             return False
         return True
 
-    def resume(self, step: int, *, steps_before: int) -> None:
-        """Continue after step ``step`` of the run.
-
-        Args:
-            step: number of the last step.
-            steps_before: what the number of a step is larger by than the optimizer's own count; negative after a return to an
-                earlier checkpoint.
-        """
-        self._last, self._steps_before = step, steps_before
+    def resume(self, step: int, *, num_steps: int = 0) -> None:
+        """Continue after step ``step`` of the run, at which the optimizer's own count is ``num_steps`` (see ``step``)."""
+        self._last, self._steps_before = step, step - num_steps
 
     def watch_plain_optimizers(self) -> None:
         """Record the steps of this process's optimizers, until an Accelerator reports its own."""
