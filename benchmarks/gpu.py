@@ -11,6 +11,7 @@ reduction), AdamW, clipping. A step is measured after ``--warmup`` steps, from t
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import math
@@ -27,6 +28,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -394,11 +396,33 @@ def with_trainer(run: Run, library: str) -> None:
     run.loss = float(next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry))
 
 
+def with_fabric(run: Run) -> None:
+    """A loop on Lightning's Fabric."""
+    from lightning.fabric import Fabric
+
+    strategy = "ddp" if run.world_size > 1 else "auto"
+    fabric = Fabric("cpu" if run.is_cpu else "auto", strategy, devices=run.world_size, precision="bf16-mixed")
+    fabric.launch()
+    model: Any = build(run.shape)
+    if run.compiles:
+        model = torch.compile(model)
+    model, optimizer = fabric.setup(model, run.optimizer(model.parameters()))
+    loader = fabric.setup_dataloaders(DataLoader(run.dataset(), batch_size=run.shape.batch))
+    for batch in loader:
+        loss = model(**batch)["loss"]
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.ends_step(loss.detach())
+
+
 VARIANTS: dict[str, Callable[[Run], None]] = {
     "by hand": by_hand,
     "echelon Accelerator": lambda run: with_accelerator(run, "echelon"),
     "echelon Trainer": lambda run: with_trainer(run, "echelon"),
     "accelerate": lambda run: with_accelerator(run, "accelerate"),
+    "lightning Fabric": with_fabric,
     "transformers Trainer": lambda run: with_trainer(run, "transformers"),
 }
 ON_MESHES = ("by hand", "echelon Accelerator", "echelon Trainer")
@@ -456,19 +480,34 @@ def measured(variant: str, model: str, num_processes: int, arguments: argparse.N
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Run one variant in this process, and print its result as JSON on rank zero."""
+    """Run one variant with each model in this process. Rank zero prints the results as JSON, or appends them to ``--results``."""
     warnings.simplefilter("ignore")
-    run = Run(
-        shape=(TINY if arguments.tiny else MODELS)[arguments.model[0]],
-        mesh=mesh_of(arguments.mesh),
-        steps=arguments.steps,
-        warmup=arguments.warmup,
-        is_cpu=arguments.cpu,
-        compiles=arguments.compile,
-    )
-    VARIANTS[arguments.only[0]](run)
-    if int(os.environ.get("RANK", "0")) == 0:
+    for model in arguments.model:
+        run = Run(
+            shape=(TINY if arguments.tiny else MODELS)[model],
+            mesh=mesh_of(arguments.mesh),
+            steps=arguments.steps,
+            warmup=arguments.warmup,
+            is_cpu=arguments.cpu,
+            compiles=arguments.compile,
+        )
+        if not arguments.cpu:
+            gc.collect()  # the last model
+            torch.accelerator.empty_cache()
+            torch.get_device_module(run.device).reset_peak_memory_stats()
+        VARIANTS[arguments.only[0]](run)
+        if int(os.environ.get("RANK", "0")) != 0:
+            continue
         print("result " + json.dumps(run.result()), flush=True)
+        if arguments.results is not None:
+            labels = {"variant": arguments.only[0], "model": model, "is_compiled": arguments.compile}
+            append_result(arguments.results, name=f"{arguments.only[0]}, {model}", **labels, **run.result())
+
+
+def append_result(file: Path, **values: Any) -> None:
+    """Append a line to the results of `gpu_day.py`, so that it outlives this process."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps({"kind": "result", "job": os.environ.get("GPU_DAY_JOB"), **values}) + "\n")
 
 
 def table(model: str, num_processes: int, arguments: argparse.Namespace) -> list[str]:
@@ -522,6 +561,7 @@ def main() -> None:
     parser.add_argument("--num-processes", type=int, help="default: the devices, or the product of --mesh")
     parser.add_argument("--peak-tflops", type=float, help="of a device in bf16, for MFU; default: known devices")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments)
