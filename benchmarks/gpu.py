@@ -400,8 +400,12 @@ def with_fabric(run: Run) -> None:
     """A loop on Lightning's Fabric."""
     from lightning.fabric import Fabric
 
-    strategy = "ddp" if run.world_size > 1 else "auto"
-    fabric = Fabric("cpu" if run.is_cpu else "auto", strategy, devices=run.world_size, precision="bf16-mixed")
+    fabric = Fabric(
+        accelerator="cpu" if run.is_cpu else "auto",
+        strategy="ddp" if run.world_size > 1 else "auto",
+        devices=run.world_size,
+        precision="bf16-mixed",
+    )
     fabric.launch()
     model: Any = build(run.shape)
     if run.compiles:
