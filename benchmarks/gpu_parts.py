@@ -498,6 +498,12 @@ def memory(part: Part) -> None:
     options: dict[str, Any] = {"mixed_precision": "bf16"}
     if mode == "fp8":
         options["mixed_precision"] = "fp8"
+        if part.is_cpu:
+            from torchao.float8 import Float8LinearConfig
+
+            from echelon.utils import AORecipeKwargs
+
+            options["kwargs_handlers"] = [AORecipeKwargs(config=Float8LinearConfig(emulate=True))]
     else:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             fsdp_version=2,

@@ -83,9 +83,14 @@ def _open_files() -> frozenset[tuple[int, str]]:
             target = os.readlink(entry)
         except OSError:
             continue  # the descriptor of this listing
-        if fd not in ours and target not in _FILES_OF_OTHERS and not target.startswith(f"/proc/{os.getpid()}/fd"):
+        if fd not in ours and target not in _FILES_OF_OTHERS and not target.startswith(_others_files()):
             found.add((fd, target))
     return frozenset(found)
+
+
+def _others_files() -> tuple[str, ...]:
+    """Return how the names of files begin that a library keeps open: this listing, and the driver of a device."""
+    return (f"/proc/{os.getpid()}/fd", "/dev/nvidia")
 
 
 def _resource_tracker_file() -> set[int]:

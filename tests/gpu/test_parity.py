@@ -70,11 +70,13 @@ def test_exact_updates_are_those_of_a_plain_loop_on_the_cpu(max_micro: int | Non
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)  # float64, another device's sums
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_bitwise_updates_are_repeated_bit_by_bit_with_dropout() -> None:
     first, second = (trained("bitwise", None, 0.1, torch.float32) for _ in range(2))
     assert all(map(torch.equal, first, second))
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_bitwise_updates_do_not_depend_on_the_number_of_devices(tmp_path: Path) -> None:
     num_devices = torch.accelerator.device_count()
     if num_devices < 2:
@@ -84,6 +86,8 @@ def test_bitwise_updates_do_not_depend_on_the_number_of_devices(tmp_path: Path) 
     program.write_text(
         "import json, os, sys, torch\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "torch.use_deterministic_algorithms(True)\n"
+        "torch.backends.cudnn.allow_tf32 = False\n"
         "from tests.gpu.test_parity import trained\n"
         "weights = trained('bitwise', None, 0.1, torch.float32)\n"
         "if os.environ['RANK'] == '0':\n"

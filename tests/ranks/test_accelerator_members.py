@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import warnings
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +25,11 @@ from echelon import (
     ProfileKwargs,
 )
 from echelon.base.errors import ConfigError, UsageError
+from echelon.data.active_loaders import ActiveLoaders, LoaderOptions
+from echelon.data.prepare_loader import prepare_loader
 from echelon.state import AcceleratorState, GradientState
 from echelon.utils import AutocastKwargs, ProjectConfiguration
+from echelon.world.world import World
 from tests.harness import RanksFailed, run_on_ranks
 
 
@@ -155,6 +160,23 @@ def test_models_and_batches_go_to_the_device_by_default(monkeypatch: pytest.Monk
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=non_blocking))
         loader = accelerator.prepare(DataLoader(range(1), collate_fn=lambda samples: _Moves()))  # type: ignore[arg-type]
         assert list(loader) == [("meta", non_blocking)]
+
+
+def test_batches_that_the_loader_pins_are_copied_asynchronously_on_cuda() -> None:
+    """A blocking copy waits for everything in the stream: it was the only wait for the device in a step that logs nothing."""
+
+    def copied(device: str, *, pin: bool) -> list[Any]:
+        loader = DataLoader(range(1), collate_fn=lambda samples: _Moves(), pin_memory=pin)  # type: ignore[arg-type, var-annotated]
+        world = dataclasses.replace(World.current(), device=torch.device(device))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch finds no accelerator, and pins nothing
+            return list(prepare_loader(loader, world=world, options=LoaderOptions(), active=ActiveLoaders()))
+
+    assert copied("cuda:0", pin=True) == [("cuda", True)]
+    assert copied("cuda:0", pin=False) == [
+        ("cuda", False)
+    ]  # as in accelerate: a tensor may be the dataset's own, and change
+    assert copied("meta", pin=True) == [("meta", False)]
 
 
 def test_the_autocast_handler_switches_autocast() -> None:

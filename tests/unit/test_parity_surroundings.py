@@ -104,6 +104,7 @@ def test_a_changed_number_of_threads_is_an_error() -> None:
         ("matmul", "tf32 in matrix products"),
         ("convolutions", "tf32 in convolutions"),
         ("benchmark", "kernels selected by benchmarking"),
+        ("workspaces", "cuBLAS workspaces of any size"),
         (None, None),
     ],
 )
@@ -114,12 +115,24 @@ def test_kernels_that_may_differ_are_rejected(
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: change != "deterministic")
     monkeypatch.setattr(torch.backends, "cudnn", cudnn)
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=change == "matmul"))
-    if text is None:
+    with environ.patch({} if change == "workspaces" else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}):
+        if text is None:
+            refuse_kernels(torch.device("cuda"), threads=4)
+            return
+        with pytest.raises(ConfigError, match=f"torch may use {text} on cuda") as caught:
+            refuse_kernels(torch.device("cuda"), threads=4)
+    assert "torch." in (caught.value.do or "") or "CUBLAS_WORKSPACE_CONFIG=:4096:8" in (caught.value.do or "")
+    assert "OMP_NUM_THREADS" not in (caught.value.do or "")  # threads of the CPU change nothing on a device
+
+
+def test_all_kernels_that_may_differ_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's defaults on a CUDA device: a user would otherwise meet three errors, one after the other."""
+    monkeypatch.setattr(torch.backends, "cudnn", SimpleNamespace(allow_tf32=True, benchmark=False))
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=False))
+    with pytest.raises(ConfigError) as caught:
         refuse_kernels(torch.device("cuda"), threads=1)
-        return
-    with pytest.raises(ConfigError, match=text) as caught:
-        refuse_kernels(torch.device("cuda"), threads=1)
-    assert "torch." in (caught.value.do or "")
+    named = ("use_deterministic_algorithms(True)", "CUBLAS_WORKSPACE_CONFIG=:4096:8", "cudnn.allow_tf32 = False")
+    assert all(name in (caught.value.do or "") for name in named)
 
 
 def test_several_threads_need_deterministic_operations() -> None:

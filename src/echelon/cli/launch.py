@@ -440,10 +440,11 @@ def _num_processes(
         return max(1, num_accelerators)
     if 0 < usable < number:
         what = f"this machine has {num_accelerators}" if slots is None else f"{slots.origin} names {usable}"
+        shown = num_accelerators if slots is None else usable
         raise ConfigError(
-            f"{number} processes, but {what} accelerators",
+            f"{number} processes, but {what} accelerator{'s' if shown != 1 else ''}",
             where=str(origin),
-            do=f"use at most {usable} processes, or pass --cpu to run all of them on the CPU",
+            do=f"use at most {usable} process{'es' if usable != 1 else ''}, or pass --cpu to run all of them on the CPU",
         )
     return number
 

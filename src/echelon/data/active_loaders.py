@@ -36,7 +36,8 @@ class LoaderOptions:
     data_seed: int | None = None
     """Seed for the seedable sampler. If None, the run's seed is used."""
     non_blocking: bool = False
-    """Whether to copy batches to the device asynchronously, which requires pinned memory."""
+    """Whether to copy batches to the device asynchronously, which requires pinned memory. On CUDA, batches that the loader pins
+    (``pin_memory=True``) always are."""
     already_sharded: bool | None = None
     """Whether the loader already yields each rank's shard. If None, this is detected."""
     use_stateful_dataloader: bool = False

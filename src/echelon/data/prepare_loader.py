@@ -73,6 +73,10 @@ def prepare_loader(
         line=line,
     )
     device = world.device if place else None
+    if loader.pin_memory and device is not None and device.type == "cuda":
+        # torch pins for this. A copy that blocks would wait for all kernels in the stream before each step. The pinned batch is
+        # the loader's own, and torch does not reuse its memory before the copy has ended.
+        options = replace(options, non_blocking=True)
     check = _order_check(loader, agreement, world=world, line=line, is_error=is_exact)
     given = _Given(loader, world, options, agreement, device, slice_fn, check)
     if agreement.sharding is not None:

@@ -268,7 +268,8 @@ def bf16_learns_and_returns_float32(open: Open) -> None:
         optimizer.zero_grad()
     _expect(losses[-1] < losses[0], f"losses {losses}")
     with accelerator.autocast():
-        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        ones = torch.ones(2, 2, device=accelerator.device)
+        product = ones @ ones
     _expect(product.dtype == torch.bfloat16, f"autocast computes in {product.dtype}")
 
 

@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 _EXACT = "or use parity='exact'"
+# Source: "Results reproducibility" in cuBLAS's documentation; torch.use_deterministic_algorithms requires one of them, too.
+_DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 # Optimizers that update each element independently, so that any shard of a parameter gives the same result.
 _BY_ELEMENT = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
@@ -145,27 +147,32 @@ def refuse_kernels(device: torch.device, *, threads: int) -> None:
     """Raise if torch may choose kernels whose results vary between runs.
 
     Raises:
-        ConfigError: torch may choose such kernels; the message names the feature and the call that disables it.
+        ConfigError: torch may choose such kernels; the message names each feature and how to turn it off.
     """
     is_deterministic = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
-    reasons: dict[str, tuple[bool, str]] = {}
-    if device.type != "cpu" or threads > 1:
-        do = "call torch.use_deterministic_algorithms(True)" + (", or set OMP_NUM_THREADS=1" if threads > 1 else "")
-        reasons["nondeterministic operations"] = (not is_deterministic, do)
+    found: dict[str, str] = {}
+    if not is_deterministic and (device.type != "cpu" or threads > 1):
+        alternative = ", or set OMP_NUM_THREADS=1" if device.type == "cpu" else ""
+        found["nondeterministic operations"] = f"call torch.use_deterministic_algorithms(True){alternative}"
     if device.type == "cuda":
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-        reasons["tf32 in matrix products"] = (matmul.allow_tf32, "set torch.backends.cuda.matmul.allow_tf32 = False")
-        reasons["tf32 in convolutions"] = (cudnn.allow_tf32, "set torch.backends.cudnn.allow_tf32 = False")
-        reasons["kernels selected by benchmarking"] = (cudnn.benchmark, "set torch.backends.cudnn.benchmark = False")
-    for what, (is_allowed, do) in reasons.items():
-        if is_allowed:
-            raise ConfigError(
-                f"torch may use {what} on {device.type} with {threads} thread{'s' if threads > 1 else ''}",
-                where="parity='bitwise'",
-                do=f"{do} before the Accelerator is created; {_EXACT}",
-            )
+        if environ.get("CUBLAS_WORKSPACE_CONFIG") not in _DETERMINISTIC_WORKSPACES:
+            found["cuBLAS workspaces of any size"] = "set the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8"
+        if matmul.allow_tf32:
+            found["tf32 in matrix products"] = "set torch.backends.cuda.matmul.allow_tf32 = False"
+        if cudnn.allow_tf32:  # torch's default
+            found["tf32 in convolutions"] = "set torch.backends.cudnn.allow_tf32 = False"
+        if cudnn.benchmark:
+            found["kernels selected by benchmarking"] = "set torch.backends.cudnn.benchmark = False"
+    if found:
+        with_threads = f" with {threads} threads" if device.type == "cpu" else ""
+        raise ConfigError(
+            f"torch may use {', '.join(found)} on {device.type}{with_threads}",
+            where="parity='bitwise'",
+            do=f"before the Accelerator is created: {'; '.join(found.values())}; {_EXACT}",
+        )
 
 
 def refuse_compilation(config: RunConfig) -> None:

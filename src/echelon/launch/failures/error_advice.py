@@ -17,7 +17,26 @@ _PICKLE = (
     "make the object picklable for the DataLoader workers (create files, locks and connections on first use in "
     "__getitem__; define functions at module level), or set num_workers=0"
 )
+_OUT_OF_MEMORY = (
+    "use a smaller micro-batch and gradient_accumulation_steps, which keep the batch of an update; store fewer activations "
+    "(model.gradient_checkpointing_enable(), or activation_checkpointing in the sharding settings); use mixed_precision='bf16'; with "
+    "several devices, shard the model and the optimizer (engine='fsdp2'). If the message says that much memory is reserved but "
+    "unallocated, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+)
+_ASYNCHRONOUS = "run again with CUDA_LAUNCH_BLOCKING=1: the device reports errors late, so the line above is often not the one that failed"
 _ADVICE = (
+    # "out of memory" is part of the message of torch.OutOfMemoryError, and of cudaMalloc's for memory outside torch's allocator.
+    ("out of memory", _OUT_OF_MEMORY),
+    (
+        "device-side assert triggered",
+        f"{_ASYNCHRONOUS}. The assertion is in the rank's output; most often an index or a label is out of range (token numbers up "
+        "to the size of the embedding, class labels up to the number of outputs)",
+    ),
+    (
+        "an illegal memory access was encountered",
+        f"{_ASYNCHRONOUS}. A kernel read or wrote outside its tensors: look at custom kernels first; compute-sanitizer names the access",
+    ),
+    ("CUDA error", _ASYNCHRONOUS),
     ("Torch not compiled with CUDA enabled", _NO_GPU),
     ("Found no NVIDIA driver", _NO_GPU),
     ("No CUDA GPUs are available", _NO_GPU),
