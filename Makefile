@@ -24,7 +24,7 @@ RULES := tests/test_layering.py tests/test_import_contracts.py tests/test_docume
 PROSE := docs $(wildcard *.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak repeat browser clusters bench bench-check peers side-by-side ecosystem docs docs-serve lock release-check test-gpu other-torch clean
+.PHONY: help demo test check format soak repeat browser clusters bench bench-check peers side-by-side ecosystem docs docs-serve lock release-check test-gpu gpu-day other-torch clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -74,6 +74,10 @@ browser: ## install Chromium for the tests of the report page
 test-gpu: $(VENV)/.stamp ## run the tests that require an accelerator
 	@$(BIN)/python -m pytest -m gpu || [ $$? -eq 5 ]
 
+BUDGET ?= 480
+gpu-day: $(VENV)/.stamp ## check and measure everything that needs a GPU: make gpu-day BUDGET=480
+	@$(BIN)/python benchmarks/gpu_day.py --budget $(BUDGET) --out gpu-day
+
 # Installs all dependencies of that torch, including gigabytes of CUDA if the index has no CPU build. WITH: packages whose versions
 # must match that torch but that pip cannot resolve (torchao==0.13.0 for 2.8).
 OTHER := .venv-torch-$(OTHER_TORCH)
@@ -87,7 +91,7 @@ other-torch: ## run the tests with another torch: make other-torch OTHER_TORCH=2
 # Uses the environment of `make peers` if it exists; otherwise the benchmarks list the libraries that they skip.
 bench: $(VENV)/.stamp ## run the benchmarks (after make peers, compared with accelerate, transformers, lightning)
 	@set -e; python=$(BIN)/python; test ! -e $(PEERS)/.stamp || python=$(PEERS)/bin/python; \
-	for file in benchmarks/*.py; do echo "== $$file"; $$python $$file; done
+	for file in $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py)); do echo "== $$file"; $$python $$file; done
 
 bench-check: $(VENV)/.stamp ## compare the Python calls that echelon adds to a training step with those in benchmarks/hot_path.json
 	@$(BIN)/python benchmarks/hot_path.py --check

@@ -24,6 +24,8 @@ from typing import Any
 
 if "--shared" in sys.argv:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with this variable, echelon lets several ranks use one device
+if "numbers" in sys.argv:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what parity="bitwise" requires on CUDA
 
 import torch
 from gpu import CLIP, MODELS, RATE, TINY, Decoder, Tokens, append_result, build, device_name
@@ -158,7 +160,8 @@ def tests(part: Part) -> None:
                 error = str(report.longrepr)[-600:] if report.failed else None
                 part.report(report.nodeid, passed=None if report.skipped else report.passed, error=error)
 
-    chosen = ["-m", "gpu", "-v", *(["--collect-only"] if part.is_cpu else [])]
+    # The language models are part 4.
+    chosen = ["-m", "gpu", "-v", "-k", "not benchmark_of_language_models", *(["--collect-only"] if part.is_cpu else [])]
     root = str(HERE.parent)
     os.chdir(root)
     sys.path.insert(0, root)
@@ -319,6 +322,8 @@ NUMBERS = "twenty float32 steps of AdamW"
 
 def numbers(part: Part) -> None:
     """Losses and weights of float32 steps beside those of a plain loop on the CPU; exact and bitwise parity on the device."""
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.allow_tf32 = False
     expected = _by_hand(torch.device("cpu"))
     if part.arguments.shared:
         from echelon.distributed import setup
@@ -505,6 +510,7 @@ def memory(part: Part) -> None:
 
             options["kwargs_handlers"] = [AORecipeKwargs(config=Float8LinearConfig(emulate=True))]
     else:
+        options["engine"] = "fsdp2"  # without it, one process is not sharded
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             activation_checkpointing=mode == "checkpointing",
@@ -554,8 +560,9 @@ FAILURES = {
         import torch.distributed as dist
         model = torch.nn.Linear(64, 64)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        dist.all_reduce(torch.ones(4, device=accelerator.device))  # creates the communicator, which waits for the device
         if accelerator.device.type == "cuda":
-            torch.cuda._sleep(60 * 10**9)  # cycles: the collective behind it does not begin before its time is over
+            torch.cuda._sleep(80 * 10**9)  # cycles: the collective behind it does not begin before its time is over
         elif accelerator.process_index == 1:
             time.sleep(30)
         x = torch.ones(4, device=accelerator.device)
@@ -633,6 +640,7 @@ PROGRAMS: dict[str, Callable[[Part], None]] = {
 @contextmanager
 def _limited() -> Iterator[None]:
     """Print the stack and exit shortly before `gpu_day.py` kills this process, also if `gpu_day.py` itself was killed."""
+    faulthandler.enable()
     limit = float(os.environ.get("GPU_DAY_LIMIT_S", "0"))
     if limit:
         faulthandler.dump_traceback_later(max(1.0, limit - 2.0), exit=True)

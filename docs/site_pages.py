@@ -67,7 +67,7 @@ NAVIGATION: list[tuple[str, list[str | tuple[str, list[str]]]]] = [
     ),
     ("Benchmarks", ["benchmarks.md"]),
     ("Design", ["architecture.md"]),
-    ("Project", ["changelog.md", "contributing.md", "translating.md", "security.md"]),
+    ("Project", ["changelog.md", "contributing.md", "gpu_day.md", "translating.md", "security.md"]),
 ]  # fmt: skip
 
 # The only pages of their tabs: their wide tables have the place of the navigation.
