@@ -15,17 +15,12 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-if "--shared" in sys.argv:
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with this variable, echelon lets several ranks use one device
-if "numbers" in sys.argv:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what parity="bitwise" requires on CUDA
 
 import torch
 from gpu import CLIP, MODELS, RATE, TINY, Decoder, Tokens, append_result, build, device_name
@@ -637,17 +632,6 @@ PROGRAMS: dict[str, Callable[[Part], None]] = {
 }
 
 
-@contextmanager
-def _limited() -> Iterator[None]:
-    """Print the stack and exit shortly before `gpu_day.py` kills this process, also if `gpu_day.py` itself was killed."""
-    faulthandler.enable()
-    limit = float(os.environ.get("GPU_DAY_LIMIT_S", "0"))
-    if limit:
-        faulthandler.dump_traceback_later(max(1.0, limit - 2.0), exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("program", choices=list(PROGRAMS))
@@ -661,8 +645,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
-    with _limited():
-        PROGRAMS[arguments.program](Part(arguments))
+    faulthandler.enable()
+    if "GPU_DAY_ENDS_AT" in os.environ:
+        # Print the stack and exit shortly before gpu_day.py kills this process, also if gpu_day.py itself was killed.
+        left = float(os.environ["GPU_DAY_ENDS_AT"]) - time.time()
+        faulthandler.dump_traceback_later(max(0.1, left - 1.0), exit=True)
+    PROGRAMS[arguments.program](Part(arguments))
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

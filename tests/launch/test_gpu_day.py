@@ -45,11 +45,11 @@ def test_a_day_keeps_its_budget_and_says_what_each_part_came_to(tmp_path: Path, 
     if not plants:
         return
     assert outcomes["failing planted"] == "failed with exit code 1"
-    assert outcomes["hanging planted"] == "stopped after 8 s"
+    assert outcomes["hanging planted"] == "stopped after 20 s"
     assert outcomes["missing planted"] == "missing"
     ends = {line["job"]: line["lines"] for line in lines if line["kind"] == "end"}
     assert ends["failing planted"][-1] == "RuntimeError: planted"
-    assert any("in hanging" in line for line in ends["hanging planted"])  # where it was
+    assert any(" in hanging" in line for line in ends["hanging planted"]), ends["hanging planted"]  # where it was
     assert ends["missing planted"] == ["not installed: a_package_that_does_not_exist"]
     values = {line["job"]: line["value"] for line in lines if line["kind"] == "result" and line["name"] == "planted"}
     assert values == {"failing planted": 1, "hanging planted": 2}
@@ -60,14 +60,15 @@ def test_a_day_keeps_its_budget_and_says_what_each_part_came_to(tmp_path: Path, 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_results_survive_a_kill(tmp_path: Path, number: signal.Signals) -> None:
-    process = _start(tmp_path, "--budget", "60", "--job", "planted", "--plant", "hanging")
+    process = _start(tmp_path, "--budget", "120", "--job", "planted", "--plant", "hanging")
     deadline = time.monotonic() + 60
     while not any(line["kind"] == "result" for line in _lines(tmp_path)):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    with process:  # closes its output
+        process.communicate(timeout=30)
     assert [line["value"] for line in _lines(tmp_path) if line["kind"] == "result"] == [2]
 
 
