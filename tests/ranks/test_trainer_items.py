@@ -11,7 +11,19 @@ import torch.nn.functional as F
 
 from echelon.trainer import Trainer
 from tests.harness import run_on_ranks
-from tests.trainer_models import DividingNet, EndsAfter, IgnoringNet, Net, arguments, divided, logged, net_data, stacked
+from tests.trainer_models import (
+    CONSTANT_SGD,
+    DividingNet,
+    EndsAfter,
+    IgnoringNet,
+    Net,
+    arguments,
+    divided,
+    logged,
+    net_data,
+    stacked,
+    train_rows_plainly,
+)
 
 
 def _data(n: int) -> list[dict[str, torch.Tensor]]:
@@ -135,3 +147,34 @@ def test_the_mean_loss_after_a_resume_within_a_logging_window_is_that_of_its_own
     for mean, _, values in answers:
         assert mean == pytest.approx(sum(steps[3:]) / (num_steps - 3), rel=1e-12)
         assert values[0] == pytest.approx(sum(steps[:4]) / 4, rel=1e-12)  # the window is whole
+
+
+class _OwnMean(Trainer):
+    """Divides by the update's number of batches if ``compute_loss_func`` says so; else returns its batch's mean."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.compute_loss_func is None:
+            self.model_accepts_loss_kwargs = False
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss = F.cross_entropy(model(x=inputs["x"])["logits"], inputs["labels"])
+        return loss if self.compute_loss_func is None else loss / self.current_gradient_accumulation_steps
+
+
+def _train_own_mean(folder: str, func: Any) -> list[torch.Tensor]:
+    options = {"gradient_accumulation_steps": 3, "train_sampling_strategy": "sequential", **CONSTANT_SGD}
+    trainer = _OwnMean(IgnoringNet(), arguments(folder, **options), train_dataset=net_data(24), compute_loss_func=func)
+    trainer.train()
+    return [parameter.detach() for parameter in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("func", [None, "scaled in compute_loss"])
+def test_what_a_subclass_says_of_its_loss_holds_on_two_ranks(tmp_path: Any, func: Any) -> None:
+    plain = Net()
+    train_rows_plainly(plain, net_data(24), batch_size=12)
+    for found in run_on_ranks(_train_own_mean, str(tmp_path), func, world_size=2):
+        for mine, wanted in zip(found, plain.parameters()):
+            torch.testing.assert_close(mine, wanted.detach(), rtol=1e-12, atol=1e-14)  # float64, sums in another order

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from echelon.base.errors import ConfigError
+from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import warn
 from echelon.trainer.data.num_items import WatchedNumber, count_items, ignored_number
 from echelon.trainer.features.pipeline_steps import run_pipeline_step
 from echelon.trainer.hooks import TrainerHooks
-from echelon.trainer.model_interface import columns_of
+from echelon.trainer.model_interface import columns_of, needs_item_count
 from echelon.trainer.model_loss import loss_in, missing_column, without_labels
 from echelon.trainer.parity import items_of
 from echelon.trainer.session import TrainerSession
@@ -51,6 +51,7 @@ def run_training_step(
         session.interface.watches_items = False
         return run_pipeline_step(hooks, session.optimizer.pipeline, inputs, num_items)
     watches_items = session.interface.watches_items and isinstance(num_items, torch.Tensor)
+    session.loss_func_result = "unused"
     if is_plain and not watches_items:
         try:
             loss, _ = compute_loss(hooks, session, model, inputs, num_items)
@@ -68,11 +69,26 @@ def run_training_step(
     if accelerator.parity != "off":
         accelerator.backward(loss, num_items=items_of(inputs, model=hooks.model))
         return loss.detach()
-    is_scaled, num_steps = hooks.loss_is_scaled_for_ga, hooks.current_gradient_accumulation_steps
-    if num_steps != 1 and not (num_items is not None if is_scaled is None else is_scaled):
+    num_steps = hooks.current_gradient_accumulation_steps
+    if num_steps != 1 and not _is_scaled(hooks, session, num_items):
         loss = loss / num_steps
+    elif num_steps != 1 and num_items is None and hooks.loss_is_scaled_for_ga is None:
+        _warn_of_missing_items(session, num_steps)
     accelerator.backward(loss)
     return loss.detach()
+
+
+def _is_scaled(hooks: TrainerHooks, session: TrainerSession, num_items: Any) -> bool:
+    """Return whether a batch's loss is its share of the update's mean, which need not be divided by the number of batches.
+
+    Source: transformers' rule. It also calls only functions that accept ``num_items_in_batch``, and only batches that are
+    mappings exist there; what other functions return is a mean over their batch.
+    """
+    if hooks.loss_is_scaled_for_ga is not None:
+        return hooks.loss_is_scaled_for_ga
+    if hooks.compute_loss_func is not None:
+        return session.loss_func_result != "mean"
+    return num_items is not None and hooks.model_accepts_loss_kwargs
 
 
 def _watched_loss(
@@ -132,16 +148,34 @@ def compute_loss(
         assert labels is not None
         loss = smoother(outputs, labels, session.interface.is_causal, num_items)
     elif session.interface.loss_func_takes_items:
+        session.loss_func_result = "scaled" if isinstance(inputs, (dict, Mapping)) else "mean"
         if num_items is None and accelerator.parity != "off":
             # The items of this batch only: an exact mode weights the loss itself.
             loss = func(outputs, labels, num_items_in_batch=count_items(batch, model=hooks.model))
         else:
             loss = func(outputs, labels, num_items_in_batch=num_items)
     else:
-        loss = func(outputs, labels)
-    if num_items is not None and hooks.args.average_tokens_across_devices:
+        session.loss_func_result = "mean"
+        loss = _called(func, type(hooks).__name__)(outputs, labels)
+    is_mean = func is not None and session.loss_func_result == "mean"  # of the batch, not divided by num_items
+    if num_items is not None and hooks.args.average_tokens_across_devices and not is_mean:
         loss = loss * _rank_weight(hooks, session)
     return loss, outputs
+
+
+def _called(func: Any, trainer: str) -> Callable[..., Any]:
+    """Return ``func``, unless it is a value that only stands for a loss that an overridden ``compute_loss`` scales.
+
+    Raises:
+        UsageError: ``func`` cannot be called.
+    """
+    if callable(func):
+        return func  # type: ignore[no-any-return]
+    raise UsageError(
+        f"compute_loss_func={func!r} cannot be called",
+        where=f"{trainer}.compute_loss",
+        do="pass a function of the outputs and the labels, or override compute_loss without calling super().compute_loss",
+    )
 
 
 def call_model(hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any) -> Any:
@@ -163,7 +197,7 @@ def count_update_items(hooks: TrainerHooks, session: TrainerSession, samples: li
     is_exact = accelerator.parity != "off"  # then each loss is weighted by its own items
     first = samples[0] if samples else None
     if (
-        not session.interface.counts_items
+        not needs_item_count(hooks, session.interface)
         or is_exact
         or not isinstance(first, (dict, Mapping))
         or "labels" not in first
@@ -190,10 +224,25 @@ def _rank_weight(hooks: TrainerHooks, session: TrainerSession) -> float:
     return of_all / mine if mine else 1
 
 
+def _warn_of_missing_items(session: TrainerSession, num_steps: int) -> None:
+    """Warn once if ``compute_loss_func`` gets no number of labels, so that it cannot divide its loss by it."""
+    if session.loss_func_result == "scaled" and session.interface.may_miss_items:
+        session.interface.may_miss_items = False
+        warn(
+            "compute_loss_func gets num_items_in_batch=None, because the batches have no column 'labels' that is a tensor. "
+            f"Its loss is not divided by the {num_steps} batches of an update either, as in transformers, so a mean over the "
+            f"batch counts {num_steps} times. Name the label column 'labels', or set loss_is_scaled_for_ga = False on the "
+            "Trainer, which then divides the loss"
+        )
+
+
 def _warn_of_ignored_items(hooks: TrainerHooks, session: TrainerSession) -> None:
     """Warn if the loss is not divided by the update's item count and this changes the result."""
     is_overridden, args = session.interface.overrides_compute_loss, hooks.args
-    num_batches = 1 if hooks.loss_is_scaled_for_ga is False else session.update_size(args).accumulation_steps
+    is_stated = hooks.loss_is_scaled_for_ga is not None or (
+        hooks.compute_loss_func is not None and session.loss_func_result != "scaled"
+    )
+    num_batches = 1 if is_stated else session.update_size(args).accumulation_steps
     averages = args.average_tokens_across_devices and not is_overridden
     num_ranks = hooks.accelerator.session.num_readers if averages else 1
     if num_batches * num_ranks == 1:

@@ -44,7 +44,7 @@ class TrainerHooks(Protocol):
     eval_dataset: Any
     data_collator: Callable[[Any], Any]
     processing_class: Any
-    compute_loss_func: Callable[..., torch.Tensor] | None
+    compute_loss_func: Any
     compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
     label_smoother: LabelSmoother | None
@@ -53,6 +53,7 @@ class TrainerHooks(Protocol):
     model_accepts_loss_kwargs: bool
     loss_is_scaled_for_ga: bool | None
     neftune_noise_alpha: float | None
+    place_model_on_device: bool
     current_gradient_accumulation_steps: int
     current_flos: float
     gather_function: Callable[..., Any]

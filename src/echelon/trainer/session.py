@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
@@ -60,6 +60,9 @@ class TrainerSession:
     interface: ModelInterface = field(init=False)
     memory: MemoryMeter = field(init=False)
     hub: HubUpload = field(init=False)
+    loss_func_result: Literal["unused", "scaled", "mean"] = "unused"
+    """How ``compute_loss_func`` was used for the current batch: not called, called for its share of the update's mean, or
+    called for the mean over the batch."""
     fitted: UpdateSize | None = None
     """Size of an update in the latest training run; None before the first run."""
     wanted_batch_size: int | None = None

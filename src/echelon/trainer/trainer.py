@@ -35,10 +35,9 @@ from echelon.trainer.evaluation.prediction_step import predict_batch
 from echelon.trainer.features.hub import HubUpload, push, write_card
 from echelon.trainer.features.hyperparameter_search import BestRun, default_compute_objective, search
 from echelon.trainer.features.memory_metrics import MemoryMeter
-from echelon.trainer.features.model_changes import apply_liger_kernel
 from echelon.trainer.hooks import notify, record_logs
 from echelon.trainer.internals import TrainerInternals
-from echelon.trainer.model_interface import flops_of, inspect_model, place_model
+from echelon.trainer.model_interface import flops_of, inspect_model, needs_item_count, set_up_model
 from echelon.trainer.model_loss import LabelSmoother
 from echelon.trainer.optim.optimizers import decay_parameter_names, find_param_group, optimizer_class_and_arguments
 from echelon.trainer.optim.prepared_optimizer import create_optimizer, create_scheduler
@@ -75,7 +74,9 @@ class Trainer(TrainerInternals):
         eval_dataset: evaluation data, or a dict of several datasets.
         processing_class: a tokenizer or similar object, saved with the model.
         model_init: returns a new model for each call to ``train``; replaces ``model``.
-        compute_loss_func: ``compute_loss_func(outputs, labels, num_items_in_batch=)`` returns the loss.
+        compute_loss_func: ``compute_loss_func(outputs, labels, num_items_in_batch=)`` returns the loss. With an
+            overridden ``compute_loss``, any value except None means that the loss need not be divided by the update's
+            number of batches.
         compute_metrics: computes a dict of metrics from an ``EvalPrediction``.
         callbacks: callback classes or objects.
         optimizers: the optimizer and the scheduler; pass None for either one to create it from ``args``.
@@ -149,11 +150,9 @@ class Trainer(TrainerInternals):
         if model is None and self.args.n_gpu > 1 and has_fixed_devices(self.model):
             set_num_devices(self.args, 1)
             self.create_accelerator_and_postprocess()
-        self.place_model_on_device = self.args.place_model_on_device
-        place_model(self, self._session.points)
+        self.place_model_on_device = self.args.place_model_on_device is not False
+        set_up_model(self, self._session.points)
         self.model_wrapped: nn.Module = self.model
-        if self.args.use_liger_kernel:
-            apply_liger_kernel(self.model, self.args.liger_kernel_config)
         self._session.interface = inspect_model(self, base=Trainer)
         padding = PaddingCollator(self.processing_class) if isinstance(self.processing_class, Tokenizer) else None
         self.data_collator: Callable[[Any], Any] = data_collator or padding or default_data_collator
@@ -274,7 +273,7 @@ class Trainer(TrainerInternals):
         Collective: call on every rank if labels are counted across ranks.
         """
         samples, session = next_batches(epoch_iterator, num_batches), self._session
-        counts = session.interface.counts_items or session.points.is_overridden("_get_num_items_in_batch")
+        counts = needs_item_count(self, session.interface) or session.points.is_overridden("_get_num_items_in_batch")
         return samples, self._get_num_items_in_batch(samples, device) if counts else None
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:

@@ -30,11 +30,11 @@ from echelon.trainer.features.neftune import noisy_embeddings
 from echelon.trainer.features.nonfinite import checked_forward
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.loop import TrainingLoop
-from echelon.trainer.model_interface import inspect_model, place_model
+from echelon.trainer.model_interface import inspect_model, set_up_model
 from echelon.trainer.parity import check_exact, exact_train_loader
 from echelon.trainer.results import TrainOutput
 from echelon.trainer.session import TrainCall, TrainerSession, UpdateSize, global_batch_size
-from echelon.trainer.state import TrainerControl, TrainerState
+from echelon.trainer.state import TrainerState
 from echelon.trainer.training_plan import TrainingPlan, log_plan, make_plan, num_examples_of
 
 __all__ = ["TrainingRun", "plan_training"]
@@ -153,8 +153,8 @@ class TrainingRun:
             hooks.accelerator.free_memory()
             hooks.model = hooks.model_wrapped = hooks.call_model_init(self._trial)
             hooks.optimizer = hooks.lr_scheduler = None
-            place_model(hooks, session.points)
-        session.interface = inspect_model(hooks, base=session.base)
+            set_up_model(hooks, session.points)
+        session.interface = inspect_model(hooks, base=session.base, before=session.interface)
         hooks.is_in_train = True
         with contextlib.ExitStack() as stack:
             stack.callback(self._leave)
@@ -199,7 +199,6 @@ class TrainingRun:
             self._resumed = ResumedTraining(hooks, session, self._folder, allows_changed_data=self._allows_changed_data)
             plan = self._resumed.extend_plan(plan)
         self._plan = session.plan = plan
-        hooks.control = TrainerControl()
         checkpoint = None if self._folder is None else str(self._folder)
         init_state = points.bind("_init_training_state", self._init_state)
         position = init_state(plan.max_steps, plan.steps_per_epoch, plan.num_epochs, checkpoint, self._trial)

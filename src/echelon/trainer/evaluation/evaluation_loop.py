@@ -19,6 +19,7 @@ from echelon.trainer.data.epoch_batches import EpochBatches
 from echelon.trainer.evaluation.prediction_step import evaluation_dtype
 from echelon.trainer.features.pipeline_steps import splits_layers
 from echelon.trainer.hooks import TrainerHooks, bind_log, notify
+from echelon.trainer.model_interface import inspect_model
 from echelon.trainer.optim.prepared_optimizer import set_optimizer_mode
 from echelon.trainer.override_points import OverridePoints
 from echelon.trainer.parity import items_of
@@ -46,6 +47,7 @@ def evaluate(
             metrics |= hooks.evaluate(part, ignore_keys=ignore_keys, metric_key_prefix=f"{prefix}_{name}")
         return metrics
     session.memory.begin("eval")
+    _inspect_again(hooks, session)
     dataloader = hooks.get_eval_dataloader(dataset)
     start = time.time()
     output = hooks.evaluation_loop(
@@ -71,6 +73,7 @@ def predict(
     Collective: call on every rank.
     """
     session.memory.begin("test")
+    _inspect_again(hooks, session)
     dataloader = hooks.get_test_dataloader(dataset)
     start = time.time()
     session.evaluation.is_predicting = True
@@ -85,6 +88,12 @@ def predict(
     output.metrics.update(session.memory.end("test"))
     notify(hooks, "on_predict", metrics=output.metrics)
     return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+
+def _inspect_again(hooks: TrainerHooks, session: TrainerSession) -> None:
+    """Take what a script or a subclass has set since construction, such as the model or ``compute_loss_func``."""
+    if not hooks.is_in_train:
+        session.interface = inspect_model(hooks, base=session.base, before=session.interface)
 
 
 def _speed(
