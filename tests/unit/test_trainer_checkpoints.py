@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from echelon.accelerator.checkpoint.folders import problems_in
 from echelon.base.errors import CheckpointError, ConfigError
@@ -35,7 +36,7 @@ from echelon.trainer import (
     get_last_checkpoint,
 )
 from tests.reference import PlainTraining, train_plainly, warmup_then_linear
-from tests.trainer_models import arguments, logged
+from tests.trainer_models import EndsAfter, RecordingModel, arguments, logged
 
 N, SIZE, EPOCHS, SEED = 22, 2, 2, 5  # 11 batches of an epoch: with accumulation 3 the last update has 2
 
@@ -554,3 +555,48 @@ def test_a_training_that_was_ended_within_a_pass_goes_on_with_what_is_left_of_it
     x = torch.randn(N, 4, generator=torch.Generator().manual_seed(1))[:, 0]
     order = torch.randperm(N, generator=torch.Generator().manual_seed(SEED)).tolist()
     assert seen == x[order].tolist()  # every sample once
+
+
+class Endless(IterableDataset[dict[str, torch.Tensor]]):
+    """10 samples without a length, whose values tell the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return ({"x": torch.tensor([i + 100.0 * self.epoch])} for i in range(10))
+
+
+@pytest.mark.filterwarnings("ignore:.*batches of iterable data were read again")
+@pytest.mark.parametrize("end", [3, 4, 7])  # within the first pass, within the second, after the third
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", ["echelon", "transformers", "of transformers' own"])
+def test_data_without_a_length_goes_on_where_it_ended(tmp_path: Path, kind: str, accumulation: int, end: int) -> None:
+    options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "checkpoint_format": kind.split()[0]}
+    if kind == "of transformers' own":
+        options["checkpoint_format"] = "transformers"
+    seen = []
+    for stop, resume in ((end, None), (None, True)):
+        args = arguments(tmp_path, per_device_train_batch_size=2, max_steps=9, **options)
+        trainer = Trainer(model := RecordingModel(), args, train_dataset=Endless(), callbacks=[EndsAfter(stop)])
+        trainer.train(resume_from_checkpoint=resume)
+        seen += model.seen
+        if kind == "of transformers' own" and stop:
+            (tmp_path / f"checkpoint-{end}" / "echelon_data.json").unlink()
+    # An update at the end of a pass has one batch of 2.
+    assert seen == [i + 100.0 * epoch for epoch in range(4) for i in range(10)][: len(seen)]
+    assert len(seen) == {1: 9 * 2, 2: 3 * 10}[accumulation]
+
+
+def test_data_without_a_length_goes_on_after_the_samples_of_other_batches(tmp_path: Path) -> None:
+    seen = []
+    for size, stop, resume in ((2, 7, None), (1, None, True)):  # 14 samples: 4 of the second pass
+        args = arguments(tmp_path, per_device_train_batch_size=size, max_steps=9, checkpoint_format="transformers")
+        trainer = Trainer(model := RecordingModel(), args, train_dataset=Endless(), callbacks=[EndsAfter(stop)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EchelonWarning)  # the batch size differs
+            trainer.train(resume_from_checkpoint=resume)
+        seen += model.seen
+    assert seen == [*map(float, range(10)), *(100.0 + i for i in range(6))]

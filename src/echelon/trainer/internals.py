@@ -366,7 +366,7 @@ class TrainerInternals:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model files on the saving rank; a sharded model requires ``state_dict``."""
         folder = Path(output_dir) if output_dir is not None else self._session.output_dir(self.args)
-        write_model_files(self, folder, state_dict)  # type: ignore[arg-type]
+        write_model_files(self, self._session, folder, state_dict)  # type: ignore[arg-type]
 
     def _save_checkpoint(self, model: Any = None, trial: Any = None) -> None:
         """Write ``checkpoint-<step>`` and delete surplus checkpoints. Collective: call on every rank."""

@@ -77,6 +77,8 @@ class TrainerSession:
     """Whether the checkpoint being loaded stores the weights along with the training state, not in separate files."""
     loads_weights_with_state: bool = False
     """Whether to load the weights that are stored along with the training state."""
+    is_warned_of_weights_outside: bool = False
+    """Whether a warning has named trained weights that belong to no adapter."""
 
     def update_size(self, args: TrainingArguments) -> UpdateSize:
         """Return the size of an update, which ``auto_find_batch_size`` may have changed."""

@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 _ARCHIVES = ("*.pt", "*.pth", "*.bin", "*.pkl")  # written by torch.save: zip files, whose directory is at the end
+_ADAPTER = "adapter_model.*"  # in the folder itself, or in a folder with the adapter's name
 _CUT_OFF = "checkpoint-is-incomplete.txt"  # left by transformers if a save is killed
 
 
@@ -198,7 +199,8 @@ def problems_in(folder: Path) -> list[str]:
         if layout == "transformers":
             read_json(folder / TRAINER_STATE)
         weights = weight_files(folder)
-        for path in {*weights, *folder.glob("*.safetensors")}:
+        adapters = [*folder.glob(_ADAPTER), *folder.glob(f"*/{_ADAPTER}")]
+        for path in {*weights, *folder.glob("*.safetensors"), *adapters}:
             if path.suffix == ".safetensors":
                 handle = storage.open(path)
                 try:
@@ -207,7 +209,7 @@ def problems_in(folder: Path) -> list[str]:
                     storage.close(handle)
         for path in (path for pattern in _ARCHIVES for path in folder.glob(pattern)):
             _require_whole_archive(path)
-        if layout == "transformers" and not weights and not any(folder.glob("adapter_model.*")):
+        if layout == "transformers" and not weights and not adapters:
             return [f"{folder} holds no weights"]
     except (CheckpointError, UsageError) as error:
         return [error.what]

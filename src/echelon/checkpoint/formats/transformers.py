@@ -39,6 +39,7 @@ from echelon.compat.constants import SCALER_NAME
 __all__ = [
     "ARGUMENTS",
     "ECHELON_DATA",
+    "ECHELON_WEIGHTS",
     "OPTIMIZER",
     "SCHEDULER",
     "OptimizationState",
@@ -56,6 +57,8 @@ OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 ARGUMENTS = "training_args.bin"
 ECHELON_DATA = "echelon_data.json"
 """File for the state that determines the position in the data. transformers ignores this file."""
+ECHELON_WEIGHTS = "echelon_weights.safetensors"
+"""File for everything that training can change in a model whose own files hold only adapters. transformers ignores it."""
 
 _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _OF_TRAINING = re.compile(rf"(optimizer|scheduler|scaler)\.pt|{_RANDOM.pattern}")
@@ -66,7 +69,7 @@ _IMPORTED = re.compile(r".*\.(pt|pth|safetensors\.index\.json|bin)")
 # All files that a Trainer writes to a checkpoint. They are not kept when a checkpoint is replaced.
 _FILES = re.compile(
     rf"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|.*\.json|{_OF_TRAINING.pattern}"
-    r"|training_args\.bin|.*\.(txt|model|jinja)|rank_\d+\.(safetensors|json)"
+    r"|echelon_weights\.safetensors|training_args\.bin|.*\.(txt|model|jinja)|rank_\d+\.(safetensors|json)"
 )
 # Keys of RNG states here and in Accelerate's layout. For a device they are "cuda" and "torch_cuda_manual_seed".
 _RNG_KEYS: Mapping[str, str] = {"python": "random_state", "numpy": "numpy_random_seed", "cpu": "torch_manual_seed"}

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
-
-from torch import nn
 
 from echelon.accelerator.checkpoint.folders import checkpoints_in, problems_in, remove_checkpoints
 from echelon.base import environ
@@ -24,7 +21,6 @@ __all__ = [
     "SavesItself",
     "checkpoint_format",
     "get_last_checkpoint",
-    "has_adapters",
     "remove_last",
     "remove_surplus",
     "write_json",
@@ -41,27 +37,11 @@ FORMATS = ("echelon", "transformers")
 
 @runtime_checkable
 class SavesItself(Protocol):
-    """A model or tokenizer with ``save_pretrained``, as in transformers."""
+    """A tokenizer or processor with ``save_pretrained``, as in transformers."""
 
     def save_pretrained(self, save_directory: str, **options: Any) -> Any:
         """Write the object to a directory."""
         ...
-
-
-@runtime_checkable
-class _Adapted(Protocol):
-    """A PEFT model, which saves its adapters in separate files."""
-
-    peft_config: Mapping[str, Any]
-
-    def load_adapter(self, model_id: str, adapter_name: str, is_trainable: bool = False) -> Any:
-        """Load an adapter from a directory."""
-        ...
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Return whether ``model`` is a PEFT model, which saves only its adapters."""
-    return isinstance(model, _Adapted)
 
 
 def checkpoint_format(args: TrainingArguments) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +31,7 @@ from echelon.accelerator.checkpoint.folders import (
     require_whole,
 )
 from echelon.accelerator.checkpoint.rng_states import current_random_states
+from echelon.accelerator.models.save_objects import bare_module
 from echelon.accelerator.models.save_weights import load_weights
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
@@ -38,7 +39,8 @@ from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
 from echelon.checkpoint.formats.transformers import ECHELON_DATA, num_ranks_in, read_random_states
 from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
-from echelon.trainer.checkpoint.checkpoint_folders import ARGUMENTS_FILE, PREFIX, STATE_FILE, has_adapters
+from echelon.trainer.checkpoint.adapters import has_adapters, holds_adapters, load_adapted_model
+from echelon.trainer.checkpoint.checkpoint_folders import ARGUMENTS_FILE, PREFIX, STATE_FILE
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.checkpoint.transformers_layout import (
     CURSOR_FIELDS,
@@ -389,8 +391,9 @@ class ResumedTraining:
     def _infer_position(self, loader: Any, plan: TrainingPlan) -> tuple[int, int]:
         """Return the epoch and the number of its consumed batches, for a checkpoint in transformers' format.
 
-        The position is computed from the global step if an epoch has the same number of steps as in the saved run;
-        otherwise, from the saved fractional epoch.
+        echelon stores the position, which is valid if the data has not changed. Otherwise (or if transformers saved the
+        checkpoint) it is computed from the global step if an epoch has the same number of steps as in the saved run, and
+        from the saved fractional epoch if not.
 
         Raises:
             CheckpointError: the checkpoint was saved mid-epoch, the data has changed since, and ``allow_changed_data``
@@ -401,29 +404,25 @@ class ResumedTraining:
         epoch, num_steps = divmod(state.global_step, plan.steps_per_epoch)
         used = num_steps * self._size.accumulation_steps
         saved_epoch = state.epoch
-        if not plan.is_sized or saved_epoch is None:
-            return epoch, used
         facts = read_facts(folder / ECHELON_DATA)
         saved_ranks, ranks = num_ranks_in(folder), hooks.accelerator.num_processes
         changes = changes_since(facts, loader, num_saved=saved_ranks, num_ranks=ranks)
-        wrong = [change.what for change in changes if change.fact != "batches"]
-        expected = epoch + min(used, batches) / batches
-        has_other_steps = abs(expected - saved_epoch) * batches > 0.5
-        is_within = abs(saved_epoch - round(saved_epoch)) * batches > 0.5
         has_other_batches = self._saved_batch_size not in (None, self._size.batch_size)  # already reported
-        if has_other_steps and is_within and facts is None and not has_other_batches:
-            wrong.append(
-                f"step {state.global_step} was in epoch {saved_epoch:g} of the saved run and is in epoch {expected:g} "
-                "of this run (the data, the number of processes or gradient_accumulation_steps has changed)"
-            )
         saved_fields = _saved_cursor_fields(folder)
         if saved_fields and not changes and not has_other_batches:
             for name in LENGTH_FIELDS:
                 setattr(self._session.cursor, name, saved_fields[name])
-            return (
-                (saved_fields["epoch"] + 1, 0)
-                if saved_fields["is_over"]
-                else (saved_fields["epoch"], saved_fields["num_batches"])
+            return _stored_position(saved_fields)
+        wrong = [change.what for change in changes if change.fact != "batches"]
+        if not plan.is_sized or saved_epoch is None:
+            return self._position_without_length(saved_fields, wrong)
+        expected = epoch + min(used, batches) / batches
+        has_other_steps = abs(expected - saved_epoch) * batches > 0.5
+        is_within = abs(saved_epoch - round(saved_epoch)) * batches > 0.5
+        if has_other_steps and is_within and facts is None and not has_other_batches:
+            wrong.append(
+                f"step {state.global_step} was in epoch {saved_epoch:g} of the saved run and is in epoch {expected:g} "
+                "of this run (the data, the number of processes or gradient_accumulation_steps has changed)"
             )
         if not has_other_steps and not wrong:
             return epoch, used
@@ -444,6 +443,32 @@ class ResumedTraining:
             raise changed_data_error(folder, wrong, [place])
         if wrong:
             warn(f"{folder} was saved in the middle of an epoch over different data ({'; '.join(wrong)}); {place}")
+        return epoch, used
+
+    def _position_without_length(self, saved_fields: Mapping[str, Any], wrong: Sequence[str]) -> tuple[int, int]:
+        """Return the epoch and the number of its consumed batches, for data without a length.
+
+        Args:
+            saved_fields: the position that echelon stored; empty for a checkpoint of transformers' own.
+            wrong: what has changed in the data since.
+
+        Raises:
+            CheckpointError: the data has changed mid-epoch, and ``allow_changed_data`` is not set.
+        """
+        saved, size = TrainerState.load_from_json(self._folder / STATE_FILE), self._size
+        if saved_fields:
+            epoch, used = _stored_position(saved_fields)
+        elif saved.epoch is None:
+            epoch, used = 0, saved.global_step * size.accumulation_steps
+        else:  # a fraction of the batches of the whole run, although each pass has fewer
+            epoch = int(saved.epoch)
+            used = round((saved.epoch - epoch) * saved.max_steps * size.accumulation_steps)
+        used = used * (self._saved_batch_size or size.batch_size) // size.batch_size
+        place = f"training resumes after {used} batches of epoch {epoch}"
+        if wrong and used and not self._allows_changed_data:
+            raise changed_data_error(self._folder, wrong, [place])
+        if wrong:
+            warn(f"{self._folder} was saved with different data ({'; '.join(wrong)}); {place}")
         return epoch, used
 
     def _require_same_run(self, place: TrainCursor) -> None:
@@ -504,6 +529,11 @@ def _saved_cursor_fields(folder: Path) -> Mapping[str, Any]:
     return place if place.keys() >= set(CURSOR_FIELDS) else {}
 
 
+def _stored_position(fields: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the epoch and the number of its consumed batches from saved cursor fields."""
+    return (fields["epoch"] + 1, 0) if fields["is_over"] else (fields["epoch"], fields["num_batches"])
+
+
 def _restart_pass(loader: Any, epoch: int) -> None:
     """Make the next iteration over ``loader`` start at the first batch, regardless of the state that was loaded."""
     if isinstance(loader, SupportsSetEpoch):
@@ -521,7 +551,7 @@ def load_model_from(
     report: Callable[[Any], None],
     select: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
-    """Load the weights in ``folder`` into ``model``, or the adapter's weights for a PEFT model.
+    """Load the weights in ``folder`` into ``model``, or all that was trained for a PEFT model.
 
     Args:
         model: the unwrapped module.
@@ -533,9 +563,9 @@ def load_model_from(
         UsageError: ``folder`` has no weights.
         CheckpointError: the weights belong to another model or are damaged.
     """
-    if has_adapters(model) and any(folder.glob("adapter_model.*")):
-        names: Any = model.active_adapters
-        model.load_adapter(str(folder), (names() if callable(names) else names)[0], is_trainable=True)  # type: ignore[operator]
+    if has_adapters(bare_module(model)) and holds_adapters(folder):
+        load_adapted_model(bare_module(model), folder, select=select)
+        report(_Loaded())
         return
     tensors = read_model_files(folder)
     load_weights(model, tensors if select is None else select(tensors), source=folder)

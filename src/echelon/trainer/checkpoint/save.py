@@ -11,13 +11,15 @@ import safetensors
 import torch
 from torch import nn
 
-from echelon.checkpoint.formats.weight_files import aliases_in
+from echelon.accelerator.models.save_objects import bare_module
+from echelon.checkpoint.formats.transformers import ECHELON_WEIGHTS
+from echelon.checkpoint.formats.weight_files import aliases_in, write_tensors
 from echelon.trainer.arguments.training_arguments import resolve_path
+from echelon.trainer.checkpoint.adapters import has_adapters, trained_state
 from echelon.trainer.checkpoint.checkpoint_folders import (
     PREFIX,
     STATE_FILE,
     checkpoint_format,
-    has_adapters,
     remove_surplus,
 )
 from echelon.trainer.checkpoint.transformers_layout import save_transformers
@@ -89,8 +91,12 @@ class CheckpointWriter:
         """Write the files that other programs read; if they hold all weights, the checkpoint omits them."""
         folder, state = Path(output_dir), weights[0]
         self._write_beside(state, folder)
-        if self._hooks.args.should_save and (has_adapters(self._hooks.model) or _holds_weights(folder, state)):
+        if self._hooks.args.should_save and (self._files_hold_training(state) or _holds_weights(folder, state)):
             del weights[0]
+
+    def _files_hold_training(self, state: Mapping[str, Any]) -> bool:
+        """Return whether the files of a model with adapters hold all that is trained; they hold only tensors."""
+        return self._has_adapters and all(isinstance(value, torch.Tensor) for value in self._trained(state).values())
 
     def _write_beside(self, weights: Any, folder: Path) -> None:
         self._write_model(folder, weights)
@@ -103,6 +109,19 @@ class CheckpointWriter:
             self._hooks.save_model(str(folder), _internal_call=True)
         elif self._hooks.args.should_save:
             self._session.points.method("_save")(str(folder), state_dict=weights)
+        if self._hooks.args.should_save and self._has_adapters:
+            trained = self._trained(weights)
+            tensors = {name: value for name, value in trained.items() if isinstance(value, torch.Tensor)}
+            write_tensors(tensors, folder / ECHELON_WEIGHTS)
+
+    @property
+    def _has_adapters(self) -> bool:
+        return has_adapters(bare_module(self._hooks.model))
+
+    def _trained(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        groups = self._hooks.optimizer.param_groups
+        optimized = {id(parameter) for group in groups for parameter in group["params"]}
+        return trained_state(bare_module(self._hooks.model), state, optimized=optimized)
 
 
 def _holds_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> bool:

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from echelon.accelerator.models.save_objects import bare_module
 from echelon.base.errors import ConfigError, UsageError
 from echelon.checkpoint.formats import transformers as transformers_format
 from echelon.checkpoint.formats.torch_files import write_pickled
 from echelon.checkpoint.formats.weight_files import write_tensors
+from echelon.engines.state_dicts import plain_state_dict
+from echelon.trainer.checkpoint.adapters import has_adapters, saves_itself, trained_state, warn_of_weights_outside
 from echelon.trainer.checkpoint.checkpoint_folders import (
     ARGUMENTS_FILE,
     WEIGHTS_FILE,
@@ -19,6 +22,7 @@ from echelon.trainer.checkpoint.checkpoint_folders import (
     write_json,
 )
 from echelon.trainer.hooks import TrainerHooks
+from echelon.trainer.session import TrainerSession
 
 __all__ = ["save_model", "write_model_files"]
 
@@ -43,7 +47,9 @@ def save_model(hooks: TrainerHooks, folder: Path, *, write_files: Callable[..., 
     write_files(str(folder), state_dict=state_dict)
 
 
-def write_model_files(hooks: TrainerHooks, folder: Path, state_dict: dict[str, Any] | None) -> None:
+def write_model_files(
+    hooks: TrainerHooks, session: TrainerSession, folder: Path, state_dict: dict[str, Any] | None
+) -> None:
     """Write the model files on the saving rank.
 
     Raises:
@@ -58,10 +64,12 @@ def write_model_files(hooks: TrainerHooks, folder: Path, state_dict: dict[str, A
             ),
         )
     folder.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = hooks.model, hooks.processing_class
-    state = model.state_dict() if state_dict is None else state_dict
-    if isinstance(model, SavesItself):
+    model, tokenizer = bare_module(hooks.model), hooks.processing_class
+    state = plain_state_dict(model) if state_dict is None else state_dict
+    if saves_itself(model):
         model.save_pretrained(str(folder), state_dict=state)
+        if has_adapters(model) and not session.is_warned_of_weights_outside:
+            session.is_warned_of_weights_outside = warn_of_weights_outside(model, trained_state(model, state), folder)
     else:
         write_tensors(state, folder / WEIGHTS_FILE)
     if isinstance(tokenizer, SavesItself):
