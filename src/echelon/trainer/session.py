@@ -79,6 +79,8 @@ class TrainerSession:
     """Whether to load the weights that are stored along with the training state."""
     is_warned_of_weights_outside: bool = False
     """Whether a warning has named trained weights that belong to no adapter."""
+    is_warned_of_other_state: bool = False
+    """Whether a warning has named entries of the model's state dict that are not tensors."""
 
     def update_size(self, args: TrainingArguments) -> UpdateSize:
         """Return the size of an update, which ``auto_find_batch_size`` may have changed."""

@@ -253,9 +253,9 @@ def same_on_all_ranks(text: str, *, within: timedelta) -> bool:
 
 
 def read_model_files(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's model tensors; tied weights appear under each of their names.
+    """Return a checkpoint's model state; tied weights appear under each of their names.
 
-    The tensors are read from transformers' files or from echelon's own format.
+    The state is read from transformers' files or from echelon's own format.
 
     Raises:
         UsageError: the checkpoint has no model weights.
@@ -264,7 +264,8 @@ def read_model_files(folder: Path) -> dict[str, Any]:
     if is_own_format(folder) and holds_model(folder):
         checkpoint, prefix = Checkpoint(folder), model_prefix(0)
         names = [name for name in checkpoint.names() if name.startswith(prefix)]
-        return {name.removeprefix(prefix): checkpoint.read(name) for name in names}
+        tensors = {name.removeprefix(prefix): checkpoint.read(name) for name in names}
+        return tensors | checkpoint.objects()["extra_states"][0]
     files = weight_files(place_of(LocalStorage(), folder))
     if not files:
         raise UsageError(f"{folder} holds no model weights", do="pass the folder of a complete checkpoint")

@@ -13,7 +13,7 @@ from torch import nn
 
 from echelon.accelerator.models.save_objects import bare_module
 from echelon.checkpoint.formats.transformers import ECHELON_WEIGHTS
-from echelon.checkpoint.formats.weight_files import aliases_in, write_tensors
+from echelon.checkpoint.formats.weight_files import aliases_in
 from echelon.trainer.arguments.training_arguments import resolve_path
 from echelon.trainer.checkpoint.adapters import has_adapters, trained_state
 from echelon.trainer.checkpoint.checkpoint_folders import (
@@ -22,6 +22,7 @@ from echelon.trainer.checkpoint.checkpoint_folders import (
     checkpoint_format,
     remove_surplus,
 )
+from echelon.trainer.checkpoint.save_model import write_state_tensors
 from echelon.trainer.checkpoint.transformers_layout import save_transformers
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.session import TrainerSession
@@ -111,8 +112,7 @@ class CheckpointWriter:
             self._session.points.method("_save")(str(folder), state_dict=weights)
         if self._hooks.args.should_save and self._has_adapters:
             trained = self._trained(weights)
-            tensors = {name: value for name, value in trained.items() if isinstance(value, torch.Tensor)}
-            write_tensors(tensors, folder / ECHELON_WEIGHTS)
+            write_state_tensors(self._hooks.args, self._session, trained, folder / ECHELON_WEIGHTS)
 
     @property
     def _has_adapters(self) -> bool:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from echelon.accelerator.models.save_objects import bare_module
+from echelon.accelerator.models.weight_check import shortened
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.warnings import warn
 from echelon.checkpoint.formats import transformers as transformers_format
 from echelon.checkpoint.formats.torch_files import write_pickled
 from echelon.checkpoint.formats.weight_files import write_tensors
 from echelon.engines.state_dicts import plain_state_dict
+from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.checkpoint.adapters import has_adapters, saves_itself, trained_state, warn_of_weights_outside
 from echelon.trainer.checkpoint.checkpoint_folders import (
     ARGUMENTS_FILE,
@@ -24,7 +29,7 @@ from echelon.trainer.checkpoint.checkpoint_folders import (
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.session import TrainerSession
 
-__all__ = ["save_model", "write_model_files"]
+__all__ = ["save_model", "write_model_files", "write_state_tensors"]
 
 
 def save_model(hooks: TrainerHooks, folder: Path, *, write_files: Callable[..., None]) -> None:
@@ -53,7 +58,7 @@ def write_model_files(
     """Write the model files on the saving rank.
 
     Raises:
-        UsageError: ``state_dict`` is None and the model is sharded.
+        UsageError: ``state_dict`` is None and the model is sharded, or only the model files are saved and cannot hold it.
     """
     if state_dict is None and hooks.accelerator.capabilities.shards_parameters:
         raise UsageError(
@@ -71,7 +76,7 @@ def write_model_files(
         if has_adapters(model) and not session.is_warned_of_weights_outside:
             session.is_warned_of_weights_outside = warn_of_weights_outside(model, trained_state(model, state), folder)
     else:
-        write_tensors(state, folder / WEIGHTS_FILE)
+        write_state_tensors(hooks.args, session, state, folder / WEIGHTS_FILE)
     if isinstance(tokenizer, SavesItself):
         tokenizer.save_pretrained(str(folder))
     if checkpoint_format(hooks.args) == "transformers":
@@ -80,3 +85,26 @@ def write_model_files(
         write_pickled(args, folder / transformers_format.ARGUMENTS)
     else:
         write_json(folder / ARGUMENTS_FILE, hooks.args.to_dict())
+
+
+def write_state_tensors(args: TrainingArguments, session: TrainerSession, state: Mapping[str, Any], path: Path) -> None:
+    """Write the tensors of ``state`` to a safetensors file; warn once of entries that it cannot hold.
+
+    Raises:
+        UsageError: there are such entries, and a checkpoint would not hold them elsewhere.
+    """
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    others = sorted(state.keys() - tensors.keys())
+    what = f"{path.name} holds only tensors, not {shortened(others)} of the model's state dict"
+    remedy = "return a tensor from the module's get_extra_state()"
+    if others and (args.save_only_model or checkpoint_format(args) == "transformers"):
+        setting = "save_only_model=True" if args.save_only_model else "checkpoint_format='transformers'"
+        raise UsageError(
+            f"{what}, so a checkpoint with {setting} would lack them",
+            where="TrainingArguments",
+            do=f"remove {setting}, or {remedy}",
+        )
+    if others and not session.is_warned_of_other_state:
+        session.is_warned_of_other_state = True
+        warn(f"{what}. Checkpoints hold them; files written by save_model() do not. To save them there, too, {remedy}")
+    write_tensors(tensors, path)
