@@ -464,11 +464,13 @@ class ResumedTraining:
             epoch = int(saved.epoch)
             used = round((saved.epoch - epoch) * saved.max_steps * size.accumulation_steps)
         used = used * (self._saved_batch_size or size.batch_size) // size.batch_size
-        place = f"training resumes after {used} batches of epoch {epoch}"
         if wrong and used and not self._allows_changed_data:
-            raise changed_data_error(self._folder, wrong, [place])
+            raise changed_data_error(self._folder, wrong, [f"training resumes after {used} batches of epoch {epoch}"])
         if wrong:
-            warn(f"{self._folder} was saved with different data ({'; '.join(wrong)}); {place}")
+            warn(
+                f"{self._folder} was saved with different data ({'; '.join(wrong)}); training resumes after {used} batches of "
+                f"epoch {epoch}"
+            )
         return epoch, used
 
     def _require_same_run(self, place: TrainCursor) -> None:

@@ -95,16 +95,19 @@ def write_state_tensors(args: TrainingArguments, session: TrainerSession, state:
     """
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     others = sorted(state.keys() - tensors.keys())
-    what = f"{path.name} holds only tensors, not {shortened(others)} of the model's state dict"
-    remedy = "return a tensor from the module's get_extra_state()"
     if others and (args.save_only_model or checkpoint_format(args) == "transformers"):
         setting = "save_only_model=True" if args.save_only_model else "checkpoint_format='transformers'"
         raise UsageError(
-            f"{what}, so a checkpoint with {setting} would lack them",
+            f"{path.name} holds only tensors, not {shortened(others)} of the model's state dict, so a checkpoint with "
+            f"{setting} would lack them",
             where="TrainingArguments",
-            do=f"remove {setting}, or {remedy}",
+            do=f"remove {setting}, or return a tensor from the module's get_extra_state()",
         )
     if others and not session.is_warned_of_other_state:
         session.is_warned_of_other_state = True
-        warn(f"{what}. Checkpoints hold them; files written by save_model() do not. To save them there, too, {remedy}")
+        warn(
+            f"{path.name} holds only tensors, not {shortened(others)} of the model's state dict. Checkpoints hold them; "
+            "files written by save_model() do not. To save them there, too, return a tensor from the module's "
+            "get_extra_state()"
+        )
     write_tensors(tensors, path)
