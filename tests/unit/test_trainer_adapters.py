@@ -267,3 +267,42 @@ def test_a_model_with_its_own_save_pretrained_is_stored_by_name(tmp_path: Path, 
     again = _trainer(tmp_path, WithHead(), checkpoint_format=layout)
     again.train(resume_from_checkpoint=True)
     _require_close(again.model, _train_plainly(WithHead()))
+
+
+class WithNamesOfItsPart(nn.Module):
+    """A model with a head, whose state dict has the names of the model inside, as that of trl's value head."""
+
+    def __init__(self, *, leaves_out: bool = False) -> None:
+        super().__init__()
+        self.inner, self.leaves_out = Net(), leaves_out
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return self.inner(x, labels)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        state = self.inner.state_dict()
+        return {name: value for name, value in state.items() if not (self.leaves_out and "first" in name)}
+
+    def save_pretrained(self, folder: str, **options: Any) -> None:
+        torch.save(self.state_dict(), Path(folder, "pytorch_model.bin"))
+
+
+@pytest.mark.parametrize("layout", ["echelon", "transformers"])
+def test_a_state_dict_with_other_names_is_loaded(tmp_path: Path, layout: str) -> None:
+    _trainer(tmp_path, WithNamesOfItsPart(), end=END, checkpoint_format=layout).train()
+    again = _trainer(tmp_path, WithNamesOfItsPart(), checkpoint_format=layout)
+    nn.init.zeros_(again.model.inner.first.weight)
+    again.train(resume_from_checkpoint=True)
+    _require_close(again.model, _train_plainly(WithNamesOfItsPart()))
+
+
+@pytest.mark.parametrize("layout", ["echelon", "transformers"])
+def test_one_warning_names_weights_that_the_state_dict_leaves_out(tmp_path: Path, layout: str) -> None:
+    model = WithNamesOfItsPart(leaves_out=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _trainer(tmp_path, model, save_strategy="steps", save_steps=2, checkpoint_format=layout).train()
+    found = [str(one.message) for one in caught if issubclass(one.category, EchelonWarning)]
+    assert len(found) == 1
+    start = "inner.first.weight, inner.first.bias are trained, but WithNamesOfItsPart.state_dict() does not return them"
+    assert found[0].startswith(start)

@@ -12,7 +12,16 @@ from echelon.base.sharded import is_dtensor, local_shape_and_offset
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["describe_shard", "gather_full", "local_as", "local_slices", "local_tensors", "restore_shard", "shard_like"]
+__all__ = [
+    "address_of",
+    "describe_shard",
+    "gather_full",
+    "local_as",
+    "local_slices",
+    "local_tensors",
+    "restore_shard",
+    "shard_like",
+]
 
 
 def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
@@ -31,6 +40,12 @@ def local_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def local_as(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return ``local`` as this rank's shard of a tensor that is sharded as ``like``; without shards, ``local`` itself."""
     return _from_local(local, like) if is_dtensor(like) else local
+
+
+def address_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where this rank's elements of ``tensor`` are in memory, and their number; (0, 0) if it has none."""
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    return (local.data_ptr(), local.numel()) if local.numel() else (0, 0)
 
 
 def gather_full(value: Any, *, keep: bool) -> Any:

@@ -27,6 +27,7 @@ from echelon.accelerator.checkpoint.rng_states import current_random_states
 from echelon.accelerator.checkpoint.state_names import Allowed
 from echelon.accelerator.checkpoint.training_state import content_of, load_content
 from echelon.accelerator.models.save_objects import offloaded_state
+from echelon.accelerator.models.weight_check import shortened, trained_outside_state_dict
 from echelon.accelerator.session import Session
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
@@ -83,6 +84,7 @@ class Checkpoints:
         self._lines_of_main_process: dict[
             UserLine, bool
         ] = {}  # whether a call of save_state is on the main process only
+        self._is_warned_of_weights_left_out = False
         self._unwrap_model: Callable[[], Any] = lambda: None
         self._get_state_dict: Callable[[], Any] = lambda: None
 
@@ -156,6 +158,7 @@ class Checkpoints:
         with saving(session.progress.step):
             target = self.store.next_folder(_one_folder(output_dir, session.world, "save_state"))
             session.engine.update_loss_scale()
+            self.warn_of_weights_left_out()
             if safe_serialization and self.registry.chosen_format() == "echelon":
                 metric = None if metric is None else float(metric)
                 return self._save_own(target, blocking=blocking, metric=metric)
@@ -167,6 +170,19 @@ class Checkpoints:
                     "blocking=False",
                 )
             return self._save_as_accelerate(target, safe_serialization=safe_serialization)
+
+    def warn_of_weights_left_out(self) -> None:
+        """Warn once of trained weights that a model's own ``state_dict`` leaves out, so that no checkpoint holds them."""
+        if self._is_warned_of_weights_left_out or not self._session.capabilities.exposes_state:
+            return
+        for model in self._bare_models():
+            if names := trained_outside_state_dict(model):
+                self._is_warned_of_weights_left_out = True
+                warn(
+                    f"{shortened(names)} are trained, but {type(model).__name__}.state_dict() does not return them, so "
+                    "checkpoints do not hold them, and a resumed run continues without their training. Let state_dict() "
+                    "return them"
+                )
 
     def _is_called_on_main_process_only(self) -> bool:
         """Return whether the program calls ``save_state`` under ``if accelerator.is_main_process``; warn once if it does."""

@@ -264,8 +264,8 @@ def read_model_files(folder: Path) -> dict[str, Any]:
     if is_own_format(folder) and holds_model(folder):
         checkpoint, prefix = Checkpoint(folder), model_prefix(0)
         names = [name for name in checkpoint.names() if name.startswith(prefix)]
-        tensors = {name.removeprefix(prefix): checkpoint.read(name) for name in names}
-        return tensors | checkpoint.objects()["extra_states"][0]
+        extra: dict[str, Any] = checkpoint.objects()["extra_states"][0]
+        return {name.removeprefix(prefix): checkpoint.read(name) for name in names} | extra
     files = weight_files(place_of(LocalStorage(), folder))
     if not files:
         raise UsageError(f"{folder} holds no model weights", do="pass the folder of a complete checkpoint")

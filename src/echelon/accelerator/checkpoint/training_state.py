@@ -35,7 +35,7 @@ from echelon.checkpoint.save import Content
 from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name, state_values
 from echelon.data.loader import PreparedLoader
 from echelon.engines.fsdp.pipeline_state import group_names
-from echelon.engines.shards import restore_shard
+from echelon.engines.shards import address_of, restore_shard
 from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
 
 __all__ = ["content_of", "load_content"]
@@ -341,8 +341,8 @@ def _load_model(
         )
     names = [name.removeprefix(prefix) for name in targets]
     optional = optional_names(checkpoint, model, names, index, strict=strict, allowed=allowed)
-    own = {_address(value) for value in (*model.parameters(), *model.buffers())}
-    if all(_address(value) in own for value in targets.values()) and not extras:
+    own = {address_of(value) for value in (*model.parameters(), *model.buffers())}
+    if all(address_of(value) in own for value in targets.values()) and not extras:
         checkpoint.read_into(targets, optional=optional, show=progress_bar)  # in place, without a second copy
         return
     # A module whose state dict holds copies or non-tensors is restored with load_state_dict.
@@ -350,11 +350,6 @@ def _load_model(
     missing = set(checkpoint.read_into(copies, optional=optional, show=progress_bar))
     read = {name.removeprefix(prefix): value for name, value in copies.items() if name not in missing}
     load_plain_state_dict(model, {**state, **read, **extras})
-
-
-def _address(value: torch.Tensor) -> tuple[int, int]:
-    local = value.to_local() if is_dtensor(value) else value
-    return (local.data_ptr(), local.numel()) if local.numel() else (0, 0)
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------

@@ -62,6 +62,9 @@ def load_weights(
     parts = {
         name: shard_like(value, state[name]) if is_dtensor(state.get(name)) else value for name, value in named.items()
     }
+    if _returns_other_names(bare, state):
+        _copy_into(state, parts)
+        return
     try:
         missing, unexpected = bare.load_state_dict(parts, strict=False, **kwargs)
     except RuntimeError as error:  # sizes differ; torch's message names them
@@ -79,6 +82,24 @@ def load_weights(
             f"{source} does not match the {type(bare).__name__}: {lists}",
             do="load the weights into the model they were saved from, or pass strict=False",
         )
+
+
+def _returns_other_names(model: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Return whether ``state_dict`` is overridden, so that ``load_state_dict`` does not know its names.
+
+    One example is trl's model with a value head, which returns the names of its inner model.
+    """
+    kind = type(model)
+    is_overridden = kind.state_dict is not nn.Module.state_dict and kind.load_state_dict is nn.Module.load_state_dict
+    return is_overridden and nn.Module.state_dict(model).keys() != state.keys()
+
+
+def _copy_into(state: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Copy ``values`` into the tensors of a model's state dict, which share the model's memory."""
+    with torch.no_grad():
+        for name, target in state.items():
+            if name in values:
+                target.copy_(values[name])
 
 
 def _named_as(own: list[str], tensors: Mapping[str, Any]) -> dict[str, Any]:

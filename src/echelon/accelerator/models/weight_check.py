@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from echelon.accelerator.checkpoint.state_names import Allowed, optional_names
@@ -11,9 +12,10 @@ from echelon.base.errors import CheckpointError
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.engines.base import Engine
+from echelon.engines.shards import address_of
 from echelon.engines.state_dicts import plain_name, plain_state_dict
 
-__all__ = ["describe_mismatch", "listed", "require_model_of_checkpoint", "shortened"]
+__all__ = ["describe_mismatch", "listed", "require_model_of_checkpoint", "shortened", "trained_outside_state_dict"]
 
 _NUM_SHOWN = 5
 
@@ -97,3 +99,14 @@ def require_model_of_checkpoint(
             do=f"load the checkpoint into the model it was saved from (`echelon checkpoint show "
             f"{checkpoint.folder}` lists its contents){hint}",
         )
+
+
+def trained_outside_state_dict(model: nn.Module) -> list[str]:
+    """Return the names of trained parameters that the model's state dict leaves out, because a class overrides it."""
+    state = plain_state_dict(model)
+    stored = {address_of(value) for value in state.values() if isinstance(value, torch.Tensor)}
+    return [
+        plain_name(name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and plain_name(name) not in state and address_of(parameter) not in stored
+    ]

@@ -17,8 +17,7 @@ from echelon.accelerator.models.weight_check import listed, shortened
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import warn
 from echelon.checkpoint.formats.transformers import ECHELON_WEIGHTS
-from echelon.checkpoint.formats.weight_files import read_model
-from echelon.engines.state_dicts import plain_name
+from echelon.checkpoint.formats.weight_files import plain_names, read_model
 
 __all__ = [
     "has_adapters",
@@ -82,9 +81,10 @@ def trained_state(model: nn.Module, state: Mapping[str, Any], *, optimized: Coll
         optimized: ids of the optimizer's parameters, which may be frozen now but have been trained.
     """
     adapters = _adapters_of(model)
+    parameters = plain_names(dict(model.named_parameters(remove_duplicate=False)))
     left_out = {
-        plain_name(name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        name
+        for name, parameter in parameters.items()
         if not (parameter.requires_grad or id(parameter) in optimized or _is_in(name, adapters))
     } | _packed_weights(model)
     # Quantized weights have further entries, such as weight.absmax.
@@ -131,12 +131,13 @@ def _packed_weights(model: nn.Module) -> set[str]:
     """Return the names of buffers that hold a layer's quantized weights (GPTQ, AWQ), which training does not change."""
     if not (isinstance(model, _Quantized) and model.is_quantized):
         return set()
-    return {
-        plain_name(f"{prefix}.{name}")
+    packed = {
+        f"{prefix}.{name}": buffer
         for prefix, module in model.named_modules()
         if any(b.dim() > 1 and not b.is_floating_point() for b in module.buffers(recurse=False))
-        for name, _ in module.named_buffers(recurse=False)
+        for name, buffer in module.named_buffers(recurse=False)
     }
+    return set(plain_names(packed))
 
 
 def _names_in(path: Path) -> list[str]:
@@ -171,7 +172,7 @@ def load_adapted_model(
         return
     tensors = read_model([path])
     tensors = tensors if select is None else select(tensors)
-    adapters, own = _adapters_of(model), {plain_name(name) for name in model.state_dict()}
+    adapters, own = _adapters_of(model), set(plain_names(model.state_dict()))
     missing = sorted(name for name in own - tensors.keys() if _is_in(name, adapters))
     unexpected = sorted(tensors.keys() - own)
     if missing or unexpected:

@@ -16,7 +16,6 @@ from echelon.base.warnings import warn
 from echelon.checkpoint.formats import transformers as transformers_format
 from echelon.checkpoint.formats.torch_files import write_pickled
 from echelon.checkpoint.formats.weight_files import write_tensors
-from echelon.engines.state_dicts import plain_state_dict
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.checkpoint.adapters import has_adapters, saves_itself, trained_state, warn_of_weights_outside
 from echelon.trainer.checkpoint.checkpoint_folders import (
@@ -70,7 +69,7 @@ def write_model_files(
         )
     folder.mkdir(parents=True, exist_ok=True)
     model, tokenizer = bare_module(hooks.model), hooks.processing_class
-    state = plain_state_dict(model) if state_dict is None else state_dict
+    state = model.state_dict() if state_dict is None else state_dict
     if saves_itself(model):
         model.save_pretrained(str(folder), state_dict=state)
         if has_adapters(model) and not session.is_warned_of_weights_outside:

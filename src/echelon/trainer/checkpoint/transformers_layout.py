@@ -65,6 +65,7 @@ def save_transformers(
             do="remove checkpoint_format='transformers'",
         )
     accelerator.session.engine.update_loss_scale()  # otherwise due with the next loss
+    accelerator.checkpoints.warn_of_weights_left_out()
     weights = accelerator.get_state_dict(hooks.model_wrapped)
     optimizer = None if args.save_only_model else hooks.optimizer.full_state_dict()
 
