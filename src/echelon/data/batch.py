@@ -2,31 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from echelon.base.errors import UsageError
 from echelon.distributed.tree import contents, describe, is_record, leaves, rebuild_like
 
-__all__ = ["join_batches", "num_samples", "require_divisible", "slice_batch"]
+__all__ = ["join_batches", "num_samples", "require_divisible", "require_rows_per_sample", "slice_batch"]
 
 # A column is a tensor, or a list with one item per sample (strings, numbers, dicts without tensors). Other lists, tuples,
 # dicts and dataclasses hold columns. Any other value (None, a flag, a name) belongs to the batch as a whole.
 
 
 def num_samples(batch: Any) -> int | None:
-    """Return the number of samples in ``batch``, which is the length of its first column, or None if it has no columns."""
-    if isinstance(batch, torch.Tensor):
-        return batch.size(0) if batch.dim() > 0 else None
-    if isinstance(batch, (list, tuple)) and _is_column(batch):
-        return len(batch)
-    held = contents(batch)
-    if held is None:
-        return None
-    counts = (num_samples(item) for item in (held.values() if isinstance(held, dict) else held))
-    return next((count for count in counts if count is not None), None)
+    """Return the number of samples in ``batch``, or None if it has no columns.
+
+    This is the length of its first tensor or, without tensors, of its first list: a list is more often a constant.
+    """
+    first: int | None = None
+    for column in _columns(batch, "batch"):
+        if column.is_tensor:
+            return column.length
+        first = column.length if first is None else first
+    return first
+
+
+def require_rows_per_sample(batch: Any, num_samples: int | None, *, is_default_collate: bool) -> None:
+    """Check that ``slice_batch`` can cut ``batch`` by sample: each column has one row per sample.
+
+    Args:
+        batch: a batch of the user's loader.
+        num_samples: the number of samples that were collated; None if unknown, then the columns need only agree.
+        is_default_collate: whether ``default_collate`` made the batch, so that a list of lists holds columns.
+
+    Raises:
+        UsageError: a column has another number of rows, or a list of lists may hold either columns or samples.
+    """
+    columns = list(_columns(batch, "batch"))
+    wanted = num_samples
+    if wanted is None:
+        wanted = columns[0].length if len({column.length for column in columns}) == 1 else -1
+    if any(column.length != wanted for column in columns):
+        lengths = ", ".join(f"{column.name}: {column.length}" for column in columns)
+        samples = "" if num_samples is None else f" for {num_samples} sample{'s' * (num_samples != 1)}"
+        raise _not_by_sample(f"its columns do not all have one row per sample: their rows are {lengths}{samples}")
+    unclear = (
+        [] if is_default_collate else [name for name, length in _lists_of_lists(batch, "batch") if length == wanted]
+    )
+    if unclear:
+        raise _not_by_sample(f"{unclear[0]} is a list of {wanted} lists of {wanted}, which may be samples or columns")
+
+
+def _not_by_sample(why: str) -> UsageError:
+    return UsageError(
+        f"rank zero's batch cannot be split across ranks, because {why}",
+        where="dispatch_batches=True (the default for an iterable dataset)",
+        do="pass DataLoaderConfiguration(dispatch_batches=False), of a Trainer accelerator_config={'dispatch_batches': False}, so "
+        "that each rank collates its own samples; or make collate_fn return one row per sample (and a tuple for columns)",
+    )
 
 
 def join_batches(batches: list[Any]) -> Any:
@@ -84,6 +119,41 @@ def require_divisible(batch_size: int | None, world_size: int) -> None:
             where="DataLoaderConfiguration(split_batches=)",
             do=f"use a batch size that is a multiple of {world_size}, or omit split_batches",
         )
+
+
+class _Column(NamedTuple):
+    name: str
+    length: int
+    is_tensor: bool
+
+
+def _columns(batch: Any, name: str) -> Iterator[_Column]:
+    if isinstance(batch, torch.Tensor):
+        if batch.dim() > 0:
+            yield _Column(name, batch.size(0), True)
+    elif isinstance(batch, (list, tuple)) and _is_column(batch):
+        yield _Column(name, len(batch), False)
+    else:
+        for key, item in _items(batch):
+            yield from _columns(item, f"{name}[{key!r}]")
+
+
+def _lists_of_lists(batch: Any, name: str) -> Iterator[tuple[str, int]]:
+    """Yield the name and length of each list that holds lists, but no tensors. (A tuple of lists holds columns.)"""
+    held = [item for _, item in _items(batch)]
+    if isinstance(batch, list) and held and all(isinstance(item, (list, tuple)) for item in held):
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves(held)):
+            yield name, len(held)
+        return
+    if isinstance(batch, (list, tuple)) and _is_column(batch):
+        return
+    for key, item in _items(batch):
+        yield from _lists_of_lists(item, f"{name}[{key!r}]")
+
+
+def _items(batch: Any) -> list[tuple[Any, Any]]:
+    held = contents(batch)
+    return list(held.items() if isinstance(held, dict) else enumerate(held or ()))
 
 
 def _is_column(items: Any) -> bool:

@@ -215,6 +215,9 @@ class PreparedLoader(DataLoader[Any]):
         if contribution is not None:
             is_short = size is None or len(contribution.update) < size
             return len(contribution.samples) * self._world.world_size if is_short else 0
+        batches = batches_of(self.original)
+        if batches is not None and type(batches) is not BatchSampler:
+            return -1  # it may have short batches anywhere
         try:
             return -1 if size is None or self.original.drop_last else self.total_dataset_length % size
         except (TypeError, NotImplementedError):  # as in length_of: the dataset has no length
@@ -537,7 +540,7 @@ class PreparedLoader(DataLoader[Any]):
                     draws.end_batch()
                 if step is END:
                     self.end_of_dataloader = True
-                    facts = facts or source.at_end()
+                    facts = source.at_end() or facts
                     self.ends_early = source.ended_early
                 if is_plain:
                     if facts is not self.last_step:

@@ -9,12 +9,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from echelon.base.lengths import length_of
-from echelon.base.protocols import SupportsShard
+from echelon.base.protocols import SupportsShard, SupportsStateDict
 from echelon.base.warnings import UserLine, user_line
 from echelon.data.active_loaders import ActiveLoaders, LoaderOptions
 from echelon.data.exact.exact_sources import ExactDispatchSource, ExactSource, ExactStreamSource, IndexedExactSource
 from echelon.data.loader import DispatchedLoader, PreparedLoader
 from echelon.data.pass_position import BatchPosition, SamplePosition
+from echelon.data.rebuild_loader import has_own_reading
 from echelon.data.sharding.batch_source import (
     BatchSource,
     DatasetShardsSource,
@@ -23,6 +24,7 @@ from echelon.data.sharding.batch_source import (
     ShardedSource,
     StreamSource,
     batches_of,
+    own_reading_error,
     saves_state,
 )
 from echelon.data.sharding.dispatch import SliceFn
@@ -79,6 +81,10 @@ def prepare_loader(
         options = replace(options, non_blocking=True)
     check = _order_check(loader, agreement, world=world, line=line, is_error=is_exact)
     given = _Given(loader, world, options, agreement, device, slice_fn, check)
+    if saves_state(loader, options) and has_own_reading(loader) and not isinstance(loader, SupportsStateDict):
+        raise own_reading_error(
+            loader, do="remove use_stateful_dataloader=True, or derive the class from StatefulDataLoader"
+        )
     if agreement.sharding is not None:
         _refuse_conflicts(agreement.sharding, loader, options, line=line)
     source = _exact_source(given) if is_exact else _source(given)

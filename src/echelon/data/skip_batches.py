@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from echelon.base.protocols import SupportsSetEpoch
-from echelon.data.rebuild_loader import copy_loader, stateful_loader
+from echelon.data.rebuild_loader import copy_loader, has_own_reading, options_of, stateful_loader
 
 __all__ = ["SkipBatchSampler", "SkipDataLoader", "skip_in_plain_loader"]
 
@@ -80,15 +80,10 @@ class SkipDataLoader(DataLoader[Any]):
 
 def skip_in_plain_loader(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
     """Return a copy of ``loader`` that skips its first ``num_batches`` batches."""
-    if isinstance(loader.dataset, IterableDataset):
-        return copy_loader(  # type: ignore[no-any-return]
-            loader,
-            loader.dataset,
-            kind=SkipDataLoader,
-            skip_batches=num_batches + (loader.skip_batches if isinstance(loader, SkipDataLoader) else 0),
-            batch_size=loader.batch_size,
-            drop_last=loader.drop_last,
-        )
+    if isinstance(loader, SkipDataLoader):
+        return _discarding(loader.base_dataloader, loader.skip_batches + num_batches)
+    if isinstance(loader.dataset, IterableDataset) or has_own_reading(loader):
+        return _discarding(loader, num_batches)
     if loader.batch_sampler is None:  # batch_size=None: the dataset is indexed with the sampler's items
         items = SkipBatchSampler(loader.sampler, num_batches)
         return copy_loader(loader, loader.dataset, kind=DataLoader, sampler=items, batch_size=None)  # type: ignore[no-any-return]
@@ -97,3 +92,11 @@ def skip_in_plain_loader(loader: DataLoader[Any], num_batches: int) -> DataLoade
     # A DataLoader with a batch sampler has neither attribute, but scripts read them.
     skipped.__dict__.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
     return skipped
+
+
+def _discarding(loader: DataLoader[Any], num_batches: int) -> SkipDataLoader:
+    sized: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    skipping = SkipDataLoader(loader.dataset, num_batches, **options_of(loader), **sized)
+    if has_own_reading(loader):
+        skipping.base_dataloader = loader
+    return skipping

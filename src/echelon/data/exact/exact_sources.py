@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -21,14 +23,22 @@ from torch.utils.data import (
 from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
 from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
-from echelon.data.batch import slice_batch
+from echelon.data.batch import require_rows_per_sample, slice_batch
 from echelon.data.data_facts import DataFacts, known_length
 from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, make_order, partial_update_error
 from echelon.data.exact.global_batch_slices import Contribution, join_small_batches
-from echelon.data.rebuild_loader import copy_loader
+from echelon.data.rebuild_loader import FollowedBatches, copy_loader, has_own_reading
 from echelon.data.rng.per_sample_rng import OF_COLLATE, OF_WORKERS, KeyedCollate, KeyedDataset, draws_of, key_of
-from echelon.data.sharding.batch_source import BatchSource, Steps, batches_of, length_at_rank_zero, with_batches
-from echelon.data.sharding.dispatch import SliceFn, global_batches
+from echelon.data.sharding.batch_source import (
+    BatchSource,
+    Steps,
+    batches_of,
+    followed,
+    length_at_rank_zero,
+    own_reading_error,
+    with_batches,
+)
+from echelon.data.sharding.dispatch import ReadBatch, SliceFn, global_batches
 from echelon.data.sharding.order_check import OrderCheck
 from echelon.data.sharding.sharded_stream import ExposeUsersDataset
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, sample_fingerprints
@@ -115,7 +125,8 @@ class IndexedExactSource(ExactSource):
         )
         draws_nothing = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
         dataset = None if draws_nothing else KeyedDataset(loader.dataset)
-        self.inner = with_batches(loader, self.batches, dataset=dataset, by_sample=options.by_sample)
+        batches = followed(loader, self.batches)
+        self.inner = with_batches(loader, batches, dataset=dataset, by_sample=options.by_sample)
         if not draws_nothing and loader.num_workers:
             self.inner.worker_init_fn = ExposeUsersDataset(loader.worker_init_fn)
         if loader.collate_fn not in (default_collate, default_convert):
@@ -135,11 +146,12 @@ class IndexedExactSource(ExactSource):
     def steps(self, skip: int) -> Steps:
         self.batches.skip = skip
         before = torch.get_rng_state()
-        batches = iter(self.inner)
-        ahead = self.batches.ahead
+        batches, counted = iter(self.inner), self.inner.batch_sampler
         if self._is_resumed:  # the pass drew the seed of its workers before it was saved
             torch.set_rng_state(before)
-        for batch in batches:
+        ahead: deque[Contribution] | None = None
+        for batch in counted.follow(batches) if isinstance(counted, FollowedBatches) else batches:
+            ahead = self.batches.ahead if ahead is None else ahead  # that of this pass, which has begun now
             yield batch, ahead.popleft()
 
     def num_planned(self, plan: PassPlan) -> int:
@@ -264,6 +276,8 @@ class ExactStreamSource(ExactSource):
     def __init__(
         self, loader: DataLoader[Any], *, world: World, options: ExactOptions, num_ranks: int | None = None
     ) -> None:
+        if has_own_reading(loader):
+            raise own_reading_error(loader, do="use a map-style dataset, or parity='off'")
         self.batch_size = loader.batch_size
         if self.batch_size is None:
             raise UsageError(
@@ -394,7 +408,12 @@ class ExactDispatchSource(ExactSource):
         self._reader: ExactSource | None = None
         self._start = 0
         self._plan = PassPlan()
-        self._reading: Callable[[], Iterator[Any]] | None = None
+        self._reading: Callable[[], Iterator[ReadBatch]] | None = None
+        self._check = (
+            None
+            if slice_fn is not None
+            else partial(require_rows_per_sample, is_default_collate=loader.collate_fn is default_collate)
+        )
         facts = (-1, -1, -1, -1)
         if world.is_source:
             whole = replace(options, max_micro_batch_size=None, canonical_shards=None)
@@ -419,9 +438,11 @@ class ExactDispatchSource(ExactSource):
         if reader is None:
             return
 
-        def read() -> Iterator[Any]:  # runs where a failure is announced to the other ranks
+        def read() -> Iterator[ReadBatch]:  # begins where a failure is announced to the other ranks
             reader.begin(PassPlan(trains=plan.trains), epoch=epoch, position=position, resumed=resumed)
-            return (batch for batch, _ in reader.steps(0))
+            for batch, one in reader.steps(0):
+                assert isinstance(one, Contribution), one
+                yield batch, len(one.samples)
 
         self._reading = read
 
@@ -434,7 +455,8 @@ class ExactDispatchSource(ExactSource):
     def _read(self) -> Iterator[tuple[Any, Contribution]]:
         position, plan, world, split = self._start, self._plan, self._world, self._slice_fn or slice_batch
         for batch, count, _ in global_batches(
-            None if self._reading is None else _start_lazily(self._reading),
+            None if self._reading is None else self._reading(),
+            check=self._check,
             world_size=world.world_size,
             split=True,
             drop_last=False,
@@ -464,10 +486,6 @@ class ExactDispatchSource(ExactSource):
         return plan.num_steps(
             self._num_samples, self.batch_size, world_size=self._world.world_size, options=self._splitter.options
         )
-
-
-def _start_lazily(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    yield from begin()
 
 
 def _skip_steps(steps: Iterator[tuple[Any, Contribution]], skip: int) -> Iterator[tuple[Any, Contribution]]:

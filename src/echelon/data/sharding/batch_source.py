@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice, repeat
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, default_collate
 
 from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
 from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.data.active_loaders import LoaderOptions
-from echelon.data.batch import require_divisible
+from echelon.data.batch import require_divisible, require_rows_per_sample
 from echelon.data.data_facts import DataFacts, known_length
 from echelon.data.direct_reading import read_directly
 from echelon.data.exact.global_batch_slices import Contribution, LastStep
-from echelon.data.rebuild_loader import copy_loader, stateful_loader
+from echelon.data.rebuild_loader import FollowedBatches, copy_loader, has_own_reading, stateful_loader
 from echelon.data.rng.worker_rng import WorkerDraws
-from echelon.data.sharding.dispatch import SliceFn, dispatch, global_batches
+from echelon.data.sharding.dispatch import CountedCollate, ReadBatch, SliceFn, dispatch, global_batches
 from echelon.data.sharding.order_check import OrderCheck
 from echelon.data.sharding.sample_order import SampleOrder
 from echelon.data.sharding.sharded_batches import RankBatchSampler
@@ -46,7 +48,9 @@ __all__ = [
     "Steps",
     "StreamSource",
     "batches_of",
+    "followed",
     "length_at_rank_zero",
+    "own_reading_error",
     "saves_state",
     "with_batches",
 ]
@@ -155,6 +159,8 @@ class BatchSource(ABC):
         if before is not None:
             torch.set_rng_state(before)
             self.resumes = False
+        if isinstance(loader.batch_sampler, FollowedBatches):
+            return loader.batch_sampler.follow(iterator)
         return read_directly(loader, iterator) if self.reads_directly else iterator
 
     def _batches_from(self, skip: int) -> Iterator[Any]:
@@ -232,7 +238,7 @@ class ShardedSource(BatchSource):
             even_batches=self._fills(options.even_batches),
         )
         self.inner = with_batches(
-            loader, self.batches, stateful=saves_state(loader, options), by_sample=options.by_sample
+            loader, followed(loader, self.batches), stateful=saves_state(loader, options), by_sample=options.by_sample
         )
         self.batch_size = _batch_size(loader, self.inner)
         self._follow_workers(num_ahead=2)
@@ -240,7 +246,8 @@ class ShardedSource(BatchSource):
     def steps(self, skip: int) -> Steps:
         assert self.order is not None
         self.order.begin()
-        return zip(self._batches_from(skip), repeat(None))
+        behind, self.num_behind = self.num_behind, 0
+        return zip(self._batches_from(skip), self.batches.step_sizes(skip + behind))
 
     def at_end(self) -> LastStep | None:
         last = self.batches.last_step
@@ -266,6 +273,8 @@ class StreamSource(BatchSource):
     """A loader over an iterable dataset. Every rank reads the whole dataset and keeps its own slices."""
 
     def __init__(self, loader: DataLoader[Any], *, world: World, options: LoaderOptions) -> None:
+        if has_own_reading(loader):
+            raise own_reading_error(loader, do="pass DataLoaderConfiguration(dispatch_batches=True)")
         self.batch_size = loader.batch_size
         self.stream = ShardedStream(
             loader.dataset,
@@ -363,9 +372,20 @@ class DispatchSource(BatchSource):
         self._options = options
         self._device = device
         own_samples, own_batches = -1, -1
+        self._is_counted = False
+        self._check = (
+            None
+            if slice_fn is not None
+            else partial(require_rows_per_sample, is_default_collate=loader.collate_fn is default_collate)
+        )
         if world.is_source:
             ahead = 3 * self.batches_per_step  # reads ahead to detect the end
-            plain = PlainSource(loader, options=options, num_ahead=ahead)
+            self._is_counted = slice_fn is None and _counts_samples(loader)
+            counted = loader
+            if self._is_counted:
+                counted = copy.copy(loader)
+                counted.collate_fn = CountedCollate(loader.collate_fn)
+            plain = PlainSource(counted, options=options, num_ahead=ahead)
             self.inner, self.order, self.workers = plain.inner, plain.order, plain.workers
             own_samples, own_batches = length_of(loader.dataset), length_of(loader)
         own_size = -1 if loader.batch_size is None else loader.batch_size
@@ -381,17 +401,19 @@ class DispatchSource(BatchSource):
 
     def steps(self, skip: int) -> Steps:
         world = self._world
-        batches = None
+        batches: Iterator[ReadBatch] | None = None
         # Skipped batches that must be read are also split, because the first samples fill the last step.
         num_unread, num_unused = (skip * self.batches_per_step, 0) if self._can_skip else (0, skip)
         if world.is_source:
-            batches = self._batches_from(num_unread)
+            read = self._batches_from(num_unread)
+            batches = read if self._is_counted else zip(read, repeat(None))
         return islice(self._read(batches), num_unused, None)
 
-    def _read(self, batches: Iterator[Any] | None) -> Steps:
+    def _read(self, batches: Iterator[ReadBatch] | None) -> Steps:
         world, even = self._world, self.even
         whole = global_batches(
             batches,
+            check=self._check,
             world_size=world.world_size,
             split=self._options.split_batches,
             drop_last=self.drop_last,
@@ -420,6 +442,25 @@ class DispatchSource(BatchSource):
         return whole + (rest > 0 and not self.drop_last)
 
 
+def _counts_samples(loader: DataLoader[Any]) -> bool:
+    """Return whether the samples of each batch can be counted where they are collated, and need to be."""
+    return (
+        loader.batch_sampler is not None
+        and not has_own_reading(loader)
+        and read_whole_batches(loader) is None  # rows of tensors: their number is that of the samples
+    )
+
+
+def own_reading_error(loader: DataLoader[Any], *, do: str) -> UsageError:
+    """Return the error for a loader that reads in its own way, where its batches are made in another way here."""
+    kind = type(loader)
+    return UsageError(
+        f"{kind.__name__} reads its batches in its own __iter__, which cannot be used here",
+        where=f"the prepared {kind.__module__}.{kind.__qualname__}",
+        do=f"{do}; or change the batches in collate_fn or in the dataset instead of in __iter__",
+    )
+
+
 def saves_state(loader: DataLoader[Any], options: LoaderOptions) -> bool:
     """Return whether ``loader`` is read through a StatefulDataLoader, whose state can be saved during a pass."""
     return options.use_stateful_dataloader or isinstance(loader, SupportsStateDict)
@@ -432,6 +473,11 @@ def batches_of(loader: DataLoader[Any]) -> Any:
     if isinstance(loader.sampler, BatchSampler):  # DataLoader(sampler=BatchSampler(...), batch_size=None)
         return loader.sampler
     return loader.batch_sampler
+
+
+def followed(loader: DataLoader[Any], batches: Any) -> Any:
+    """Return ``batches``, counted if the user's ``loader`` reads them in its own way."""
+    return FollowedBatches(batches, type(loader)) if has_own_reading(loader) else batches
 
 
 def with_batches(

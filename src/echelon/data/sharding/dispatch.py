@@ -18,14 +18,27 @@ from echelon.data.to_device import to_device
 from echelon.distributed.alone import is_alone
 from echelon.distributed.tree import describe
 
-__all__ = ["SliceFn", "dispatch", "global_batches"]
+__all__ = ["CountedCollate", "ReadBatch", "SliceFn", "dispatch", "global_batches"]
 
 SliceFn = Callable[..., Any]
+ReadBatch = tuple[Any, int | None]
+"""A batch, and the number of samples that were collated for it or None if that is unknown."""
+
+
+class CountedCollate:
+    """A ``collate_fn`` that also returns the number of samples. A class, because it is pickled for DataLoader workers."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, samples: Any) -> ReadBatch:
+        return self.collate_fn(samples), len(samples)
 
 
 def global_batches(
-    batches: Iterator[Any] | None,
+    batches: Iterator[ReadBatch] | None,
     *,
+    check: Callable[[Any, int | None], None] | None,
     world_size: int,
     split: bool,
     drop_last: bool,
@@ -36,7 +49,8 @@ def global_batches(
     """Yield each global batch on every rank, with its number of samples and whether it is known to be the last.
 
     Args:
-        batches: the batches from rank zero's loader; None on other ranks.
+        batches: the batches from rank zero's loader, with their numbers of samples; None on other ranks.
+        check: raises an error for a batch that cannot be split; None if the user's function splits it.
         world_size: number of ranks that read different samples.
         split: whether each batch is a global batch. Otherwise, ``world_size`` batches are joined to form one.
         drop_last: whether to drop a last step that does not have a batch for every rank.
@@ -56,10 +70,10 @@ def global_batches(
             batch, is_last = receive_batch(device)
         else:
             with _announcing_failure():
-                batch = _read(batches, num_read, drop_last=drop_last) if pending is _NONE else pending
+                batch = _read(batches, num_read, check, drop_last=drop_last) if pending is _NONE else pending
                 pending, is_last = _NONE, False
                 if finds_end and batch is not END and (num_samples(batch) or 0) < world_size:
-                    pending = _read(batches, num_read, drop_last=drop_last)
+                    pending = _read(batches, num_read, check, drop_last=drop_last)
                     is_last = pending is END
                 if batch is not END and device is not None:
                     batch = to_device(batch, device, non_blocking=non_blocking)
@@ -117,9 +131,14 @@ def dispatch(
     return False
 
 
-def _read(batches: Iterator[Any], num_read: int, *, drop_last: bool) -> Any:
+def _read(
+    batches: Iterator[ReadBatch], num_read: int, check: Callable[[Any, int | None], None] | None, *, drop_last: bool
+) -> Any:
     found = list(islice(batches, num_read))
-    return END if not found or (drop_last and len(found) < num_read) else join_batches(found)
+    if check is not None:
+        for batch, count in found:
+            check(batch, count)
+    return END if not found or (drop_last and len(found) < num_read) else join_batches([batch for batch, _ in found])
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -32,8 +33,10 @@ class GivenSource(BatchSource):
             plain.batch_size,
         )
         batches: Any = batches_of(loader)
+        self._num_skipped = 0
         while not isinstance(batches, RankBatchSampler) and hasattr(batches, "batch_sampler"):
-            batches = batches.batch_sampler  # it skips batches
+            self._num_skipped += getattr(batches, "skip_batches", 0)
+            batches = batches.batch_sampler
         self.batches: RankBatchSampler | None = batches if isinstance(batches, RankBatchSampler) else None
         """The batch sampler that does the sharding, or None if the loader is not sharded here."""
 
@@ -46,8 +49,8 @@ class GivenSource(BatchSource):
         return self.batch_size * batches.num_processes
 
     def steps(self, skip: int) -> Steps:
-        for batch in self._batches_from(skip):
-            yield batch, None
+        batches = self._batches_from(skip)
+        return zip(batches, repeat(None) if self.batches is None else self.batches.step_sizes(self._num_skipped + skip))
 
     def at_end(self) -> LastStep | None:
         last = None if self.batches is None else self.batches.last_step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, cycle, islice
+from itertools import chain, count, cycle, islice
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -23,6 +23,10 @@ class RankBatchSampler(BatchSampler):
     ``even_batches``, the last step is filled with the first samples of the pass; otherwise, some ranks get no batch in it.
     Split batches: each rank gets a slice of each batch. With ``even_batches``, a short last batch is filled in the same way;
     otherwise, it is split as evenly as possible.
+
+    Only the end of the pass shows which step is the last. Batches of other sizes before it (as of a sampler whose buckets each
+    end with a short batch) are given as they are; of a split batch, a share that is short by one sample repeats one of the same
+    batch (``even_batches``, or if it would be empty).
 
     Source: accelerate's BatchSamplerShard, which splits a short last batch differently: it fills the first ranks' slices.
 
@@ -56,6 +60,10 @@ class RankBatchSampler(BatchSampler):
         self.split_batches = split_batches
         self.last_step: LastStep | None = None
         """Batch sizes in the last step of a completed pass, or None if every rank had a full batch of new samples."""
+        self.uneven: dict[int, LastStep] = {}
+        """Batch sizes in those steps of the latest pass, except the last, that differ between ranks or hold repeated samples.
+
+        They are known before the step's batch is read. Each pass has its own."""
         self.divides_last_step = False
         """Whether to divide the samples in an incomplete last step evenly, so that no batch mixes new and repeated samples."""
 
@@ -92,20 +100,34 @@ class RankBatchSampler(BatchSampler):
             return whole
         return whole + 1 if self.even_batches or self.process_index < rest else whole
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._split() if self.split_batches else self._steps()
+    def step_sizes(self, start: int) -> Iterator[LastStep | None]:
+        """Yield all ranks' batch sizes in each step from step ``start`` of a pass on, if they are in ``uneven``.
 
-    def _steps(self) -> Iterator[list[int]]:
-        self.last_step = None
+        The first ones may be read once the pass has begun, each of them after its step's batch.
+        """
+        uneven = self.uneven
+        for number in count(start):
+            yield uneven.get(number)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Not a generator function, so that nested passes have separate facts.
+        self.last_step, self.uneven = None, {}
+        return self._split(self.uneven) if self.split_batches else self._steps(self.uneven)
+
+    def _steps(self, uneven: dict[int, LastStep]) -> Iterator[list[int]]:
         first: list[list[int]] = []
         step: list[list[int]] = []
+        number = 0
         for batch in self.batches:
+            if len(step) == self.num_processes:  # a step with a short batch was not the last one
+                yield self._own_batch(step, number, uneven)
+                number, step = number + 1, []
             if len(first) < self.num_processes:
                 first.append(batch)
             step.append(batch)
-            if len(step) == self.num_processes and self._is_full(batch):
-                yield step[self.process_index]
-                step = []
+            if len(step) == self.num_processes and all(map(self._is_full, step)):
+                yield self._own_batch(step, number, uneven)
+                number, step = number + 1, []
         if not step or (self.drop_last and len(step) < self.num_processes):
             return
         if self.divides_last_step:
@@ -118,6 +140,12 @@ class RankBatchSampler(BatchSampler):
         if self.process_index < len(step):
             yield step[self.process_index]
 
+    def _own_batch(self, step: list[list[int]], number: int, uneven: dict[int, LastStep]) -> list[int]:
+        sizes = [len(batch) for batch in step]
+        if len(set(sizes)) > 1:
+            uneven[number] = LastStep(sizes, sizes)
+        return step[self.process_index]
+
     def _is_full(self, batch: list[int]) -> bool:
         return self.batch_size is None or len(batch) == self.batch_size
 
@@ -126,7 +154,7 @@ class RankBatchSampler(BatchSampler):
         if self.batch_size is None:
             return [*step, *islice(cycle(first), self.num_processes - len(step))]
         again = cycle([index for batch in first for index in batch])
-        filled = [[*batch, *islice(again, self.batch_size - len(batch))] for batch in step]
+        filled = [[*batch, *islice(again, max(self.batch_size - len(batch), 0))] for batch in step]
         return filled + [list(islice(again, self.batch_size)) for _ in range(self.num_processes - len(step))]
 
     def _divided(self, samples: list[int], first: list[list[int]]) -> Iterator[list[int]]:
@@ -153,7 +181,10 @@ class RankBatchSampler(BatchSampler):
     def _last_step_size(self) -> int | None:
         """Return the number of samples in an incomplete last step, or None if it is unknown."""
         try:
-            return None if self.batch_size is None else len(self.sampler) % self._samples_per_step()
+            is_known = (
+                self.batch_size is not None and type(self.batches) is BatchSampler
+            )  # others may have short batches
+            return len(self.sampler) % self._samples_per_step() if is_known else None
         except TypeError:
             return None
 
@@ -164,27 +195,48 @@ class RankBatchSampler(BatchSampler):
         size, rest = divmod(self._last_step_size() or 0, self.num_processes)
         return len(self.sampler) // self._samples_per_step() + bool(size) + bool(rest)
 
-    def _split(self) -> Iterator[list[int]]:
+    def _split(self, uneven: dict[int, LastStep]) -> Iterator[list[int]]:
         assert self.batch_size is not None
-        self.last_step = None
         ranks = range(self.num_processes)
         piece = self.batch_size // self.num_processes
         first: list[int] = []
+        other: list[int] | None = None  # a batch of another size: the next one shows that it was not the last
+        number = 0
         for batch in self.batches:
             first = first or batch
-            if len(batch) == self.batch_size:
-                yield batch[self.process_index * piece : (self.process_index + 1) * piece]
-            elif self.divides_last_step:
-                yield from self._divided(batch, [first])
-            elif self.even_batches:
-                filled = [*batch, *islice(cycle(first), self.batch_size - len(batch))]
-                real = [min(max(len(batch) - r * piece, 0), piece) for r in ranks]
-                self.last_step = LastStep([piece] * self.num_processes, real)
-                yield filled[self.process_index * piece : (self.process_index + 1) * piece]
-            else:
-                share, extra = divmod(len(batch), self.num_processes)
-                sizes = [share + (r < extra) for r in ranks]
-                self.last_step = LastStep(sizes, sizes)
-                start = sum(sizes[: self.process_index])
-                if sizes[self.process_index]:
-                    yield batch[start : start + sizes[self.process_index]]
+            if other is not None:
+                share, uneven[number] = self._share(other)
+                yield share
+                number, other = number + 1, None
+            if len(batch) != self.batch_size:
+                other = batch
+                continue
+            yield batch[self.process_index * piece : (self.process_index + 1) * piece]
+            number += 1
+        if other is None:
+            return
+        if self.divides_last_step:
+            yield from self._divided(other, [first])
+        elif self.even_batches and len(other) < self.batch_size:
+            filled = [*other, *islice(cycle(first), self.batch_size - len(other))]
+            real = [min(max(len(other) - r * piece, 0), piece) for r in ranks]
+            self.last_step = LastStep([piece] * self.num_processes, real)
+            yield filled[self.process_index * piece : (self.process_index + 1) * piece]
+        else:
+            size, extra = divmod(len(other), self.num_processes)
+            sizes = [size + (r < extra) for r in ranks]
+            self.last_step = LastStep(sizes, sizes)
+            start = sum(sizes[: self.process_index])
+            if sizes[self.process_index]:
+                yield other[start : start + sizes[self.process_index]]
+
+    def _share(self, batch: list[int]) -> tuple[list[int], LastStep]:
+        """Return this rank's share of a batch before the last one, of which every rank must get samples, and all ranks' sizes."""
+        size, extra = divmod(len(batch), self.num_processes)
+        sizes = real = [size + (r < extra) for r in range(self.num_processes)]
+        if extra and (self.even_batches or size == 0):
+            sizes = [size + 1] * self.num_processes
+            real = [min(max(len(batch) - r * (size + 1), 0), size + 1) for r in range(self.num_processes)]
+            batch = [*batch, *islice(cycle(batch), sum(sizes) - len(batch))]
+        start = sum(sizes[: self.process_index])
+        return batch[start : start + sizes[self.process_index]], LastStep(sizes, real)
