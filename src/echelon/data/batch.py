@@ -10,7 +10,15 @@ import torch
 from echelon.base.errors import UsageError
 from echelon.distributed.tree import contents, describe, is_record, leaves, rebuild_like
 
-__all__ = ["join_batches", "num_samples", "require_divisible", "require_rows_per_sample", "slice_batch"]
+__all__ = [
+    "agreed_num_samples",
+    "is_column",
+    "join_batches",
+    "num_samples",
+    "require_divisible",
+    "require_rows_per_sample",
+    "slice_batch",
+]
 
 # A column is a tensor, or a list with one item per sample (strings, numbers, dicts without tensors). Other lists, tuples,
 # dicts and dataclasses hold columns. Any other value (None, a flag, a name) belongs to the batch as a whole.
@@ -29,6 +37,12 @@ def num_samples(batch: Any) -> int | None:
     return first
 
 
+def agreed_num_samples(batch: Any) -> int | None:
+    """Return the length of all columns of ``batch``, or None if it has none, or of different lengths."""
+    lengths = {column.length for column in _columns(batch, "batch")}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
 def require_rows_per_sample(batch: Any, num_samples: int | None, *, is_default_collate: bool) -> None:
     """Check that ``slice_batch`` can cut ``batch`` by sample: each column has one row per sample.
 
@@ -41,9 +55,7 @@ def require_rows_per_sample(batch: Any, num_samples: int | None, *, is_default_c
         UsageError: a column has another number of rows, or a list of lists may hold either columns or samples.
     """
     columns = list(_columns(batch, "batch"))
-    wanted = num_samples
-    if wanted is None:
-        wanted = columns[0].length if len({column.length for column in columns}) == 1 else -1
+    wanted = agreed_num_samples(batch) if num_samples is None else num_samples
     if any(column.length != wanted for column in columns):
         lengths = ", ".join(f"{column.name}: {column.length}" for column in columns)
         samples = "" if num_samples is None else f" for {num_samples} sample{'s' * (num_samples != 1)}"
@@ -100,7 +112,7 @@ def slice_batch(batch: Any, part: slice, process_index: int | None = None, num_p
         held: Any = contents(batch)
         return rebuild_like(batch, {key: slice_batch(value, part) for key, value in held.items()})
     if isinstance(batch, (list, tuple)):
-        if _is_column(batch):
+        if is_column(batch):
             return batch[part]
         return rebuild_like(batch, [slice_batch(item, part) for item in batch])
     return batch
@@ -131,7 +143,7 @@ def _columns(batch: Any, name: str) -> Iterator[_Column]:
     if isinstance(batch, torch.Tensor):
         if batch.dim() > 0:
             yield _Column(name, batch.size(0), True)
-    elif isinstance(batch, (list, tuple)) and _is_column(batch):
+    elif isinstance(batch, (list, tuple)) and is_column(batch):
         yield _Column(name, len(batch), False)
     else:
         for key, item in _items(batch):
@@ -145,7 +157,7 @@ def _lists_of_lists(batch: Any, name: str) -> Iterator[tuple[str, int]]:
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves(held)):
             yield name, len(held)
         return
-    if isinstance(batch, (list, tuple)) and _is_column(batch):
+    if isinstance(batch, (list, tuple)) and is_column(batch):
         return
     for key, item in _items(batch):
         yield from _lists_of_lists(item, f"{name}[{key!r}]")
@@ -156,7 +168,8 @@ def _items(batch: Any) -> list[tuple[Any, Any]]:
     return list(held.items() if isinstance(held, dict) else enumerate(held or ()))
 
 
-def _is_column(items: Any) -> bool:
+def is_column(items: Any) -> bool:
+    """Return whether the list or tuple ``items`` is a column, with one item per sample."""
     if isinstance(items, tuple) and hasattr(items, "_fields"):
         return False
     if any(isinstance(item, (torch.Tensor, list, tuple)) for item in items):
@@ -176,7 +189,7 @@ def _join(parts: list[Any]) -> Any:
             raise ValueError("keys")
         return rebuild_like(first, {key: _join([one[key] for one in held]) for key in held[0]})
     if isinstance(first, (list, tuple)):
-        if all(_is_column(part) for part in parts):
+        if all(is_column(part) for part in parts):
             return type(first)(item for part in parts for item in part)
         if any(len(part) != len(first) for part in parts):
             raise ValueError("lengths")

@@ -10,9 +10,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from echelon.base.errors import DesyncError
+from echelon.base.lengths import length_of
 from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import ActiveLoaders, LoaderOptions, PassFacts
+from echelon.data.batch import agreed_num_samples
 from echelon.data.data_facts import DataFacts, facts_of_data
 from echelon.data.exact.exact_batches import PassPlan
 from echelon.data.exact.global_batch_slices import Contribution, LastStep
@@ -83,6 +85,7 @@ class PreparedLoader(DataLoader[Any]):
         self._even = options.even_batches
         self._options = options
         self._world = world
+        self._num_samples: int | None = None  # in the current batch, on a single process; None if it is full or unknown
         self._length = DatasetLength()
         self._has_trimmed = False
         self._data_facts: DataFacts | None = None
@@ -233,9 +236,38 @@ class PreparedLoader(DataLoader[Any]):
         return contribution.num_micro_steps > 1 or (size is not None and len(contribution.update) > size)
 
     def step_to_trim(self) -> LastStep | None:
-        """Return ``last_step`` to a caller that removes padding samples, and disable the warning about padding."""
+        """Return the current step's batch sizes, or None if every rank has one full batch of new samples.
+
+        For a caller that removes padding samples: disables the warning about padding.
+        """
         self._has_trimmed = True
-        return self.last_step
+        last, size = self.last_step, self.source.batch_size
+        if last is None:
+            num_samples = self._num_samples_per_rank()
+            if num_samples in (None, size):
+                return None
+            sizes = [num_samples] * self._world.world_size
+            last = LastStep(sizes, sizes)
+        return LastStep(last.sizes, last.real, size)
+
+    def _num_samples_per_rank(self) -> int | None:
+        """Return the number of samples in the current batch where it is equal on all ranks, or None if there is no batch size."""
+        size = self.source.batch_size
+        if size is None:
+            return None
+        if self.contribution is not None:
+            return len(self.contribution.samples)
+        if self._world.world_size == 1:
+            return size if self._num_samples is None else self._num_samples
+        return size // self._world.world_size if self.split_batches else size
+
+    def _count_samples(self, batch: Any) -> int | None:
+        """Return the number of samples in a last ``batch`` or in one of any size; None if unknown."""
+        batches = batches_of(self.original)
+        if type(batches) is not BatchSampler:
+            return agreed_num_samples(batch)
+        total = length_of(batches.sampler)
+        return None if total < 0 or batches.drop_last else total % batches.batch_size or None
 
     def _warn_of_padding(self) -> None:
         """Warn once if an evaluation does not remove padding samples."""
@@ -498,7 +530,7 @@ class PreparedLoader(DataLoader[Any]):
             synchronize_rng_states([kind for kind in self._options.rng_types if kind != "generator"])
         self._set_epoch_of_samplers()
         self.end_of_dataloader = self.ends_early = False
-        self.last_step = None
+        self.last_step = self._num_samples = None
         loaders, tracker, is_over = active.loaders, active.tracker, False
         loaders.append(self)
         try:
@@ -515,6 +547,8 @@ class PreparedLoader(DataLoader[Any]):
             first_pass, source.first_pass = source.first_pass, None
             draws = position.draws if position.draws is not None and position.draws.is_of_a_batch else None
             position.is_open = True
+            is_counted = self._world.world_size == 1 and source.batch_size is not None and not self.is_exact
+            varies = is_counted and type(batches_of(self.original)) is not BatchSampler
             num_before = active.metrics.num_collectives() if self._world.world_size > 1 else None
             while step is not END:
                 batch, facts = step
@@ -538,6 +572,8 @@ class PreparedLoader(DataLoader[Any]):
                     recorder = _count_samples(recorder, batch, facts)
                 if draws is not None and draws.is_compared:
                     draws.end_batch()
+                if varies or (is_counted and step is END):
+                    self._num_samples = self._count_samples(batch)
                 if step is END:
                     self.end_of_dataloader = True
                     facts = source.at_end() or facts

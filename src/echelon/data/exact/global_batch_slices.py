@@ -21,15 +21,17 @@ T = TypeVar("T")
 
 
 class LastStep:
-    """All ranks' batch sizes in a step where ranks have different numbers of new samples."""
+    """All ranks' batch sizes in a step where they differ, or differ from the loader's, or not all samples are new."""
 
-    __slots__ = ("real", "sizes")
+    __slots__ = ("batch_size", "real", "sizes")
 
-    def __init__(self, sizes: list[int], real: list[int]) -> None:
+    def __init__(self, sizes: list[int], real: list[int], batch_size: int | None = None) -> None:
         self.sizes = sizes
         """Number of samples in each rank's batch."""
         self.real = real
         """Number of new samples in each rank's batch. The remaining samples are repeated to fill the batch."""
+        self.batch_size = batch_size
+        """Batch size of the user's loader, if it matters to who reads this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

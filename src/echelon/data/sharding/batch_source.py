@@ -340,7 +340,11 @@ class DatasetShardsSource(BatchSource):
 
     def _read(self) -> Steps:
         self.ended_early = yield from read_own_shards(
-            iter(self.inner), world=self._world, even=self.even, drop_last=self.drop_last
+            iter(self.inner),
+            world=self._world,
+            batch_size=self.batch_size,
+            even=self.even,
+            drop_last=self.drop_last,
         )
 
     def num_steps(self) -> int:
@@ -421,8 +425,14 @@ class DispatchSource(BatchSource):
             device=self._device,
             non_blocking=self._options.non_blocking,
         )
+        size = self.batch_size
         self.ended_early = yield from dispatch(
-            whole, rank=world.rank, world_size=world.world_size, even=even, slice_fn=self.slice_fn
+            whole,
+            rank=world.rank,
+            world_size=world.world_size,
+            batch_size=size if size is None else size * self.batches_per_step // world.world_size,
+            even=even,
+            slice_fn=self.slice_fn,
         )
 
     def dataset_length(self, dataset: Any) -> int:

@@ -94,7 +94,13 @@ def global_batches(
 
 
 def dispatch(
-    batches: Iterator[tuple[Any, int, bool]], *, rank: int, world_size: int, even: bool, slice_fn: SliceFn | None
+    batches: Iterator[tuple[Any, int, bool]],
+    *,
+    rank: int,
+    world_size: int,
+    batch_size: int | None,
+    even: bool,
+    slice_fn: SliceFn | None,
 ) -> Generator[tuple[Any, LastStep | None], None, bool]:
     """Yield this rank's slice of each global batch.
 
@@ -102,6 +108,7 @@ def dispatch(
         batches: the global batches, from ``global_batches``.
         rank: the rank among those that read different samples.
         world_size: number of these ranks.
+        batch_size: number of samples that each rank gets of a full batch; None if it varies.
         even: whether to repeat samples from the start of the pass to pad a batch whose size is not divisible by
             ``world_size``. Otherwise, the batch is split as evenly as possible.
         slice_fn: replaces ``slice_batch``.
@@ -125,7 +132,7 @@ def dispatch(
         start = sum(sizes[:rank])
         if sizes[rank]:
             part = slice_samples(batch, slice(start, start + sizes[rank]), process_index=rank, num_processes=world_size)
-            yield part, LastStep(sizes, real) if extra else None
+            yield part, LastStep(sizes, real) if extra or share != (batch_size or share) else None
         if is_last:
             return sizes[rank] == 0
     return False

@@ -118,7 +118,7 @@ class PreshardedSource(BatchSource):
 
     def _unknown_steps(self, batches: Iterator[Any]) -> Steps:
         self.ended_early = yield from read_own_shards(
-            batches, world=self._world, even=self.even, drop_last=self.drop_last
+            batches, world=self._world, batch_size=self.batch_size, even=self.even, drop_last=self.drop_last
         )
 
     def _known_steps(self, skip: int) -> Iterator[tuple[Any, LastStep | None]]:
@@ -154,7 +154,7 @@ class PreshardedSource(BatchSource):
             sizes = [
                 shard.size(step) or (shard.size(again) if self.even else 0) for shard, again in zip(shards, first_read)
             ]
-            is_full = len(set(sizes)) == 1 and sizes == real
+            is_full = sizes == real == [shard.batch_size for shard in shards]
             yield first if batch is _NONE else batch, None if is_full else LastStep(sizes, real)
         self.ended_early = not self.drop_last and end < max(shard.num_batches for shard in shards)
         if end == me.num_batches and next(batches, _NONE) is not _NONE:

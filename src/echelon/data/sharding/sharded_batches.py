@@ -61,7 +61,7 @@ class RankBatchSampler(BatchSampler):
         self.last_step: LastStep | None = None
         """Batch sizes in the last step of a completed pass, or None if every rank had a full batch of new samples."""
         self.uneven: dict[int, LastStep] = {}
-        """Batch sizes in those steps of the latest pass, except the last, that differ between ranks or hold repeated samples.
+        """Batch sizes in those steps of the latest pass, except the last, that have not one full batch of new samples per rank.
 
         They are known before the step's batch is read. Each pass has its own."""
         self.divides_last_step = False
@@ -142,7 +142,7 @@ class RankBatchSampler(BatchSampler):
 
     def _own_batch(self, step: list[list[int]], number: int, uneven: dict[int, LastStep]) -> list[int]:
         sizes = [len(batch) for batch in step]
-        if len(set(sizes)) > 1:
+        if len({*sizes, self.batch_size or sizes[0]}) > 1:
             uneven[number] = LastStep(sizes, sizes)
         return step[self.process_index]
 

@@ -195,7 +195,7 @@ def _set_state(generator: torch.Generator | None, state: torch.Tensor) -> None:
 
 
 def read_own_shards(
-    batches: Iterator[Any], *, world: World, even: bool, drop_last: bool
+    batches: Iterator[Any], *, world: World, batch_size: int | None, even: bool, drop_last: bool
 ) -> Generator[tuple[Any, LastStep | None], None, bool]:
     """Read a loader whose dataset shards itself, if the number of batches on other ranks is unknown.
 
@@ -231,7 +231,8 @@ def read_own_shards(
             all_read = min(real) > 0
             if batch is _NONE:
                 return True
-            yield batch, None if len(set(real)) == 1 else LastStep(real, real)
+            is_full = len(set(real)) == 1 and real[0] == (batch_size or real[0])
+            yield batch, None if is_full else LastStep(real, real)
             continue
         if min(again) == 0:
             raise UsageError(
