@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from echelon.checkpoint.read import Checkpoint
 
-__all__ = ["model_prefix", "state_keys", "state_name", "state_values"]
+__all__ = ["model_prefix", "rest_of_state", "state_keys", "state_name", "state_values"]
 
 
 def model_prefix(index: int) -> str:
@@ -18,6 +18,18 @@ def model_prefix(index: int) -> str:
 def state_name(index: int, parameter: str, key: str) -> str:
     """Return the name that a tensor in an optimizer's state has in a checkpoint."""
     return f"optimizers.{index}.{parameter}.{key}"
+
+
+def rest_of_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer's state dict has beside its groups and its state by parameter.
+
+    ``state`` of the result is the state under keys that are no parameters, if there is any. (Torch numbers the parameters, and
+    FSDP's full state dicts name them.)
+    """
+    parameters = {parameter for group in state["param_groups"] for parameter in group["params"]}
+    others = {key: value for key, value in state["state"].items() if key not in parameters}
+    rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    return {**rest, "state": others} if others else rest
 
 
 def state_keys(checkpoint: Checkpoint, index: int, parameters: Sequence[str]) -> dict[str, list[str]]:

@@ -59,7 +59,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     def own_state(self) -> dict[str, Any]:
         """Return the state dict in torch's format with only this rank's part of the state."""
         state = Optimizer.state_dict(self)
-        return {**state, "state": self._own(state["state"])}
+        return {**self.optim.state_dict(), **state, "state": self._own(state["state"])}
 
     def state_dict(self) -> dict[str, Any]:
         """Raise UsageError, because no rank has the full state."""
@@ -77,21 +77,26 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             group.update(loaded)
         self.param_groups = groups  # the user may hold references to these
         self.optim.__setstate__({"state": self.state, "param_groups": self.optim.param_groups})
+        entries = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+        if entries:  # of a class whose state dict has more than torch's
+            self.optim.load_state_dict({**entries, **Optimizer.state_dict(self.optim)})
+            self.state = self.optim.state
 
-    def _own(self, state: Mapping[int, Any]) -> dict[int, Any]:
+    def _own(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
         parameters = self._index_to_param
-        # Unknown numbers are kept, so that torch reports the mismatch of the groups.
+        # Unknown numbers are kept, so that torch reports the mismatch of the groups; other keys belong to no parameter.
         return {
             number: value
             for number, value in state.items()
-            if number >= len(parameters) or self.owner(parameters[number]) == self.rank
+            if not isinstance(number, int) or number >= len(parameters) or self.owner(parameters[number]) == self.rank
         }
 
 
 def _copy_for(optimizer: Optimizer, groups: list[dict[str, Any]], **_defaults: Any) -> Optimizer:
     """Return a copy of ``optimizer`` for the parameters in ``groups`` without calling its constructor."""
     own = {parameter for group in groups for parameter in group["params"]}
-    state = {parameter: value for parameter, value in optimizer.state.items() if parameter in own}
+    # Keys that are not parameters belong to the optimizer as a whole.
+    state = {key: value for key, value in optimizer.state.items() if key in own or not isinstance(key, torch.Tensor)}
     # Hooks, and a scheduler's wrapper of ``step``, stay with the original.
     kept = {n: v for n, v in vars(optimizer).items() if n != "step" and not n.startswith("_optimizer_")}
     part: Optimizer = object.__new__(type(optimizer))

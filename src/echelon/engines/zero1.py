@@ -144,8 +144,9 @@ class Zero1Engine(DelegatingEngine):
         """See ``Engine.full_optimizer_state``. The returned tensors are copies on the CPU."""
         assert isinstance(optimizer, ShardedOptimizer), type(optimizer)
         own = optimizer.own_state()
-        state = gather_optimizer_state(own["state"])
-        return None if state is None else {**own, "state": state}
+        others = {key: value for key, value in own["state"].items() if not isinstance(key, int)}  # of no parameter
+        state = gather_optimizer_state({key: value for key, value in own["state"].items() if key not in others})
+        return None if state is None else {**own, "state": {**others, **state}}
 
     def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """See ``Engine.stepping_optimizer``. This rank's part of the parameters is stepped by an optimizer inside."""

@@ -15,7 +15,7 @@ from echelon.accelerator.checkpoint.state_names import (
 )
 from echelon.base.progress import progress_bar
 from echelon.checkpoint.read import Checkpoint
-from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name, state_values
+from echelon.checkpoint.tensor_names import model_prefix, rest_of_state, state_keys, state_name, state_values
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
 
@@ -34,9 +34,10 @@ def gathered_optimizer_state(
 
     Collective: call on every rank if the state is sharded.
     """
-    whole = engine.full_optimizer_state(optimizer.inner) or {"state": {}}
-    by_name = {optimizer.parameters[number][0]: dict(entries) for number, entries in whole["state"].items()}
-    return by_name, {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
+    whole = engine.full_optimizer_state(optimizer.inner) or {"state": {}, "param_groups": []}
+    rest = rest_of_state(whole)
+    numbered = {number: entries for number, entries in whole["state"].items() if number not in rest.get("state", {})}
+    return {optimizer.parameters[number][0]: dict(entries) for number, entries in numbered.items()}, rest
 
 
 def load_gathered_model(
@@ -103,29 +104,33 @@ def load_gathered_optimizer(
 
     Collective: call on every rank if the state is sharded.
     """
-    states = _SavedStates(checkpoint, [name for name, _ in optimizer.parameters], index)
+    names = [name for name, _ in optimizer.parameters]
+    states = _SavedStates(checkpoint, names, index, others=rest.get("state", {}))
     engine.load_full_optimizer_state(optimizer.inner, {**rest, "state": states, "param_groups": list(groups)})
 
 
-class _SavedStates(Mapping[int, Mapping[str, Any]]):
-    """Per-parameter optimizer state by parameter number, read from the checkpoint on access."""
+class _SavedStates(Mapping[Any, Any]):
+    """Per-parameter optimizer state by parameter number, read from the checkpoint on access, and state of no parameter."""
 
-    def __init__(self, checkpoint: Checkpoint, names: Sequence[str], index: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, names: Sequence[str], index: int, *, others: Mapping[Any, Any]) -> None:
         self._checkpoint, self._names, self._index = checkpoint, names, index
         self._keys = state_keys(checkpoint, index, names)
         self._values = state_values(checkpoint, index)
         self._numbers = [i for i, name in enumerate(names) if self._keys[name] or name in self._values]
+        self._others = others
 
-    def __getitem__(self, number: int) -> Mapping[str, Any]:
+    def __getitem__(self, number: Any) -> Any:
+        if number in self._others:
+            return self._others[number]
         name = self._names[number]
         tensors = {key: self._checkpoint.read(state_name(self._index, name, key)) for key in self._keys[name]}
         return tensors | self._values.get(name, {})
 
     def __contains__(self, number: object) -> bool:
-        return number in self._numbers
+        return number in self._numbers or number in self._others
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._numbers)
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self._numbers, *self._others])
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._numbers) + len(self._others)

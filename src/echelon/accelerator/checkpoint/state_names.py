@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,8 @@ class NamedOptimizer:
     ) -> list[dict[str, Any]]:
         """Return the saved group for each group; both must contain the same parameters, in any order.
 
-        Frozen parameters are ignored, because some engines leave them out of the groups.
+        Frozen parameters are ignored, because some engines leave them out of the groups. A group that has no others keeps its
+        settings only if the saved run had no such group.
 
         Raises:
             CheckpointError: the groups differ.
@@ -123,7 +124,29 @@ class NamedOptimizer:
                 do="create the optimizer with the parameter groups of the saved run",
             )
         settings = iter([group for group, names in zip(saved, theirs) if names])
-        return [next(settings) if names else group for group, names in zip(self.groups, ours)]
+        frozen_groups = _matching_frozen(
+            [group for group, names in zip(self.groups, ours) if not names],
+            [group for group, names in zip(saved, theirs) if not names],
+        )
+        return [next(settings) if names else next(frozen_groups) for names in ours]
+
+
+def _matching_frozen(ours: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the settings of each of ``ours``: of the saved group with the same parameters, else of the next other one.
+
+    Some engines save neither frozen parameters nor their groups. Then it is unknown which of the groups are left, and the
+    others of ``ours`` keep their settings.
+    """
+    left = list(saved)
+    same: list[dict[str, Any] | None] = []
+    for group in ours:
+        found = next((one for one in left if {*one["params"]} == {*group["params"]}), None)
+        same.append(found)
+        if found is not None:
+            left.remove(found)
+    others = iter(left if len(left) == same.count(None) else [group for group, one in zip(ours, same) if one is None])
+    for one in same:
+        yield next(others) if one is None else one
 
 
 def optional_names(

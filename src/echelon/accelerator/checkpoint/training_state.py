@@ -25,15 +25,17 @@ from echelon.accelerator.checkpoint.state_names import (
 )
 from echelon.accelerator.models.weight_check import require_model_of_checkpoint
 from echelon.accelerator.session import Session
-from echelon.base.errors import CheckpointError
+from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.progress import progress_bar
 from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import warn
+from echelon.checkpoint.formats.optimizer_states import rests_in
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.regions import box_of
 from echelon.checkpoint.save import Content
-from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name, state_values
+from echelon.checkpoint.tensor_names import model_prefix, rest_of_state, state_keys, state_name, state_values
 from echelon.data.loader import PreparedLoader
+from echelon.distributed.tree import leaves
 from echelon.engines.fsdp.pipeline_state import group_names
 from echelon.engines.shards import address_of, restore_shard
 from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
@@ -48,6 +50,10 @@ class _ShardsState(Protocol):
     """An optimizer that shards its state by parameter (ZeRO-1)."""
 
     rank: int
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the state dict in torch's format with only this rank's part of the state."""
+        ...
 
     def owner(self, parameter: torch.Tensor) -> int:
         """Return the rank that holds the state of ``parameter``."""
@@ -90,7 +96,7 @@ def content_of(
     for i, optimizer in enumerate(session.objects.optimizers):
         named = NamedOptimizer.of(optimizer, names, engine)
         groups.append(_with_other_stages(session, named))
-        by_name, rest = gathered_optimizer_state(named, engine) if is_gathered else (_own_state(named), {})
+        by_name, rest = gathered_optimizer_state(named, engine) if is_gathered else _own_state(named)
         rests.append(rest)
         tensors |= {
             state_name(i, name, key): value
@@ -239,11 +245,11 @@ def _load_models_and_optimizers(
         else:
             _load_model(checkpoint, model, i, extras, strict=strict, allowed=allowed)
     for i, optimizer in enumerate(optimizers):
+        rest = rests_in(objects)[i]
         if is_gathered:
-            rest = objects.get("optimizer_rests", {i: {}})[i]
             load_gathered_optimizer(checkpoint, optimizer, _numbered(optimizer, plans[i]), i, rest, engine=engine)
         else:
-            _load_optimizer(checkpoint, optimizer, plans[i], i)
+            _load_optimizer(checkpoint, optimizer, plans[i], i, rest)
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
@@ -355,14 +361,27 @@ def _load_model(
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def _own_state(optimizer: NamedOptimizer) -> dict[str, Mapping[str, Any]]:
-    """Return this rank's part of the state, keyed by parameter name."""
-    state = optimizer.inner.state
-    return {name: state[parameter] for name, parameter in optimizer.parameters if parameter in state}
+def _own_state(optimizer: NamedOptimizer) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
+    """Return this rank's part of the state by parameter name, and all else that ``state_dict`` has."""
+    inner = optimizer.inner
+    by_name = {name: inner.state[parameter] for name, parameter in optimizer.parameters if parameter in inner.state}
+    rest = rest_of_state(inner.own_state() if isinstance(inner, _ShardsState) else inner.state_dict())
+    if any(is_dtensor(value) for value in leaves(rest)):
+        raise UsageError(
+            f"the state of {type(inner).__name__} has sharded tensors that do not belong to one of its parameters: "
+            f"{', '.join(map(str, rest.get('state', rest)))}",
+            where="save_state",
+            do="keep them in optimizer.state[parameter], or use an engine that does not shard (ddp, zero1)",
+        )
+    return by_name, rest
 
 
 def _load_optimizer(
-    checkpoint: Checkpoint, optimizer: NamedOptimizer, groups: Sequence[Mapping[str, Any]], index: int
+    checkpoint: Checkpoint,
+    optimizer: NamedOptimizer,
+    groups: Sequence[Mapping[str, Any]],
+    index: int,
+    rest: Mapping[str, Any],
 ) -> None:
     inner = optimizer.inner
     wanted = [
@@ -372,7 +391,7 @@ def _load_optimizer(
     ]
     by_parameter = state_keys(checkpoint, index, [name for name, _ in optimizer.parameters])
     values = state_values(checkpoint, index)
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[Any, Any] = {}
     sizes = [
         sum(checkpoint.num_bytes(state_name(index, name, key)) for key in by_parameter[name]) for _, name, _ in wanted
     ]
@@ -385,7 +404,8 @@ def _load_optimizer(
             if entries:
                 state[number] = entries
             progress(num_bytes)
-    inner.load_state_dict({"state": state, "param_groups": _numbered(optimizer, groups)})
+    whole = {"state": {**rest.get("state", {}), **state}, "param_groups": _numbered(optimizer, groups)}
+    inner.load_state_dict({**rest, **whole})
 
 
 def _numbered(optimizer: NamedOptimizer, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -20,14 +20,14 @@ from echelon.checkpoint.formats.conversion import (
     weights_beside,
 )
 from echelon.checkpoint.formats.layouts import TRAINER_STATE
-from echelon.checkpoint.formats.optimizer_states import named_states, numbered_state
+from echelon.checkpoint.formats.optimizer_states import named_states, numbered_state, rests_in
 from echelon.checkpoint.formats.torch_files import load, read_all_ranks, write_plain
 from echelon.checkpoint.formats.weight_files import write_tensors
 from echelon.checkpoint.manifest import is_part
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.save import Content
 from echelon.checkpoint.stored_weights import weights_of, write_weights
-from echelon.checkpoint.tensor_names import model_prefix
+from echelon.checkpoint.tensor_names import model_prefix, rest_of_state
 from echelon.compat.constants import (
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -71,7 +71,7 @@ _FILES = re.compile(
 )
 # Rank objects that the layout can represent exactly. Files of positions merge the keys of two states, which reading cannot undo.
 _OWN = frozenset({"random", "optimizer_values"})
-_SHARED = re.compile(r"accelerator|extra_states|optimizer_groups|schedulers|scaler|orders|custom\.\d+")
+_SHARED = re.compile(r"accelerator|extra_states|optimizer_groups|optimizer_rests|schedulers|scaler|orders|custom\.\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +270,10 @@ def export_accelerate(
     positions = [list(of_loader) for of_loader in zip(*(own["positions"] for own in ranks.values()))]
     state = TrainingState(
         weights=[],
-        optimizers=[numbered_state(checkpoint, groups, i) for i, groups in enumerate(objects["optimizer_groups"])],
+        optimizers=[
+            numbered_state(checkpoint, groups, i, rest)
+            for i, (groups, rest) in enumerate(zip(objects["optimizer_groups"], rests_in(objects)))
+        ],
         schedulers=objects["schedulers"],
         orders=objects["orders"],
         positions=[[] if None in of_loader else of_loader for of_loader in positions],
@@ -324,6 +327,7 @@ def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ())
         "accelerator": {"step": random[0].get("step", 0), "num_models": len(extras)},
         "extra_states": extras,
         "optimizer_groups": groups,
+        **({"optimizer_rests": rests} if any(rests := [rest_of_state(state) for state in optimizers]) else {}),
         "schedulers": _read_numbered(lambda i: state_path(folder, SCHEDULER_NAME, i)),
         "scaler": load(folder / SCALER_NAME) if (folder / SCALER_NAME).is_file() else None,
         "orders": [load(state_path(folder, SAMPLER_NAME, i)) for i in range(num_orders)],

@@ -12,9 +12,9 @@ import torch
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.formats.weight_files import plain_names
 from echelon.checkpoint.read import Checkpoint
-from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name, state_values
+from echelon.checkpoint.tensor_names import model_prefix, rest_of_state, state_keys, state_name, state_values
 
-__all__ = ["named_states", "numbered_state"]
+__all__ = ["named_states", "numbered_state", "rests_in"]
 
 # torch's key for the names of a group's parameters, which loading ignores.
 _PARAMETER_NAMES = "param_names"
@@ -26,12 +26,19 @@ _NAMES_FILE = """names = {id(p): n for n, p in model.named_parameters()}
            print(*[names[id(p)] for g in optimizer.param_groups for p in g["params"]], sep="\\n")"""
 
 
-def numbered_state(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
-    """Return the state dict of optimizer ``index`` in torch's format, given ``groups`` with parameter names."""
+def rests_in(objects: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return each optimizer's state in a checkpoint that belongs to no parameter."""
+    return objects.get("optimizer_rests") or [{} for _ in objects["optimizer_groups"]]
+
+
+def numbered_state(
+    checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], index: int, rest: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the state dict of optimizer ``index`` in torch's format, given ``groups`` with parameter names and its ``rest``."""
     names = [name for group in groups for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     keys, values = state_keys(checkpoint, index, names), state_values(checkpoint, index)
-    state = {}
+    state: dict[Any, Any] = {}
     for name, number in numbers.items():
         entries = {key: checkpoint.read(state_name(index, name, key)) for key in keys[name]} | values.get(name, {})
         if entries:
@@ -47,7 +54,7 @@ def numbered_state(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], 
         }
         for group in groups
     ]
-    return {"state": state, "param_groups": numbered}
+    return {**rest, "state": {**rest.get("state", {}), **state}, "param_groups": numbered}
 
 
 def named_states(
@@ -80,7 +87,10 @@ def named_states(
         ]  # FSDP's full state dicts are keyed by name
         names = dict(zip(numbers, _full_names(folder, index, given, len(numbers), tensors)))
         values: dict[str, Any] = {}
+        others = rest_of_state(state).get("state", {})
         for number, entries in state["state"].items():
+            if number in others:
+                continue
             name = names[number]
             for key, value in entries.items():
                 if not isinstance(value, torch.Tensor):

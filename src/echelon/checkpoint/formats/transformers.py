@@ -23,7 +23,7 @@ from echelon.checkpoint.formats.conversion import (
     training_objects_in,
 )
 from echelon.checkpoint.formats.layouts import TRAINER_STATE
-from echelon.checkpoint.formats.optimizer_states import named_states, numbered_state
+from echelon.checkpoint.formats.optimizer_states import named_states, numbered_state, rests_in
 from echelon.checkpoint.formats.torch_files import load, read_all_ranks, refused_in, write_pickled
 from echelon.checkpoint.formats.weight_files import weight_files
 from echelon.checkpoint.manifest import is_part
@@ -32,7 +32,7 @@ from echelon.checkpoint.save import Content
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.stored_weights import weights_of, write_weights
 from echelon.checkpoint.tensor_file import write_file
-from echelon.checkpoint.tensor_names import model_prefix
+from echelon.checkpoint.tensor_names import model_prefix, rest_of_state
 from echelon.checkpoint.typed_json import read_json
 from echelon.compat.constants import SCALER_NAME
 
@@ -177,7 +177,7 @@ def export_transformers(
     write_state(
         folder,
         OptimizationState(
-            optimizer=numbered_state(checkpoint, groups[0], 0) if groups else None,
+            optimizer=numbered_state(checkpoint, groups[0], 0, rests_in(objects)[0]) if groups else None,
             scheduler=schedulers[0] if schedulers else None,
             scaler=objects["scaler"],
         ),
@@ -236,7 +236,8 @@ def import_transformers(folder: Path, *, parameters: Sequence[Sequence[str]] = (
     """Read a checkpoint written by transformers' Trainer. The arguments are the same as for ``import_accelerate``."""
     tensors, extras = read_models(folder)
     state = read_state(folder)
-    groups, values = named_states(folder, [] if state.optimizer is None else [state.optimizer], tensors, parameters)
+    optimizers = [] if state.optimizer is None else [state.optimizer]
+    groups, values = named_states(folder, optimizers, tensors, parameters)
     random = read_all_ranks(folder, _RANDOM)
     trainer = read_json(folder / TRAINER_STATE)
     progress = Progress(epoch=int(trainer.get("epoch") or 0), step=int(trainer.get("global_step") or 0))
@@ -244,6 +245,7 @@ def import_transformers(folder: Path, *, parameters: Sequence[Sequence[str]] = (
         "accelerator": {"step": 0, "num_models": len(extras)},
         "extra_states": extras,
         "optimizer_groups": groups,
+        **({"optimizer_rests": rests} if any(rests := [rest_of_state(state) for state in optimizers]) else {}),
         "schedulers": [] if state.scheduler is None else [state.scheduler],
         "scaler": state.scaler,
         "orders": [],

@@ -583,6 +583,8 @@ class FSDP2Engine(Engine):
         state = optimizer.state_dict()
         values = {
             number: {key: gather_full(value, keep=keep) for key, value in entries.items()}
+            if isinstance(number, int)
+            else entries  # of no parameter
             for number, entries in state["state"].items()
         }
         if pipeline is not None and keep:
@@ -600,6 +602,8 @@ class FSDP2Engine(Engine):
         owners = [p for group in optimizer.param_groups for p in group["params"]]
         parts = {
             number: {key: shard_like(value, owners[number]) for key, value in entries.items()}
+            if isinstance(number, int)
+            else entries  # of no parameter
             for number, entries in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": parts})
