@@ -61,13 +61,14 @@ def dealt_batches(
 ) -> list[Round]:
     """Distribute whole batches as Accelerate does: rank r gets the batches r, r + W, ...
 
-    With ``even`` an incomplete last round is filled with samples from the beginning; otherwise some ranks get none.
+    With ``even`` an incomplete last round is filled with samples from the beginning; otherwise some ranks get none. Short batches
+    before the last round are given as they are.
     """
     rounds = [batches[i : i + world_size] for i in range(0, len(batches), world_size)]
     if not rounds:
         return rounds
     last = rounds[-1]
-    is_whole = len(last) == world_size and (batch_size is None or len(last[-1]) == batch_size)
+    is_whole = len(last) == world_size and (batch_size is None or all(len(batch) == batch_size for batch in last))
     if is_whole or (not even and len(last) == world_size):
         return rounds
     if drop_last and len(last) < world_size:
@@ -84,11 +85,18 @@ def dealt_batches(
 
 
 def cut_batches(batches: list[list[int]], *, world_size: int, batch_size: int, even: bool) -> list[Round]:
-    """Split each batch over the ranks (``split_batches``); with ``even`` a short batch is filled from the first one."""
+    """Split each batch over the ranks (``split_batches``).
+
+    With ``even`` a short last batch is filled from the first one. A short one before it is filled with its own samples, until the
+    ranks have equally many; else only if a rank had none.
+    """
     rounds: list[Round] = []
-    for batch in batches:
-        if len(batch) < batch_size and even:
+    for number, batch in enumerate(batches):
+        is_last = number == len(batches) - 1
+        if is_last and len(batch) < batch_size and even:
             batch = [*batch, *islice(cycle(batches[0]), batch_size - len(batch))]
+        elif not is_last and (even or len(batch) < world_size):
+            batch = [*batch, *islice(cycle(batch), -len(batch) % world_size)]
         rounds.append(evenly(batch, world_size))
     return rounds
 

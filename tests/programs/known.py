@@ -113,6 +113,16 @@ _REFUSALS: list[_Refusal] = [
         "cannot be concatenated into one for all ranks",
     ),
     _Refusal(
+        "dispatched columns that are not by sample",
+        lambda p, at: p.beside != "no" and (p.dispatches or (p.dispatches is None and p.data == "iterable")),
+        "rank zero's batch cannot be split across ranks, because its columns",
+    ),
+    _Refusal(
+        "a stream is not divided inside a loader that reads in its own way",
+        lambda p, at: p.subclass and p.data == "iterable" and (at.parity != "off" or p.dispatches is False),
+        "Halved reads its batches in its own __iter__",
+    ),
+    _Refusal(
         "gather of batches of other sizes",
         lambda p, at: at.world_size > 1 and at.parity == "off" and (p.order == "batch_sampler" or not p.even_batches),
         "gather: the ranks do not pass the same structure",
@@ -155,7 +165,7 @@ def _sizes_differ(program: Program) -> bool:
     loader = make_loader(program, Rows(program))
     sizes = (
         [len(batch) for batch in loader.batch_sampler or ()]
-        if program.order == "batch_sampler"
+        if program.order in ("batch_sampler", "buckets")
         else list(map(len, batches_of(rows, program.batch_size, drop_last=program.drop_last)))
     )
     return any(a != len(b) for a, b in zip(sizes, batches_of(rows, program.zipped)))

@@ -24,7 +24,7 @@ from tests.programs.parts import (
     make_schedule,
     prediction_of,
 )
-from tests.programs.plain import ORDER_SEED, ZIPPED_SEED, zipped_losses
+from tests.programs.plain import ORDER_SEED, ZIPPED_SEED, zipped_losses, zipped_program
 from tests.programs.program import Layout, Program
 
 __all__ = ["Found", "train"]
@@ -114,9 +114,8 @@ class _Script:
         self.evaluation_loader = accelerator.prepare(evaluation_loader) if program.evaluates != "no" else None
         self.zipped_loader: Any = None
         if program.zipped:
-            other = replace(program, order="sequential", data="map", drop_last=False, already_sharded=False)
             self.zipped_loader = accelerator.prepare(
-                make_loader(other, Rows(program, seed=ZIPPED_SEED), batch_size=program.zipped)
+                make_loader(zipped_program(program), Rows(program, seed=ZIPPED_SEED), batch_size=program.zipped)
             )
         if goes_on:
             accelerator.resume(folder)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.programs.program import Program
@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 LENGTH, WIDTH = 3, 3
+HALF = 0.5
 
 
 class Batch(NamedTuple):
@@ -50,6 +51,7 @@ class Rows(Dataset[Any]):
         lengths = torch.randint(0, LENGTH + 1, (n,), generator=g)
         self.mask = (torch.arange(LENGTH)[None] < lengths[:, None]).to(dtype)
         self.token = torch.randint(0, 7, (n,), generator=g)
+        self.factor = HALF if program.subclass and seed == 0 else 1.0  # of what the training loader gives
 
     def __len__(self) -> int:
         return len(self.x)
@@ -60,7 +62,7 @@ class Rows(Dataset[Any]):
     def batch(self, indices: list[int], program: Program) -> Batch:
         """Return the samples ``indices`` as the program's collate_fn gives them."""
         at = torch.tensor(indices, dtype=torch.int64)
-        whole = Batch(at, self.x[at], self.y[at], self.mask[at], self.token[at])
+        whole = Batch(at, self.x[at] * self.factor, self.y[at], self.mask[at], self.token[at])
         return _trimmed(whole) if program.collate == "padded" else whole
 
 
@@ -91,9 +93,40 @@ def collate_padded(rows: list[Any]) -> dict[str, torch.Tensor]:
 _COLLATES: dict[str, Any] = {"tuple": None, "dict": collate_dict, "padded": collate_padded}
 
 
+class Beside:
+    """Adds a column that has not one row for each sample, before or after the others."""
+
+    def __init__(self, kind: str, *, first: bool) -> None:
+        self.kind, self.first = kind, first
+
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+        batch = collate_dict(rows)
+        beside: dict[str, Any] = {"tags": ["train"]}
+        if self.kind == "rows":
+            beside = {"patches": batch["index"].repeat_interleave(2)}
+        return {**beside, **batch} if self.first else {**batch, **beside}
+
+
+class Halved(DataLoader[Any]):
+    """Halves the inputs of its batches where it is iterated over."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            if isinstance(batch, dict):
+                yield {**batch, "x": batch["x"] * HALF}
+            else:
+                index, x, *rest = batch
+                yield [index, x * HALF, *rest]
+
+
 def fields_of(batch: Any) -> Batch:
-    """Return the batch that a loader gave."""
-    return Batch(**batch) if isinstance(batch, dict) else Batch(*batch)
+    """Return the batch that a loader gave, whose other columns must be those of its samples."""
+    if not isinstance(batch, dict):
+        return Batch(*batch)
+    assert batch.get("tags", ["train"]) == ["train"], batch["tags"]
+    patches = batch.get("patches")
+    assert patches is None or torch.equal(patches, batch["index"].repeat_interleave(2)), (patches, batch["index"])
+    return Batch(**{name: batch[name] for name in Batch._fields})
 
 
 class Backwards(Sampler[int]):
@@ -133,25 +166,50 @@ class Growing(Sampler[list[int]]):
             size = size % self.largest + 1
 
 
+class Buckets(BatchSampler):
+    """Batches from buckets of several sizes, each of which ends with a batch that may be short."""
+
+    def __init__(self, num_samples: int, batch_size: int) -> None:
+        super().__init__(SequentialSampler(range(num_samples)), batch_size, drop_last=False)
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start, size = 0, self.batch_size + 1
+        while start < self.num_samples:
+            bucket = range(start, min(start + size, self.num_samples))
+            yield from (list(bucket[i : i + self.batch_size]) for i in range(0, len(bucket), self.batch_size))
+            start += size
+            size = size % (2 * self.batch_size) + 1
+
+
 def make_loader(
     program: Program, rows: Rows, *, batch_size: int | None = None, world: tuple[int, int] = (0, 1)
 ) -> DataLoader[Any]:
     """Return the training loader; ``world`` is (rank, world size), for a DistributedSampler."""
     size = program.batch_size if batch_size is None else batch_size
-    common: dict[str, Any] = {"collate_fn": _COLLATES[program.collate], "num_workers": program.num_workers}
+    collate = (
+        _COLLATES[program.collate] if program.beside == "no" else Beside(program.beside, first=bool(program.seed % 2))
+    )
+    common: dict[str, Any] = {"collate_fn": collate, "num_workers": program.num_workers}
+    kind: Any = Halved if program.subclass else DataLoader
     if program.data == "iterable":
-        return DataLoader(Stream(rows), batch_size=size, drop_last=program.drop_last, **common)
+        return kind(Stream(rows), batch_size=size, drop_last=program.drop_last, **common)
     if program.order == "batch_sampler":
-        return DataLoader(rows, batch_sampler=Growing(len(rows), size), **common)
+        return kind(rows, batch_sampler=Growing(len(rows), size), **common)
+    if program.order == "buckets":
+        return kind(rows, batch_sampler=Buckets(len(rows), size), **common)
     common |= {"batch_size": size, "drop_last": program.drop_last}
     if program.already_sharded:
         sampler: Any = DistributedSampler(rows, num_replicas=world[1], rank=world[0], shuffle=False)
-        return DataLoader(rows, sampler=sampler, **common)
+        return kind(rows, sampler=sampler, **common)
     if program.order == "sampler":
-        return DataLoader(rows, sampler=Backwards(len(rows)), **common)
+        return kind(rows, sampler=Backwards(len(rows)), **common)
     if program.order == "generator":
-        return DataLoader(rows, shuffle=True, generator=torch.Generator().manual_seed(program.seed + 77), **common)
-    return DataLoader(rows, shuffle=program.order == "shuffle", **common)
+        return kind(rows, shuffle=True, generator=torch.Generator().manual_seed(program.seed + 77), **common)
+    return kind(rows, shuffle=program.order == "shuffle", **common)
 
 
 def make_evaluation_loader(program: Program, rows: Rows) -> DataLoader[Any]:
@@ -287,6 +345,12 @@ def make_optimizers(program: Program, model: nn.Module) -> list[torch.optim.Opti
     parts = [named] if program.optimizers == 1 else [named[::2], named[1::2]]
     made = []
     for part in parts:
+        if program.frozen_group:
+            frozen = [p for name, p in part if name.startswith("first")]
+            others = [p for name, p in part if not name.startswith("first")]
+            made.append(_OPTIMIZERS[program.optimizer]([{"params": frozen}, {"params": others}]))
+            made[-1].param_groups[0]["lr"] *= 3
+            continue
         if program.groups == 1:
             made.append(_OPTIMIZERS[program.optimizer]([p for _, p in part]))
             continue

@@ -25,7 +25,7 @@ from tests.programs.parts import (
 from tests.programs.program import Case, Layout, Program
 from tests.reference import PlainLoop, Round
 
-__all__ = ["ORDER_SEED", "Expected", "clip_of", "run_plainly"]
+__all__ = ["ORDER_SEED", "Expected", "clip_of", "run_plainly", "zipped_program"]
 
 ORDER_SEED = 31  # of the exact modes; added to the program's
 ZIPPED_SEED = 500
@@ -75,7 +75,7 @@ class _Plain:
         self.evaluation_rows = Rows(program, num_samples=5 + program.seed % 7, seed=900)
         self.evaluation_loader = make_evaluation_loader(program, self.evaluation_rows)
         self.zipped_rows = Rows(program, seed=ZIPPED_SEED)
-        self.zipped_loader = make_loader(_zipped(program), self.zipped_rows, batch_size=program.zipped or 1)
+        self.zipped_loader = make_loader(zipped_program(program), self.zipped_rows, batch_size=program.zipped or 1)
         self.evaluations: list[torch.Tensor] = []
         self.seen: list[list[int]] = []
         self.at_first_batch: torch.Tensor | None = None  # the state of the loader's own generator
@@ -143,7 +143,9 @@ class _Plain:
         if not self.program.zipped:
             return rounds
         # One after the other: a prepared loader draws its order with its first batch (docs/parity.md, "Limitations").
-        others = rounds_of(_zipped(self.program), layout, self.zipped_loader, iter(self.zipped_loader), epoch=epoch)
+        others = rounds_of(
+            zipped_program(self.program), layout, self.zipped_loader, iter(self.zipped_loader), epoch=epoch
+        )
         if len(rounds) > len(others):
             self._leave_pass()
         both = []
@@ -180,8 +182,9 @@ def zipped_losses(program: Program, model: nn.Module, batch: Batch) -> Iterator[
     yield prediction_of(model(batch.x, batch.token)).square().mean() * 0.1, None
 
 
-def _zipped(program: Program) -> Program:
-    return replace(program, order="sequential", data="map", drop_last=False, already_sharded=False)
+def zipped_program(program: Program) -> Program:
+    plain: dict[str, Any] = {"subclass": False, "beside": "no"}
+    return replace(program, order="sequential", data="map", drop_last=False, already_sharded=False, **plain)
 
 
 def rounds_of(program: Program, layout: Layout, loader: Any, pass_: Iterator[Any], *, epoch: int) -> list[Round]:
@@ -217,7 +220,8 @@ def rounds_of(program: Program, layout: Layout, loader: Any, pass_: Iterator[Any
         ]
         return [list(round_) for round_ in zip(*by_rank)]
     dispatches = program.data == "iterable" if program.dispatches is None else program.dispatches
-    size = None if program.order == "batch_sampler" else loader.batch_size
+    sizes = {"batch_sampler": None, "buckets": program.batch_size}  # such a loader has no batch size
+    size = sizes.get(program.order, loader.batch_size)
     if dispatches:
         return reference.dispatched_batches(
             batches, world_size=world_size, even=even, split=split, drop_last=program.drop_last

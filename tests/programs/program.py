@@ -23,7 +23,7 @@ class Program:
     batch_size: int = 4
     drop_last: bool = False
     data: str = "map"  # map | iterable
-    order: str = "sequential"  # sequential | shuffle | generator | sampler | batch_sampler
+    order: str = "sequential"  # sequential | shuffle | generator | sampler | batch_sampler | buckets
     collate: str = "tuple"  # tuple | dict | padded
     num_workers: int = 0
     even_batches: bool = True
@@ -32,10 +32,13 @@ class Program:
     seedable: bool = False  # DataLoaderConfiguration(use_seedable_sampler=)
     zipped: int = 0  # the batch size of a second loader that is read in the same loop
     already_sharded: bool = False  # the sampler is a DistributedSampler
+    subclass: bool = False  # the loader is of a class with its own __iter__, which changes the batches
+    beside: str = "no"  # no | constant | rows: a column that has not one row for each sample
     # ---- model
     model: str = "mlp"  # mlp | tied | frozen | sparse | shared | branches | scalar
     output: str = "tensor"  # tensor | tuple | dict | model_output | dataclass | namedtuple
     unfreezes: int | None = None  # the epoch before which the frozen layer is unfrozen
+    frozen_group: bool = False  # the frozen layer has a parameter group of its own
     # ---- loss
     loss: str = "mean"  # mean | items | two | inside; of a Trainer also own | func | model_items
     # ---- optimizer
@@ -121,7 +124,7 @@ def draw_case(seed: int) -> Case:
         if "other" in layouts and program.saves is None:
             program = replace(program, says_global=True)  # else another number of processes is another batch
         return Case(program=program, **layouts)
-    program = _draw_program(draw, seed)
+    program = _with_kinds(random.Random(f"kinds of {seed}"), _draw_program(draw, seed))
     layouts = _draw_layouts(draw, program, level=2)
     if layouts["layout"].parity == "off":
         program = _with_windows(draw, program)
@@ -139,6 +142,18 @@ def _with_windows(draw: random.Random, program: Program) -> Program:
     if kind > 0.75 and program.data == "map" and program.loss != "items" and program.even_batches:
         return replace(program, no_sync=True, accumulates=False, clears_first=False)
     return program
+
+
+def _with_kinds(draw: random.Random, program: Program) -> Program:
+    """Return the program with other kinds of batches, loaders and groups; drawn apart, so that the rest of it stays."""
+    changes: dict[str, Any] = {}
+    if program.order == "batch_sampler" or (program.data == "map" and draw.random() < 0.12):
+        changes["order"] = draw.choice(["batch_sampler", "buckets", "buckets"])
+    changes["subclass"] = draw.random() < 0.12
+    changes["beside"] = draw.choice(["constant", "rows"]) if draw.random() < 0.12 else "no"
+    if program.model == "frozen" or draw.random() < 0.05:
+        changes |= {"model": "frozen", "frozen_group": program.optimizer != "lbfgs" and draw.random() < 0.6}
+    return _possible(replace(program, **changes))
 
 
 def _draw_native(draw: random.Random, seed: int) -> Program:
@@ -301,6 +316,10 @@ def _possible(program: Program) -> Program:
         changes["collate"] = "dict"  # a mean over positions that only some batches have is another loss
     if program.order == "batch_sampler":
         changes |= {"drop_last": False, "split_batches": False}
+    if program.order == "buckets":
+        changes |= {"drop_last": False}
+    if program.collate == "padded":
+        changes["beside"] = "no"
     if program.already_sharded:
         changes |= {"order": "sampler", "data": "map", "split_batches": False, "dispatches": None, "zipped": 0}
     if program.order == "generator" and program.breaks is not None and program.epochs > 1:
