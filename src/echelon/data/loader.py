@@ -261,6 +261,10 @@ class PreparedLoader(DataLoader[Any]):
             return size if self._num_samples is None else self._num_samples
         return size // self._world.world_size if self.split_batches else size
 
+    def _counts_samples(self) -> bool:
+        """Return whether batches with fewer samples than the batch size are found by counting: a single process reads them."""
+        return self._world.world_size == 1 and self.source.batch_size is not None and not self.is_exact
+
     def _count_samples(self, batch: Any) -> int | None:
         """Return the number of samples in a last ``batch`` or in one of any size; None if unknown."""
         batches = batches_of(self.original)
@@ -547,8 +551,7 @@ class PreparedLoader(DataLoader[Any]):
             first_pass, source.first_pass = source.first_pass, None
             draws = position.draws if position.draws is not None and position.draws.is_of_a_batch else None
             position.is_open = True
-            is_counted = self._world.world_size == 1 and source.batch_size is not None and not self.is_exact
-            varies = is_counted and type(batches_of(self.original)) is not BatchSampler
+            varies = self._counts_samples() and type(batches_of(self.original)) is not BatchSampler
             num_before = active.metrics.num_collectives() if self._world.world_size > 1 else None
             while step is not END:
                 batch, facts = step
@@ -572,12 +575,9 @@ class PreparedLoader(DataLoader[Any]):
                     recorder = _count_samples(recorder, batch, facts)
                 if draws is not None and draws.is_compared:
                     draws.end_batch()
-                if varies or (is_counted and step is END):
-                    self._num_samples = self._count_samples(batch)
+                self._num_samples = self._count_samples(batch) if varies else None
                 if step is END:
-                    self.end_of_dataloader = True
-                    facts = source.at_end() or facts
-                    self.ends_early = source.ended_early
+                    facts = self._end(batch, facts)
                 if is_plain:
                     if facts is not self.last_step:
                         self.last_step = facts
@@ -597,6 +597,15 @@ class PreparedLoader(DataLoader[Any]):
             loaders.remove(self)
             if active.driver is not None:
                 active.driver.end_pass(self, is_over=is_over)
+
+    def _end(self, batch: Any, facts: LastStep | Contribution | None) -> LastStep | Contribution | None:
+        """Record that ``batch`` is the last one, and return all ranks' batch sizes in its step."""
+        self.end_of_dataloader = True
+        if self._counts_samples():
+            self._num_samples = self._count_samples(batch)
+        facts = self.source.at_end() or facts
+        self.ends_early = self.source.ended_early
+        return facts
 
     def _originals(self) -> Iterator[PassPosition]:
         """Yield the positions of the loaders of which this is a copy, except loaders that are being iterated over themselves."""
