@@ -133,6 +133,13 @@ class GradientState:
         else:
             self.has_loss = True
 
+    def drop_update(self) -> None:
+        """Forget the micro-steps so far; the next one starts a new update."""
+        self.sync_gradients = True
+        self.micro_step = 0
+        self.has_loss = False
+        self.closures_waiting = None
+
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
 

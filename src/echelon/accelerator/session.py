@@ -168,8 +168,6 @@ class Session:
 
     def restore_progress(self, counters: dict[str, Any] | None) -> None:
         """Continue from a checkpoint's ``counters``; None if the checkpoint has none."""
-        self.update.restore()
-        self.epochs.update_begin = None
         if counters is not None:
             self.counters.load_json(counters)
             self._steps_before = self.counters.step - self.objects.num_steps()
@@ -194,17 +192,17 @@ class Session:
             self.routing.report(self.world)
         self.guard.compare_models("at end_training()", is_last=True)
         self.guard.drift.stop()
+        self.update.drop_update()
 
     def forget_objects(self) -> None:
         """Release all prepared objects, but keep the count of optimizer steps."""
+        self.update.drop_update()
+        self.gradient_state.reading.forget_loops()
         self._steps_before += self.objects.num_steps()
         recorder = recorder_of_process()
         if recorder is not None:
             recorder.resume(self._steps_before)
         self.objects.clear()
-        if self.live_check is not None:
-            self.live_check.forget()
         self.guard.release()
         self.stages = None
         self.engine.release()
-        self.update.step = 0

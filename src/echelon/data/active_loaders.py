@@ -163,10 +163,21 @@ class ActiveLoaders(Generic[Loader]):
 
     def make_innermost(self, loader: Loader) -> None:
         """Make ``loader``, which is about to yield a batch, the innermost one."""
-        loaders = self.loaders
-        if loaders[-1] is not loader:  # several iterators are open at once
-            loaders.remove(loader)
-            loaders.append(loader)
+        if not self.loaders or self.loaders[-1] is not loader:  # several iterators are open at once
+            self.remove(loader)
+            self.loaders.append(loader)
+
+    def remove(self, loader: Loader) -> None:
+        """Note that a loop over ``loader`` has ended."""
+        if loader in self.loaders:  # not after ``forget_loops``
+            self.loaders.remove(loader)
+
+    def forget_loops(self) -> None:
+        """Forget loops that have been left, but whose iterators still exist (a traceback refers to them)."""
+        for loader in reversed(self.loaders):
+            self.remove(loader)
+            if self.driver is not None:
+                self.driver.end_pass(loader, is_over=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"owner": self.owner}  # a copy has no active loaders and no driver

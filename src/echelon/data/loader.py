@@ -558,7 +558,7 @@ class PreparedLoader(DataLoader[Any]):
                 position.num_given += 1
                 if first_pass is not None and not first_pass.add(batch):
                     first_pass = None
-                if loaders[-1] is not self:
+                if not loaders or loaders[-1] is not self:
                     active.make_innermost(self)
                 if tracker is not None:
                     tracker.begin_batch(self, batch)
@@ -594,7 +594,7 @@ class PreparedLoader(DataLoader[Any]):
             active.metrics.end_pass(self._length, num_before, dataset=self.original.dataset)
             is_over = True
         finally:  # also after a break or an error in the loop
-            loaders.remove(self)
+            active.remove(self)
             if active.driver is not None:
                 active.driver.end_pass(self, is_over=is_over)
 

@@ -158,6 +158,10 @@ class Engine(ABC):
         """Clear the optimizer's gradients."""
 
     @abstractmethod
+    def drop_update(self) -> None:
+        """Forget the update in progress: unreduced gradients, and which gradients were unscaled. Those of optimizers are cleared."""
+
+    @abstractmethod
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         """Divide the optimizer's gradients by the loss scale, once per step.
 

@@ -166,16 +166,23 @@ class DDPEngine(Engine):
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         clear_gradients(optimizer, set_to_none=set_to_none)
+        self._stepper.note_cleared(optimizer)
         if any(replica.is_dirty() for replica in self._replicas.values()):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for replica in self._replicas.values():
                 if all(id(p) in cleared for p in replica.parameters):
                     replica.mark_reduced()
 
+    def drop_update(self) -> None:
+        self._stepper.forget()
+        for replica in self._replicas.values():
+            replica.update_reduced()
+            replica.mark_reduced()
+
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         if not unsynced:
             self._guard_optimizer(optimizer)
-        self._stepper.unscale(optimizer)
+        self._stepper.unscale(optimizer, is_local=unsynced)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False

@@ -76,6 +76,9 @@ class DelegatingEngine(Engine):
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         self.inner.zero_grad(optimizer, set_to_none=set_to_none)
 
+    def drop_update(self) -> None:
+        self.inner.drop_update()
+
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         self.inner.unscale(optimizer, unsynced=unsynced)
 

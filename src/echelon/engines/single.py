@@ -86,6 +86,10 @@ class SingleEngine(Engine):
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         clear_gradients(optimizer, set_to_none=set_to_none)
+        self._stepper.note_cleared(optimizer)
+
+    def drop_update(self) -> None:
+        self._stepper.forget()
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         self._stepper.unscale(optimizer)

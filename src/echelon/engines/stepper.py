@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer, lr_scheduler, optimizer as torch_optimizer
 
 from echelon.base.errors import UsageError
+from echelon.engines.shards import local_tensors
 
 __all__ = [
     "Stepper",
@@ -27,53 +28,113 @@ __all__ = [
 
 
 class Stepper:
-    """Performs optimizer steps with an optional ``torch.amp.GradScaler``, and reports skipped steps."""
+    """Performs optimizer steps with an optional ``torch.amp.GradScaler``, and reports skipped steps.
+
+    The scaler divides gradients by the loss scale before they are clipped or used. What is still there when the next backward
+    pass begins (the step was skipped, or the clipping was in the middle of an accumulation window) is multiplied by it again,
+    because that pass adds scaled gradients to it. The usual loss scales are powers of two, so this does not round.
+    """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler
-        self._unscaled: set[int] = set()
-        self._stepped: set[int] = set()
+        # Whose gradients were divided by the loss scale since the last backward pass, and whether they are those of all ranks.
+        self._divided: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last update of the loss scale
+        self._is_discarded = False  # whether divided gradients were cleared without a step
         self.found_inf_groups: list[dist.ProcessGroup] = []
         """Groups whose ranks step different parameters, or parts of them, and skip steps together, such as the stages of a pipeline."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.scaler,)  # a copy has no optimizers
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> bool:
         """Step ``optimizer``; return False if the scaler skipped the step because gradients were infinite."""
         if self.scaler is None:
             optimizer.step(closure) if closure is not None else take_step(optimizer)
             return True
-        if id(optimizer) in self._stepped:
+        if optimizer in self._stepped:
             self.update_loss_scale()
         if self.found_inf_groups:
             self.unscale(optimizer)
         # GradScaler rejects a closure with a clear message.
         self.scaler.step(optimizer, closure) if closure is not None else self.scaler.step(optimizer)
-        self._stepped.add(id(optimizer))
+        self._divided[optimizer] = True
+        self._stepped.add(optimizer)
         # A step hook cannot detect a skipped step, because a fused optimizer is always called and skips inside its kernel.
         # The scaler itself reads these numbers on the host, so this adds no synchronization (torch 2.7 to 2.13).
         found = self.scaler._found_inf_per_device(optimizer)
         return not any(value.item() for value in found.values())
 
     def update_loss_scale(self) -> None:
-        """Update the scale once, after all optimizers have stepped.
+        """Update the scale once, after all optimizers have stepped, and multiply all gradients that were divided by it again.
 
         ``step`` cannot do this, because the next optimizer's gradients still have the current scale.
         Source: torch.amp.GradScaler.update ("once, after all optimizers used this iteration have been stepped").
         """
-        if self.scaler is not None and self._stepped:
-            self.scaler.update()
-            self._stepped.clear()
-            self._unscaled.clear()
+        divided = list(self._divided)
+        self.forget()
+        for optimizer in divided:
+            self._multiply(optimizer)
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients once per step, because a second call of ``GradScaler.unscale_`` would raise an error."""
-        if self.scaler is not None and id(optimizer) not in self._unscaled:
-            if id(optimizer) in self._stepped:
-                self.update_loss_scale()
+    @torch.no_grad()
+    def _multiply(self, optimizer: Optimizer) -> None:
+        assert self.scaler is not None
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gradient in (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            local = local_tensors([gradient])[0]
+            by_device.setdefault(local.device, []).append(local)
+        for device, gradients in by_device.items():
+            # A tensor, because reading the scale would wait for the device.
+            scale = self.scaler.scale(torch.ones((), device=device))
+            for gradient in gradients:
+                gradient.mul_(scale)
+
+    def forget(self) -> None:
+        """Forget which gradients were divided by the loss scale, and which optimizers stepped; update the scale if any did.
+
+        If the loop itself skipped a step because of infinite gradients, the scale is lowered as if the scaler had skipped it.
+        """
+        if self.scaler is None or not (self._divided or self._stepped):
+            return
+        if self._stepped or (self._is_discarded and self._has_found_inf()):
+            self.scaler.update()
+        else:
+            self.scaler.update(self.scaler.get_scale())  # keeps the scale, and makes the scaler begin anew
+        self._divided.clear()
+        self._stepped.clear()
+        self._is_discarded = False
+
+    def _has_found_inf(self) -> bool:
+        assert self.scaler is not None
+        found = [self.scaler._found_inf_per_device(optimizer) for optimizer in self._divided]
+        return any(value.item() for by_device in found for value in by_device.values())
+
+    def unscale(self, optimizer: Optimizer, *, is_local: bool = False) -> None:
+        """Unscale the gradients once after each backward pass, because a second call of ``GradScaler.unscale_`` raises an error.
+
+        Args:
+            optimizer: the optimizer that holds the parameters.
+            is_local: whether these gradients are still those of this rank alone.
+        """
+        if self.scaler is None:
+            return
+        if optimizer in self._stepped:
+            self.update_loss_scale()
+        if optimizer not in self._divided:
             self.scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
+            self._divided[optimizer] = not is_local
             for group in self.found_inf_groups:
                 for found in self.scaler._found_inf_per_device(optimizer).values():
                     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+
+    def note_cleared(self, optimizer: Optimizer) -> None:
+        """Note that the gradients of ``optimizer`` were cleared."""
+        if optimizer in self._stepped:
+            self._divided.pop(optimizer, None)  # there is nothing to multiply
+        elif self._divided.get(
+            optimizer
+        ):  # else only this rank may have found infinite gradients, and its scale would differ
+            self._is_discarded = True
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the scaled loss to backpropagate."""

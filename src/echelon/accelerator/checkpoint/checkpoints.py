@@ -286,7 +286,6 @@ class Checkpoints:
     def _load(self, input_dir: Any, load_kwargs: dict[str, Any] | None, options: dict[str, Any]) -> Path:
         """Load a checkpoint, and return its folder."""
         session, objects = self._session, self._session.objects
-        session.engine.update_loss_scale()
         self.store.wait()
         map_location = options.pop("map_location", None)
         allowed = Allowed(options.pop("allow_missing", ()))
@@ -295,6 +294,7 @@ class Checkpoints:
         data = replace(self.data_policy, allows_changes=allows or self.data_policy.allows_changes)
         input_dir = _one_folder(input_dir, session.world, "load_state")
         folder, checkpoint = self._source(input_dir)
+        session.update.drop_update()
         if checkpoint is not None:
             with raise_on_all_ranks("load_state"):
                 strict = options.pop("strict", True)

@@ -32,6 +32,7 @@ from echelon.accelerator.update.step_timing import time_forward
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.base.sharded import is_dtensor
+from echelon.base.warnings import warn
 from echelon.config.origin import Setting
 from echelon.data.active_loaders import LoaderOptions
 from echelon.data.loader import PreparedLoader
@@ -100,6 +101,13 @@ def _prepare_unprepared(
             f"prepare() got a {type(models[0][0]).__name__}, but with pp_size={session.layout.pp_size} each rank computes only some of "
             "a model's layers",
             do="call pipeline = accelerator.prepare_pipeline(model), and pass only the optimizer, loaders and schedulers to prepare()",
+        )
+    if models and session.update.window.is_open and not session.gradient_state.in_dataloader:
+        session.update.drop_update()
+        warn(
+            f"prepare() got a new model ({type(models[0][0]).__name__}) while gradients were being accumulated, outside of all "
+            "loops over prepared loaders: a new training begins, and the gradients of the incomplete update are dropped. To "
+            "complete it, leave the loop when accelerator.sync_gradients is true"
         )
     for model, place in models:
         if session.world.world_size > 1 and is_on_several_devices(model):

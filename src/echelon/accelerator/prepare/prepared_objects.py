@@ -78,10 +78,10 @@ class PreparedObjects:
         held = {id(parameter) for model in self.models for parameter in model.parameters()}
         return [p for o in self.optimizers for g in o.param_groups for p in g["params"] if id(p) not in held]
 
-    def drop_gradients(self) -> None:
-        """Clear all gradients after an abandoned update."""
+    def drop_update(self) -> None:
+        """Clear all gradients of an update that is not completed."""
         for optimizer in self.optimizers:
-            optimizer.drop_gradients()
+            optimizer.drop_update()
         for model in self.models:
             model.zero_grad(set_to_none=True)
 

@@ -176,6 +176,12 @@ class BitwiseUpdate(ExactUpdate):
         refuse_optimizers(optimizers, is_sharded=self.engine.capabilities.shards_parameters)
         super().check_prepared(models, optimizers)
 
+    def drop_update(self) -> None:
+        """See ``UpdatePolicy``."""
+        super().drop_update()
+        self.shards.discard()
+        self._by_shard, self._contribution = {}, None
+
     def finished_models(self) -> Sequence[nn.Module]:
         """See ``ExactUpdate``; the sums cover all parameters."""
         return self.objects.models

@@ -152,10 +152,12 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
     def _open_micro_step(self, contribution: Contribution) -> None:
         if contribution.micro_step > 0 and not self._is_mid_update:
             raise UsageError(
-                "a loop tried to resume an update that was dropped because another pass over its loader had started",
+                "a loop tried to resume an update that was dropped, because another pass over its loader had started, a "
+                "checkpoint was loaded, or the objects were released",
                 where="parity='exact'",
-                do="iterate over a loader in one loop at a time, or use one micro-step per update: remove "
-                "gradient_accumulation_steps and max_micro_batch_size, and start more processes",
+                do="iterate over a loader in one loop at a time, and leave the loop before load_state() and free_memory(); or "
+                "use one micro-step per update: remove gradient_accumulation_steps and max_micro_batch_size, and start "
+                "more processes",
             )
         if self._batch_norms:
             self._check_batch_norms(contribution)
@@ -243,7 +245,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         """Drop the gradients of an update whose loop ended early; its samples are read again."""
         self._is_mid_update = False
         self._kept.clear()
-        self.objects.drop_gradients()
+        self.objects.drop_update()
 
     def _check_batch_norms(self, contribution: Contribution) -> None:
         training = [norm for norm in self._batch_norms if norm.training]
@@ -359,10 +361,13 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         self._count_tokens()
         return self._random_states if self._is_mid_update else None
 
-    def restore(self) -> None:
+    def drop_update(self) -> None:
         """See ``UpdatePolicy``."""
-        self._drop_partial_update()
-        self.window.total = 0.0
+        super().drop_update()
+        self._is_mid_update = self._is_counted = self._has_several_micro_steps = False
+        self._micro_step_items = self._random_states = None
+        self.window.total = 0.0  # counted as tokens otherwise
+        self._kept.clear()
 
     # ---- losses ------------------------------------------------------------------------------------------------------
 

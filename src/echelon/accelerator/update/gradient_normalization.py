@@ -77,6 +77,11 @@ class AccumulationWindow:
         self._items = None
         return self._count
 
+    def drop(self) -> None:
+        """Forget the micro-steps so far; the next one starts a new window."""
+        self._reset()
+        self.is_open = False
+
     @property
     def num_micro_steps(self) -> int:
         """Number of micro-steps started."""

@@ -194,10 +194,11 @@ class AcceleratedOptimizer(Optimizer):
                 do="use mixed_precision='bf16', or call backward() and step() without a closure",
             )
 
-    def drop_gradients(self) -> None:
-        """Drop the gradients after an abandoned update."""
+    def drop_update(self) -> None:
+        """Drop the gradients of an update that is not completed, and what has been done with them."""
         self.engine.zero_grad(self.optimizer)
         self._closures.forget()
+        self.is_clipped = self._is_used = self._is_postponed = False
 
     def _step_by_engine(self, closure: Any) -> bool:
         guard = self.guard

@@ -294,8 +294,19 @@ class UpdatePolicy(ABC):
         """Update the progress; return the RNG states to resume with (None: the current ones)."""
         return None
 
-    def restore(self) -> None:  # noqa: B027 - nothing in plain mode
-        """Reset the current update's state after progress was loaded."""
+    def drop_update(self) -> None:
+        """Drop the update that is pending, with its gradients; the next micro-step starts a new one.
+
+        Whatever waits for the end of an update is reset here and nowhere else: call this where a training ends, returns to a
+        checkpoint or releases its objects. Otherwise the next update would contain micro-steps of an earlier one.
+        """
+        self.step = 0
+        self._num_in_short_window = 0
+        self.window.drop()
+        self.state.drop_update()
+        self.epochs.update_begin = None
+        self.objects.drop_update()
+        self.engine.drop_update()
 
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint must store in addition to progress."""

@@ -338,6 +338,11 @@ class DeepSpeedEngine(Engine):
         if self._run is not None:
             self._run.discard_gradients()
 
+    def drop_update(self) -> None:
+        if self._run is not None:
+            self._run.discard_gradients()
+            self._run.stepper.forget()
+
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         """Unscale the gradients with stage 0. With stages 1 to 3 they are not accessible; clipping and stepping unscale them."""
         if self._run is not None and not unsynced:

@@ -238,6 +238,7 @@ class DeepSpeedModel:
             return
         self._is_pending = self._is_finished = self.is_local = False
         self._max_norm, self.factor = None, 1.0
+        self.stepper.note_cleared(self.optimizer)
         self.engine.zero_grad()
         if self._stage == 0:
             return

@@ -426,11 +426,20 @@ class FSDP2Engine(Engine):
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         optimizer.zero_grad(set_to_none=set_to_none)
         clear_unreduced_gradients(self._roots.values(), parameter_ids(optimizer))
+        self._stepper.note_cleared(optimizer)
+
+    def drop_update(self) -> None:
+        """See ``Engine.drop_update``. Parameters that a forward pass has left unsharded are freed, because loading changes the shards."""
+        self._stepper.forget()
+        roots = self._roots.values()
+        clear_unreduced_gradients(roots, {id(part.sharded_param) for part in fsdp_params(roots)})
+        for root in roots:
+            reshard(root)
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         if not unsynced:
             self._guard()
-        self._stepper.unscale(optimizer)
+        self._stepper.unscale(optimizer, is_local=unsynced)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False

@@ -205,6 +205,10 @@ class LiveCheck(PassTracker[PreparedLoader]):
         if not any(name.startswith(prefix) for name in observed.forward.buffers) or not observed.forward.is_complete:
             observed.forward.add(prefix, model, self._engine, self._world.device)
 
+    def note_drop_update(self) -> None:
+        """See ``EngineObserver``."""
+        self.forget()
+
     def forget(self) -> None:
         """Drop what was observed."""
         self._pending = self._current = None

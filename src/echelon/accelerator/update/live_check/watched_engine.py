@@ -51,6 +51,9 @@ class EngineObserver(Protocol):
     def note_clip_grad_value(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note ``Engine.clip_grad_value``, which has run."""
 
+    def note_drop_update(self) -> None:
+        """Note ``Engine.drop_update``, which has run."""
+
     def note_finish_gradients(self, model: nn.Module, factor: float) -> None:
         """Note ``Engine.finish_gradients``, which has run."""
 
@@ -114,6 +117,11 @@ class WatchedEngine(DelegatingEngine):
         """See ``Engine.zero_grad``."""
         self.inner.zero_grad(optimizer, set_to_none=set_to_none)
         self.observer.note_zero_grad(optimizer)
+
+    def drop_update(self) -> None:
+        """See ``Engine.drop_update``."""
+        self.inner.drop_update()
+        self.observer.note_drop_update()
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         """See ``Engine.unscale``."""
