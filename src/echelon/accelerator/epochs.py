@@ -12,6 +12,7 @@ from echelon.accelerator.checkpoint.rng_states import RandomStates, restore_rand
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.preemption import PreemptionHandler
 from echelon.accelerator.prepare.prepared_objects import PreparedObjects
+from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
 from echelon.data.active_loaders import PassFacts, PassTracker
@@ -114,6 +115,22 @@ class Epochs(PassTracker[PreparedLoader]):
         is_inner = len(state.reading.loaders) > 1  # the iteration of an outer loop is not finished
         is_whole = is_new_step and facts is not None and facts.trains and not loader.end_of_dataloader and not is_inner
         self._preemption.stop_if_requested(is_new_step=is_new_step, is_whole=is_whole)
+
+    def end_pass(self, loader: PreparedLoader) -> None:
+        """See ``PassTracker``."""
+        state, fetched = self._state, loader.fetched
+        if self._is_exact or state.sync_gradients or not fetched.reuses or fetched.waits:
+            return
+        if state.plugin.sync_with_dataloader:
+            num_steps = state.num_steps
+            raise UsageError(
+                f"the last update of this pass has only {state.micro_step} of {num_steps} micro-steps; several accumulate() blocks train "
+                "one batch, so it was unknown which of them was the last one",
+                where=f"gradient_accumulation_steps={num_steps}",
+                do="make the number of accumulate() blocks in a pass a multiple of gradient_accumulation_steps (drop_last=True, and "
+                "batches that are split into equal parts), or use GradientAccumulationPlugin(sync_with_dataloader=False) to "
+                "continue the update in the next pass",
+            )
 
     def unfinished_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
         """See ``PassTracker``."""

@@ -123,6 +123,14 @@ class PassTracker(ABC, Generic[Loader]):
         """Called after the loop body has processed the current batch."""
 
     @abstractmethod
+    def end_pass(self, loader: Loader) -> None:
+        """Called when a loop has come to the end of a pass.
+
+        Raises:
+            UsageError: the pass ends in the middle of an update that cannot be completed.
+        """
+
+    @abstractmethod
     def unfinished_update(self, loader: Loader) -> dict[str, Any] | None:
         """Return the ``record`` of the position where the unfinished update started, or None if no update is unfinished."""
 
@@ -147,12 +155,14 @@ class PassFacts:
 class ActiveLoaders(Generic[Loader]):
     """The prepared loaders that are currently being iterated over, with the innermost last."""
 
-    __slots__ = ("driver", "joined", "loaders", "metrics", "owner", "tracker")
+    __slots__ = ("driver", "joined", "last_trained", "loaders", "metrics", "owner", "tracker")
 
     def __init__(self, owner: Any = None) -> None:
         self.owner = owner
         """The ``GradientState`` that owns this object, or None if no Accelerator is used."""
         self.loaders: list[Loader] = []
+        self.last_trained: Loader | None = None
+        """The loader that has yielded the latest batch of a training pass; its last batches may be trained after the pass."""
         self.metrics = UngatheredMetricsCheck(
             "use accelerator.reduce(total) after the loop, or gather_for_metrics(...) inside it"
         )
@@ -178,12 +188,18 @@ class ActiveLoaders(Generic[Loader]):
             self.remove(loader)
             if self.driver is not None:
                 self.driver.end_pass(loader, is_over=False)
+        self.last_trained = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"owner": self.owner}  # a copy has no active loaders and no driver
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["owner"])  # type: ignore[misc]
+
+    @property
+    def trained(self) -> Loader | None:
+        """The innermost loader or, outside of all loops, the one whose last batches a loop may have fetched to train them now."""
+        return self.loaders[-1] if self.loaders else self.last_trained
 
     @property
     def innermost(self) -> Loader | None:

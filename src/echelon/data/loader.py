@@ -18,6 +18,7 @@ from echelon.data.batch import agreed_num_samples
 from echelon.data.data_facts import DataFacts, facts_of_data
 from echelon.data.exact.exact_batches import PassPlan
 from echelon.data.exact.global_batch_slices import Contribution, LastStep
+from echelon.data.fetched_batches import FetchedBatches
 from echelon.data.pass_position import END, PassPosition
 from echelon.data.rng.host_rng import synchronize_rng_states
 from echelon.data.sharding.batch_source import BatchSource, batches_of
@@ -81,6 +82,8 @@ class PreparedLoader(DataLoader[Any]):
         """The current batch's contribution to its update (exact modes)."""
         self.plan: PassPlan | None = None
         """The plan for the latest pass (exact modes)."""
+        self.fetched = FetchedBatches()
+        """The batches that were fetched in training passes, if an update may have several micro-steps."""
         self._position = position
         self._even = options.even_batches
         self._options = options
@@ -528,20 +531,15 @@ class PreparedLoader(DataLoader[Any]):
         if resumed_from is not None and not resumed_from["is_within"]:
             position.facts = PassFacts.from_record(resumed_from)
             return  # the resumed pass was already complete
-        if self._data_facts is None:  # before set_epoch, as when a checkpoint is loaded
-            self.data_facts()
-        if not self._world.is_alone:
-            synchronize_rng_states([kind for kind in self._options.rng_types if kind != "generator"])
-        self._set_epoch_of_samplers()
-        self.end_of_dataloader = self.ends_early = False
-        self.last_step = self._num_samples = None
+        self._prepare_pass()
         loaders, tracker, is_over = active.loaders, active.tracker, False
         loaders.append(self)
         try:
-            device, non_blocking = self.device, self._options.non_blocking
+            non_blocking = self._options.non_blocking
             is_saved = self.is_stateful
             is_plain = not self.is_exact and not is_saved
             position.facts = None if tracker is None else tracker.begin_pass(self)
+            is_tracked = self._begin_fetching()
             # Reads one batch ahead, so that the last one is known as such while it is in use.
             notes, recorder = notes_of_process(), recorder_of_process()
             if notes is not None:
@@ -583,7 +581,8 @@ class PreparedLoader(DataLoader[Any]):
                         self.last_step = facts
                 else:
                     self._update_step(facts, inner_state)
-                yield batch if device is None else to_device(batch, device, non_blocking=non_blocking)
+                # Not a variable, which would keep the batch on the device after the loop body has released it.
+                yield self._give(batch, is_tracked=is_tracked, non_blocking=non_blocking)
                 if tracker is not None:
                     tracker.end_batch(self)
                 if self.contribution is not None:
@@ -591,6 +590,8 @@ class PreparedLoader(DataLoader[Any]):
             if first_pass is not None:
                 first_pass.end()
             self._complete_pass()
+            if tracker is not None:
+                tracker.end_pass(self)
             active.metrics.end_pass(self._length, num_before, dataset=self.original.dataset)
             is_over = True
         finally:  # also after a break or an error in the loop
@@ -606,6 +607,35 @@ class PreparedLoader(DataLoader[Any]):
         facts = self.source.at_end() or facts
         self.ends_early = self.source.ended_early
         return facts
+
+    def _prepare_pass(self) -> None:
+        """Prepare the order of the pass that starts. Collective if RNG states are synchronized."""
+        if self._data_facts is None:  # before set_epoch, as when a checkpoint is loaded
+            self.data_facts()
+        if not self._world.is_alone:
+            synchronize_rng_states([kind for kind in self._options.rng_types if kind != "generator"])
+        self._set_epoch_of_samplers()
+        self.end_of_dataloader = self.ends_early = False
+        self.last_step = self._num_samples = None
+
+    def _begin_fetching(self) -> bool:
+        """Return whether the batches of the pass that starts are recorded in ``fetched``."""
+        facts, owner = self._position.facts, self.active.owner
+        if facts is None or not facts.trains or owner is None or not (self.is_exact or owner.num_steps > 1):
+            return False
+        last = self.fetched.last_fetched
+        self.fetched.begin_pass(is_continued=last is not None and last.is_last)
+        return True
+
+    def _give(self, batch: Any, *, is_tracked: bool, non_blocking: bool) -> Any:
+        """Return the batch on its device, and record that it was fetched."""
+        given = batch if self.device is None else to_device(batch, self.device, non_blocking=non_blocking)
+        if is_tracked:
+            self.active.last_trained = self
+            self.fetched.add(
+                given, is_last=self.end_of_dataloader, ends_early=self.ends_early, contribution=self.contribution
+            )
+        return given
 
     def _originals(self) -> Iterator[PassPosition]:
         """Yield the positions of the loaders of which this is a copy, except loaders that are being iterated over themselves."""

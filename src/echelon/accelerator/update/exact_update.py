@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         self._has_had_loss = False  # in any update
         self._micro_step_items: float | None = None  # items of this micro-step
         self._is_reevaluating = False  # a closure is being re-evaluated at other parameters
+        self._misses_losses = False  # whether an earlier micro-step of this update has had no loss
         self._num_postponed = 0  # when this micro-step had its first loss
         # Numbers of postponed and taken steps of each optimizer at the start of this update.
         self._step_counts_before: list[tuple[int, int]] = []
@@ -174,6 +176,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             self._has_several_micro_steps, self._parameter_versions = contribution.num_micro_steps > 1, []
             self._step_counts_before = self._step_counts() if self._has_several_micro_steps else []
             self._kept.clear()
+        self._misses_losses = contribution.micro_step > 0 and (self._misses_losses or not self._is_counted)
         self._is_mid_update = not contribution.ends_update
         self._is_counted, self._micro_step_items = False, None
         self.state.has_loss = False
@@ -316,11 +319,14 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         if contribution is not None:
             num_items, is_counted = (0.0 if contribution.is_padding else num_items), num_items is not None
             items = contribution.num_items if num_items is None else num_items
+            self._require_newest_batch(contribution)
             postponed = sum(optimizer.num_postponed for optimizer in objects.optimizers)
             self.note_loss(loss, items, num_postponed=postponed, num_taken=objects.num_steps())
             self._split_check.check(loss, objects.models, contribution, is_counted=is_counted)
             if not is_counted:
                 scale = self.weigh(contribution)
+        else:
+            self._require_newest_batch(None)
         if scale is None:
             inside = self.accumulating is not None or contribution is not None
             if num_items is None:
@@ -335,6 +341,35 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         self.after_backward()
         if factor != 1.0:
             self._finish_gradients(factor)
+
+    def _require_newest_batch(self, contribution: Contribution | None) -> None:
+        """Raise if the loop has fetched other batches before it trains this one, and their weights cannot be assigned to them.
+
+        Args:
+            contribution: that of the newest batch. None: outside of a loader's loop, whose last batches may be trained there.
+        """
+        lead = self._update_loaders.lead
+        loader = self.state.reading.trained if lead is None else lead
+        if loader is None:
+            return
+        if contribution is not None and self._is_counted:
+            # The copies of batches that were fetched ahead cannot be recognized, but each of them is followed by a step.
+            is_wrong = self._misses_losses and self._step_counts() != self._step_counts_before
+        else:
+            held = loader.fetched.take_held()
+            if contribution is not None and (not held or held[0] is contribution):
+                return
+            world_size = self.data_world.world_size
+            wanted = Fraction(1, world_size) if contribution is None else _part_of_update(contribution)
+            is_wrong = any(other.num_micro_steps > 1 or _part_of_update(other) != wanted for other in held)
+        if is_wrong:
+            raise UsageError(
+                "several batches were fetched before the first of them is trained, so losses cannot be assigned to the updates of "
+                "their batches",
+                where=f"backward(), parity={self.config.value.parity!r}",
+                do="fetch each batch right before it is trained; to divide by the number of items of a whole update, call "
+                "accelerator.backward(loss, num_items=n), which adds them up",
+            )
 
     def before_backward(self) -> None:
         """Check gradients before the current batch's backward pass."""
@@ -499,6 +534,11 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         """Return the factor for a mean loss over the samples in ``contribution``, computed without communication."""
         self._update_loaders.require_matching_shares(contribution)
         return contribution.num_items * self.data_world.world_size / len(contribution.update)
+
+
+def _part_of_update(contribution: Contribution) -> Fraction:
+    """Return which part of its update's samples this rank has."""
+    return Fraction(contribution.num_items, len(contribution.update))
 
 
 def describe_batch(batch_size: int, *, world_size: int, num_micro: int) -> str:

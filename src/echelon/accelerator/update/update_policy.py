@@ -25,6 +25,7 @@ from echelon.accelerator.update.step_timing import begin_backward
 from echelon.base.errors import UsageError
 from echelon.base.keywords import unexpected_keyword
 from echelon.base.progress import Progress
+from echelon.base.warnings import user_line, warn
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.data.active_loaders import PassDriver
@@ -93,6 +94,7 @@ class UpdatePolicy(ABC):
         self._notes = notes_of_process()
         # Micro-steps of an incomplete window that this rank ends alone because it has no more batches.
         self._num_in_short_window = 0
+        self._warned_of_micro_step_after_last = False
 
     def __getstate__(self) -> dict[str, Any]:
         # The session builds these; a live check sets ``backward`` on the object.
@@ -131,19 +133,65 @@ class UpdatePolicy(ABC):
     def count_micro_batch(self) -> bool:
         """Count a micro-batch; return whether its gradients are synchronized."""
         state = self.state
-        plugin, loaders = state.plugin, state.reading.loaders
+        plugin = state.plugin
         num_steps = plugin.num_steps or 1
         self.step += 1
         is_last = self.step % num_steps == 0
         self._num_in_short_window = 0
-        if loaders and loaders[-1].end_of_dataloader and plugin.sync_with_dataloader:
-            if not is_last and loaders[-1].ends_early:
-                self._num_in_short_window = self.step % num_steps
+        if plugin.sync_with_dataloader and self._ends_pass(is_whole=is_last):
             self.step = 0
             is_last = True
         state.sync_gradients = is_last
         state.micro_step, state.has_loss = self.window.begin_micro_step(), False
         return is_last or plugin.sync_each_batch
+
+    def _ends_pass(self, *, is_whole: bool) -> bool:
+        """Return whether the batch of this micro-step is the last one of its loader's pass, and therefore ends the window.
+
+        Args:
+            is_whole: whether the window ends in any case.
+
+        Raises:
+            UsageError: the last batch has ended a window already, and the loop trains more.
+        """
+        reading, num_steps = self.state.reading, self.state.num_steps
+        loader = reading.trained
+        if loader is None:
+            return False
+        batch = loader.fetched.take()
+        if batch is None:  # not a training pass, or only one micro-step
+            is_last, ends_early = loader.end_of_dataloader and reading.innermost is not None, loader.ends_early
+        elif batch.num_uses == 1:
+            # After batches that were split among micro-steps, this one is probably split, too.
+            is_last, ends_early = batch.is_last and (is_whole or not loader.fetched.reuses), batch.ends_early
+            batch.has_ended_window = is_last and not is_whole
+        elif batch.has_ended_window:
+            self._report_micro_step_after_last(is_being_read=reading.innermost is not None)
+            return False
+        else:
+            return batch.is_last and is_whole
+        if is_last and not is_whole and ends_early:
+            self._num_in_short_window = self.step % num_steps
+        return is_last
+
+    def _report_micro_step_after_last(self, *, is_being_read: bool) -> None:
+        if is_being_read:
+            raise UsageError(
+                "accumulate() was entered again after the last batch of a loader, which had ended an accumulation window that was not "
+                "complete: the batches are fetched ahead and replaced by copies, or split among several accumulate() blocks, so it is "
+                "unknown which micro-step is the last",
+                where=f"accumulate() at {user_line()}, gradient_accumulation_steps={self.state.num_steps}",
+                do="fetch each batch right before its accumulate() block, or keep the batches until they are trained; or make the "
+                "number of micro-steps in a pass a multiple of gradient_accumulation_steps and use "
+                "GradientAccumulationPlugin(sync_with_dataloader=False)",
+            )
+        if not self._warned_of_micro_step_after_last:
+            self._warned_of_micro_step_after_last = True
+            warn(
+                "accumulate() was entered again after the last batch of a loader, which had ended an accumulation window that was not "
+                "complete; its gradients go into the next update. If the batches are fetched ahead and replaced by copies, keep "
+                "the batches until they are trained, or fetch each one right before its accumulate() block"
+            )
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 

@@ -616,6 +616,10 @@ class LiveCheck(PassTracker[PreparedLoader]):
         """See ``PassTracker``."""
         self._tracker.end_batch(loader)
 
+    def end_pass(self, loader: PreparedLoader) -> None:
+        """See ``PassTracker``."""
+        self._tracker.end_pass(loader)
+
     def unfinished_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
         """See ``PassTracker``."""
         return self._tracker.unfinished_update(loader)

@@ -1,0 +1,217 @@
+"""Batches that a loop fetches before it trains them, or splits: the batch that is trained decides where a window ends.
+
+The references are plain loops in float64; sums in another order: 1e-12.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Accelerator, FullyShardedDataParallelPlugin
+from echelon.base.errors import UsageError
+from tests.harness import RanksFailed, run_on_ranks
+
+LAYOUTS = [(1, "single"), (2, "ddp"), (2, "zero1"), (2, "fsdp2")]
+SIZE = 4  # samples of a micro-step, on all ranks together
+
+
+def _data(num_micro_steps: int) -> torch.Tensor:
+    return torch.arange(num_micro_steps * SIZE * 3, dtype=torch.float64).reshape(-1, 3).sin()
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1).double()
+
+
+def _loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - 1).square().mean()  # type: ignore[no-any-return]
+
+
+def _plain(*windows: torch.Tensor) -> list[torch.Tensor]:
+    """Return the weights after one update for each window, the samples of it."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in windows:
+        optimizer.zero_grad()
+        _loss(model, x).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def _windows(num_micro_steps: int, num_epochs: int = 2) -> list[torch.Tensor]:
+    return [*_data(num_micro_steps).split(4 * SIZE)] * num_epochs  # type: ignore[no-untyped-call]
+
+
+# ---- loops -----------------------------------------------------------------------------------------------------------
+
+Loop = Callable[[Any], Iterator[torch.Tensor]]  # yields what is trained
+
+
+def windows_fetched_ahead(loader: Any) -> Iterator[torch.Tensor]:
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, 4)):
+        yield from (x for (x,) in window)
+
+
+def windows_of_known_size(loader: Any) -> Iterator[torch.Tensor]:
+    """Never ask for more batches than there are, so that the iterator does not come to its end."""
+    batches, left = iter(loader), len(loader)
+    while left:
+        window = [next(batches) for _ in range(min(4, left))]
+        left -= len(window)
+        yield from (x for (x,) in window)
+
+
+def one_fetched_ahead(loader: Any) -> Iterator[torch.Tensor]:
+    batches = iter(loader)
+    following = next(batches, None)
+    while following is not None:
+        now, following = following, next(batches, None)
+        yield now[0]
+
+
+def all_fetched_ahead(loader: Any) -> Iterator[torch.Tensor]:
+    yield from (x for (x,) in list(loader))
+
+
+def looked_at_before(loader: Any) -> Iterator[torch.Tensor]:
+    first = next(iter(loader))
+    assert len(first) == 1
+    yield from (x for (x,) in loader)
+
+
+def read_as_usual(loader: Any) -> Iterator[torch.Tensor]:
+    yield from (x for (x,) in loader)
+
+
+def windows_of_copies(loader: Any) -> Iterator[torch.Tensor]:
+    batches = iter(loader)
+    while window := [x + 0 for (x,) in itertools.islice(batches, 4)]:
+        yield from window
+
+
+def split_in_two(loader: Any) -> Iterator[torch.Tensor]:
+    for (x,) in loader:
+        yield from x.chunk(2)
+
+
+LOOPS = [
+    windows_fetched_ahead,
+    windows_of_known_size,
+    one_fetched_ahead,
+    all_fetched_ahead,
+    looked_at_before,
+    read_as_usual,
+]
+
+
+def _train(loop: Loop, engine: str, parity: str, num_micro_steps: int, size: int, num_epochs: int, steps: int) -> Any:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if engine == "fsdp2" else None
+    accelerator = Accelerator(
+        cpu=True, engine=engine, parity=parity, gradient_accumulation_steps=steps, fsdp_plugin=plugin
+    )
+    model = _model()
+    loader = DataLoader(TensorDataset(_data(num_micro_steps)), batch_size=size)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    num_updates = 0
+    for _ in range(num_epochs):
+        for x in loop(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(_loss(model, x))
+                num_updates += accelerator.sync_gradients
+                optimizer.step()
+                optimizer.zero_grad()
+    parameters = accelerator.unwrap_model(model).parameters()
+    return num_updates, [p.full_tensor() if isinstance(p, DTensor) else p for p in map(torch.detach, parameters)]
+
+
+def _check(
+    layout: tuple[int, str],
+    loop: Loop,
+    want: list[torch.Tensor],
+    *,
+    num: int,
+    size: int,
+    parity: str = "off",
+    epochs: int = 2,
+) -> None:
+    world_size, engine = layout
+    steps = 4 if parity == "off" else 1
+    for num_updates, found in run_on_ranks(
+        _train, loop, engine, parity, num, size, epochs, steps, world_size=world_size
+    ):
+        assert num_updates == len(want)
+        for mine, wanted in zip(found, _plain(*want), strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("num_micro_steps", [4, 6, 8])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_batch_that_is_trained_ends_the_window(layout: tuple[int, str], loop: Loop, num_micro_steps: int) -> None:
+    # That all batches of an epoch were fetched before, is known in the first epoch only: a list does not say where it ends.
+    epochs = 1 if loop is all_fetched_ahead else 2
+    want = _windows(num_micro_steps, epochs)
+    _check(layout, loop, want, num=num_micro_steps, size=SIZE // layout[0], epochs=epochs)
+
+
+@pytest.mark.parametrize("loop", [windows_of_copies, split_in_two])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_split_batches_and_copies_of_batches_are_counted(layout: tuple[int, str], loop: Loop) -> None:
+    # A batch that is split has the samples of two micro-steps of its rank: the same windows, in another order.
+    size = SIZE // layout[0] * (2 if loop is split_in_two else 1)
+    _check(layout, loop, _windows(8), num=8, size=size)
+
+
+def _refused(layout: tuple[int, str], loop: Loop, *args: Any) -> str:
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(_train, loop, layout[1], *args, world_size=layout[0])
+    errors = [error for error in caught.value.errors.values() if isinstance(error, UsageError)]
+    assert errors
+    return str(errors[0])
+
+
+def test_a_window_of_copies_that_is_the_whole_pass_is_refused() -> None:
+    text = _refused((1, "single"), windows_of_copies, "off", 4, SIZE, 1, 4)
+    assert "accumulate() was entered again after the last batch of a loader" in text
+
+
+def test_a_pass_of_split_batches_that_ends_in_a_window_is_refused() -> None:
+    text = _refused((1, "single"), split_in_two, "off", 6, 2 * SIZE, 1, 4)
+    assert "the last update of this pass has only 2 of 4 micro-steps" in text
+
+
+@pytest.mark.parametrize("parity", ["exact", "bitwise"])
+@pytest.mark.parametrize("loop", [windows_fetched_ahead, windows_of_known_size, one_fetched_ahead, windows_of_copies])
+@pytest.mark.parametrize("layout", [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+def test_an_exact_update_of_micro_steps_that_were_fetched_ahead_is_refused(
+    layout: tuple[int, str], loop: Loop, parity: str
+) -> None:
+    text = _refused(layout, loop, parity, 8, 4 * SIZE, 1, 4)
+    if parity == "exact":
+        assert "several batches were fetched before the first of them is trained" in text
+
+
+@pytest.mark.parametrize("num_micro_steps", [4, 6])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("layout", [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+def test_exact_updates_of_one_micro_step_may_be_fetched_ahead(
+    layout: tuple[int, str], loop: Loop, num_micro_steps: int
+) -> None:
+    """Each batch is an update, and all of them have the same weight on every rank."""
+    want = [*_data(num_micro_steps).split(SIZE)] * 2  # type: ignore[no-untyped-call]
+    _check(layout, loop, want, num=num_micro_steps, size=SIZE, parity="exact")
+
+
+def test_an_unevenly_divided_exact_batch_that_was_fetched_ahead_is_refused() -> None:
+    text = _refused((2, "ddp"), one_fetched_ahead, "exact", 4, 5, 1, 1)
+    assert "several batches were fetched before the first of them is trained" in text
