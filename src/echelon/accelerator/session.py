@@ -82,6 +82,8 @@ class Session:
     """Answers other ranks that check whether this rank is alive."""
     logged_schedulers: set[type] = field(default_factory=set)
     """Scheduler classes whose steps per update have been logged."""
+    warned_of_low_precision: bool = False
+    """Whether a warning has said that the optimizers step low-precision weights."""
     num_readers: int = field(init=False)
     """The number of ranks that read different samples; ranks that differ on other axes of the mesh count once."""
     epochs: Epochs = field(init=False)

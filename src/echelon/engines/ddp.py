@@ -123,8 +123,10 @@ class DDPEngine(Engine):
         return model.exchange_in_memory(wanted=wanted, limit=limit)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """See ``Engine.no_sync``. With ``static_graph``, torch records the graph in the first passes, which it must reduce."""
         replica = self._replicas.get(id(model))
-        return _NoSync(replica.wrapper if replica is not None else None)
+        must_reduce = replica is None or (replica.wrapper.static_graph and replica.num_reduced < 1)
+        return _NoSync(None if replica is None or must_reduce else replica.wrapper)
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         replica = self._replicas.get(id(model))

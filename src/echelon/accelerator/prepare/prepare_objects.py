@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from echelon.accelerator.current import living_accelerators
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.prepare.canonical_chunks import prepare_canonical_chunks
 from echelon.accelerator.prepare.compile import compile_regions, compile_whole, compiles, is_compiled, uncompiled
 from echelon.accelerator.prepare.data_loaders import rng_type_names
 from echelon.accelerator.prepare.experts import prepare_experts
+from echelon.accelerator.prepare.low_precision_weights import upcast_trained_weights, warn_of_low_precision_weights
 from echelon.accelerator.prepare.prepare_arguments import check_unprepared_data, known_objects, replace_prepared
 from echelon.accelerator.prepare.speed import (
     choose_exchange,
@@ -86,6 +88,8 @@ def _prepare_unprepared(
     """
     objects, engine = session.objects, session.engine
     new = [(o, place) for o, place in found if id(o) not in objects.originals]
+    for one, _ in new:
+        _refuse_anothers(session, one)
     for loader, place in new:
         if isinstance(loader, DataLoader) and not isinstance(loader, PreparedLoader):
             prepare_one_loader(session, loader, place=place)
@@ -127,6 +131,7 @@ def _prepare_unprepared(
         _fill_deepspeed(session, bare, optimizers, schedulers)
     given = [_compile(session.dynamo_plugin, model, by_regions=True) for model in bare]
     prepared = engine.prepare(given, optimizers, schedulers)
+    warn_of_low_precision_weights(session, prepared.optimizers)
     session.watcher = _build_watcher(prepared.models, world=session.world)
     for model, shaped, wrapped in zip(bare, given, prepared.models):
         choose_exchange(session, wrapped)
@@ -136,6 +141,31 @@ def _prepare_unprepared(
     for scheduler, inner in zip(schedulers, prepared.schedulers):
         objects.schedulers.append(_wrap_scheduler(session, inner))
         objects.record(scheduler, objects.schedulers[-1])
+
+
+def _refuse_anothers(session: Session, one: Any) -> None:
+    """Raise UsageError if another Accelerator has prepared ``one``, whose accumulation window and engine would then be used."""
+    state = session.gradient_state
+    if isinstance(one, PreparedLoader):
+        is_anothers, how = one.gradient_state not in (None, state), "loader.original"
+    elif isinstance(one, (AcceleratedOptimizer, AcceleratedScheduler)):
+        kind = "optimizer" if isinstance(one, AcceleratedOptimizer) else "scheduler"
+        is_anothers, how = one.gradient_state is not state, f"{kind}.{kind}"
+    elif isinstance(one, nn.Module):
+        others = (other.session for other in living_accelerators() if other.session is not session)
+        is_anothers = any(
+            one is model and other.engine.unwrap(model) is not model
+            for other in others
+            for model in other.objects.models
+        )
+        how = "accelerator.unwrap_model(model)"
+    else:
+        return
+    if is_anothers:
+        raise UsageError(
+            f"prepare() got a {type(one).__name__} that another Accelerator has prepared",
+            do=f"pass the object that was given to that Accelerator ({how}), or use one Accelerator for both",
+        )
 
 
 def prepare_stages(session: Session, model: nn.Module) -> None:
@@ -177,6 +207,7 @@ def _place_and_cast(session: Session, model: nn.Module, *, place: bool) -> None:
     arrives_later = _arrives_later(session, model)
     if place and device.type != "cpu" and not arrives_later:
         model.to(device)
+    upcast_trained_weights(session, model)
     if recipe is not None:
         convert_model_to_fp8_ao(uncompiled(model), recipe.config, recipe.module_filter_func)
     session.precision.wrap_forward(model)

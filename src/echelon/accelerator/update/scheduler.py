@@ -36,6 +36,17 @@ def steps_with_metric(scheduler: Any) -> bool:
     return any(one.kind in positional and one.default is kinds.empty for one in wanted)
 
 
+def _accepts_metric(scheduler: Any) -> bool:
+    """Return whether the first argument of ``scheduler.step`` is a metric, also one with a default; torch's is the epoch."""
+    kinds = inspect.Parameter
+    first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
+    return (
+        first is not None
+        and first.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        and first.name != "epoch"
+    )
+
+
 @uncompiled_methods()
 class AcceleratedScheduler:
     """Wraps a learning-rate scheduler.
@@ -44,8 +55,8 @@ class AcceleratedScheduler:
     step was skipped. Unless ``split_batches`` is set, it steps ``num_processes`` times per update, because that many
     batches have been used.
 
-    A scheduler that follows a metric steps once per call, because it counts evaluations, not batches. If the ranks pass
-    different metrics, it uses their mean.
+    A scheduler that follows a metric, or is called with one, steps once per call, because it counts evaluations, not batches.
+    If the ranks pass different metrics, it uses their mean.
     """
 
     def __init__(
@@ -65,6 +76,7 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = gradient_state
         self._follows_metric = steps_with_metric(scheduler)
+        self._accepts_metric = self._follows_metric or _accepts_metric(scheduler)
         self._times = 1 if split_batches or self._follows_metric else num_processes
         self._is_exact = is_exact
         self._is_warned = False
@@ -79,9 +91,10 @@ class AcceleratedScheduler:
             UsageError: the ranks pass different metrics in an exact mode.
             DesyncError: only some ranks step a scheduler that follows a metric.
         """
-        scheduler = self.scheduler
-        if self._follows_metric:
+        scheduler, times = self.scheduler, self._times
+        if self._accepts_metric and (args or kwargs):
             args, kwargs = self._with_common_metric(args, kwargs)
+            times = 1
         if not self.step_with_optimizer:
             scheduler.step(*args, **kwargs)
             return
@@ -90,7 +103,7 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        for _ in range(self._times):
+        for _ in range(times):
             # OneCycleLR raises beyond total_steps, and the last update of an epoch may contain padding.
             if not self._has_end or scheduler._step_count <= scheduler.total_steps:
                 scheduler.step(*args, **kwargs)

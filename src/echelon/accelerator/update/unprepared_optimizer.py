@@ -98,12 +98,12 @@ class UnpreparedOptimizerGuard:
             return None
         if self.unsynced or self._engine.is_shadow_step:
             return None
+        holds_parameters = self._holds_parameters(optimizer)
+        if holds_parameters:  # first, because the storage of replaced parameters may have been freed
+            self._require_steppable(optimizer)
+            self._average_unreduced_gradients(optimizer)
         self._compare_weights(optimizer)
-        if not self._holds_parameters(optimizer):
-            return None
-        self._require_steppable(optimizer)
-        self._average_unreduced_gradients(optimizer)
-        if closure is None:
+        if not holds_parameters or closure is None:
             return None
 
         def evaluate() -> object:

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _requires_grad = operator.attrgetter("requires_grad")
+_requires_grad_and_dtype = operator.attrgetter("requires_grad", "dtype")
 
 
 def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
@@ -126,7 +127,7 @@ class Replica:
 
     DDP decides in the forward pass which gradients the next backward pass reduces, and reduces them only once. It reduces
     nothing in ``no_sync``, after a forward pass through the unwrapped module, or in a second backward pass after one forward
-    pass. It ignores parameters that were added, replaced or unfrozen after it was built, and waits forever for frozen ones.
+    pass. It ignores parameters that were added, replaced, unfrozen or cast after it was built, and waits forever for frozen ones.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, *, reduces: bool = True, hooks: Sequence[Any] = ()) -> None:
@@ -140,11 +141,15 @@ class Replica:
         self.wrapper = wrapper
         self._reduces = reduces
         self._all = list(wrapper.module.parameters())
-        self._trained = list(map(_requires_grad, self._all))
+        # What the reducer was built for. DDP's own mixed precision changes the dtype during a pass.
+        self._kind_of = _requires_grad if wrapper.mixed_precision is not None else _requires_grad_and_dtype
+        self._kinds = list(map(self._kind_of, self._all))
         self.parameters = [p for p in self._all if p.requires_grad]
         """Trainable parameters."""
         self.version = 0
         """How often the set of parameters has changed so far."""
+        self.num_reduced = 0
+        """Number of backward passes that DDP has reduced since its reducer was built."""
         self.former: list[torch.Tensor] = []
         """Parameters that were removed from the model."""
         self._structure = Structure(wrapper.module)
@@ -195,7 +200,7 @@ class Replica:
         self._is_compared = False
 
     def sync_parameters(self) -> None:
-        """Rebuild DDP's reducer if parameters were added, replaced, removed, frozen or unfrozen; broadcast new parameters.
+        """Rebuild DDP's reducer if parameters were added, replaced, removed, frozen, unfrozen or cast; broadcast new parameters.
 
         Collective if any parameters have changed.
 
@@ -203,14 +208,14 @@ class Replica:
             DesyncError: the parameters changed differently on different ranks.
             UsageError: one of DDP's options prevents rebuilding it.
         """
-        if not self._structure.is_changed and list(map(_requires_grad, self._all)) == self._trained:
+        if not self._structure.is_changed and list(map(self._kind_of, self._all)) == self._kinds:
             return
         module = self.wrapper.module
         now = list(module.parameters())
-        trained = list(map(_requires_grad, now))
-        is_same = len(now) == len(self._all) and all(map(operator.is_, now, self._all)) and trained == self._trained
+        kinds = list(map(self._kind_of, now))
+        is_same = len(now) == len(self._all) and all(map(operator.is_, now, self._all)) and kinds == self._kinds
         if not is_same:
-            self._require_rebuildable(now, trained)
+            self._require_rebuildable(now, kinds)
             monitored_barrier("the first forward pass after a prepared model's parameters changed")
             require_same_parameters(module)
             known, were_trained = set(map(id, self._all)), set(map(id, self.parameters))
@@ -219,7 +224,7 @@ class Replica:
                     dist.broadcast(parameter.data, src=0, group=self.wrapper.process_group)
             is_there = set(map(id, now))
             self.former += [p for p in self._all if id(p) not in is_there]
-            self._all, self._trained = now, trained
+            self._all, self._kinds = now, kinds
             self.version += 1
             self.parameters = [p for p in now if p.requires_grad]
             # A gradient that a new parameter already has was not reduced.
@@ -233,6 +238,7 @@ class Replica:
                 self._grad_hooks.pop(gone).remove()
             if self.parameters:
                 rebuild_reducer(self.wrapper)
+                self.num_reduced = 0
         self._structure.renew(module)
 
     def _mark_compiled_passes_unreduced(self, were_trained: set[int]) -> None:
@@ -254,7 +260,7 @@ class Replica:
         self.update_reduced()
         self._dirty = self._reduces
 
-    def _require_rebuildable(self, now: list[nn.Parameter], trained: list[bool]) -> None:
+    def _require_rebuildable(self, now: list[nn.Parameter], kinds: list[Any]) -> None:
         wrapper: Any = self.wrapper
         if not (
             wrapper._use_python_reducer
@@ -262,9 +268,9 @@ class Replica:
             or getattr(wrapper, "_delay_all_reduce_params", None)
         ):
             return
-        before = {id(p): is_trained for p, is_trained in zip(self._all, self._trained)}
+        before = {id(p): kind for p, kind in zip(self._all, self._kinds)}
         names = {id(p): name for name, p in wrapper.module.named_parameters()}
-        changed = [names[id(p)] for p, is_trained in zip(now, trained) if before.get(id(p)) is not is_trained]
+        changed = [names[id(p)] for p, kind in zip(now, kinds) if before.get(id(p)) != kind]
         raise UsageError(
             f"a prepared model's parameters changed ({', '.join(changed[:3]) or 'some were removed'}), but DDP cannot be rebuilt",
             where="DistributedDataParallel with mixed_precision, delay_all_reduce_named_params or the Python reducer",
@@ -321,6 +327,7 @@ class Replica:
         # counted.)
         is_second = self._passes.num > 1 and not self._is_compiled
         self._dirty = self._reduces and (not self._will_reduce or is_second)
+        self.num_reduced += self._will_reduce
         self._passes.reset()
         self._will_reduce = False
 

@@ -85,6 +85,7 @@ _CAPABILITIES = Capabilities(
     shards_parameters=True,
     shards_optimizer_state=True,
     replaces_parameters=True,
+    upcasts_weights=True,
     joins_uneven=False,
     sums_shards=True,
 )
@@ -165,6 +166,7 @@ class FSDP2Engine(Engine):
                 if after[name] is not parameter:
                     self._replaced[parameter] = after[name]
         self._optimizers.update(optimizers)
+        self._note_unsharded()
         for pipeline in self._pipelines.values():
             pipeline.drop_removed(optimizers)
         for optimizer in list(self._optimizers):
@@ -398,7 +400,15 @@ class FSDP2Engine(Engine):
             if any(id(part.sharded_param) in owners for part in fsdp_params([root])):
                 reshard(root)
 
+    def _note_unsharded(self) -> None:
+        """Note which shards the parameters replace that ``model.parameters()`` has between a forward and a backward pass."""
+        for part in fsdp_params(self._roots.values()):
+            unsharded = getattr(part, "_unsharded_param", None)
+            if unsharded is not None:
+                self._replaced[unsharded] = part.sharded_param
+
     def replaced_parameters(self) -> Sequence[torch.Tensor]:
+        self._note_unsharded()
         return list(self._replaced.keys())  # type: ignore[no-untyped-call]
 
     def reduce_gradients(self, optimizer: Optimizer) -> bool:
@@ -414,8 +424,8 @@ class FSDP2Engine(Engine):
                 f"{type(optimizer).__name__} holds {num_replaced} parameter{'s' if num_replaced != 1 else ''} that prepare() replaced with "
                 "sharded ones, so its step would have no effect",
                 where=f"step() at {user_line()}, fsdp2 engine",
-                do="prepare both in one call (model, optimizer = accelerator.prepare(model, optimizer)), or create the optimizer "
-                "from model.parameters() after prepare()",
+                do="prepare both in one call (model, optimizer = accelerator.prepare(model, optimizer)), or prepare the optimizer, "
+                "too: optimizer = accelerator.prepare(optimizer)",
             )
         self._reshard(optimizer)
         return self._reduce()

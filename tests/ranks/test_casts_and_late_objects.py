@@ -1,0 +1,294 @@
+"""Weights that are cast, and optimizers that are made late: what they train, against a plain loop or a formula."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from echelon.base.errors import UsageError
+from tests.harness import errors_on_ranks, run_on_ranks
+
+X = torch.arange(96.0).reshape(-1, 3).sin()
+LAYOUTS = [(1, "single"), (2, "ddp"), (2, "zero1"), (2, "fsdp2 stage 2"), (2, "fsdp2 stage 3")]
+
+
+def _accelerator(engine: str, **settings: Any) -> Accelerator:
+    if engine.startswith("fsdp2"):
+        is_stage_3 = engine == "fsdp2 stage 3"
+        settings["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=is_stage_3)
+    return Accelerator(cpu=True, engine=engine.split()[0], **settings)
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def _loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - 1).square().mean()  # type: ignore[no-any-return]
+
+
+def _weights(accelerator: Accelerator, model: Any) -> list[torch.Tensor]:
+    parameters = accelerator.unwrap_model(model).parameters()
+    return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in map(torch.detach, parameters)]
+
+
+def _share(k: int) -> torch.Tensor:
+    """Return this rank's part of the 4 samples of an update."""
+    return X[4 * k : 4 * k + 4].chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _plain(casts_after: int | None = None) -> list[torch.Tensor]:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for k in range(6):
+        if k == casts_after:
+            model.double()
+        optimizer.zero_grad()
+        x = X[4 * k : 4 * k + 4]
+        _loss(model, x if casts_after is None or k < casts_after else x.double()).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def _expect(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    """Compare weights; averages over ranks and over samples round differently, six times: a few epsilons of float32."""
+    for mine, wanted in zip(found, want, strict=True):
+        assert mine.dtype == wanted.dtype
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+
+
+# ---- an optimizer that is made late ----------------------------------------------------------------------------------
+
+
+def _make_late(engine: str, looks: str) -> list[torch.Tensor]:
+    accelerator = _accelerator(engine)
+    model = accelerator.prepare(_model())
+    if looks == "forward":
+        model(_share(0))
+    elif looks == "backward":
+        _loss(model, _share(0)).backward()  # type: ignore[no-untyped-call]
+        model.zero_grad()
+    else:
+        with torch.no_grad():
+            model(_share(0))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for k in range(6):
+        accelerator.backward(_loss(model, _share(k)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return _weights(accelerator, model)
+
+
+@pytest.mark.parametrize("looks", ["forward", "backward", "no_grad"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_optimizer_that_is_made_after_a_forward_pass_trains(layout: tuple[int, str], looks: str) -> None:
+    for found in run_on_ranks(_make_late, layout[1], looks, world_size=layout[0]):
+        _expect(found, _plain())
+
+
+def _make_late_and_unprepared() -> str:
+    accelerator = _accelerator("fsdp2 stage 2")
+    model = accelerator.prepare(_model())
+    model(_share(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.backward(_loss(model, _share(0)))
+    try:
+        optimizer.step()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_an_unprepared_optimizer_of_unsharded_parameters_is_refused() -> None:
+    for text in run_on_ranks(_make_late_and_unprepared, world_size=2):
+        assert "holds 4 parameters that prepare() replaced with sharded ones" in text
+        assert "optimizer = accelerator.prepare(optimizer)" in text
+
+
+# ---- casts -----------------------------------------------------------------------------------------------------------
+
+
+def _cast_after_prepare(engine: str, after: int) -> list[torch.Tensor]:
+    accelerator = _accelerator(engine)
+    model = _model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for k in range(6):
+        if k == after:
+            model.double()
+        x = _share(k)
+        accelerator.backward(_loss(model, x if k < after else x.double()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return _weights(accelerator, model)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_may_be_cast_after_prepare(layout: tuple[int, str], after: int) -> None:
+    if after and layout[1].startswith("fsdp2"):
+        errors = errors_on_ranks(UsageError, _cast_after_prepare, layout[1], after, world_size=layout[0])
+        assert {"0.weight was cast from torch.float32 to torch.float64 after the first" in str(e) for e in errors} == {
+            True
+        }
+        return
+    for found in run_on_ranks(_cast_after_prepare, layout[1], after, world_size=layout[0]):
+        _expect(found, _plain(casts_after=after))
+
+
+def _train_bf16_weights(engine: str, mode: str) -> tuple[list[str], float, str]:
+    """Take 20 steps of 1e-4 from 1.0, less than a bfloat16 can show."""
+    accelerator = _accelerator(engine, mixed_precision=mode)
+    model: Any = nn.Linear(8, 4, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(20):
+            accelerator.backward(model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    (weight,) = _weights(accelerator, model)
+    told = [str(one.message) for one in caught if one.category.__name__ == "EchelonWarning"]
+    return told, float(weight.float().mean()), str(weight.dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_in_bf16_are_cast_or_named(layout: tuple[int, str]) -> None:
+    first, *others = run_on_ranks(_train_bf16_weights, layout[1], "bf16", world_size=layout[0])
+    is_cast = layout[1].startswith("fsdp2")
+    assert len(first[0]) == 1
+    expected = (
+        "cast to float32 before they are sharded" if is_cast else "1 of 1 trained parameters are bfloat16 themselves"
+    )
+    assert expected in first[0][0]
+    for _, mean, dtype in (first, *others):
+        # AdamW with a steady gradient moves by its learning rate.
+        assert mean == pytest.approx(1 - 20 * 1e-4 if is_cast else 1.0, abs=1e-5)
+        assert dtype == ("torch.float32" if is_cast else "torch.bfloat16")
+
+
+@pytest.mark.parametrize("layout", [(1, "single"), (2, "fsdp2 stage 3")])
+def test_weights_in_bf16_without_mixed_precision_are_left_alone(layout: tuple[int, str]) -> None:
+    for told, mean, dtype in run_on_ranks(_train_bf16_weights, layout[1], "no", world_size=layout[0]):
+        assert (told, mean, dtype) == ([], 1.0, "torch.bfloat16")
+
+
+# ---- a static graph --------------------------------------------------------------------------------------------------
+
+
+def _train_static_graph(num_steps: int) -> list[torch.Tensor]:
+    handler = DistributedDataParallelKwargs(static_graph=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_steps, kwargs_handlers=[handler])
+    model = _model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for k in range(8):
+        with accelerator.accumulate(model):
+            accelerator.backward(_loss(model, _share(k)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return _weights(accelerator, model)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_a_static_graph_may_accumulate(num_steps: int) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in X.split(4 * num_steps):  # type: ignore[no-untyped-call]
+        optimizer.zero_grad()
+        _loss(model, x).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    for found in run_on_ranks(_train_static_graph, num_steps, world_size=2):
+        _expect(found, [p.detach() for p in model.parameters()])
+
+
+# ---- a second Accelerator --------------------------------------------------------------------------------------------
+
+
+def _prepare_anothers(engine: str) -> list[str]:
+    first, second = _accelerator(engine), _accelerator(engine)
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    given = model, optimizer, schedule, DataLoader(TensorDataset(X))
+    prepared = first.prepare(*given)
+    texts = []
+    for one in prepared:
+        try:
+            second.prepare(one)
+        except UsageError as error:
+            texts.append(str(error))
+    assert first.prepare(*prepared) == prepared
+    return texts
+
+
+@pytest.mark.parametrize("layout", [(1, "single"), (2, "ddp"), (2, "zero1")])
+def test_what_another_accelerator_has_prepared_is_refused(layout: tuple[int, str]) -> None:
+    # On one process, the model is the user's own.
+    expected = [
+        *(["accelerator.unwrap_model(model)"] if layout[0] > 1 else []),
+        "optimizer.optimizer",
+        "scheduler.scheduler",
+    ]
+    for texts in run_on_ranks(_prepare_anothers, layout[1], world_size=layout[0]):
+        assert len(texts) == len(expected) + 1
+        for text, how in zip(texts, [*expected, "loader.original"], strict=True):
+            assert "that another Accelerator has prepared" in text
+            assert how in text
+
+
+# ---- a scheduler whose metric has a default --------------------------------------------------------------------------
+
+
+class _Halves:
+    """Halves the rate at each step; with a metric, only if that is above 1."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, metrics: float | None = None) -> None:
+        if metrics is None or metrics > 1:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.5
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def _step_with_metric(engine: str) -> list[float]:
+    from echelon.accelerator.update.scheduler import AcceleratedScheduler
+
+    accelerator = _accelerator(engine)
+    model = _model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    schedule = AcceleratedScheduler(
+        _Halves(optimizer.optimizer),
+        optimizer,
+        gradient_state=accelerator.gradient_state,
+        num_processes=accelerator.num_processes,
+    )
+    rates = []
+    for metrics in (2.0, 0.5, None, 1.5 if dist.get_rank() else 1.0):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*got different metrics on different ranks")
+            schedule.step() if metrics is None else schedule.step(metrics=metrics)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("layout", "want"), [((1, "single"), [0.5, 0.5, 0.25, 0.25]), ((2, "ddp"), [0.5, 0.5, 0.125, 0.0625])]
+)
+def test_a_scheduler_called_with_a_metric_steps_once(layout: tuple[int, str], want: list[float]) -> None:
+    """Without a metric it counts batches: as many as there are processes. The mean of 1.0 and 1.5 is above 1."""
+    for rates in run_on_ranks(_step_with_metric, layout[1], world_size=layout[0]):
+        assert rates == want
