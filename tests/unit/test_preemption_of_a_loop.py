@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -235,3 +236,25 @@ def test_a_process_without_a_boundary_ends_after_the_grace_period(manner: str, c
         "not all ranks reached the same step within 0.3 s of the stop signal. The process exits with code 143"
         in done.stderr
     ) == (code > 0)
+
+
+def test_no_thread_of_the_agreement_outlives_the_loop() -> None:
+    agreement = preemption._StopAgreement()
+    agreement.begin()
+    assert agreement.is_pending
+    agreement.end()
+    assert "_lead" not in [frame.f_code.co_name for frame in _frames_of_all_threads()]
+    ended = preemption._StopAgreement()
+    ended.end()
+    ended.begin()  # too late, in the thread that another rank has notified
+    assert not ended.is_pending
+
+
+def _frames_of_all_threads() -> list[FrameType]:
+    found = []
+    for frame in sys._current_frames().values():
+        inner: FrameType | None = frame
+        while inner is not None:
+            found.append(inner)
+            inner = inner.f_back
+    return found

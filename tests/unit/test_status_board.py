@@ -178,3 +178,26 @@ def test_the_reporter_records_the_threads_position_and_answers_requests(board: B
     assert answer["call_site"]["file"] == __file__
     assert any("test_the_reporter_records_the_threads_position" in line for line in answer["stack"])
     assert reporter.DUMP_SIGNAL is None or "test_the_reporter_records" in (tmp_path / "stack.txt").read_text()
+
+
+def test_the_reporter_takes_no_sample_after_it_was_closed(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread may come late to the lock, when the interpreter shuts down already."""
+    with (tmp_path / "stack.txt").open("w") as stack_file:
+        here = reporter.Reporter(layout, call_site, f"{board.path}:0", str(tmp_path), stack_file)
+    samples: list[str] = []
+    monkeypatch.setattr(here, "_sample", lambda: samples.append("sample"))
+    here.close(finished=True)
+    assert samples == ["sample"]
+    waits = iter((False, True))  # the period was over just before close() was called
+
+    class Closing:
+        def acquire(self, timeout: float) -> bool:
+            return next(waits)
+
+    monkeypatch.setattr(here, "_closing", Closing())
+    here._run()
+    assert samples == ["sample"]
+    if reporter.DUMP_SIGNAL is not None:
+        reporter.faulthandler.unregister(reporter.DUMP_SIGNAL)

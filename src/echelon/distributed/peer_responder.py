@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -71,14 +72,12 @@ class Watcher:
         self.watch([group])
         self._thread = _ResponderThread(self, store, server)
         self._thread.start()
-        # A daemon thread that returns from native code after the interpreter has shut down aborts the process.
-        atexit.register(self._close_at_exit)
+        _close_all_at_exit()
 
     @classmethod
     def of_process(cls, device: torch.device) -> Watcher:
         """Return this process's running watcher, or a new one."""
-        running = (thread.watcher for thread in threading.enumerate() if isinstance(thread, _ResponderThread))
-        return next((watcher for watcher in running if watcher.runs), None) or cls(device)
+        return next((watcher for watcher in _watchers() if watcher.runs), None) or cls(device)
 
     @property
     def runs(self) -> bool:
@@ -97,13 +96,6 @@ class Watcher:
         self._closing.set()
         self._thread.join(_STORE_LIMIT.total_seconds())
 
-    def _close_at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)  # the uncaught exception that ended the program
-        if error is None:
-            self.close("its program has ended")
-        else:
-            self.close(f"{type(error).__name__}: {error}".split("\n", 1)[0], failed=True)
-
     def _run(self, store: dist.Store, server: socket.socket) -> None:
         try:
             while self._group() is dist.group.WORLD and not self._closing.wait(self._pause()):
@@ -117,7 +109,6 @@ class Watcher:
         finally:
             server.close()
             self._watched = {}
-            atexit.unregister(self._close_at_exit)
 
     def _pause(self) -> float:
         return _FAST_PERIOD_S if time.monotonic() < self._polls_fast_until else _PERIOD_S
@@ -145,6 +136,24 @@ class _ResponderThread(threading.Thread):
     def __init__(self, watcher: Watcher, store: dist.Store, server: socket.socket) -> None:
         super().__init__(target=watcher._run, args=(store, server), name="echelon-watcher", daemon=True)
         self.watcher = watcher
+
+
+def _watchers() -> list[Watcher]:
+    """Return the watchers whose threads have not ended."""
+    return [thread.watcher for thread in threading.enumerate() if isinstance(thread, _ResponderThread)]
+
+
+@cache
+def _close_all_at_exit() -> None:
+    # A daemon thread that returns from native code after the interpreter has shut down aborts the process.
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    error = getattr(sys, "last_value", None)  # the uncaught exception that ended the program
+    reason = "its program has ended" if error is None else f"{type(error).__name__}: {error}".split("\n", 1)[0]
+    for watcher in _watchers():
+        watcher.close(reason, failed=error is not None)
 
 
 def responder_store(store: dist.Store) -> dist.Store:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
@@ -42,6 +42,7 @@ __all__ = ["Preempted", "member_of_launch", "on_signals", "should_stop"]
 
 _GRACE_S = 25.0  # Kubernetes, Slurm and torchrun kill 30 s after SIGTERM
 _POLL_S = 0.005
+_STORE_LIMIT_S = 5.0  # how long the end waits for a call to a store that does not answer
 
 
 class Preempted(SystemExit):
@@ -162,6 +163,7 @@ class _StopAgreement:
         self._slot = _LocalSlot()
         self.member = BarrierMember(self._slot)
         self._has_started = self._is_over = False
+        self._running = _thread.allocate_lock()  # held by the thread, and from the end on
         self._num_signals = 0
 
     @property
@@ -179,17 +181,25 @@ class _StopAgreement:
 
     def begin(self) -> None:
         """Start the agreement in a raw thread, because the interrupted code may hold ``threading`` locks."""
-        if not self._has_started:
-            self._has_started = True
-            # Blocks the next boundary until the thread coordinates.
-            self._slot.command = command_word(StopCommand.HOLD)
-            _thread.start_new_thread(self._run, ())
+        if self._has_started or not self._running.acquire(blocking=False):
+            return
+        self._has_started = True
+        # Blocks the next boundary until the thread coordinates.
+        self._slot.command = command_word(StopCommand.HOLD)
+        _thread.start_new_thread(self._run, ())
 
     def end(self) -> None:
-        """Stop the thread."""
+        """Stop the thread, and wait for it: in a call to the store while the interpreter exits, it would abort the process."""
         self._is_over = True
+        self._running.acquire(timeout=_STORE_LIMIT_S)
 
     def _run(self) -> None:
+        try:
+            self._agree()
+        finally:
+            self._running.release()
+
+    def _agree(self) -> None:
         deadline = time.monotonic() + _GRACE_S
         try:
             if not (dist.is_initialized() and dist.get_world_size() > 1):
@@ -201,7 +211,7 @@ class _StopAgreement:
             responder_store(store).set("call", "")
             words = dist.PrefixStore("echelon/preemption", store)
             if dist.get_rank() == 0:
-                self._lead(_StoreSlots(self._slot, words, deadline))
+                self._lead(_StoreSlots(self._slot, words, lambda: self._is_over or time.monotonic() > deadline))
             else:
                 self._follow(words, deadline)
         except (dist.DistError, RuntimeError, TimeoutError) as error:
@@ -247,8 +257,8 @@ class _LocalSlots:
 class _StoreSlots:
     """Keys in the store: ``command`` holds (number, command), ``position/R`` (last number rank R has seen, position)."""
 
-    def __init__(self, slot: _LocalSlot, words: dist.Store, deadline: float) -> None:
-        self._slot, self._words, self._deadline = slot, words, deadline
+    def __init__(self, slot: _LocalSlot, words: dist.Store, has_given_up: Callable[[], bool]) -> None:
+        self._slot, self._words, self._has_given_up = slot, words, has_given_up
         self._number = 0
         self._size = dist.get_world_size()
 
@@ -267,7 +277,7 @@ class _StoreSlots:
                 number, position = json.loads(self._words.get(key))
                 if number == self._number:
                     return int(position)
-            if time.monotonic() > self._deadline:
+            if self._has_given_up():
                 raise TimeoutError
             time.sleep(_POLL_S)
 

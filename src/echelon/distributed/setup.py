@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 
 import torch.distributed as dist
 
@@ -16,6 +18,7 @@ from echelon.distributed.checks.coalescing import guard_coalescing, stop_guardin
 from echelon.distributed.checks.raw_ddp_guard import RawDDPGuard
 from echelon.distributed.record.recorder import recorder_of_process
 from echelon.distributed.shard import METRICS
+from echelon.status.idle_threads import wait_for_idle_threads
 from echelon.world.environment import LaunchEnvironment, check_rank, detect
 from echelon.world.group import DEFAULT_TIMEOUT, close_group, open_group
 from echelon.world.world import World, world_of
@@ -47,6 +50,7 @@ def setup(
         SetupError: the group already exists with different values, the port is in use, or rank 0 is unreachable.
     """
     repair_fork()
+    _wait_for_threads_at_exit()
     environment = _resolve_environment(rank, world_size)
     world = world_of(environment, cpu=current().value.cpu, backend=backend)
     if dist.is_initialized():
@@ -101,6 +105,11 @@ def process_group(
     finally:
         if ours:
             cleanup()
+
+
+@cache  # once for each process: what is registered first is called last
+def _wait_for_threads_at_exit() -> None:
+    atexit.register(wait_for_idle_threads)
 
 
 def _resolve_environment(rank: int | None, world_size: int | None) -> LaunchEnvironment:

@@ -81,7 +81,8 @@ class Reporter:
     def _run(self) -> None:
         while not self._closing.acquire(timeout=_PERIOD_S):
             with self._sampling:
-                self._sample()
+                if not self._end:  # close() may have taken the last sample since the time was up
+                    self._sample()
 
     def _sample(self) -> None:
         frame = sys._current_frames().get(self._subject)

@@ -191,11 +191,12 @@ def main(argv: list[str]) -> None:
         # Python does not do with PYTHONUNBUFFERED.
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    # Registered first, so that these are called last, right before the interpreter exits.
+    atexit.register(_wait_for_idle_threads)
     reporter = None if board == "-" else _start_reporter(board, directory, stack_file)
     recorder = Recorder(directory, reporter)
     _hook_threads(recorder)
     if reporter is not None:
-        # Registered first, so that it is called last, right before the interpreter exits.
         atexit.register(lambda: reporter.close(finished=not recorder.has_failed))
     try:
         if os.environ.get("ECHELON_AS"):  # noqa: TID251 - this file imports only the standard library
@@ -328,23 +329,30 @@ def _debug_post_mortem(error: BaseException) -> None:
 
 def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:
     """Start the reporter, whose files are loaded by path, like this file."""
-    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "status")
-    modules = []
-    for name in ("board", "call_site", "stack_reporter"):
-        spec = importlib.util.spec_from_file_location(f"_echelon_{name}", os.path.join(folder, f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look up their module there
-        spec.loader.exec_module(module)
-        modules.append(module)
+    layout, call_site, stack_reporter = map(_load_status_module, ("board", "call_site", "stack_reporter"))
     try:
-        reporter = modules[2].Reporter(modules[0], modules[1], board, directory, stack_file)
+        reporter = stack_reporter.Reporter(layout, call_site, board, directory, stack_file)
     except OSError as problem:  # for example, /dev/shm was emptied; the program can run without the board
         print(f"echelon: cannot report the status of this rank to the launcher: {problem}", file=sys.stderr)
         return None
     reporter.start()
     return reporter
+
+
+def _load_status_module(name: str) -> Any:
+    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "status")
+    spec = importlib.util.spec_from_file_location(f"_echelon_{name}", os.path.join(folder, f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up their module there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _wait_for_idle_threads() -> None:
+    if "torch._C._distributed_c10d" in sys.modules:  # other programs have no threads of process groups
+        _load_status_module("idle_threads").wait_for_idle_threads()
 
 
 def die_with(parent: str, *, by_thread: bool = False) -> None:

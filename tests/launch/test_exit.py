@@ -1,0 +1,56 @@
+"""A rank that ends without destroying its process group exits with its own code, whatever the group's threads do meanwhile."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.launch.conftest import Command
+
+# gloo's thread asks for the GIL once the collective is complete, to release the tensor. Here it is complete while the main thread holds
+# the GIL, which it keeps (by the interval) until it has to wait for something, or begins to shut down.
+HOLDS_THE_GIL = """
+import sys
+import time
+import torch
+import torch.distributed as dist
+from echelon.distributed import setup
+
+world = setup()
+if len(sys.argv) > 1:
+    kept = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))  # the group outlives destroy_process_group
+dist.barrier()
+sys.setswitchinterval(100)
+time.sleep(0.3 * world.rank)
+for _ in range(32):
+    dist.all_reduce(torch.ones(1), async_op=True)
+end = time.monotonic() + 0.6
+while time.monotonic() < end:
+    pass
+if len(sys.argv) > 1:
+    dist.destroy_process_group()
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("destroys", [False, True])
+def test_a_thread_that_waits_for_the_gil_at_exit_does_not_abort_the_rank(destroys: bool, command: Command) -> None:
+    command.write("train.py", HOLDS_THE_GIL)
+    port = str(command.free_port())
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    argv = [sys.executable, "train.py", *["destroy"] * destroys]
+    ranks = [command.start(argv, **place, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    results = [command.finish(rank) for rank in ranks]
+    assert [result.code for result in results] == [7, 7], results[0].err + results[1].err
+
+
+def test_a_program_without_echelon_is_not_aborted_under_the_launcher_either(command: Command) -> None:
+    text = HOLDS_THE_GIL.replace("from echelon.distributed import setup", "import types").replace(
+        "world = setup()", "dist.init_process_group('gloo'); world = types.SimpleNamespace(rank=dist.get_rank())"
+    )
+    assert "echelon" not in text
+    command.write("train.py", text)
+    result = command.launch("--cpu", "--num_processes=2", "train.py")
+    assert result.code == 7, result.err
+    assert "terminate called" not in result.err
