@@ -128,6 +128,14 @@ _REFUSALS: list[_Refusal] = [
         "gather: the ranks do not pass the same structure",
     ),
     _Refusal(
+        "micro-steps of an exact update, or uneven shares, fetched ahead",
+        lambda p, at: p.fetches > 1 and at.parity != "off",
+        "several batches were fetched before the first of them is trained|was called outside a prepared DataLoader's loop|"
+        "yielded a batch in the middle|earlier micro-steps' gradients were|after a loader's iterator was closed|"
+        "a second loss for the same batch was computed after|the other batches would be ignored|"
+        "no loss has been recorded yet",
+    ),
+    _Refusal(
         "ranks with other numbers of batches",
         lambda p, at: at.world_size > 1 and at.parity == "off" and not p.even_batches,
         "the ranks have different numbers of batches|but other ranks have more batches and continue their update",

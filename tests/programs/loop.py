@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def _accelerator(program: Program, layout: Layout, folder: Path | None) -> Accel
         gradient_accumulation_steps=1 if program.no_sync else program.accumulation,
         parity=layout.parity,
         engine=engine,
+        mixed_precision="fp16" if program.fp16 else "no",
         max_micro_batch_size=layout.max_micro,
         canonical_shards=layout.shards,
         dataloader_config=DataLoaderConfiguration(
@@ -83,6 +85,12 @@ class _Script:
         self.program, self.layout, self.folder = program, layout, folder
         self.found = Found()
         self.accelerator = accelerator = _accelerator(program, layout, folder)
+        if program.retries:
+            try:
+                _run_out_of_memory(accelerator, program)
+            except MemoryError:
+                accelerator.free_memory()
+        self.num_steps_before = accelerator.progress.step
         torch.manual_seed(program.seed)
         rows = Rows(program)
         model: Any = make_model(replace(program, seed=program.seed + 1000) if goes_on else program)
@@ -139,7 +147,7 @@ class _Script:
                 break
             if program.evaluates == "epoch":
                 self._evaluate()
-        found.num_steps = accelerator.progress.step
+        found.num_steps = accelerator.progress.step - self.num_steps_before
         inner = accelerator.unwrap_model(self.model)
         found.weights = [_whole(parameter.detach()) for parameter in inner.parameters()]
         return found
@@ -150,7 +158,7 @@ class _Script:
         passes = zip(self.loader, self.zipped_loader) if program.zipped else ((batch, None) for batch in self.loader)
         updates = 0
         num_skips = 0  # of batches
-        for number, (batch, other) in enumerate(passes):
+        for number, (batch, other) in enumerate(_fetched_ahead(passes, program.fetches)):
             if program.skips:
                 is_skipped = (number if is_off else num_skips) % 3 == 1
                 num_skips += accelerator.sync_gradients
@@ -215,7 +223,11 @@ class _Script:
                     if accelerator.session.update.window.total or program.loss != "items"
                     else 0.0
                 )
-        found.epochs[-1] += accelerator.gather_for_metrics(batch.index).tolist()
+        if program.reads:
+            for _ in range(2):
+                accelerator.clip_grad_norm_(self.model.parameters(), 1e9)
+        if program.fetches == 1:  # else the loader's position is not that of the batch
+            found.epochs[-1] += accelerator.gather_for_metrics(batch.index).tolist()
         if program.guards and not accelerator.sync_gradients:
             return
         if program.clipping != "none":
@@ -277,6 +289,30 @@ class _Script:
         self.model.train()
         self.found.evaluated.append(torch.cat(indices).tolist())
         self.found.evaluations.append(torch.cat(predictions))
+
+
+def _fetched_ahead(passes: Iterable[Any], num: int) -> Iterator[Any]:
+    """Yield the batches of ``passes``; ``num`` of them are fetched before the first one is trained."""
+    batches = iter(passes)
+    while window := list(islice(batches, num)):
+        yield from window
+
+
+def _run_out_of_memory(accelerator: Accelerator, program: Program) -> None:
+    """Begin a training, and fail in its second micro-step."""
+    rows = Rows(program, num_samples=13)
+    model: Any = make_model(program)
+    loader: Any = make_loader(replace(program, batch_size=1, data="map", order="sequential", drop_last=False), rows)
+    model, *optimizers, loader = accelerator.prepare(model, *make_optimizers(program, model), loader)
+    for number, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            for loss, num_items in losses_of(program, model, fields_of(batch)):
+                accelerator.backward(loss, num_items=num_items)
+            if number == 1:
+                raise MemoryError
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -63,6 +63,10 @@ class Program:
     skips: bool = False  # `continue` for every third batch
     peeks: bool = False  # a forward pass under no_grad between forward and backward
     saves: int | None = None  # after so many updates the run is saved, and goes on in another start
+    fetches: int = 1  # batches that are fetched before the first of them is trained
+    fp16: bool = False  # a loss scale; float64 is left alone by autocast
+    reads: bool = False  # gradients are unscaled and measured in each micro-step, again and again
+    retries: bool = False  # a first attempt runs out of memory in a window
     replays: bool = False  # DataLoaderConfiguration(replay_iterable=True)
     float32: bool = False
     # ---- of a Trainer
@@ -128,7 +132,30 @@ def draw_case(seed: int) -> Case:
     layouts = _draw_layouts(draw, program, level=2)
     if layouts["layout"].parity == "off":
         program = _with_windows(draw, program)
+    program = _with_pending_state(random.Random(f"pending {seed}"), program, layouts["layout"])
     return Case(program=program, **layouts)
+
+
+def _with_pending_state(draw: random.Random, program: Program, layout: Layout) -> Program:
+    """Return the program with more that is pending in an update: drawn apart, so that a seed keeps the rest of its program."""
+    changes: dict[str, Any] = {}
+    is_fp16 = draw.random() < 0.25
+    in_fp16 = is_fp16 and not (program.closure or program.float32 or program.model == "sparse") and program.is_prepared
+    if (
+        in_fp16 and layout.parity != "bitwise" and not (layout.engine or "").startswith("fsdp2")
+    ):  # which computes in fp16
+        changes["fp16"] = program.saves is None  # else the second start may compute in fp16
+    if draw.random() < 0.25 and not program.closure and program.model != "sparse":
+        changes["reads"] = True
+    if draw.random() < 0.15 and program.saves is None and not program.closure:
+        changes["retries"] = True
+    fetches = draw.choice([2, 3, 4])
+    is_plain = (
+        not (program.skips or program.zipped or program.no_sync) and program.breaks is None and program.saves is None
+    )
+    if draw.random() < 0.3 and is_plain and program.even_batches and program.evaluates != "middle":
+        changes["fetches"] = fetches
+    return replace(program, **changes)
 
 
 def _with_windows(draw: random.Random, program: Program) -> Program:

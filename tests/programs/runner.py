@@ -403,7 +403,7 @@ def _against_plain(case: Case, found: Found, expected: Expected, *, is_rest: boo
         text = None if math.isnan(wanted_) else _apart(*numbers, tolerance, max(absolute, 1e-13))
         if text is not None:
             return f"loss of an evaluation {text}"
-    if not is_rest and not program.zipped:  # results are those of one loader
+    if not is_rest and not program.zipped and program.fetches == 1:  # results are those of one loader
         for epoch, (seen, wanted_seen) in enumerate(zip(found.epochs, expected.epochs)):
             wanted_seen = wanted_seen if case.layout.level == 1 else [*{i for i in wanted_seen if i >= 0}]
             if sorted(seen) != sorted(wanted_seen):

@@ -51,6 +51,8 @@ class FetchedBatches:
         self.last_fetched: FetchedBatch | None = None
         self.current: FetchedBatch | None = None
         """The batch of the latest micro-step."""
+        self.is_pass_complete = False
+        """Whether the loop has come to the end of the latest pass."""
         self.reuses = False
         """Whether several micro-steps have trained one batch of this pass, or copies of batches that are not held any more."""
 
@@ -62,11 +64,11 @@ class FetchedBatches:
         """Whether any batch has not been trained."""
         return bool(self._waiting)
 
-    def begin_pass(self, *, is_continued: bool) -> None:
-        """Note that a pass starts. ``is_continued``: the previous one was complete, and its last batches may not be trained yet."""
-        self.reuses = False
-        if not is_continued:
+    def begin_pass(self) -> None:
+        """Note that a pass starts; the last batches of a complete one may not be trained yet."""
+        if not self.is_pass_complete:
             self.clear()
+        self.reuses = self.is_pass_complete = False
 
     def clear(self) -> None:
         """Forget all batches."""
@@ -104,7 +106,7 @@ class FetchedBatches:
 
     def take_held(self) -> list[Contribution]:
         """Return the contributions of the batch that a loss trains, and of those that the loop still holds for later."""
-        self._waiting = deque(batch for batch in self._waiting if batch.is_held or batch is self.last_fetched)
+        self._waiting = deque(batch for batch in self._waiting if batch.is_held)
         found = [batch.contribution for batch in self._waiting if batch.contribution is not None]
         if self._waiting:
             self._waiting.popleft()

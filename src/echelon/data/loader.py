@@ -623,8 +623,7 @@ class PreparedLoader(DataLoader[Any]):
         facts, owner = self._position.facts, self.active.owner
         if facts is None or not facts.trains or owner is None or not (self.is_exact or owner.num_steps > 1):
             return False
-        last = self.fetched.last_fetched
-        self.fetched.begin_pass(is_continued=last is not None and last.is_last)
+        self.fetched.begin_pass()
         return True
 
     def _give(self, batch: Any, *, is_tracked: bool, non_blocking: bool) -> Any:
@@ -653,6 +652,7 @@ class PreparedLoader(DataLoader[Any]):
     def _complete_pass(self) -> None:
         """Record that the pass is complete, which makes it one of the originals, too."""
         self._position.close()
+        self.fetched.is_pass_complete = True
         for position in self._originals():
             position.complete_pass_of(self._position)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -343,7 +342,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             self._finish_gradients(factor)
 
     def _require_newest_batch(self, contribution: Contribution | None) -> None:
-        """Raise if the loop has fetched other batches before it trains this one, and their weights cannot be assigned to them.
+        """Raise if the loop has fetched other batches before it trains this one: weights and losses follow the newest batch.
 
         Args:
             contribution: that of the newest batch. None: outside of a loader's loop, whose last batches may be trained there.
@@ -357,11 +356,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             is_wrong = self._misses_losses and self._step_counts() != self._step_counts_before
         else:
             held = loader.fetched.take_held()
-            if contribution is not None and (not held or held[0] is contribution):
-                return
-            world_size = self.data_world.world_size
-            wanted = Fraction(1, world_size) if contribution is None else _part_of_update(contribution)
-            is_wrong = any(other.num_micro_steps > 1 or _part_of_update(other) != wanted for other in held)
+            is_wrong = bool(held) and held[0] is not contribution
         if is_wrong:
             raise UsageError(
                 "several batches were fetched before the first of them is trained, so losses cannot be assigned to the updates of "
@@ -534,11 +529,6 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         """Return the factor for a mean loss over the samples in ``contribution``, computed without communication."""
         self._update_loaders.require_matching_shares(contribution)
         return contribution.num_items * self.data_world.world_size / len(contribution.update)
-
-
-def _part_of_update(contribution: Contribution) -> Fraction:
-    """Return which part of its update's samples this rank has."""
-    return Fraction(contribution.num_items, len(contribution.update))
 
 
 def describe_batch(batch_size: int, *, world_size: int, num_micro: int) -> str:
