@@ -75,6 +75,10 @@ class FetchedBatches:
         self._waiting.clear()
         self.current = self.last_fetched = None
 
+    def skip_waiting(self) -> None:
+        """Forget the batches that were fetched and have not been trained, because their update was dropped."""
+        self._waiting.clear()
+
     def add(
         self, batch: Any, *, is_last: bool, ends_early: bool = False, contribution: Contribution | None = None
     ) -> None:

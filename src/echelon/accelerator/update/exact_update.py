@@ -398,6 +398,9 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         self._micro_step_items = self._random_states = None
         self.window.total = 0.0  # counted as tokens otherwise
         self._kept.clear()
+        loader = self._update_loaders.lead or self.state.reading.trained
+        if loader is not None:
+            loader.fetched.skip_waiting()  # the loss of a dropped update may still hold its batch
 
     # ---- losses ------------------------------------------------------------------------------------------------------
 
