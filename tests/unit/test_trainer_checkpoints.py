@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,49 @@ def test_the_best_checkpoint_is_kept_and_a_new_training_replaces_what_is_there(t
     assert (tmp_path / "checkpoint-8" / "notes.txt").exists()
     assert not (tmp_path / "checkpoint-8" / "words.json").exists()  # it was the old checkpoint's
     assert json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())["eval_steps"] == 8
+
+
+def _train_by_value(folder: Path, values: list[float], *, resume: Any = None, **options: Any) -> Trainer:
+    """Train with an evaluation at every step, whose metrics are ``values``, and a checkpoint at every other step."""
+    given = iter(values)
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 2, "max_steps": 4, **options}
+    args = _args(folder, load_best_model_at_end=True, metric_for_best_model="value", **options)
+    data = Noisy(noise=False)
+    trainer = _trainer(args, eval_dataset=data, compute_metrics=lambda _: {"value": next(given)})
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def _has_weights_of(trainer: Trainer, folder: Path) -> bool:
+    weights = load_file(folder / "model.safetensors")
+    return all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("values", "loaded", "best", "told"),
+    [
+        ([0.3, 0.2, 0.9, 0.1], "checkpoint-4", None, r"value 0\.9\) was at step 3, .* keeps the last weights"),
+        ([0.3, 0.5, 0.9, 0.1], "checkpoint-2", "checkpoint-2", r"value 0\.9\) was at step 3, .* loads checkpoint-2"),
+        ([0.3, 0.9, 0.5, 0.1], "checkpoint-2", "checkpoint-2", None),
+    ],
+)
+def test_the_best_checkpoint_is_one_of_this_run(
+    tmp_path: Path, values: list[float], loaded: str, best: str | None, told: str | None
+) -> None:
+    """Another run has left checkpoints in the directory, also one of the step that is the best here."""
+    _trainer(_args(tmp_path, max_steps=3, save_steps=1, learning_rate=1.0)).train()
+    with pytest.warns(EchelonWarning, match=told) if told else nullcontext():
+        trainer = _train_by_value(tmp_path, values)
+    assert trainer.state.best_model_checkpoint == (None if best is None else str(tmp_path / best))
+    assert _has_weights_of(trainer, tmp_path / loaded)
+
+
+def test_a_resumed_run_loads_the_best_checkpoint_of_its_first_part(tmp_path: Path) -> None:
+    with pytest.raises(StopIteration):  # as if interrupted
+        _train_by_value(tmp_path, [0.3, 0.9])
+    trainer = _train_by_value(tmp_path, [0.5, 0.1], resume=True)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert _has_weights_of(trainer, tmp_path / "checkpoint-2")
 
 
 def test_a_disk_that_is_full_is_told_and_then_ends_the_training(

@@ -468,6 +468,30 @@ def test_persistent_workers_keep_the_loader_of_an_evaluation(tmp_path: Path) -> 
     assert list(trainer._eval_dataloaders) == ["a", "b"]
 
 
+def test_persistent_workers_read_the_data_that_is_evaluated(tmp_path: Path) -> None:
+    args = arguments(tmp_path, dataloader_num_workers=1, dataloader_persistent_workers=True)
+    line, other = Line(start=1.0), DATA[:4]  # the error at x is x, its square is the loss
+    trainer = Trainer(line, args, eval_dataset=DATA)
+    losses = [trainer.evaluate(data)["eval_loss"] for data in (None, other, None, DATA[4:])]
+    squares = [float(x) ** 2 for x in range(10)]
+    means = [sum(part) / len(part) for part in (squares, squares[:4], squares, squares[4:])]
+    assert losses == pytest.approx(means, rel=1e-6)  # float32
+    loader = trainer.get_eval_dataloader()
+    assert trainer.get_eval_dataloader(DATA) is loader
+    assert trainer.evaluate({"a": other, "b": DATA[4:]})["eval_b_loss"] == pytest.approx(means[3], rel=1e-6)
+    trainer.args.per_device_eval_batch_size = 3
+    assert trainer.get_eval_dataloader() is not loader
+    loader = trainer.get_eval_dataloader()
+    trainer.eval_dataset = other
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(means[1], rel=1e-6)
+    trainer.data_collator = lambda rows: {
+        name: torch.stack([row[name] for row in rows]) * 2 for name in ("x", "labels")
+    }
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(4 * means[1], rel=1e-6)
+    mine = trainer._eval_dataloaders["mine"] = trainer.get_eval_dataloader()  # a library's own, under its own name
+    assert trainer.get_eval_dataloader() is mine
+
+
 def test_flags_and_names_that_libraries_read(tmp_path: Path) -> None:
     trainer = Trainer(Line(), arguments(tmp_path), train_dataset=DATA)
     assert (trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled) == (False, False)

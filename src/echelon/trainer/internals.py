@@ -30,6 +30,7 @@ from echelon.trainer.checkpoint.save import CheckpointWriter
 from echelon.trainer.checkpoint.save_model import write_model_files
 from echelon.trainer.data import batches, data_loaders
 from echelon.trainer.data.columns import ColumnFilter, KeptColumns, drop_columns, signature_columns
+from echelon.trainer.data.loader_source import LoaderSource
 from echelon.trainer.data.num_tokens import count_tokens
 from echelon.trainer.data.sequence_inputs import sequence_inputs
 from echelon.trainer.features.hyperparameter_search import set_arguments
@@ -105,7 +106,10 @@ class TrainerInternals:
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader[Any]:
-        """Return a loader for ``dataset``, sharded across ranks, with the columns that the model accepts."""
+        """Return a loader for ``dataset``, sharded across ranks, with the columns that the model accepts.
+
+        With ``dataloader_persistent_workers``, it is kept under ``dataloader_key``.
+        """
         loader = data_loaders.build_loader(
             self,  # type: ignore[arg-type]
             self._session.points,
@@ -117,7 +121,12 @@ class TrainerInternals:
         )
         if dataloader_key is not None and self.args.dataloader_persistent_workers:
             self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
+            self._session.kept_loaders[dataloader_key] = self._loader_source(dataset)
         return loader
+
+    def _loader_source(self, dataset: Any) -> LoaderSource:
+        size, columns = self.args.eval_batch_size, self._kept_columns()
+        return LoaderSource(dataset, self.data_collator, self.accelerator, batch_size=size, columns=columns)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
         """Return the training data's sampler, or None for data without a length."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ from echelon.trainer.arguments.enums import SaveStrategy
 from echelon.trainer.arguments.training_arguments import resolve_path
 from echelon.trainer.batch_loss import call_compute_loss
 from echelon.trainer.build_accelerator import accumulation_options
-from echelon.trainer.checkpoint.best_model import metric_for_best, remove_last_checkpoint
+from echelon.trainer.checkpoint.best_model import (
+    metric_for_best,
+    point_to_best,
+    remove_last_checkpoint,
+    warn_of_unsaved_best,
+)
 from echelon.trainer.checkpoint.resume_point import ResumePoint
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data.epoch_batches import EpochBatches, warn_of_wrong_length
@@ -171,9 +177,15 @@ class TrainingLoop:
         metrics = speed_metrics("train", start_time, num_samples=num_samples, num_steps=num_steps)
         metrics |= {"total_flos": hooks.state.total_flos, "train_loss": mean, **self._session.memory.end("train")}
         self._log(metrics, None)
-        if args.load_best_model_at_end and hooks.state.best_model_checkpoint is not None:
-            points.method("_load_best_model")()
-        remove_last_checkpoint(hooks, resolve_path(args, points.method("_get_output_dir")(trial)))
+        run_dir = Path(points.method("_get_output_dir")(trial))
+        point_to_best(
+            hooks, run_dir, saved=self._session.saved_steps
+        )  # which may have been saved before it was evaluated
+        if args.load_best_model_at_end:
+            warn_of_unsaved_best(hooks)
+            if hooks.state.best_model_checkpoint is not None:
+                points.method("_load_best_model")()
+        remove_last_checkpoint(hooks, resolve_path(args, run_dir))
         notify(hooks, "on_train_end")
         points.method("_finish_current_push")()
         hooks.is_in_train = False

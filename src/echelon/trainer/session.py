@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
+from echelon.trainer.data.loader_source import LoaderSource
 from echelon.trainer.features.hub import HubUpload
 from echelon.trainer.features.hyperparameter_search import SearchState
 from echelon.trainer.features.memory_metrics import MemoryMeter
@@ -67,6 +68,10 @@ class TrainerSession:
     """Size of an update in the latest training run; None before the first run."""
     wanted_batch_size: int | None = None
     """Batch size that a subclass has set in place of the arguments' batch size."""
+    kept_loaders: dict[str, LoaderSource] = field(default_factory=dict)
+    """What the loaders in ``_eval_dataloaders`` were built from, for those that the Trainer has built."""
+    saved_steps: set[int] = field(default_factory=set)
+    """Steps whose checkpoints the latest training run has saved, or has resumed from, in its output directory."""
     plan: TrainingPlan | None = None
     """The latest training run's plan."""
     own_attributes: frozenset[str] = frozenset()

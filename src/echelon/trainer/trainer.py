@@ -325,14 +325,18 @@ class Trainer(TrainerInternals):
     def get_eval_dataloader(self, eval_dataset: str | Any | None = None) -> DataLoader[Any]:
         """Return a loader for ``eval_dataset`` (a dataset, or the name of one of several), sharded across ranks.
 
-        With ``dataloader_persistent_workers``, each named dataset's loader is built only once.
+        With ``dataloader_persistent_workers``, a loader is built once for each named dataset, for the Trainer's own, and
+        for the last one that was passed, until the dataset, the collator, the columns or the batch size change.
         """
-        key = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        dataset = data_loaders.choose_eval_dataset(eval_dataset, self.eval_dataset)
+        key = eval_dataset if isinstance(eval_dataset, str) else "eval" if dataset is self.eval_dataset else "given"
         kept: dict[str, DataLoader[Any]] = self.__dict__.get("_eval_dataloaders", {})
         if key in kept and self.args.dataloader_persistent_workers:
-            return kept[key]
+            source = self._session.kept_loaders.get(key)
+            if source is None or source.equals(self._loader_source(dataset)):
+                return kept[key]
         return self._get_dataloader(
-            dataset=data_loaders.choose_eval_dataset(eval_dataset, self.eval_dataset),
+            dataset=dataset,
             description="Evaluation",
             batch_size=self.args.eval_batch_size,
             sampler_fn=self._get_eval_sampler,

@@ -195,6 +195,7 @@ class TrainingRun:
         plan = session.plan or plan_training(hooks, session, loader)
         plan = plan.with_initial_values(values)
         self._resumed = None
+        session.saved_steps.clear()
         if self._folder is not None:
             self._resumed = ResumedTraining(hooks, session, self._folder, allows_changed_data=self._allows_changed_data)
             plan = self._resumed.extend_plan(plan)
@@ -233,6 +234,8 @@ class TrainingRun:
             hooks.state = self._new_state(plan)
         else:
             hooks.state = self._resumed.restore_state(plan)
+            if checkpoint is not None and Path(checkpoint).resolve().parent == session.output_dir(hooks.args).resolve():
+                session.saved_steps.add(hooks.state.global_step)
             session.points.method("_load_callback_state")()
         if (running := session.search.trial) is not None:
             hooks.state.is_hyper_param_search = True

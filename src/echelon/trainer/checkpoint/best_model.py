@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
 from echelon.accelerator.checkpoint.folders import require_whole
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
+from echelon.base.warnings import warn
 from echelon.trainer.arguments.enums import SaveStrategy
-from echelon.trainer.checkpoint.checkpoint_folders import remove_last
+from echelon.trainer.checkpoint.checkpoint_folders import PREFIX, remove_last
 from echelon.trainer.checkpoint.resume_point import best_folder, load_model_from
 from echelon.trainer.hooks import TrainerHooks
 
-__all__ = ["load_best", "metric_for_best", "update_best_metric", "remove_last_checkpoint"]
+__all__ = [
+    "load_best",
+    "metric_for_best",
+    "point_to_best",
+    "remove_last_checkpoint",
+    "update_best_metric",
+    "warn_of_unsaved_best",
+]
 
 logger = get_logger(__name__)
 
@@ -50,6 +58,31 @@ def metric_for_best(hooks: TrainerHooks, metrics: dict[str, float]) -> float:
             do="set metric_for_best_model to one of these metrics, or return it from compute_metrics",
         )
     return metrics[name]
+
+
+def point_to_best(hooks: TrainerHooks, run_dir: Path, *, saved: Set[int]) -> None:
+    """Set ``state.best_model_checkpoint`` if this run has saved the best step.
+
+    Args:
+        hooks: the Trainer's hooks.
+        run_dir: directory of the checkpoints, as the arguments name it. It may hold another run's, too.
+        saved: the steps that this run has saved, or is saving.
+    """
+    best = hooks.state.best_global_step
+    if best is not None and best in saved:
+        hooks.state.best_model_checkpoint = str(run_dir / f"{PREFIX}{best}")
+
+
+def warn_of_unsaved_best(hooks: TrainerHooks) -> None:
+    """Warn if the best step has no checkpoint, so that ``load_best_model_at_end`` cannot load it."""
+    best, step = hooks.state.best_model_checkpoint, hooks.state.best_global_step
+    if step is not None and (best is None or Path(best).name != f"{PREFIX}{step}"):
+        instead = "keeps the last weights" if best is None else f"loads {Path(best).name}"
+        warn(
+            f"the best evaluation ({hooks.args.metric_for_best_model} {hooks.state.best_metric:.6g}) was at step {step}, "
+            f"which this run has not saved, so load_best_model_at_end {instead}. Save at every evaluation: set save_steps to "
+            "eval_steps, or save_strategy='best'"
+        )
 
 
 def load_best(hooks: TrainerHooks, output_dir: Path, *, report: Callable[[Any], None]) -> None:

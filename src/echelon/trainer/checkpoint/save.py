@@ -16,6 +16,7 @@ from echelon.checkpoint.formats.transformers import ECHELON_WEIGHTS
 from echelon.checkpoint.formats.weight_files import aliases_in
 from echelon.trainer.arguments.training_arguments import resolve_path
 from echelon.trainer.checkpoint.adapters import has_adapters, trained_state
+from echelon.trainer.checkpoint.best_model import point_to_best
 from echelon.trainer.checkpoint.checkpoint_folders import (
     PREFIX,
     STATE_FILE,
@@ -49,11 +50,8 @@ class CheckpointWriter:
         run_dir = Path(points.method("_get_output_dir")(trial))
         output_dir = resolve_path(args, run_dir)
         folder = output_dir / f"{PREFIX}{state.global_step}"
-        best, before = state.best_global_step, state.best_model_checkpoint
-        if best is not None:
-            name = f"{PREFIX}{best}"
-            if best == state.global_step or (output_dir / name).exists():
-                state.best_model_checkpoint = str(run_dir / name)
+        before = state.best_model_checkpoint
+        point_to_best(hooks, run_dir, saved=session.saved_steps | {state.global_step})
         state.stateful_callbacks = callback_states([hooks.control, *hooks.callback_handler.callbacks])
         with hooks.accelerator.checkpoints.store.alone_in(output_dir, prefix=PREFIX):
             if checkpoint_format(args) == "transformers":
@@ -67,9 +65,11 @@ class CheckpointWriter:
                 )
             else:
                 is_written = self._save_own(folder)
-        if not is_written:
+        if is_written:
+            session.saved_steps.add(state.global_step)
+        else:
             state.best_model_checkpoint = before
-        elif args.should_save:
+        if is_written and args.should_save:
             remove_surplus(output_dir, limit=args.save_total_limit, best=state.best_model_checkpoint, newest=folder)
         if is_written and args.push_to_hub:
             points.method("_push_from_checkpoint")(str(folder))
