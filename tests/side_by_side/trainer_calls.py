@@ -112,15 +112,15 @@ def counting(trainer: type[Any], counts: Counter[str]) -> type[Any]:
 
 
 @contextlib.contextmanager
-def hub() -> Iterator[None]:
-    """Replace the Hub by functions that do nothing."""
+def hub(package: Any) -> Iterator[None]:
+    """Replace the Hub, as ``package`` reaches it, by functions that do nothing."""
     done: Future[str] = Future()
     done.set_result("commit")
     api = SimpleNamespace(
         create_repo=lambda *args, **kwargs: SimpleNamespace(repo_id="me/it"), upload_folder=lambda **kwargs: done
     )
-    module = sys.modules.get("transformers.trainer")
-    if module is not None and hasattr(module, "hf_api"):
+    module = sys.modules.get(f"{package.__name__}.trainer")
+    if hasattr(module, "hf_api"):
         with mock.patch.object(module, "hf_api", return_value=api):
             yield
         return
@@ -196,7 +196,7 @@ class _Scenarios:
         trainer.predict(ROWS[:4])
 
     def upload(self, counts: Counter[str]) -> None:
-        with hub():
+        with hub(self.package):
             trainer = self.trainer(
                 counts, "upload", push_to_hub=True, hub_model_id="it", save_strategy="epoch", num_train_epochs=1
             )

@@ -23,15 +23,18 @@ DATA = Path(__file__).with_name("trainer_compat.txt")
 PAGE = ROOT / "docs" / "trainer_compat.md"
 FILES = {
     "arguments": "unit/test_trainer_arguments.py",
+    "attributes": "unit/test_trainer_attributes.py",
     "balanced": "unit/test_trainer_balanced_batches.py",
     "behaviours": "unit/test_trainer_behaviours.py",
     "checkpoints": "unit/test_trainer_checkpoints.py",
     "devices": "unit/test_trainer_devices.py",
     "changed_data": "unit/test_changed_data.py",
     "items": "unit/test_trainer_items.py",
+    "late": "unit/test_trainer_late_attributes.py",
     "lock": "unit/test_trainer_lock.py",
     "errors": "unit/test_trainer_errors.py",
     "exact": "unit/test_trainer_exact.py",
+    "collators": "unit/test_trainer_collators.py",
     "loop": "unit/test_trainer_loop.py",
     "options": "unit/test_trainer_options.py",
     "schedules": "unit/test_trainer_schedules.py",
@@ -137,7 +140,9 @@ def problems(table: list[Row]) -> Iterator[str]:
 
 
 # Attributes and properties without an entry.
-_INNER = frozenset({"batches_of", "ddp_timeout_delta", "distributed_state", "logging_dir", "place_model_on_device"})
+_INNER = frozenset(
+    {"batches_of", "ddp_timeout_delta", "distributed_state", "fsdp_plugin_args", "logging_dir", "place_model_on_device"}
+)
 
 
 def _is_public(name: str, value: object) -> bool:

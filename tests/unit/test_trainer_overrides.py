@@ -56,7 +56,7 @@ def test_the_recorded_scenarios_call_at_least_forty_private_methods() -> None:
 
 
 class _Ignored(Trainer):
-    _loss_shifts_labels = True  # an attribute of transformers that echelon does not have
+    _mixed_mesh_grads = True  # an attribute of transformers that echelon does not have
 
     def get_tp_size(self) -> int:
         return 2
@@ -70,7 +70,7 @@ def test_what_is_ignored_is_named_at_construction(tmp_path: Path) -> None:
     with pytest.warns(EchelonWarning) as warned:
         _Ignored(Line(), arguments(tmp_path))
     text = str(warned[0].message)
-    for name in ("_loss_shifts_labels", "get_tp_size", "_tune_save_checkpoint"):
+    for name in ("_mixed_mesh_grads", "get_tp_size", "_tune_save_checkpoint"):
         assert f"_Ignored.{name} (" in text
     assert "_own_helper" not in text
 
@@ -98,12 +98,12 @@ def test_an_attribute_that_is_set_later_is_named_when_training_starts(tmp_path: 
     class Mine(Trainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._loss_shifts_labels = True
+            self._mixed_mesh_grads = True
             self._signature_columns = ["x", "labels"]
             self.mine = 3
 
     trainer = Mine(Line(), arguments(tmp_path, max_steps=1), train_dataset=DATA)
-    with pytest.warns(EchelonWarning, match=r"echelon's Trainer does not: Mine\(\)\._loss_shifts_labels \("):
+    with pytest.warns(EchelonWarning, match=r"echelon's Trainer does not: Mine\(\)\._mixed_mesh_grads \("):
         trainer.train()
     trainer.train()  # named once: a second warning would be an error here
 

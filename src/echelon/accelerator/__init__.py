@@ -13,7 +13,8 @@ from echelon.accelerator.plugins.kwargs_handlers import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
-from echelon.accelerator.state import PartialState
+from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
+from echelon.accelerator.state import AcceleratorState, PartialState
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
 from echelon.compat.enums import DistributedType
@@ -23,6 +24,7 @@ __all__ = [
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
     "Accelerator",
+    "AcceleratorState",
     "AutocastKwargs",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
@@ -34,5 +36,6 @@ __all__ = [
     "GradientAccumulationPlugin",
     "GradientState",
     "InitProcessGroupKwargs",
+    "ParallelismConfig",
     "PartialState",
 ]

@@ -67,7 +67,7 @@ def run_training_step(
     if loss.dim() and accelerator.capabilities.num_devices > 1:
         loss = loss.mean()  # one element per device
     if accelerator.parity != "off":
-        accelerator.backward(loss, num_items=items_of(inputs, model=hooks.model))
+        accelerator.backward(loss, num_items=items_of(inputs, shifts=session.interface.shifts_labels))
         return loss.detach()
     num_steps = hooks.current_gradient_accumulation_steps
     if num_steps != 1 and not _is_scaled(hooks, session, num_items):
@@ -151,7 +151,7 @@ def compute_loss(
         session.loss_func_result = "scaled" if isinstance(inputs, (dict, Mapping)) else "mean"
         if num_items is None and accelerator.parity != "off":
             # The items of this batch only: an exact mode weights the loss itself.
-            loss = func(outputs, labels, num_items_in_batch=count_items(batch, model=hooks.model))
+            loss = func(outputs, labels, num_items_in_batch=count_items(batch, shifts=session.interface.shifts_labels))
         else:
             loss = func(outputs, labels, num_items_in_batch=num_items)
     else:
@@ -203,7 +203,7 @@ def count_update_items(hooks: TrainerHooks, session: TrainerSession, samples: li
         or "labels" not in first
     ):
         return None
-    counts = [count_items(batch, model=hooks.model) for batch in samples]
+    counts = [count_items(batch, shifts=session.interface.shifts_labels) for batch in samples]
     if any(count is None for count in counts):
         return None
     num_items: Any = sum(count for count in counts if count is not None)

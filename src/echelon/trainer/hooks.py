@@ -50,6 +50,10 @@ class TrainerHooks(Protocol):
     label_smoother: LabelSmoother | None
     label_names: list[str]
     can_return_loss: bool
+    deepspeed: Any
+    is_deepspeed_enabled: bool
+    is_model_parallel: bool
+    model_preparation_time: float
     model_accepts_loss_kwargs: bool
     loss_is_scaled_for_ga: bool | None
     neftune_noise_alpha: float | None
@@ -164,15 +168,19 @@ def bind_log(hooks: TrainerHooks) -> Callable[[dict[str, Any], float | None], No
     return lambda logs, _: hooks.log(logs)
 
 
-def record_logs(hooks: TrainerHooks, logs: dict[str, Any], start_time: float | None) -> None:
-    """Add the epoch and the token count to ``logs``, append them to the history, and notify the callbacks."""
+def record_logs(hooks: TrainerHooks, logs: dict[str, Any], start_time: float | None, *, num_tokens_before: int) -> None:
+    """Add the epoch and the token count to ``logs``, append them to the history, and notify the callbacks.
+
+    ``num_tokens_before``: the tokens that were counted before ``start_time``, in the run that this one resumes.
+    """
     state = hooks.state
     if state.epoch is not None:
         logs["epoch"] = state.epoch
     if hooks.args.include_num_input_tokens_seen != "no":
         logs["num_input_tokens_seen"] = state.num_input_tokens_seen
         if start_time is not None:
-            logs |= speed_metrics("train", start_time, num_tokens=state.num_input_tokens_seen)
+            num_tokens = state.num_input_tokens_seen - num_tokens_before
+            logs |= speed_metrics("train", start_time, num_tokens=num_tokens)
     state.log_history.append({**logs, "step": state.global_step})
     values = {name: value for name, value in logs.items() if name != "epoch"}
     record_values(values, step=state.global_step, epoch=state.epoch)

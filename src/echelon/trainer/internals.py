@@ -34,6 +34,7 @@ from echelon.trainer.data.loader_source import LoaderSource
 from echelon.trainer.data.num_tokens import count_tokens
 from echelon.trainer.data.sequence_inputs import sequence_inputs
 from echelon.trainer.features.hyperparameter_search import set_arguments
+from echelon.trainer.features.memory_metrics import MemoryMeter
 from echelon.trainer.model_interface import columns_of
 from echelon.trainer.optim.optimizers import param_groups_of
 from echelon.trainer.results import TrainOutput
@@ -65,6 +66,17 @@ class TrainerInternals:
     push_in_progress: Any
     _session: TrainerSession
     _signature_columns: list[str] | None
+
+    # What libraries read. The Trainer sets these where transformers' does.
+    deepspeed: Any = None
+    is_model_parallel: bool = False
+    model_preparation_time: float
+    # What has one value here (see ``NOT_READ``).
+    is_distributed_loading_by_transformers: bool = False
+    is_fsdp_xla_enabled: bool = False
+    is_fsdp_xla_v1_enabled: bool = False
+    is_fsdp_xla_v2_enabled: bool = False
+    _loggers_initialized: bool = False
 
     # ---- construction ------------------------------------------------------------------------------------------------
 
@@ -215,6 +227,15 @@ class TrainerInternals:
         batch, buffers = sequence_inputs(self, self.model, self._prepare_inputs(inputs))  # type: ignore[arg-type]
         return functools.partial(self.accelerator.context_parallel, buffers, no_restore_buffers=buffers), batch
 
+    @property
+    def _loss_shifts_labels(self) -> bool:
+        """Whether the loss compares position i with label i + 1, so that the first label does not count."""
+        return self._session.interface.shifts_labels
+
+    @_loss_shifts_labels.setter
+    def _loss_shifts_labels(self, shifts: bool) -> None:
+        self._session.interface.shifts_labels = shifts
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Return an update's number of labels across all ranks, or None if the loss is not divided by it."""
         return count_update_items(self, self._session, batch_samples, device)  # type: ignore[arg-type]
@@ -256,6 +277,35 @@ class TrainerInternals:
         """Log, evaluate and save as requested by ``control``; called after every step and every epoch."""
         default = self._session.points.default("_maybe_log_save_evaluate")
         default(tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate)
+
+    @property
+    def _memory_tracker(self) -> MemoryMeter:
+        """Measures memory use (``skip_memory_metrics=False``)."""
+        return self._session.memory
+
+    @property
+    def _initial_global_step(self) -> int:
+        """The step at which the last training run started."""
+        return self._session.initial_step
+
+    @property
+    def _initial_num_input_tokens_seen(self) -> int:
+        """Number of tokens that were counted before the last training run."""
+        return self._session.initial_num_tokens
+
+    @property
+    def _created_lr_scheduler(self) -> bool:
+        """Whether the Trainer has created the scheduler, so that the next training run creates another one."""
+        return self._session.optimizer.created_scheduler
+
+    @_created_lr_scheduler.setter
+    def _created_lr_scheduler(self, created: bool) -> None:
+        self._session.optimizer.created_scheduler = created
+
+    @property
+    def _tr_loss(self) -> torch.Tensor:
+        """The sum of the losses since the last log, on this rank."""
+        return torch.tensor(self._session.points.default("_tr_loss")(), device=self.accelerator.device)
 
     @property
     def _globalstep_last_logged(self) -> int:

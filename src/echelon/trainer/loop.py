@@ -66,7 +66,6 @@ class TrainingLoop:
         self.hooks = hooks
         self._session = session
         self._trial = trial
-        self._bind(session.points)
         self._accumulation_steps = session.update_size(hooks.args).accumulation_steps
         self._syncs_each_batch = bool(accumulation_options(hooks.args).get("sync_each_batch"))
         self.plan = plan
@@ -87,6 +86,7 @@ class TrainingLoop:
         self._boundary: dict[str, Any] | None = None  # state after the last complete step, to save after an error
         self._mean_loss = MeanLoss(hooks.accelerator, filtered=hooks.args.logging_nan_inf_filter)
         self.losses = self._mean_loss.window
+        self._bind(session.points)
         self.num_items: Any = None  # divisor of the losses of the update
         self.grad_norm: torch.Tensor | None = None
         self.learning_rate = 0.0
@@ -96,7 +96,8 @@ class TrainingLoop:
         counts_by_update = self.counts_tokens and not session.points.is_overridden("_track_num_input_tokens")
         self.prepares_update = counts_by_update or args.torch_empty_cache_steps is not None
         self.start_time = self.logged_at = time.time()
-        self.first_step = hooks.state.global_step
+        self.first_step = session.initial_step = hooks.state.global_step
+        session.initial_num_tokens = hooks.state.num_input_tokens_seen
         if hooks.state.global_step:
             self._restore(self.cursor)
         cursor, accelerator = self.cursor, hooks.accelerator
@@ -122,6 +123,7 @@ class TrainingLoop:
         if (override := points.choose("_maybe_log_save_evaluate", None)) is not None:
             self._end_step = partial(self._call_override, override)
         points.bind("_maybe_log_save_evaluate", self._log_evaluate_save)
+        points.bind("_tr_loss", self.losses.total)
         points.bind("_globalstep_last_logged", self._last_logged)
         points.bind("_total_loss_scalar", self._loss_sum)
         self._get_learning_rate = points.choose("_get_learning_rate", self._first_learning_rate)
@@ -168,6 +170,7 @@ class TrainingLoop:
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Implement ``Trainer._finalize_training``."""
         hooks, args, points = self.hooks, self.hooks.args, self._points
+        points.keep_values("_tr_loss")
         self._mean_loss.take()  # adds the steps since the last log to the total
         hooks.store_flos()
         num_steps = hooks.state.global_step - self.first_step
@@ -189,6 +192,7 @@ class TrainingLoop:
         notify(hooks, "on_train_end")
         points.method("_finish_current_push")()
         hooks.is_in_train = False
+        points.keep_values("_globalstep_last_logged", "_total_loss_scalar")
         return TrainOutput(hooks.state.global_step, mean, metrics)
 
     def _run_epoch(self, model: nn.Module, epoch: int, train_dataloader: Any, **position: Any) -> None:

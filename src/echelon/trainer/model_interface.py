@@ -9,6 +9,7 @@ from typing import Any
 
 from echelon.base.warnings import warn
 from echelon.trainer.data.columns import KeptColumns, find_labels, forward_of, kept_columns
+from echelon.trainer.data.num_items import shifts_labels
 from echelon.trainer.features.model_changes import apply_liger_kernel
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.model_loss import is_causal
@@ -58,6 +59,9 @@ class ModelInterface:
     num_positional: int | None
     """Number of positional parameters that forward takes; None for any number."""
     is_causal: bool
+    shifts_labels: bool
+    """Whether the loss shifts the labels; a subclass may have set it."""
+    derived_shifts_labels: bool
     derived: DerivedAttributes
     """The values that the inspection gave to the Trainer's attributes; a subclass or a script may have set others."""
     infers_labels: bool
@@ -98,6 +102,7 @@ def inspect_model(hooks: TrainerHooks, *, base: type[Any], before: ModelInterfac
         can_return_loss=return_loss is not None and return_loss.default is True,
     )
     derived.apply(hooks, None if before is None else before.derived)
+    shifts = shifts_labels(model)
     count = getattr(model, "num_parameters", None)  # of transformers; walks through all modules
     num_parameters = count(exclude_embeddings=True) if callable(count) else None
     compiles = args.torch_compile or any(hasattr(part, "_orig_mod") for part in model.modules())
@@ -106,6 +111,10 @@ def inspect_model(hooks: TrainerHooks, *, base: type[Any], before: ModelInterfac
         computes_own_loss=computes_own_loss,
         num_positional=num_positional(model.forward),
         is_causal=is_causal(model),
+        shifts_labels=shifts
+        if before is None or before.shifts_labels == before.derived_shifts_labels
+        else before.shifts_labels,
+        derived_shifts_labels=shifts,
         derived=derived,
         infers_labels=infers_labels and tuple(hooks.label_names) == derived.label_names,
         compute_loss_takes_items=takes(hooks.compute_loss, "num_items_in_batch"),
@@ -137,6 +146,8 @@ def set_up_model(hooks: TrainerHooks, points: OverridePoints) -> None:
     # Of a pipeline's model, each rank moves only its stages.
     if hooks.place_model_on_device and (layout is None or not layout.pp_enabled):
         points.method("_move_model_to_device")(model, hooks.accelerator.device)
+    device_map: Any = getattr(model, "hf_device_map", None) or {}
+    hooks.is_model_parallel = len({*device_map.values()} - {"cpu", "disk"}) > 1
     if args.use_liger_kernel:
         apply_liger_kernel(model, args.liger_kernel_config)
     config: Any = getattr(model, "config", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from echelon.trainer.checkpoint.checkpoint_folders import checkpoint_format
 
 __all__ = [
     "NOT_CALLED",
+    "NOT_READ",
     "NOT_READ_IN_ARGUMENTS",
     "OverridePoints",
     "check_attributes",
@@ -50,8 +51,26 @@ NOT_CALLED: Mapping[str, str] = MappingProxyType(
 )
 """For each method of transformers' Trainer that echelon's Trainer lacks or never calls: the reason."""
 
+NOT_READ: Mapping[str, str] = MappingProxyType(
+    {
+        "_loggers_initialized": "the trackers start in on_train_begin",
+        "is_distributed_loading_by_transformers": _SHARDED_AT_LOAD,
+        **dict.fromkeys(
+            ("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled"), "echelon does not run on TPUs"
+        ),
+    }
+)
+"""For each attribute that has one value here, which libraries read: the reason."""
+
+_SET_LATER = frozenset({"_eval_dataloaders", "model_preparation_time"})
+"""Attributes that the Trainer has only after an evaluation, as in transformers."""
+
 NOT_READ_IN_ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {
+        **dict.fromkeys(
+            ("_no_sync_in_gradient_accumulation", "_setup_devices", "fsdp_plugin_args", "default_optim"),
+            "it is derived from the other arguments",
+        ),
         "device": "the device comes from the Accelerator; select it with use_cpu or with the launcher",
         "parallel_mode": "the Accelerator's engine decides how training is distributed; see the engine argument",
     }
@@ -98,6 +117,7 @@ class OverridePoints:
         self._trainer = trainer
         self._base: Any = base
         self._defaults: dict[str, Callable[..., Any]] = {}
+        self._ended: dict[str, Callable[..., Any]] = {}
         self.overridden: frozenset[str] = frozenset()
         """Names of the methods that were overridden at the last ``refresh``, for code that runs for every batch."""
         self._overrides_steps = False
@@ -145,7 +165,7 @@ class OverridePoints:
         Raises:
             UsageError: the component that implements the method is not running.
         """
-        found = self._defaults.get(name)
+        found = self._defaults.get(name, self._ended.get(name))
         if found is None:
             raise UsageError(
                 f"{name}() works only while the Trainer is training or saving",
@@ -154,9 +174,18 @@ class OverridePoints:
             )
         return found
 
+    def keep_values(self, *names: str) -> None:
+        """Keep the running loop's values ``names``, so that they can be read after training."""
+        for name in names:
+            self._ended[name] = partial(_constant, self._defaults[name]())
+
     def release(self) -> None:
         """Drop the implementations, and with them the last training run's components."""
         self._defaults.clear()
+
+
+def _constant(value: Any) -> Any:
+    return value
 
 
 def check_overrides(trainer: Any, base: type[Any]) -> None:
@@ -170,7 +199,7 @@ def check_overrides(trainer: Any, base: type[Any]) -> None:
         UsageError: anything is reported and the program runs with ``--strict``.
     """
     own_format = checkpoint_format(trainer.args) != "transformers"
-    not_called = {**NOT_CALLED, **(dict.fromkeys(_STATE_FILES, _OWN_FORMAT) if own_format else {})}
+    not_called = {**NOT_CALLED, **NOT_READ, **(dict.fromkeys(_STATE_FILES, _OWN_FORMAT) if own_format else {})}
     found = [
         *_ignored(trainer, base, TRAINER_MEMBERS, not_called),
         *_ignored(trainer.args, TrainingArguments, ARGUMENTS_MEMBERS, NOT_READ_IN_ARGUMENTS),
@@ -190,9 +219,10 @@ def check_attributes(trainer: Any, base: type[Any], known: frozenset[str]) -> No
     Raises:
         UsageError: anything is reported and the program runs with ``--strict``.
     """
-    added = vars(trainer).keys() & TRAINER_MEMBERS - known - {"_eval_dataloaders"}
-    unread = sorted(name for name in added if name in NOT_CALLED or not hasattr(base, name))
-    why = {name: NOT_CALLED.get(name, "echelon has no member with this name") for name in unread}
+    added = vars(trainer).keys() & TRAINER_MEMBERS - known - _SET_LATER
+    reasons = {**NOT_CALLED, **NOT_READ}
+    unread = sorted(name for name in added if name in reasons or not hasattr(base, name))
+    why = {name: reasons.get(name, "echelon has no member with this name") for name in unread}
     _report([f"{type(trainer).__name__}().{name} ({why[name]})" for name in unread], trainer)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import warn
@@ -61,13 +60,13 @@ def exact_train_loader(hooks: TrainerHooks, batch_size: int) -> Any:
     return loader
 
 
-def items_of(inputs: Any, *, model: nn.Module) -> int | None:
+def items_of(inputs: Any, *, shifts: bool) -> int | None:
     """Return the number of labels that a batch's loss averages over, or None if it averages over samples.
 
-    Integer labels count unless they are -100, as in torch's cross entropy.
+    Integer labels count unless they are -100, as in torch's cross entropy. ``shifts``: see ``count_items``.
     """
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.is_complex():
         return None
-    count = count_items(inputs, model=model)
+    count = count_items(inputs, shifts=shifts)
     return None if count is None else int(count)

@@ -70,6 +70,10 @@ class TrainerSession:
     """Batch size that a subclass has set in place of the arguments' batch size."""
     kept_loaders: dict[str, LoaderSource] = field(default_factory=dict)
     """What the loaders in ``_eval_dataloaders`` were built from, for those that the Trainer has built."""
+    initial_step: int = 0
+    """Step at which the latest training run started; not 0 for a resumed run."""
+    initial_num_tokens: int = 0
+    """Tokens that were counted before the latest training run."""
     saved_steps: set[int] = field(default_factory=set)
     """Steps whose checkpoints the latest training run has saved, or has resumed from, in its output directory."""
     plan: TrainingPlan | None = None

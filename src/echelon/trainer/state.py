@@ -73,6 +73,15 @@ class TrainerState:
         known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
+    def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:
+        """Set the length of the training run, the process's role, and the name and values of a search's trial."""
+        if trainer.hp_name is not None and trial is not None:
+            self.trial_name = trainer.hp_name(trial)
+        self.trial_params = None if trial is None else dict(getattr(trial, "params", trial))
+        self.max_steps, self.num_train_epochs = max_steps, num_train_epochs
+        self.is_local_process_zero = trainer.is_local_process_zero()
+        self.is_world_process_zero = trainer.is_world_process_zero()
+
     def compute_steps(self, args: TrainingArguments, max_steps: int) -> None:
         """Set the intervals from ``args``; an interval below 1 is a fraction of ``max_steps``, rounded up."""
         self.logging_steps = _interval(args.logging_steps, max_steps)

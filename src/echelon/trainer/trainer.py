@@ -293,6 +293,7 @@ class Trainer(TrainerInternals):
             chosen = optimizer if optimizer is not None else self.optimizer
             assert chosen is not None
             self.lr_scheduler = create_scheduler(self, chosen, num_training_steps)
+            self._created_lr_scheduler = True
         return self.lr_scheduler  # type: ignore[no-any-return]
 
     @staticmethod
@@ -415,7 +416,7 @@ class Trainer(TrainerInternals):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the epoch to ``logs``, append them to the history, and notify the callbacks."""
-        record_logs(self, logs, start_time)
+        record_logs(self, logs, start_time, num_tokens_before=self._session.initial_num_tokens)
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Add a callback, given as an instance or a class."""

@@ -6,13 +6,14 @@ import inspect
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -32,6 +33,7 @@ from echelon.trainer.arguments.enums import (
     choose,
 )
 from echelon.trainer.arguments.fields import TrainingFields, setting
+from echelon.trainer.arguments.fsdp import fsdp_plugin
 from echelon.trainer.arguments.parsers import as_dict, parse_duration, parse_report_to
 from echelon.trainer.arguments.renamed import KEPT, translate
 from echelon.trainer.arguments.unsupported import refuse_optimizer, refuse_unsupported
@@ -104,6 +106,10 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 
     _n_gpu: ClassVar[int | None] = None  # existing scripts set this attribute
 
+    default_optim: ClassVar[str] = "adamw_torch_fused"
+    logging_dir: ClassVar[str | None] = None  # in transformers before 5.15
+    warmup_ratio: ClassVar[float | None] = None  # in transformers before 5.15
+
     _VALID_DICT_FIELDS: ClassVar[list[str]] = list(_DICTS)
     """Fields that accept a dict as a JSON string; a subclass adds its own."""
 
@@ -114,6 +120,14 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         self._read_dicts()
         self._refuse_unsupported()
         set_derived_values(self)
+        self._validate_args()
+
+    def _validate_args(self) -> None:
+        """Check the values and their combinations.
+
+        Raises:
+            ConfigError: a value is invalid, or two conflict.
+        """
         check_values(self)
 
     def _read_names(self) -> None:
@@ -174,6 +188,22 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
     def device(self) -> torch.device:
         """The device of this process."""
         return self.distributed_state.device
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        """The device of this process. With multiple processes, the first use is collective: call on every rank."""
+        return self.device
+
+    @property
+    def _no_sync_in_gradient_accumulation(self) -> bool:
+        """Whether gradients are synchronized in the last batch of an update only; DeepSpeed decides that itself."""
+        return not self.deepspeed
+
+    @property
+    def fsdp_plugin_args(self) -> Mapping[str, Any] | None:
+        """The settings of the plugin for ``fsdp`` and ``fsdp_config``, to read; None if FSDP is off."""
+        plugin = fsdp_plugin(self)
+        return None if plugin is None else MappingProxyType(dict(vars(plugin)))
 
     @property
     def n_gpu(self) -> int:
@@ -470,7 +500,17 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, with secrets masked."""
-        return {name: _to_plain(name, value) for name, value in asdict(self).items()}
+        values = {name: _to_plain(name, value) for name, value in asdict(self).items()}
+        self._dict_dtype_to_str(values)
+        return values
+
+    def _dict_dtype_to_str(self, d: dict[str, Any]) -> None:
+        """Replace each torch dtype in ``d`` and in its dicts by its name."""
+        for name, value in d.items():
+            if isinstance(value, torch.dtype):
+                d[name] = str(value).removeprefix("torch.")
+            elif isinstance(value, dict):
+                self._dict_dtype_to_str(value)
 
     def to_json_string(self) -> str:
         """Return ``to_dict`` as JSON."""
@@ -534,11 +574,4 @@ def _to_plain(name: str, value: Any) -> Any:
         return f"<{name.upper()}>"
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, dict):
-        return {
-            key: str(part).removeprefix("torch.") if isinstance(part, torch.dtype) else part
-            for key, part in value.items()
-        }
     return [_to_plain("", part) for part in value] if isinstance(value, list) else value

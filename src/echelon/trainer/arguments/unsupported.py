@@ -23,6 +23,7 @@ _OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     },
     "adamw_torch_xla": ("echelon does not run on TPUs", "adamw_torch"),
     "adamw_torch_npu_fused": ("torch's fused AdamW also runs on NPUs", "adamw_torch_fused"),
+    "adamw_apex_fused": ("it needs apex, which transformers has dropped", "adamw_torch_fused"),
     "adamw_anyprecision": ("its package, torchdistx, is no longer maintained", "adamw_torch with bf16=True"),
 }
 

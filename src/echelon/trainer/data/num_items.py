@@ -14,15 +14,18 @@ __all__ = ["WatchedNumber", "count_items", "ignored_number", "shifts_labels"]
 _SHIFTED = ("ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGeneration")
 
 
-def count_items(batch: Any, *, model: nn.Module) -> torch.Tensor | None:
-    """Return the number of labels in ``batch`` that are not -100, or None if the labels are not a tensor."""
+def count_items(batch: Any, *, shifts: bool) -> torch.Tensor | None:
+    """Return the number of labels in ``batch`` that are not -100, or None if the labels are not a tensor.
+
+    ``shifts``: whether the loss shifts the labels, so that the first one is not a target.
+    """
     if not isinstance(batch, Mapping):
         return None
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, torch.Tensor):
         return None
-    if "shift_labels" not in batch and shifts_labels(model):
-        labels = labels[..., 1:]  # the first label is not a target
+    if "shift_labels" not in batch and shifts:
+        labels = labels[..., 1:]
     count: torch.Tensor = labels.ne(-100).sum()
     return count
 

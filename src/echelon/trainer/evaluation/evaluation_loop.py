@@ -193,7 +193,7 @@ def _evaluate_batches(
             size //= state.rows_per_sample
         gathered = collected.gather(loss, logit, label, column, size=size)
         if loss is not None and hooks.accelerator.parity != "off":
-            collected.weigh(inputs, size=size)
+            collected.weigh(inputs, size=size, shifts=session.interface.shifts_labels)
         if by_batch and gathered["logits"] is not None:
             is_last = done == limit or not numbered.has_more()  # the length may be wrong
             metrics = _metrics_of(hooks, session, gathered, inputs, compute_result=is_last)
@@ -232,7 +232,7 @@ def _prepared_model(hooks: TrainerHooks, session: TrainerSession) -> nn.Module:
         devices = hooks.accelerator.capabilities.num_devices
         # With several devices, a batch may be too large for one of them.
         hooks.model_wrapped = hooks.accelerator.prepare_model(hooks.model, evaluation_mode=devices == 1)
-        session.evaluation.preparation_time = round(time.time() - start, 4)
+        session.evaluation.preparation_time = hooks.model_preparation_time = round(time.time() - start, 4)
     return hooks.model_wrapped
 
 
@@ -322,13 +322,13 @@ class _Collected:
             if part is not None:
                 self.columns[name].add(part)
 
-    def weigh(self, inputs: Any, *, size: int | None) -> None:
+    def weigh(self, inputs: Any, *, size: int | None, shifts: bool) -> None:
         """Weight a batch's loss by its number of items, because micro-batches differ in size in the exact modes.
 
         Collective: call on every rank, once per batch.
         """
         rows = batches.batch_size(inputs) or 1
-        items = items_of(inputs, model=self._hooks.model)
+        items = items_of(inputs, shifts=shifts)
         weight = 1.0 if items is None else items / rows
         weights = torch.full((size or 1,), weight, dtype=torch.float64, device=self._hooks.accelerator.device)
         self._weights.append(self._gathered(weights).cpu())

@@ -137,7 +137,11 @@ class Seq2SeqTrainer(Trainer):
             )
         inputs = self._prepare_inputs(inputs)
         labels = inputs.get("labels")
-        wanted = gen_kwargs or self._gen_kwargs
+        # A subclass may have set _gen_kwargs itself; None stands for the model's own setting.
+        given = gen_kwargs or self._gen_kwargs
+        wanted = {name: value for name, value in given.items() if value is not None}
+        if self.accelerator.capabilities.shards_parameters:
+            wanted.setdefault("synced_gpus", True)  # finished ranks continue, because the others need their shards
         tokens = self.model.generate(**_generation_inputs(inputs), **wanted)
         loss = None
         if labels is not None:
@@ -150,8 +154,6 @@ class Seq2SeqTrainer(Trainer):
         if not {"max_length", "max_new_tokens"} & wanted.keys():
             wanted["max_length"] = getattr(self.args, "generation_max_length", None)
         wanted.setdefault("num_beams", getattr(self.args, "generation_num_beams", None))
-        if self.accelerator.capabilities.shards_parameters:
-            wanted["synced_gpus"] = True  # finished ranks continue, because the others need their shards
         return {name: value for name, value in wanted.items() if value is not None}
 
     def _padded(self, tokens: torch.Tensor, wanted: Mapping[str, Any]) -> torch.Tensor:
@@ -165,10 +167,12 @@ class Seq2SeqTrainer(Trainer):
             new = getattr(config, "max_new_tokens", None)
             sizes = [getattr(config, "max_length", None), None if new is None else new + 1]
         length = max(size or 0 for size in sizes)
-        if tokens.shape[-1] >= length:
-            return tokens
-        longer = tokens.new_full((tokens.shape[0], length), self._padding_token())
-        longer[:, : tokens.shape[-1]] = tokens
+        return tokens if tokens.shape[-1] >= length else self._pad_tensors_to_max_len(tokens, length)
+
+    def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
+        """Return ``tensor`` [samples, length], padded on the right to [samples, max_length]."""
+        longer = tensor.new_full((tensor.shape[0], max_length), self._padding_token())
+        longer[:, : tensor.shape[-1]] = tensor
         return longer
 
     def _padding_token(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from typing import Any
 
@@ -12,6 +13,9 @@ __all__ = ["MemoryMeter"]
 
 # Sampling interval of the process's memory, for its peak.
 _EVERY_S = 0.01
+
+# The methods that measure their memory in transformers, and the prefixes of their metrics.
+_STAGES = {"__init__": "init", "evaluate": "eval", "predict": "test"}
 
 
 class MemoryMeter:
@@ -31,6 +35,23 @@ class MemoryMeter:
             import psutil  # noqa: PLC0415 - only for skip_memory_metrics=False
 
             self._process = psutil.Process()
+
+    @property
+    def skip_memory_metrics(self) -> bool:
+        """Whether nothing is measured."""
+        return self._process is None
+
+    def start(self) -> None:
+        """Start measuring the method that calls this, for overrides of transformers' methods."""
+        self.begin(_stage_of(sys._getframe(1).f_code.co_name))
+
+    def stop_and_update_metrics(self, metrics: dict[str, Any] | None = None) -> None:
+        """Stop measuring the method that calls this, and add its metrics to ``metrics``, or to the next report."""
+        found = self.end(_stage_of(sys._getframe(1).f_code.co_name))
+        if metrics is None:
+            self.keep(found)
+        else:
+            metrics.update(found)
 
     def begin(self, stage: str) -> None:
         """Start measuring, unless a stage is already being measured."""
@@ -82,3 +103,7 @@ class MemoryMeter:
 
     def _host(self) -> int:
         return int(self._process.memory_info().rss)
+
+
+def _stage_of(method: str) -> str:
+    return _STAGES.get(method, "train")

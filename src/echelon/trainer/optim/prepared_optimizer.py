@@ -76,8 +76,9 @@ class PreparedOptimizer:
     """The model's stages on this rank (``pp_size``)."""
     steps_per_update: bool = True
     """Whether the scheduler steps after each update; otherwise, it steps with each evaluation's metric."""
+    created_scheduler: bool = False
+    """Whether the Trainer has created the scheduler."""
     _has_other_gradients: bool = False  # trainable weights that the optimizer does not contain
-    _created_scheduler: bool = False
 
     def prepare(self, hooks: TrainerHooks, max_steps: int, points: OverridePoints) -> None:
         """Create the optimizer and the scheduler if they were not given, and prepare them with the model.
@@ -85,11 +86,11 @@ class PreparedOptimizer:
         Collective: call on every rank.
         """
         hooks.optimizer = _unwrapped(hooks.optimizer)
-        if self._created_scheduler:
-            hooks.lr_scheduler = None  # finished, from an earlier run
+        if self.created_scheduler:
+            hooks.lr_scheduler = None  # for another number of steps, or finished in an earlier run
         is_given = hooks.lr_scheduler is not None
         hooks.create_optimizer_and_scheduler(max_steps)
-        self._created_scheduler = not is_given
+        self.created_scheduler = not is_given
         optimizer, scheduler = hooks.optimizer, hooks.lr_scheduler
         held = {id(p) for group in parameters_by_group(optimizer) for p in group}
         self._has_other_gradients = any(p.requires_grad and id(p) not in held for p in hooks.model.parameters())
@@ -118,6 +119,8 @@ class PreparedOptimizer:
             scheduler.optimizer = hooks.optimizer.optimizer  # as engines do for torch schedulers
         self.steps_per_update = not steps_with_metric(hooks.lr_scheduler)
         self.is_prepared = True
+        if hooks.is_deepspeed_enabled:
+            hooks.deepspeed = hooks.model_wrapped
         handler = hooks.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = hooks.model, hooks.optimizer, hooks.lr_scheduler
 
