@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from echelon.distributed.uncompiled import uncompiled
+
 __all__ = ["num_collectives", "num_collectives_of_all_groups"]
 
 
+@uncompiled
 def num_collectives() -> int | None:
     """Return the number of collectives this process has started in the default group, or None if unknown."""
     return _number_of(dist.group.WORLD) if dist.is_initialized() else None
 
 
+@uncompiled
 def num_collectives_of_all_groups() -> int | None:
     """Return the number of collectives this process has started in all groups, on all devices, or None if unknown.
 

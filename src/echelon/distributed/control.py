@@ -104,7 +104,9 @@ def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None
 
 @uncompiled
 @contextmanager
-def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | None = None) -> Iterator[None]:
+def main_first(
+    *, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | None = None, name: str = ""
+) -> Iterator[None]:
     """Run the ``with`` block on the first rank before the others, which can then use the files it downloaded or cached.
 
     The other ranks wait without a timeout for as long as the first rank is alive.
@@ -112,8 +114,10 @@ def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | N
     Args:
         scope: whether one rank of the run or one rank on each machine goes first (for files that machines do not share).
         mesh: 1-D device mesh (default: all ranks).
+        name: only calls with the same name wait for each other. The first rank may also enter a context alone; a later one
+            of the same name then no longer makes the other ranks wait.
 
-    Collective: enter the context on every rank of ``mesh``.
+    Collective: enter the context on every rank of ``mesh``, except for a context of the first rank alone.
 
     Raises:
         DesyncError: raised on the other ranks if the block failed on the first rank.
@@ -127,8 +131,8 @@ def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | N
         place = detect()
         first = rank - place.local_rank  # every launcher numbers the ranks of one machine consecutively
         store = dist.PrefixStore(f"machine/{place.node_rank}", store)
-    turn = store.add(f"main_first/turn/{rank}", 1)
-    key = f"main_first/{turn}/outcome"
+    turn = store.add(f"main_first/{name}/turn/{rank}", 1)
+    key = f"main_first/{name}/{turn}/outcome"
     if rank == first:
         try:
             with slow("main_first"):

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.base.errors import UsageError
 from echelon.distributed.tree import contents, leaves, map_tensors
+from echelon.distributed.uncompiled import uncompiled
 
 __all__ = ["OutputFlattener", "flatten_outputs_for_hooks", "output_tensors", "replace_output_tensors"]
 
@@ -118,6 +119,7 @@ class OutputFlattener:
             # Registered per pass, so that it runs after the user's hooks and not when the user calls the bare module.
             self._hook = self._module.register_forward_hook(self._flatten_output)
 
+    @uncompiled  # around the part of a compiled wrapper that torch does not compile, too
     def _flatten_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         is_opaque = contents(output) is None and not isinstance(output, (torch.Tensor, *_SCALARS))
         if is_opaque and not output_tensors(output):
@@ -134,4 +136,8 @@ class OutputFlattener:
         if hook is None:
             return None
         hook.remove()
+        return self._restore_output(wrapper, inputs, output)
+
+    @uncompiled
+    def _restore_output(self, wrapper: nn.Module, inputs: Any, output: Any) -> Any:
         return self._flattening.restore(wrapper, inputs, output)

@@ -24,7 +24,7 @@ from echelon.trainer.build_accelerator import build_accelerator, set_seeds
 from echelon.trainer.callbacks.built_in import built_in_callbacks, progress_callback
 from echelon.trainer.callbacks.callback_handler import CallbackHandler, TrainerCallback
 from echelon.trainer.checkpoint.checkpoint_folders import STATE_FILE
-from echelon.trainer.checkpoint.save_model import save_model
+from echelon.trainer.checkpoint.save_model import save_model, save_model_and_wait
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data import data_loaders
 from echelon.trainer.data.collators import PaddingCollator, Tokenizer, default_data_collator
@@ -74,9 +74,8 @@ class Trainer(TrainerInternals):
         eval_dataset: evaluation data, or a dict of several datasets.
         processing_class: a tokenizer or similar object, saved with the model.
         model_init: returns a new model for each call to ``train``; replaces ``model``.
-        compute_loss_func: ``compute_loss_func(outputs, labels, num_items_in_batch=)`` returns the loss. With an
-            overridden ``compute_loss``, any value except None means that the loss need not be divided by the update's
-            number of batches.
+        compute_loss_func: ``compute_loss_func(outputs, labels, num_items_in_batch=)`` returns the loss. With an overridden
+            ``compute_loss``, any value except None means that the loss is not divided by the update's number of batches.
         compute_metrics: computes a dict of metrics from an ``EvalPrediction``.
         callbacks: callback classes or objects.
         optimizers: the optimizer and the scheduler; pass None for either one to create it from ``args``.
@@ -448,13 +447,15 @@ class Trainer(TrainerInternals):
     # ---- files and search --------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Write the weights, the tokenizer and the arguments to ``output_dir``. Collective: call on every rank."""
+        """Write the weights, the tokenizer and the arguments to ``output_dir``; any rank's next line may read them.
+
+        Collective: call on every rank, or on rank zero alone if each rank has the whole model.
+        """
         folder = Path(output_dir) if output_dir is not None else self._session.output_dir(self.args)
-        save_model(self, folder, write_files=self._save)
-        if not _internal_call:
-            self.accelerator.wait_for_everyone()  # the next line of any rank may read the files
-            if self.args.push_to_hub:
-                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        save = save_model if _internal_call else save_model_and_wait
+        save(self, folder, write_files=self._save)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def save_state(self) -> None:
         """Write the Trainer's state to ``trainer_state.json`` in the output directory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,7 @@ from echelon.base.warnings import warn
 from echelon.checkpoint.formats import transformers as transformers_format
 from echelon.checkpoint.formats.torch_files import write_pickled
 from echelon.checkpoint.formats.weight_files import write_tensors
+from echelon.distributed import control
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.checkpoint.adapters import has_adapters, saves_itself, trained_state, warn_of_weights_outside
 from echelon.trainer.checkpoint.checkpoint_folders import (
@@ -28,7 +29,7 @@ from echelon.trainer.checkpoint.checkpoint_folders import (
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.session import TrainerSession
 
-__all__ = ["save_model", "write_model_files", "write_state_tensors"]
+__all__ = ["save_model", "save_model_and_wait", "write_model_files", "write_state_tensors"]
 
 
 def save_model(hooks: TrainerHooks, folder: Path, *, write_files: Callable[..., None]) -> None:
@@ -49,6 +50,24 @@ def save_model(hooks: TrainerHooks, folder: Path, *, write_files: Callable[..., 
             do="remove save_on_each_node and put output_dir on a file system that all machines share",
         )
     write_files(str(folder), state_dict=state_dict)
+
+
+def save_model_and_wait(hooks: TrainerHooks, folder: Path, *, write_files: Callable[..., None]) -> None:
+    """Call ``save_model``; the ranks that do not save return when the files are there.
+
+    Collective: call on every rank. If each rank has the whole model, rank zero may also call it alone, and does not wait.
+
+    Raises:
+        ConfigError: see ``save_model``.
+        DesyncError: the saving rank failed.
+    """
+    if hooks.accelerator.capabilities.shards_parameters:
+        save_model(hooks, folder, write_files=write_files)
+        hooks.accelerator.wait_for_everyone()
+        return
+    scope: Literal["run", "machine"] = "machine" if hooks.args.save_on_each_node else "run"
+    with control.main_first(scope=scope, name=f"save_model {folder}"):
+        save_model(hooks, folder, write_files=write_files)
 
 
 def write_model_files(

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from echelon.accelerator.prepare.compile import uncompiled
 from echelon.base.errors import UsageError
 from echelon.trainer.signatures import parameters_of, takes_anything
 
@@ -49,9 +50,9 @@ class _Wrapper(Protocol):
 
 
 def forward_of(model: nn.Module) -> Callable[..., Any]:
-    """Return the ``forward`` of ``model``, or the base model's if it is a PEFT model."""
-    inner = model.get_base_model() if isinstance(model, _Wrapper) else model
-    return inner.forward
+    """Return the ``forward`` of ``model``; if it is compiled or a PEFT model, the inner model's."""
+    inner = uncompiled(model)  # the forward of a compiled module accepts anything
+    return uncompiled(inner.get_base_model() if isinstance(inner, _Wrapper) else inner).forward
 
 
 def find_labels(forward: Callable[..., Any]) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from echelon.accelerator.preemption import Preempted
-from echelon.base.errors import UsageError
+from echelon.base.errors import DesyncError, UsageError
 from echelon.base.logging import get_logger
 from echelon.trainer.data import batches
 from echelon.trainer.data.epoch_batches import EpochBatches
@@ -314,7 +315,21 @@ class _Collected:
         if logits is not None and hooks.preprocess_logits_for_metrics is not None:
             logits = hooks.preprocess_logits_for_metrics(logits, labels)
         found = {"losses": losses, "logits": logits, "labels": labels, "inputs": inputs}
-        return {name: None if part is None else self._gathered(part) for name, part in found.items()}
+        gathered: dict[str, Any] = {}
+        for name, part in found.items():
+            try:
+                gathered[name] = None if part is None else self._gathered(part)
+            except DesyncError as error:
+                if (rows := batches.batch_size(part)) in (None, size):
+                    raise
+                raise DesyncError(
+                    f"{name} have {rows} rows on this rank for an evaluation batch of {size} samples, and another number of "
+                    f"rows on another rank: {error.what}",
+                    where=f"{type(hooks).__name__}.prediction_step",
+                    do="return one row per sample, padded to the same length (or do so in preprocess_logits_for_metrics), or a "
+                    "list with one entry per sample, with eval_use_gather_object=True",
+                ) from error
+        return gathered
 
     def keep(self, **found: Any) -> None:
         """Store outputs for concatenation after the last batch."""
@@ -342,18 +357,25 @@ class _Collected:
         return self.columns["losses"].mean(filtered=filtered, weights=self._weights)
 
     def _padded(self, part: Any) -> Any:
-        if part is None or self._is_of_objects(part):
-            return part
-        return self._hooks.accelerator.pad_across_processes(part, dim=1, pad_index=-100)
+        if part is None:
+            return None
+        pad = partial(self._hooks.accelerator.pad_across_processes, dim=1, pad_index=-100)
+        return self._by_kind(part, tensors=pad, objects=lambda samples: samples)
 
     def _gathered(self, part: Any) -> Any:
-        if self._is_of_objects(part):
-            return self._hooks.accelerator.gather_for_metrics(part, use_gather_object=True)
-        return self._hooks.gather_function(part)
+        gather_objects = partial(self._hooks.accelerator.gather_for_metrics, use_gather_object=True)
+        return self._by_kind(part, tensors=self._hooks.gather_function, objects=gather_objects)
 
-    def _is_of_objects(self, part: Any) -> bool:
-        """Return whether ``part`` is a list of one object per sample; tensors are always gathered as tensors."""
-        return self._hooks.args.eval_use_gather_object and isinstance(part, list)
+    def _by_kind(self, part: Any, *, tensors: Callable[[Any], Any], objects: Callable[[Any], Any]) -> Any:
+        """Apply ``objects`` to the lists of one object per sample in ``part``, and ``tensors`` to everything else."""
+        if not self._hooks.args.eval_use_gather_object or not _has_lists(part):
+            return tensors(part)
+        if isinstance(part, list):
+            return objects(part)
+        apply = partial(self._by_kind, tensors=tensors, objects=objects)
+        if isinstance(part, Mapping):
+            return {name: apply(value) for name, value in part.items()}
+        return tuple(apply(value) for value in part)
 
 
 def _batches_and_rows(hooks: TrainerHooks, dataloader: Any) -> tuple[EpochBatches, int]:
@@ -439,15 +461,21 @@ class _Column:
             return None
         if not self._joins:
             return [batches.to_numpy(part) for part in self._parts]
-        if isinstance(self._parts[0], list) and self._holds_objects:
-            return [batches.to_numpy(sample) for part in self._parts for sample in part]
+        return self._concatenated(self._parts)
+
+    def _concatenated(self, parts: list[Any]) -> Any:
+        first = parts[0]
+        if self._holds_objects and _has_lists(first):
+            if isinstance(first, list):
+                return [batches.to_numpy(sample) for part in parts for sample in part]
+            if isinstance(first, Mapping):
+                return {name: self._concatenated([part[name] for part in parts]) for name in first}
+            return tuple(self._concatenated(list(column)) for column in zip(*parts))
         try:
-            return batches.to_numpy(
-                batches.concatenate([batches.to_device(p, torch.device("cpu")) for p in self._parts])
-            )
+            return batches.to_numpy(batches.concatenate([batches.to_device(p, torch.device("cpu")) for p in parts]))
         except (RuntimeError, TypeError) as error:
             raise UsageError(
-                f"the predictions of {len(self._parts)} batches cannot be concatenated: {error}",
+                f"the predictions of {len(parts)} batches cannot be concatenated: {error}",
                 where="TrainingArguments.eval_do_concat_batches",
                 do=(
                     "set eval_do_concat_batches=False, or return tensors of the same shape from "
@@ -472,6 +500,13 @@ class _Column:
         if filtered and bool(finite.any()):
             rows, weight = rows[finite], weight[finite]
         return float((rows * weight).sum() / weight.sum()) if weights else float(rows.mean())
+
+
+def _has_lists(part: Any) -> bool:
+    """Return whether ``part`` is a list, or a tuple or mapping that contains one."""
+    if isinstance(part, Mapping):
+        return any(map(_has_lists, part.values()))
+    return isinstance(part, list) or (isinstance(part, tuple) and any(map(_has_lists, part)))
 
 
 def _prefixed(name: str, prefix: str) -> str:
