@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import nn
 
 from echelon.base.errors import ConfigError, MissingExtraError, UsageError
@@ -171,6 +172,19 @@ def test_an_evaluation_generates_where_asked_for(tmp_path: Path) -> None:
     assert plain.predict(PAIRS).predictions.shape == (3, 2, 10)  # logits
 
 
+def test_settings_of_none_that_a_subclass_passes_to_the_generation_are_dropped(tmp_path: Path) -> None:
+    class Answers(Seq2SeqTrainer):
+        def evaluate(self, *args: Any, **gen_kwargs: Any) -> Any:  # as in question answering
+            self._gen_kwargs = {"max_length": None, "num_beams": None, **gen_kwargs}
+            loader = self.get_eval_dataloader()
+            return self.evaluation_loop(loader, description="Evaluation", metric_key_prefix="eval").metrics
+
+    args = Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, predict_with_generate=True)
+    model = Counts()
+    Answers(model, args, eval_dataset=PAIRS).evaluate(do_sample=False)
+    assert model.asked == [{"max_length": 6, "do_sample": False}]  # 6 is the model's own
+
+
 def test_a_generation_config_is_put_into_the_model(tmp_path: Path) -> None:
     config = SimpleNamespace(max_length=3, max_new_tokens=None, pad_token_id=0, to_dict=lambda: {"max_length": 3})
     args = Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, generation_config=config)
@@ -237,7 +251,9 @@ def test_a_model_is_uploaded_with_its_card(tmp_path: Path, hub: Hub) -> None:
     assert upload["ignore_patterns"] == ["_*", "checkpoint-*", ".lock*"]
     assert events == ["push"]
     card = (folder / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: pytorch\nlicense: mit\ntags:\n- generated_from_trainer\n---\n")
+    assert card.startswith(
+        "---\nlibrary_name: pytorch\nlicense: mit\ntags:\n- generated_from_trainer\nmodel-index:\n- name: my-model\n  results: []\n---\n"
+    )
     assert "Trained on numbers." in card
     assert "- learning_rate: 5e-05" in card
     assert "| step | training loss | validation loss |" in card
@@ -246,6 +262,37 @@ def test_a_model_is_uploaded_with_its_card(tmp_path: Path, hub: Hub) -> None:
     card = (folder / "README.md").read_text()
     assert "base_model: theirs\ntags:\n- numbers\n- generated_from_trainer\n" in card
     assert "# Mine\n\nA fine-tuned version of theirs.\n" in card
+
+
+def test_a_card_holds_the_results_for_the_hub_and_no_later_evaluation_in_its_table(tmp_path: Path) -> None:
+    given = iter([0.25, 0.5, 0.75])
+    args = _args(tmp_path / "it", eval_strategy="epoch", logging_strategy="epoch", num_train_epochs=2)
+    trainer = Trainer(
+        Line(),
+        args,
+        train_dataset=DATA,
+        eval_dataset=DATA,
+        compute_metrics=lambda _: {"accuracy": next(given), "own": 1},
+    )
+    trainer.train()
+    trainer.evaluate()  # as scripts do, with the best model
+    trainer.create_model_card(
+        tasks="text-classification", dataset=["GLUE MNLI"], dataset_tags=["glue"], dataset_args=["mnli"]
+    )
+    _, head, text = (tmp_path / "it" / "README.md").read_text().split("---\n", 2)
+    (index,) = yaml.safe_load(head)["model-index"]
+    assert index["name"] == "it"
+    assert index["results"] == [
+        {
+            "task": {"name": "Text classification", "type": "text-classification"},
+            "dataset": {"name": "GLUE MNLI", "type": "glue", "args": "mnli"},
+            "metrics": [{"name": "Accuracy", "type": "accuracy", "value": 0.75}],
+        }
+    ]
+    assert "- accuracy: 0.75\n" in text
+    table = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    column = [name.strip() for name in table[0]].index("accuracy")
+    assert [row[column].strip() for row in table[2:]] == ["0.25", "0.5"]
 
 
 @pytest.mark.parametrize(

@@ -511,7 +511,7 @@ class Trainer(TrainerInternals):
         """Write README.md with metadata, results, settings and versions, on rank zero."""
         if self.is_world_process_zero():
             metadata = {"language": language, "license": license, "base_model": finetuned_from, "tags": tags}
-            metadata |= {"datasets": dataset_tags, "pipeline_tag": tasks}
+            metadata |= {"datasets": dataset_tags, "pipeline_tag": tasks, "dataset_args": dataset_args}
             data = dataset if dataset is not None else dataset_tags
             write_card(self, self._session.output_dir(self.args), metadata, name=model_name, data=data)
 

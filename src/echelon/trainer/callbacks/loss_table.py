@@ -23,12 +23,15 @@ def loss_rows(log_history: Sequence[Mapping[str, Any]], *, by: str) -> list[list
     """Return the table's rows, headings first, or None if there are no evaluations.
 
     Args:
-        log_history: log entries; each row shows the last training loss logged before its evaluation.
+        log_history: log entries; each row shows the last training loss logged before its evaluation. Evaluations after the
+            end of training have no row.
         by: the first column, ``epoch`` or ``step``.
     """
     rows: dict[Any, dict[str, Any]] = {}
     training: Any = None
     for entry in log_history:
+        if "train_loss" in entry:  # the run's summary
+            break
         training = entry.get("loss", training)
         found = {k.removeprefix("eval_"): v for k, v in entry.items() if k.startswith("eval_")}
         found = {k: v for k, v in found.items() if not any(part in f"_{k}" for part in _NOT_SHOWN)}

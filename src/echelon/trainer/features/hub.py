@@ -30,6 +30,21 @@ _NOT_UPLOADED = ["_*", "checkpoint-*", ".lock*"]
 _RESUME_FILES = re.compile(
     r"manifest\.json|objects\.json|rank_\d+\.(safetensors|json)|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth"
 )
+# Metrics that the Hub's index of results knows, and their types there.
+_METRICS = {
+    "accuracy": "accuracy",
+    "bleu": "bleu",
+    "f1": "f1",
+    "matthews_correlation": "matthews_correlation",
+    "pearsonr": "pearsonr",
+    "precision": "precision",
+    "recall": "recall",
+    "rouge": "rouge",
+    "rouge1": "rouge",
+    "sacrebleu": "sacrebleu",
+    "spearmanr": "spearmanr",
+    "wer": "wer",
+}
 _SETTINGS = (
     "learning_rate",
     "per_device_train_batch_size",
@@ -188,23 +203,66 @@ def write_card(
     hooks: TrainerHooks, output_dir: Path, metadata: Mapping[str, Any], *, name: str | None, data: Any
 ) -> None:
     """Write the model card to the output directory."""
-    base, tags = metadata["base_model"], metadata["tags"]
+    base, tags, title = metadata["base_model"], metadata["tags"], name or output_dir.absolute().name
+    results = _results(
+        _last_evaluation(hooks.state.log_history),
+        tasks=metadata["pipeline_tag"],
+        data=data,
+        data_tags=metadata["datasets"],
+        data_args=metadata["dataset_args"],
+    )
     given = {
         "library_name": "transformers" if hasattr(hooks.model, "push_to_hub") else "pytorch",
-        **metadata,
+        **{key: value for key, value in metadata.items() if key != "dataset_args"},
         "base_model": base or getattr(getattr(hooks.model, "config", None), "_name_or_path", None),
         "tags": [*([tags] if isinstance(tags, str) else tags or []), "generated_from_trainer"],
+        "model-index": [{"name": title, "results": results}],
     }
     text = model_card(
         hooks.args,
         hooks.state.log_history,
-        name=name or output_dir.absolute().name,
+        name=title,
         metadata=given,
         data=data,
         versions={"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / CARD_FILE).write_text(text, encoding="utf-8")
+
+
+def _last_evaluation(log_history: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the last evaluation's log entry; empty if there is none."""
+    evaluations = [entry for entry in log_history if any(key.startswith("eval_") for key in entry)]
+    return evaluations[-1] if evaluations else {}
+
+
+def _results(
+    evaluation: Mapping[str, Any], *, tasks: Any, data: Any, data_tags: Any, data_args: Any
+) -> list[dict[str, Any]]:
+    """Return the model index's results: the metrics that the Hub knows, for each task and dataset.
+
+    The Hub refuses results that lack a task, a dataset or metrics, so these are left out.
+    """
+    metrics = [
+        {"name": key.removeprefix("eval_").title(), "type": _METRICS[key.removeprefix("eval_").lower()], "value": value}
+        for key, value in evaluation.items()
+        if key.removeprefix("eval_").lower() in _METRICS
+    ]
+    arguments = _as_list(data_args)
+    datasets = [
+        {"name": title, "type": tag, **({"args": arguments[i]} if i < len(arguments) else {})}
+        for i, (title, tag) in enumerate(zip(_as_list(data), _as_list(data_tags)))
+    ]
+    return [
+        {"task": {"name": task.replace("-", " ").capitalize(), "type": task}, "dataset": dataset, "metrics": metrics}
+        for task in _as_list(tasks)
+        for dataset in datasets
+        if metrics
+    ]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
 def model_card(
@@ -228,12 +286,11 @@ def model_card(
             f"{f'A fine-tuned version of {base}' if base else 'Trained'}{' on ' if names else ''}{', '.join(names)}.",
             "",
         ]
-    evaluations = [entry for entry in log_history if any(key.startswith("eval_") for key in entry)]
-    if evaluations:
+    if evaluation := _last_evaluation(log_history):
         lines += ["On the evaluation set:", ""]
         lines += [
             f"- {key.removeprefix('eval_')}: {value:.4g}" if isinstance(value, float) else f"- {key}: {value}"
-            for key, value in evaluations[-1].items()
+            for key, value in evaluation.items()
             if key.startswith("eval_") and not key.endswith(("_runtime", "_per_second", "_time"))
         ]
         lines.append("")
