@@ -77,10 +77,10 @@ def warn_of_unsaved_best(hooks: TrainerHooks) -> None:
     """Warn if the best step has no checkpoint, so that ``load_best_model_at_end`` cannot load it."""
     best, step = hooks.state.best_model_checkpoint, hooks.state.best_global_step
     if step is not None and (best is None or Path(best).name != f"{PREFIX}{step}"):
-        instead = "keeps the last weights" if best is None else f"loads {Path(best).name}"
+        loaded = hooks.state.global_step if best is None else Path(best).name.removeprefix(PREFIX)
         warn(
             f"the best evaluation ({hooks.args.metric_for_best_model} {hooks.state.best_metric:.6g}) was at step {step}, "
-            f"which this run has not saved, so load_best_model_at_end {instead}. Save at every evaluation: set save_steps to "
+            f"which this run has not saved, so load_best_model_at_end leaves the model of step {loaded}. Save at every evaluation: set save_steps to "
             "eval_steps, or save_strategy='best'"
         )
 
