@@ -376,7 +376,12 @@ def _has_weights_of(trainer: Trainer, folder: Path) -> bool:
     ("values", "loaded", "best", "told"),
     [
         ([0.3, 0.2, 0.9, 0.1], "checkpoint-4", None, r"value 0\.9\) was at step 3, .* leaves the model of step 4"),
-        ([0.3, 0.5, 0.9, 0.1], "checkpoint-2", "checkpoint-2", r"value 0\.9\) was at step 3, .* leaves the model of step 2"),
+        (
+            [0.3, 0.5, 0.9, 0.1],
+            "checkpoint-2",
+            "checkpoint-2",
+            r"value 0\.9\) was at step 3, .* leaves the model of step 2",
+        ),
         ([0.3, 0.9, 0.5, 0.1], "checkpoint-2", "checkpoint-2", None),
     ],
 )

@@ -19,6 +19,7 @@ from echelon.distributed import control
 
 __all__ = [
     "device",
+    "first_rank_saves",
     "is_last_process",
     "is_local_main_process",
     "is_main_process",
@@ -58,6 +59,23 @@ class _Process(Protocol):
     is_local_main_process: bool
     is_last_process: bool
     use_distributed: bool
+
+
+@contextmanager
+def first_rank_saves(name: str, *, on_each_machine: bool) -> Iterator[None]:
+    """Run the block on the rank that saves, then on the others; the first rank may also enter it alone, and does not wait.
+
+    Args:
+        name: name of what is saved; only calls with the same name wait for each other.
+        on_each_machine: whether one rank of each machine saves.
+
+    Collective: enter the context on every rank, except for a context of the first rank alone.
+
+    Raises:
+        DesyncError: raised on the other ranks if the block failed on the first rank.
+    """
+    with control.main_first(scope="machine" if on_each_machine else "run", name=name):
+        yield
 
 
 @contextmanager

@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from echelon.accelerator.models.save_objects import bare_module
 from echelon.accelerator.models.weight_check import shortened
+from echelon.accelerator.process import first_rank_saves
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import warn
 from echelon.checkpoint.formats import transformers as transformers_format
 from echelon.checkpoint.formats.torch_files import write_pickled
 from echelon.checkpoint.formats.weight_files import write_tensors
-from echelon.distributed import control
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.checkpoint.adapters import has_adapters, saves_itself, trained_state, warn_of_weights_outside
 from echelon.trainer.checkpoint.checkpoint_folders import (
@@ -65,8 +65,7 @@ def save_model_and_wait(hooks: TrainerHooks, folder: Path, *, write_files: Calla
         save_model(hooks, folder, write_files=write_files)
         hooks.accelerator.wait_for_everyone()
         return
-    scope: Literal["run", "machine"] = "machine" if hooks.args.save_on_each_node else "run"
-    with control.main_first(scope=scope, name=f"save_model {folder}"):
+    with first_rank_saves(f"save_model {folder}", on_each_machine=hooks.args.save_on_each_node):
         save_model(hooks, folder, write_files=write_files)
 
 
