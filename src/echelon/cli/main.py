@@ -89,10 +89,28 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line. Exit with 0 on success, 2 if the command line or a setting is invalid, else 1 or the script's code."""
+    _open_closed_streams()
     code = _run(argv)
     if argv is None and "torch" in sys.modules:
         _exit_without_unloading(code)
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Connect closed standard streams (``>&-``) to the null device, for this process and the ranks, which inherit them.
+
+    Python has None for such a stream, and the next file or socket would get its number, and what is printed to it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)  # gets the lowest number that is free
+            os.set_inheritable(number, True)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - open until the process ends
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _exit_without_unloading(code: int) -> NoReturn:

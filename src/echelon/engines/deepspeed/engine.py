@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from echelon.base import environ
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.engines.base import Engine, Prepared
@@ -204,7 +205,10 @@ class DeepSpeedEngine(Engine):
                 arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
         if self._options.leaf_classes:
             library.utils.set_z3_leaf_modules(model, list(self._options.leaf_classes))
-        clipping = float(config.pop("gradient_clipping", 0.0) or 0.0)
+        clipping = float(config.get("gradient_clipping") or 0.0)
+        config["gradient_clipping"] = 0.0  # DeepSpeedModel clips; without a value, the library clips to 1.0 in stage 0
+        if self._stage == 3:
+            _require_owned(model, groups)
         engine, *_ = self._call_initialize(library, model, config=config, **arguments)
         self._hooks += OutputFlattener(engine, model, where="deepspeed engine").hooks
         return DeepSpeedModel(
@@ -223,6 +227,9 @@ class DeepSpeedEngine(Engine):
             for module in model.modules() if self._stage == 3 else ():
                 if not type(module).__module__.startswith("torch.nn.modules."):  # these return tensors
                     stack.enter_context(flatten_outputs_for_hooks(module))
+            # The library wants to know it, also from a program that was started without a launcher.
+            place = {"LOCAL_RANK": str(self._world.local_rank)} if environ.get("LOCAL_RANK") is None else {}
+            stack.enter_context(environ.patch(place))
             return library.initialize(model=model, **arguments)
 
     def _evaluate(self, library: Any, model: nn.Module) -> nn.Module:
@@ -456,3 +463,16 @@ class DeepSpeedEngine(Engine):
         wrapper: Any = model
         inner: nn.Module = wrapper.module if any(model is one for one in ours) else model
         return inner
+
+
+def _require_owned(model: nn.Module, groups: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Raise UsageError if a trainable parameter is not in the optimizer, which the library does not expect in stage 3."""
+    owned = {id(p) for group in groups for p in group}
+    others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in owned]
+    if others:
+        raise UsageError(
+            f"{', '.join(others[:3])}{' and others' if len(others) > 3 else ''} would get gradients, but no optimizer steps them, which "
+            "ZeRO stage 3 does not support",
+            where="prepare(), deepspeed engine",
+            do="freeze these parameters (requires_grad_(False)), pass them to the optimizer, or use engine='fsdp2' or 'ddp'",
+        )

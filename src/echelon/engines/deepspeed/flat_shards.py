@@ -14,11 +14,13 @@ from echelon.base.errors import UsageError
 from echelon.engines.gather_optimizer_state import gather_optimizer_state
 from echelon.engines.state_dicts import plain_parameters
 
-__all__ = ["FlatShards", "hook_loading", "full_shape", "write_full"]
+__all__ = ["FlatShard", "FlatShards", "hook_loading", "full_shape", "write_full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FlatShard:
+class FlatShard:
+    """Where this rank's shard of a parameter is."""
+
     flat: torch.Tensor
     """Float32 tensor that contains this shard and the shards of other parameters."""
     flat_offset: int
@@ -29,6 +31,10 @@ class _FlatShard:
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the shard's elements from a tensor that has the same layout as ``self.flat``."""
         return flat.view(-1).narrow(0, self.flat_offset, self.numel)
+
+    def has_layout(self, value: Any) -> bool:
+        """Return whether ``value`` is a tensor with the same layout as ``self.flat``."""
+        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == self.flat.numel()
 
 
 class FlatShards:
@@ -68,7 +74,7 @@ class FlatShards:
     def _optimizer(self) -> Any:
         return self._engine.optimizer
 
-    def shard(self, parameter: nn.Parameter) -> _FlatShard | None:
+    def shard(self, parameter: nn.Parameter) -> FlatShard | None:
         """Return this rank's shard of ``parameter``, or None if the shard is empty or the parameter is frozen."""
         own: Any = parameter
         if not parameter.requires_grad:
@@ -79,18 +85,23 @@ class FlatShards:
                 return None
             high, low = mapping.hp_fragment_address, mapping.lp_fragment_address
             flat = self._optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
-            return _FlatShard(flat=flat, flat_offset=high.start, offset=low.start, numel=high.numel)
+            return FlatShard(flat=flat, flat_offset=high.start, offset=low.start, numel=high.numel)
         number, start, size = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
         offset = self._rank * own.partition_numel()
         numel = max(0, min(size, own.ds_numel - offset))  # the rest is padding
         if numel == 0:
             return None
         flat = self._optimizer.fp32_partitioned_groups_flat[number]
-        return _FlatShard(flat=flat, flat_offset=start, offset=offset, numel=numel)
+        return FlatShard(flat=flat, flat_offset=start, offset=offset, numel=numel)
+
+    @property
+    def _is_swapped(self) -> bool:
+        """Whether the float32 weights and the optimizer state are on NVMe."""
+        return bool(getattr(self._optimizer, "swap_optimizer", False))
 
     def require_in_memory(self) -> None:
         """Raise UsageError if the optimizer state is on NVMe, where only DeepSpeed's own checkpointing can read it."""
-        if getattr(self._optimizer, "swap_optimizer", False):
+        if self._is_swapped:
             raise UsageError(
                 "the optimizer state is on NVMe (zero_optimization.offload_optimizer.device) and cannot be gathered",
                 do="offload it to the CPU, or save it with the DeepSpeed engine's model.save_checkpoint(folder)",
@@ -137,6 +148,44 @@ class FlatShards:
                 full = self._optimizer.get_full_hp_param(parameter)
                 write_full(self._zero_module, parameter, full, rank=self._rank)
 
+    def adopt_changes(self) -> None:
+        """Copy what the program has changed in the model's weights (clamped, pruned, ...) to the float32 shards.
+
+        The library computes the next weights from the shards, and would lose the change.
+        """
+        if self._is_swapped:
+            return
+        for parameter in self._module.parameters():
+            part = self.shard(parameter)
+            if part is None:
+                continue
+            own: Any = parameter
+            if self._stage < 3:
+                weights = parameter.detach().reshape(-1).narrow(0, part.offset, part.numel)
+            elif own.ds_tensor.numel() < part.numel:  # on NVMe
+                continue
+            else:
+                weights = own.ds_tensor.detach().narrow(0, 0, part.numel)
+            high = part.of(part.flat.detach())
+            weights = weights.to(high.device)
+            high.copy_(torch.where(weights == high.to(weights.dtype), high, weights.to(high.dtype)))
+
+    def clear_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Zero what stage 3 would take for the gradients of ``parameters``, which got none: those of the last update."""
+        if self._stage < 3 or not parameters:
+            return
+        optimizer, chosen = self._optimizer, {id(parameter) for parameter in parameters}
+        for number, group in enumerate(optimizer.fp16_groups):
+            for parameter, gradient in zip(group, optimizer.averaged_gradients.get(number) or ()):
+                if id(parameter) in chosen:
+                    gradient.zero_()
+        if optimizer.offload_optimizer:
+            for parameter in parameters:
+                part = self.shard(parameter)
+                optimizer.norm_for_param_grads.pop(optimizer.get_param_id(parameter), None)
+                if part is not None and part.flat.grad is not None:
+                    part.of(part.flat.grad).zero_()
+
     # ---- optimizer ---------------------------------------------------------------------------------------------------
 
     def own_state(self) -> dict[int, dict[str, Any]]:
@@ -148,7 +197,7 @@ class FlatShards:
             entries = {} if part is None else self._optimizer.optimizer.state.get(part.flat, {})
             if part is not None and entries:
                 found[number] = {
-                    key: part.of(value) if _has_layout_of(value, part.flat) else value for key, value in entries.items()
+                    key: part.of(value) if part.has_layout(value) else value for key, value in entries.items()
                 }
         return found
 
@@ -226,10 +275,6 @@ class FlatShards:
                 target = whole.setdefault(name, torch.zeros(shape, dtype=value.dtype))
                 target.view(-1).narrow(0, located_shard["offset"], value.numel()).copy_(value)
         return full
-
-
-def _has_layout_of(value: Any, flat: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == flat.numel()
 
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:

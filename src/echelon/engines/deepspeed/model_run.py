@@ -15,6 +15,7 @@ from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
 from echelon.distributed.ddp.replica import Structure
 from echelon.engines.deepspeed.flat_shards import FlatShards
+from echelon.engines.deepspeed.used_parameters import UsedParameters, count_ranks
 from echelon.engines.state_dicts import plain_parameters, plain_state_dict
 from echelon.engines.stepper import Stepper, clip_gradients, multiply_gradients
 from echelon.world.world import World
@@ -60,22 +61,30 @@ class DeepSpeedModel:
         self._max_norm: float | None = None  # norm to which the loop clips this update
         self._is_pending = False  # whether the window has gradients
         self._is_finished = False  # whether these gradients are reduced
+        self._has_retained = False  # whether a backward pass of the window has retained its graph
         self._is_warned = False
         self._dtypes = {name: p.dtype for name, p in plain_parameters(engine.module)}
         self._parameters = [(name, p, p.requires_grad) for name, p in plain_parameters(engine.module)]
         self._structure = Structure(engine.module)
         self._hook: Any = engine.register_forward_pre_hook(self._before_forward, prepend=True)
-        self._num_trained = len({id(p) for group in groups for p in group if p.requires_grad})
+        self._trained = {id(p) for group in groups for p in group if p.requires_grad}
         self.shards: FlatShards | None = None
+        self._used: UsedParameters | None = None
         if self._stage > 0:
             # DeepSpeed drops empty groups and does not number frozen parameters.
             trained = [own for group in groups if (own := [p for p in group if p.requires_grad])]
             self.shards = FlatShards(library, engine, trained, rank=world.rank, world_size=world.world_size)
+            names = {id(p): name for name, p in plain_parameters(engine.module)}
+            self._used = UsedParameters(
+                engine.optimizer, self.shards, [(names[id(p)], p) for own in trained for p in own if id(p) in names]
+            )
 
     def release(self) -> None:
         """Remove all hooks from the user's model."""
         if self.shards is not None:
             self.shards.release()
+        if self._used is not None:
+            self._used.release()
         self._hook.remove()
         self.engine.destroy()
 
@@ -122,7 +131,18 @@ class DeepSpeedModel:
             # otherwise replace the gradients of the first (0.19.8).
             self.engine.optimizer.clear_backward_seen_flag()
         self.engine.set_gradient_accumulation_boundary(False)
-        self.engine.backward(self.stepper.scale(loss), retain_graph=retain_graph, scale_wrt_gas=False)
+        try:
+            self.engine.backward(self.stepper.scale(loss), retain_graph=retain_graph, scale_wrt_gas=False)
+        except RuntimeError as error:
+            if self._stage < 3 or not self._has_retained:
+                raise
+            raise UsageError(
+                "a backward pass failed after one with retain_graph=True. A graph cannot be used twice, because ZeRO stage 3 releases the "
+                "weights in each backward pass",
+                where="backward(), deepspeed engine",
+                do="add up the losses and call backward() once for each forward pass, or use ZeRO stage 2 or the fsdp2 engine",
+            ) from error
+        self._has_retained |= retain_graph
         self._is_pending, self._is_finished = True, False
         self.is_local = is_local and self._stage < 2
 
@@ -137,14 +157,25 @@ class DeepSpeedModel:
                 "reduce the gradients now, so the result is correct. Run the last backward pass before step() outside no_sync()."
             )
         self._is_finished, self.is_local = True, False
+        unused = self._find_unused() if self._stage == 0 else []
         self.engine.set_gradient_accumulation_boundary(True)
         if self._stage >= 2:
             self.engine.optimizer.finalize_gradient_accumulation_boundary()
         else:
             self.engine.allreduce_gradients()
+        if self._used is not None:
+            self._used.finish()
         if self._stage == 0:
+            for parameter in unused:
+                parameter.grad = None  # the library has made zeros, with which the optimizer would decay the weights
             multiply_gradients(self.engine.module.parameters(), self.factor)
             self.factor = 1.0
+
+    def _find_unused(self) -> list[nn.Parameter]:
+        """Return the parameters that have no gradients on any rank. Collective: call on every rank."""
+        parameters = list(self.engine.module.parameters())
+        counts = count_ranks([p.grad is not None for p in parameters])
+        return [parameter for parameter, count in zip(parameters, counts) if not count]
 
     def unscale(self) -> None:
         """Unscale the gradients with stage 0; other stages do not expose gradients."""
@@ -166,12 +197,18 @@ class DeepSpeedModel:
                 where="clip_grad_norm_()",
                 do="omit norm_type, or use the fsdp2 engine",
             )
-        given = len({id(p) for p in parameters if p.requires_grad})
-        if given < self._num_trained:
+        given = {id(p) for p in parameters if p.requires_grad}
+        others = given - self._trained
+        if given != self._trained:
             raise UsageError(
-                f"clip_grad_norm_() got {given} parameters, but DeepSpeed clips all {self._num_trained} parameters that it trains",
+                f"clip_grad_norm_() got {len(others)} parameters that the optimizer does not step, but DeepSpeed clips only those that "
+                "it trains"
+                if others
+                else f"clip_grad_norm_() got {len(given)} parameters, but DeepSpeed clips all {len(self._trained)} parameters that it "
+                "trains",
                 where="clip_grad_norm_(), deepspeed engine",
-                do="pass model.parameters(), or use the fsdp2 engine",
+                do="pass model.parameters(), freeze those that the optimizer does not step (requires_grad_(False)), or use the fsdp2 "
+                "engine",
             )
         self._max_norm = max_norm
         self.last_norm = self._norm()
@@ -199,7 +236,7 @@ class DeepSpeedModel:
         try:
             return self._step_stage_0() if self._stage == 0 else self._step_shards()
         finally:
-            self._is_pending = self._is_finished = False
+            self._is_pending = self._is_finished = self._has_retained = False
             self._max_norm, self.factor = None, 1.0
 
     def _step_stage_0(self) -> bool:
@@ -216,13 +253,18 @@ class DeepSpeedModel:
         return is_taken
 
     def _step_shards(self) -> bool:
+        assert self.shards is not None
+        assert self._used is not None
+        self.shards.adopt_changes()
         optimizer = self.engine.optimizer
         optimizer.clip_grad = self._effective_clipping()
         optimizer.loss_scale = optimizer.loss_scale / self.factor
         self.engine.step()
         optimizer.loss_scale = optimizer.loss_scale * self.factor
         self.last_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
-        return bool(self.engine.was_step_applied())
+        is_taken = bool(self.engine.was_step_applied())
+        self._used.end_update(is_taken=is_taken)
+        return is_taken
 
     def _effective_clipping(self) -> float:
         """Return the norm that this update is clipped to, or 0 if it is not clipped."""
@@ -236,12 +278,13 @@ class DeepSpeedModel:
         """Discard the accumulation window's gradients."""
         if not self._is_pending:
             return
-        self._is_pending = self._is_finished = self.is_local = False
+        self._is_pending = self._is_finished = self._has_retained = self.is_local = False
         self._max_norm, self.factor = None, 1.0
         self.stepper.note_cleared(self.optimizer)
         self.engine.zero_grad()
-        if self._stage == 0:
+        if self._used is None:
             return
+        self._used.end_update(is_taken=False)
         optimizer = self.engine.optimizer
         optimizer.zero_grad()  # stage 3 counts micro-steps here
         if self._stage < 3:
