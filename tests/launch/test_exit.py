@@ -54,3 +54,27 @@ def test_a_program_without_echelon_is_not_aborted_under_the_launcher_either(comm
     result = command.launch("--cpu", "--num_processes=2", "train.py")
     assert result.code == 7, result.err
     assert "terminate called" not in result.err
+
+
+TALKS = """
+import threading
+import torch.distributed as dist
+from echelon.distributed import setup
+
+setup()
+store = dist.distributed_c10d._get_default_store()
+
+def talk():
+    while True:
+        store.set("x", "y")
+
+for _ in range(4):
+    threading.Thread(target=talk, daemon=True).start()
+"""
+
+
+def test_a_daemon_thread_that_talks_to_the_store_does_not_abort_the_rank_at_exit(command: Command) -> None:
+    command.write("train.py", TALKS)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(command.free_port()), "WORLD_SIZE": "1", "RANK": "0"}
+    result = command.run([sys.executable, "train.py"], **place)
+    assert (result.code, result.err) == (0, "")
