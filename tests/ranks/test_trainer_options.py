@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from echelon.base.errors import ConfigError
-from echelon.trainer import EvalPrediction, NonFiniteError, Trainer, TrainingArguments
+from echelon.base.errors import ConfigError, DesyncError
+from echelon.trainer import EvalPrediction, NonFiniteError, Trainer, TrainerCallback, TrainingArguments
 from echelon.trainer.callbacks.time_limit import TimeLimitCallback
 from echelon.trainer.features.hyperparameter_search import BestRun
 from tests.harness import RanksFailed, run_on_ranks
@@ -148,3 +148,44 @@ def test_rank_zero_chooses_the_settings_of_a_search(tmp_path: Path) -> None:
     run = BestRun(*best)
     assert run.hyperparameters == {"learning_rate": min(losses, key=losses.__getitem__)}
     assert run.objective == pytest.approx(min(losses.values()), rel=1e-12)
+
+
+class _Sets(TrainerCallback):
+    """Sets a flag in an event at step 2, on some ranks."""
+
+    def __init__(self, flag: str, ranks: list[int]) -> None:
+        self.flag, self.ranks = flag, ranks
+
+    def _set(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and args.process_index in self.ranks:
+            setattr(control, self.flag, True)
+
+
+def _flagged(folder: str, flag: str, event: str, ranks: list[int]) -> tuple[int, list[str]]:
+    args = _args(folder, logging_steps=2 if event == "on_log" else 3)
+    callback = type("Sets", (_Sets,), {event: lambda self, *given, **more: self._set(*given, **more)})(flag, ranks)
+    data = net_data(16)
+    trainer = Trainer(Net(), args, train_dataset=data, eval_dataset=data, callbacks=[callback])
+    trainer.train()
+    folders = [path.name for path in Path(folder).iterdir()] if args.process_index == 0 else []
+    return trainer.state.global_step, folders
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_log"])
+@pytest.mark.parametrize("flag", ["should_save", "should_log", "should_evaluate", "should_training_stop"])
+def test_a_callback_that_sets_a_flag_on_one_rank_only_is_named(tmp_path: Path, flag: str, event: str) -> None:
+    """The other rank is in the next step, whose collectives this one would never join."""
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_flagged, str(tmp_path), flag, event, [1], world_size=2, init_group=False)
+    error = failed.value.errors[1]
+    assert isinstance(error, DesyncError)
+    assert f"setting control.{flag} = True in {event} must be called on every rank" in str(error)
+    assert "not from state.is_world_process_zero" in str(error)
+
+
+def test_a_callback_that_sets_a_flag_on_all_ranks_is_followed(tmp_path: Path) -> None:
+    for steps, _ in run_on_ranks(_flagged, str(tmp_path), "should_training_stop", "on_step_end", [0, 1], world_size=2):
+        assert steps == 2
+    for steps, folders in run_on_ranks(_flagged, str(tmp_path), "should_save", "on_step_end", [0, 1], world_size=2):
+        assert steps == 4
+        assert folders in (["checkpoint-2"], [])

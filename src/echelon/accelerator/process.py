@@ -16,6 +16,7 @@ import torch
 from echelon.accelerator.views import view
 from echelon.data.sharding.split_between_processes import split_between_processes as split_inputs
 from echelon.distributed import control
+from echelon.distributed.monitored_barrier import monitored_barrier
 
 __all__ = [
     "device",
@@ -34,6 +35,7 @@ __all__ = [
     "on_process",
     "print",
     "process_index",
+    "require_all_ranks",
     "split_between_processes",
     "use_distributed",
 ]
@@ -76,6 +78,21 @@ def first_rank_saves(name: str, *, on_each_machine: bool) -> Iterator[None]:
     """
     with control.main_first(scope="machine" if on_each_machine else "run", name=name):
         yield
+
+
+def require_all_ranks(operation: str, *, advice: str) -> None:
+    """Return when every rank has come to ``operation``; raise if one never will.
+
+    Args:
+        operation: name of the operation in error messages; must be the same on all ranks.
+        advice: a sentence for error messages on how to use the operation.
+
+    Collective: call on every rank.
+
+    Raises:
+        DesyncError: a rank is at another operation, in a collective, or has exited.
+    """
+    monitored_barrier(operation, advice=advice)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from echelon.accelerator import Accelerator
 from echelon.accelerator.tracking import record_values
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.callback_handler import CLEARED_FLAGS, CallbackHandler
+from echelon.trainer.callbacks.flag_agreement import require_agreement, usual_flags
 from echelon.trainer.model_loss import LabelSmoother
 from echelon.trainer.override_points import OverridePoints
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, TrainOutput, speed_metrics
@@ -129,8 +130,12 @@ def notify(hooks: TrainerHooks, event: str, **more: Any) -> TrainerControl:
             for flag in CLEARED_FLAGS.get(event, ()):
                 setattr(control, flag, False)
             return control
-    dispatch = getattr(handler, event)
-    hooks.control = dispatch(hooks.args, hooks.state, control, **more)
+    usual = None
+    if hooks.accelerator.num_processes > 1:
+        usual = usual_flags(handler.listeners[event], event, hooks.args, hooks.state, control)
+    hooks.control = getattr(handler, event)(hooks.args, hooks.state, control, **more)
+    if usual is not None:
+        require_agreement(event, usual, hooks.control)
     return hooks.control
 
 

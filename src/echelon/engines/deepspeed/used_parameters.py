@@ -38,7 +38,7 @@ class UsedParameters:
         self._held: list[tuple[FlatShard, torch.Tensor, dict[str, torch.Tensor]]] = []
         inner: torch.optim.Optimizer = optimizer.optimizer
         self._hooks: list[Any] = [
-            parameter.register_post_accumulate_grad_hook(partial(self._note, index))
+            parameter.register_post_accumulate_grad_hook(partial(self._note, index))  # type: ignore[no-untyped-call]
             for index, (_, parameter) in enumerate(parameters)
         ]
         self._hooks += [inner.register_step_pre_hook(self._hold), inner.register_step_post_hook(self._put_back)]
