@@ -129,6 +129,8 @@ class Stepper:
 
     def note_cleared(self, optimizer: Optimizer) -> None:
         """Note that the gradients of ``optimizer`` were cleared."""
+        if self.scaler is None:
+            return
         if optimizer in self._stepped:
             self._divided.pop(optimizer, None)  # there is nothing to multiply
         elif self._divided.get(
