@@ -224,3 +224,40 @@ def test_exact_updates_of_one_micro_step_that_were_fetched_ahead_are_refused(
 def test_an_unevenly_divided_exact_batch_that_was_fetched_ahead_is_refused() -> None:
     text = _refused((2, "ddp"), one_fetched_ahead, "exact", 4, 5, 1, 1)
     assert "several batches were fetched before the first of them is trained" in text
+
+
+def _one_batch(num_samples: int, count: bool) -> float:
+    """Train one batch three times, as loops do to see whether a model can learn at all."""
+    accelerator = Accelerator(cpu=True, parity="exact")
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.arange(1, num_samples + 1, dtype=torch.float64)[:, None]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=num_samples))  # type: ignore[arg-type]
+    x = next(iter(loader))
+    for _ in range(3):
+        loss = (model(x) - x).square().mean() / num_samples**2
+        accelerator.backward(loss, num_items=len(x) if count else None)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(accelerator.unwrap_model(model).weight.item())
+
+
+def _one_batch_plainly(num_samples: int) -> float:
+    x, weight = torch.arange(1, num_samples + 1, dtype=torch.float64), 0.0
+    for _ in range(3):
+        weight -= 0.1 * float((2 * (weight * x - x) * x).mean()) / num_samples**2
+    return weight
+
+
+@pytest.mark.parametrize(("num_samples", "count"), [(4, False), (4, True), (5, True)])
+def test_one_batch_may_be_trained_outside_of_its_loop(num_samples: int, count: bool) -> None:
+    for world_size in (1, 2):
+        for found in run_on_ranks(_one_batch, num_samples, count, world_size=world_size):
+            assert found == pytest.approx(_one_batch_plainly(num_samples), rel=1e-12)  # float64, sums of 5 numbers
+
+
+def test_one_uneven_batch_outside_of_its_loop_is_refused(tmp_path: Path) -> None:
+    """3 + 2 samples: without numbers of items, the ranks' means would have equal weights."""
+    with pytest.raises(RanksFailed, match="different numbers of samples of a batch that is trained outside of its loader's loop"):
+        run_on_ranks(_one_batch, 5, False, world_size=2)

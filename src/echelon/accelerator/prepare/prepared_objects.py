@@ -83,7 +83,8 @@ class PreparedObjects:
         for optimizer in self.optimizers:
             optimizer.drop_update()
         for model in self.models:
-            model.zero_grad(set_to_none=True)
+            for parameter in model.parameters():  # DeepSpeed's zero_grad() takes no arguments, and the engine has dropped its own
+                parameter.grad = None
 
     def forget_loader(self, loader: Any) -> None:
         """Forget a prepared loader, so that checkpoints do not store its state."""

@@ -325,7 +325,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             if not is_counted:
                 scale = self.weigh(contribution)
         else:
-            self._require_newest_batch(None)
+            self._require_newest_batch(None, is_counted=num_items is not None)
         if scale is None:
             inside = self.accumulating is not None or contribution is not None
             if num_items is None:
@@ -341,11 +341,13 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         if factor != 1.0:
             self._finish_gradients(factor)
 
-    def _require_newest_batch(self, contribution: Contribution | None) -> None:
+    def _require_newest_batch(self, contribution: Contribution | None, *, is_counted: bool = True) -> None:
         """Raise if the loop has fetched other batches before it trains this one: weights and losses follow the newest batch.
 
         Args:
-            contribution: that of the newest batch. None: outside of a loader's loop, whose last batches may be trained there.
+            contribution: that of the newest batch. None: outside of a loader's loop. A single batch may be trained there
+                (``next(iter(loader))``), several may not.
+            is_counted: whether the loop passes the number of items.
         """
         lead = self._update_loaders.lead
         loader = self.state.reading.trained if lead is None else lead
@@ -356,7 +358,14 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             is_wrong = self._misses_losses and self._step_counts() != self._step_counts_before
         else:
             held = loader.fetched.take_held()
-            is_wrong = bool(held) and held[0] is not contribution
+            is_wrong = len(held) > 1 if contribution is None else bool(held) and held[0] is not contribution
+            if contribution is None and not is_counted and any(one.step is not None for one in held):
+                raise UsageError(
+                    "the ranks have different numbers of samples of a batch that is trained outside of its loader's loop, where losses "
+                    "have equal weights",
+                    where=f"backward(), parity={self.config.value.parity!r}",
+                    do="train the batch in the loop over the loader, or call accelerator.backward(loss, num_items=n)",
+                )
         if is_wrong:
             raise UsageError(
                 "several batches were fetched before the first of them is trained, so losses cannot be assigned to the updates of "
