@@ -37,8 +37,8 @@ def section(file: Path) -> str:
     parts = [
         f"{HEADING}\n\n{_introduction(facts)}",
         _models([line for line in results if "tokens_per_s" in line], str(about.get("device", ""))),
-        _checks([line for line in results if "passed" in line]),
         _syncs([line for line in results if "syncs" in line]),
+        _checks([line for line in results if "passed" in line]),
         _numbers([line for line in results if "weight_difference" in line]),
         _saves(by_job["save"]),
         _memory([line for line in results if str(line["job"]).startswith("memory")]),
@@ -64,10 +64,11 @@ def _introduction(facts: Mapping[str, Line]) -> str:
     return " ".join(sentences)
 
 
-def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]], *, labels: int = 1) -> str:
+def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """Return a table whose first column is text and whose others are numbers."""
     header = list(columns)
-    lines = [header, ["---" if i < labels else "---:" for i in range(len(header))], *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines).replace("| ---", "|---")
+    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
 
 
 def _models(lines: list[Line], device: str) -> str:
@@ -110,7 +111,7 @@ def _checks(lines: list[Line]) -> str:
     for job, found in groups.items():
         outcomes = [line["passed"] for line in found]
         rows.append([job, outcomes.count(True), outcomes.count(False), outcomes.count(None)])
-        failed += [f"- {line['name']}: {_first_line(line['error'])}" for line in found if line["passed"] is False]
+        failed += [f"- {line['name']}: {_message(line['error'])}" for line in found if line["passed"] is False]
     text = "The engine contract and the tests that need an accelerator:\n\n"
     return (
         text
@@ -119,8 +120,11 @@ def _checks(lines: list[Line]) -> str:
     )
 
 
-def _first_line(error: str | None) -> str:
-    return next((line.strip() for line in (error or "").splitlines() if line.strip()), "no message")
+def _message(error: str | None) -> str:
+    """Return the line of a traceback or of pytest's report that says what is wrong."""
+    lines = [line.strip() for line in (error or "").splitlines() if line.strip(" =-")]
+    said = [line.removeprefix("E ").strip() for line in lines if line.startswith("E ")]
+    return (said or lines or ["no message"])[-1]
 
 
 def _syncs(lines: list[Line]) -> str:
@@ -130,7 +134,7 @@ def _syncs(lines: list[Line]) -> str:
 
     def setting(line: Line) -> str:
         parts = [
-            line["precision"],
+            "float32" if line["precision"] == "no" else line["precision"],
             *(["clipping"] if line["clip"] else []),
             *(["accumulating"] if line["accumulate"] > 1 else []),
         ]
@@ -140,9 +144,9 @@ def _syncs(lines: list[Line]) -> str:
     loops = list(dict.fromkeys(line["loop"] for line in lines))
     counts = {(line["loop"], setting(line)): line for line in lines}
     rows = []
-    for name in settings:
-        cells = [counts.get((loop, name)) for loop in loops]
-        rows.append([name, *("" if c is None or c["syncs"] is None else f"{c['syncs'] / c['steps']:g}" for c in cells)])
+    for loop in loops:
+        cells = [counts.get((loop, name)) for name in settings]
+        rows.append([loop, *("" if c is None or c["syncs"] is None else f"{c['syncs'] / c['steps']:g}" for c in cells)])
     causes: dict[str, int] = defaultdict(int)
     for line in lines:
         for where, count in line["lines"]:
@@ -150,7 +154,7 @@ def _syncs(lines: list[Line]) -> str:
     found = [f"- {count} times: `{where}`" for where, count in sorted(causes.items(), key=lambda item: -item[1])]
     text = "Waits of the host for the device per step, in steps that log nothing (loops on pinned memory, fused AdamW):\n\n"
     return (
-        text + _table(["setting", *loops], rows) + ("\n\nThe lines that wait:\n\n" + "\n".join(found) if found else "")
+        text + _table(["loop", *settings], rows) + ("\n\nThe lines that wait:\n\n" + "\n".join(found) if found else "")
     )
 
 
@@ -222,9 +226,7 @@ def _ends(lines: list[Line]) -> str:
     """Name what failed and what did not run."""
     failed = [line for line in lines if line["outcome"] not in ("done", "no time")]
     late = [line["job"] for line in lines if line["outcome"] == "no time"]
-    text = [
-        f"- {line['job']}: {line['outcome']}; {line['lines'][-1] if line['lines'] else 'no output'}" for line in failed
-    ]
+    text = [f"- {line['job']}: {line['outcome']}; {_message(chr(10).join(line['lines']))}" for line in failed]
     if late:
         text.append(f"- did not fit the budget: {'; '.join(late)}")
     return "Jobs without a result:\n\n" + "\n".join(text) if text else ""
