@@ -257,7 +257,9 @@ def test_one_batch_may_be_trained_outside_of_its_loop(num_samples: int, count: b
             assert found == pytest.approx(_one_batch_plainly(num_samples), rel=1e-12)  # float64, sums of 5 numbers
 
 
-def test_one_uneven_batch_outside_of_its_loop_is_refused(tmp_path: Path) -> None:
+def test_one_uneven_batch_outside_of_its_loop_is_refused() -> None:
     """3 + 2 samples: without numbers of items, the ranks' means would have equal weights."""
-    with pytest.raises(RanksFailed, match="different numbers of samples of a batch that is trained outside of its loader's loop"):
+    with pytest.raises(
+        RanksFailed, match="different numbers of samples of a batch that is trained outside of its loader's loop"
+    ):
         run_on_ranks(_one_batch, 5, False, world_size=2)

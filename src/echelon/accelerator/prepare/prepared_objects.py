@@ -83,7 +83,9 @@ class PreparedObjects:
         for optimizer in self.optimizers:
             optimizer.drop_update()
         for model in self.models:
-            for parameter in model.parameters():  # DeepSpeed's zero_grad() takes no arguments, and the engine has dropped its own
+            for (
+                parameter
+            ) in model.parameters():  # DeepSpeed's zero_grad() takes no arguments, and the engine has dropped its own
                 parameter.grad = None
 
     def forget_loader(self, loader: Any) -> None:
