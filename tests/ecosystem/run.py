@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -89,33 +89,15 @@ def run(
         if way.endswith("install()"):
             script = Path(folder) / file
             script.write_text(_FIRST_LINE + (HERE / "programs" / file).read_text())
-        starter = _starter(way, num_processes, flags)
-        source = [] if way == "native" else [str(ROOT / "src")]
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("ECHELON_", "ACCELERATE_", "TORCHELASTIC_"))
-            and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        }
         done = subprocess.run(
-            [str(PYTHON), *starter, str(script), *own, *args],
+            [str(PYTHON), *starter(way, num_processes, flags), str(script), *own, *args],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
             timeout=timeout_s,
-            env={
-                **inherited,
-                "PYTHONPATH": os.pathsep.join([*source, str(HERE / "programs")]),
-                "HF_HOME": f"{folder}/huggingface",
-                "HF_HUB_OFFLINE": "1",
-                "ACCELERATE_USE_CPU": "true",
-                "CUDA_VISIBLE_DEVICES": "",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-                "TOKENIZERS_PARALLELISM": "false",
-            },
+            env=environment(Path(folder), [HERE / "programs"], source=way != "native"),
         )
     results = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode != 0 or len(results) != 1:
@@ -128,7 +110,35 @@ def run(
     return Run(values=json.loads(results[0]), output=done.stdout)
 
 
-def _starter(way: Way, num_processes: int, flags: tuple[str, ...]) -> list[str]:
+def environment(folder: Path, paths: Iterable[Path], *, source: bool = False) -> dict[str, str]:
+    """Return the variables of a program that computes on CPUs, downloads nothing, and finds modules in ``paths``.
+
+    Args:
+        folder: folder for the caches.
+        paths: folders of modules.
+        source: also find this checkout's echelon.
+    """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ECHELON_", "ACCELERATE_", "TORCHELASTIC_"))
+        and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    found_in = [*([ROOT / "src"] if source else []), *paths]
+    return {
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(map(str, found_in)),
+        "HF_HOME": f"{folder}/huggingface",
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def starter(way: Way, num_processes: int, flags: tuple[str, ...] = ()) -> list[str]:
     """Return the arguments of python that start a program in this way."""
     if way in ("launch --as", "echelon launch, install()"):
         swap = ["--as", "accelerate,transformers"] if way == "launch --as" else []
@@ -163,6 +173,8 @@ def compare(native: dict[str, Any], swapped: dict[str, Any]) -> dict[str, float]
 
 def _distance(one: Any, other: Any) -> float:
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        if math.isnan(one) or math.isnan(other):
+            return 0.0 if math.isnan(one) and math.isnan(other) else math.inf
         return abs(one - other) / max(1.0, abs(one))
     return 0.0 if one == other else math.inf
 
