@@ -42,7 +42,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "rules": ("rules.py",),
 }
 
-_FIRST_LINE = 'import echelon.compat; echelon.compat.install("accelerate", "transformers")\n'
+FIRST_LINE = 'import echelon.compat; echelon.compat.install("accelerate", "transformers")\n'
 
 
 class ProgramFailedError(Exception):
@@ -88,7 +88,7 @@ def run(
         script = HERE / "programs" / file
         if way.endswith("install()"):
             script = Path(folder) / file
-            script.write_text(_FIRST_LINE + (HERE / "programs" / file).read_text())
+            script.write_text(FIRST_LINE + (HERE / "programs" / file).read_text())
         done = subprocess.run(
             [str(PYTHON), *starter(way, num_processes, flags), str(script), *own, *args],
             cwd=folder,

@@ -51,7 +51,7 @@ def _recorded(folder: Path, way: Way, num_processes: int, text: str) -> Recorded
     script, materials = folder / "small.py", folder / "materials"
     script.write_text(text)
     materials.mkdir(exist_ok=True)
-    return record(script, [], way, num_processes, materials=materials, variables={}, timeout_s=300)
+    return record(script, [], way, num_processes, materials=materials, timeout_s=300)
 
 
 @pytest.mark.soak
