@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from echelon.trainer import Trainer
+from echelon.trainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from tests.harness import run_on_ranks
 from tests.trainer_models import (
     CONSTANT_SGD,
@@ -87,6 +88,48 @@ def test_without_the_mean_over_devices_each_batch_is_divided_by_its_own_labels(t
     options = {"average_tokens_across_devices": False}
     for whole, _, _ in run_on_ranks(_evaluate, str(tmp_path), kind, 13, options, world_size=2):
         assert whole == pytest.approx(expected, rel=1e-12)
+
+
+class _IgnoringGenerator(IgnoringNet):
+    """Generates one token."""
+
+    generation_config = SimpleNamespace(max_length=1, max_new_tokens=None, pad_token_id=0)
+
+    def generate(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return torch.zeros(len(x), 1, dtype=torch.long)
+
+
+class _DividingGenerator(DividingNet):
+    """Generates one token."""
+
+    generation_config = _IgnoringGenerator.generation_config
+    generate = _IgnoringGenerator.generate
+
+
+def _generate(folder: str, model: Any, n: int, smoothing: float) -> float:
+    args = Seq2SeqTrainingArguments(
+        folder,
+        use_cpu=True,
+        disable_tqdm=True,
+        predict_with_generate=True,
+        per_device_eval_batch_size=4,
+        label_smoothing_factor=smoothing,
+    )
+    # Without compute_metrics, nothing is generated.
+    trainer = Seq2SeqTrainer(model(), args, eval_dataset=_data(n), compute_metrics=lambda result: {})
+    loss: float = trainer.evaluate()["eval_loss"]
+    return loss
+
+
+@pytest.mark.parametrize("model", [_IgnoringGenerator, _DividingGenerator])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("n", [16, 13])
+def test_with_generation_the_loss_is_the_mean_of_each_batch(
+    tmp_path: Any, model: Any, smoothing: float, n: int
+) -> None:
+    expected = _expected("smoothed" if smoothing else "mean", n, num_together=1)
+    for loss in run_on_ranks(_generate, str(tmp_path), model, n, smoothing, world_size=2):
+        assert loss == pytest.approx(expected, rel=1e-12)  # float64, sums in another order
 
 
 @pytest.mark.parametrize("kind", list(_KINDS))

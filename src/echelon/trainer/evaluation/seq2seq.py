@@ -15,6 +15,7 @@ from torch import nn
 
 from echelon.base.errors import ConfigError, UsageError
 from echelon.trainer.arguments.training_arguments import TrainingArguments, setting
+from echelon.trainer.evaluation.prediction_step import predict_batch
 from echelon.trainer.results import PredictionOutput
 from echelon.trainer.trainer import Trainer
 
@@ -145,7 +146,16 @@ class Seq2SeqTrainer(Trainer):
         tokens = self.model.generate(**_generation_inputs(inputs), **wanted)
         loss = None
         if labels is not None:
-            loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys=ignore_keys)
+            # As in transformers, the model takes the mean over its own batch; only a loss function gets the number of labels.
+            loss, _, _ = predict_batch(
+                self,
+                self._session,
+                model,
+                inputs,
+                prediction_loss_only=True,
+                ignore_keys=ignore_keys,
+                count_items=self._get_num_items_in_batch if self.compute_loss_func is not None else _no_count,
+            )
         return loss, self._padded(tokens, wanted), None if labels is None else self._padded(labels.detach(), wanted)
 
     def _generation(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,3 +205,7 @@ def _generation_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     from_labels = labels is not None and decoder is not None and labels.shape == decoder.shape
     excluded = {"labels"} | ({"decoder_input_ids", "decoder_attention_mask"} if from_labels else set())
     return {name: value for name, value in inputs.items() if name not in excluded}
+
+
+def _no_count(samples: list[Any], device: torch.device) -> None:
+    """Return no number of labels, so that the model divides by those of its own batch."""
