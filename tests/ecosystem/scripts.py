@@ -163,6 +163,7 @@ SCRIPTS: dict[str, tuple[Script, ...]] = {
             file="language-modeling/run_plm.py",
             args=f"--model_name_or_path xlnet --max_seq_length 32 --line_by_line --pad_to_max_length {_TEXTS} {_TRAINER}",
             corrected={"processing_classtokenizer": "processing_class"},
+            different=dict.fromkeys(("log.loss", "*.train_loss"), _NAN_LEFT_OUT),
         ),
         Script(
             file="question-answering/run_qa.py",
