@@ -1,4 +1,4 @@
-"""Runs the example scripts of transformers, accelerate and trl, unchanged, natively and on echelon, and compares their numbers.
+"""Runs the example scripts of transformers, accelerate and trl natively and on echelon, and compares their numbers.
 
 ``python -m tests.ecosystem.scripts transformers=FOLDER accelerate=FOLDER trl=FOLDER [--only WORD] [--processes N] [--both]``; FOLDER is
 a checkout of the library's repository, best at the release in ``requirements.txt``. Models, tokenizers and data are tiny and are made by
