@@ -302,6 +302,7 @@ class DeepSpeedModel:
         """Return the full state dict, or, with ``on_rank_zero``, gather it only on rank zero's CPU. Collective if ``on_rank_zero``."""
         if self.shards is None or not on_rank_zero:
             return plain_state_dict(self.engine.module)
+        self.shards.adopt_changes()  # those since the last step
         trained = self.shards.full_weights()
         frozen = self.shards.frozen_weights()
         if trained is None:
@@ -319,6 +320,7 @@ class DeepSpeedModel:
         """Return this rank's shards of the weights and the optimizer state."""
         shards = self.shards
         assert shards is not None
+        shards.adopt_changes()  # those since the last step
         model: dict[str, Any] = {}
         for name, parameter in plain_parameters(self.engine.module):
             part = shards.shard(parameter)
