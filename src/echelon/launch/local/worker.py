@@ -339,9 +339,12 @@ def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:
     return reporter
 
 
+# Python removes __file__ from the program's first module before it calls the functions that run at exit.
+_STATUS_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "status")
+
+
 def _load_status_module(name: str) -> Any:
-    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "status")
-    spec = importlib.util.spec_from_file_location(f"_echelon_{name}", os.path.join(folder, f"{name}.py"))
+    spec = importlib.util.spec_from_file_location(f"_echelon_{name}", os.path.join(_STATUS_FOLDER, f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
