@@ -272,6 +272,12 @@ def summary(results: Path) -> list[str]:
     return lines
 
 
+def _has_accelerator() -> bool:
+    """Ask a process of its own, because a process that has used the device would keep memory of it."""
+    asked = "import sys, torch; sys.exit(not torch.accelerator.is_available())"
+    return subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=480.0, help="seconds after which nothing runs any more")
@@ -294,6 +300,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.read is not None:
+        if not arguments.read.is_file():
+            raise SystemExit(
+                f"--read {arguments.read}: there is no such file; name the results.jsonl in the folder of --out"
+            )
         from gpu_report import section
 
         text = section(arguments.read)
@@ -303,6 +313,8 @@ def main() -> None:
 
             write(text)
         return
+    if not arguments.cpu and not _has_accelerator():
+        raise SystemExit("there is no accelerator: nothing to measure (--cpu --tiny runs the code on this machine)")
     arguments.out.mkdir(parents=True, exist_ok=True)
     day = Day(arguments.out.resolve(), arguments.budget)
     if day.results.exists():

@@ -27,7 +27,9 @@ def read(file: Path) -> list[dict[str, Any]]:
 def section(file: Path) -> str:
     """Return the section for the results in ``file``."""
     lines = read(file)
-    start = next(line for line in lines if line["kind"] == "start")
+    start = next((line for line in lines if line.get("kind") == "start"), None)
+    if start is None:
+        raise SystemExit(f"{file} holds no results of gpu_day.py: its first line is missing")
     results = [line for line in lines if line["kind"] == "result"]
     by_job: dict[str, list[Line]] = defaultdict(list)
     for line in results:

@@ -135,7 +135,7 @@ class Stepper:
             self._divided.pop(optimizer, None)  # there is nothing to multiply
         elif self._divided.get(
             optimizer
-        ):  # else only this rank may have found infinite gradients, and its scale would differ
+        ):  # gradients of this rank alone may be infinite here only, and its scale would differ
             self._is_discarded = True
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
