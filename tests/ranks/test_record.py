@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.harness import run_on_ranks
 def _record_without_launcher(folder: str, num_steps: int) -> str:
     with environ.patch({NO_RECORD_VARIABLE: None}), pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
+        patched.delattr(sys, "last_type", raising=False)  # of an error that C++ printed during an earlier test
         recorder = ProcessRecorder(RunWithoutLauncher())
         recorder.log({"before": 1.0}, step=0)
         recorder.watch_plain_optimizers()

@@ -66,9 +66,9 @@ def test_a_loader_that_is_not_prepared_has_the_length_of_several_processes(
 def test_without_an_accelerator_a_length_is_that_of_the_merged_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "echelon.accelerator.current.has_accelerator", lambda: False
-    )  # that of an earlier test may live
+    # One of an earlier test may live, ours or theirs.
+    monkeypatch.setattr("echelon.accelerator.current.has_accelerator", lambda: False)
+    monkeypatch.setattr("accelerate.state.AcceleratorState._shared_state", {})
     with recording(**_options(tmp_path, MergedBatches(), UnpreparedLengths())):
         assert len(_loader()) == 3
 
