@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -17,8 +17,6 @@ __all__ = [
     "COMPATIBILITY_MODULES",
     "duplicate_classes",
     "engine_branches",
-    "full_folders",
-    "long_functions",
     "missing_paths",
     "module_state",
     "more_than_reexports",
@@ -199,22 +197,6 @@ def duplicate_classes(sources: Mapping[str, str]) -> list[str]:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(path)
     return [f"class {name} is defined in {', '.join(paths)}" for name, paths in places.items() if len(paths) > 1]
-
-
-def long_functions(path: str, source: str, *, limit: int = 80) -> list[str]:
-    """Find functions of more than ``limit`` lines."""
-    return [
-        f"{path}:{node.lineno}: {node.name} has {length} lines, over {limit}"
-        for node in ast.walk(_parse(source))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if (length := (node.end_lineno or node.lineno) - node.lineno + 1) > limit
-    ]
-
-
-def full_folders(paths: Iterable[str], *, limit: int = 20) -> list[str]:
-    """Find folders that directly contain more than ``limit`` files."""
-    counts = Counter(PurePosixPath(path).parent.as_posix() for path in paths)
-    return [f"{folder}/ contains {count} files, over {limit}" for folder, count in counts.items() if count > limit]
 
 
 def missing_paths(document: str, text: str, roots: Iterable[Path]) -> list[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import grimp
@@ -24,6 +26,9 @@ LAYERS = [layer.split(" | ") for layer in CONTRACTS["layers"]["layers"]]
 
 # Upper bounds for the modules in import cycles that remain. Lower a number with your change.
 CYCLES_LEFT = {"data": 2}
+
+# Folders of one package that import each other, and why.
+MUTUAL_IMPORTS: dict[str, str] = {}
 
 PLANTED = {
     "engines/plain.py": "from echelon.accelerator import Accelerator",
@@ -99,6 +104,20 @@ def test_the_architecture_page_shows_these_layers() -> None:
     assert table == dict(enumerate(reversed(LAYERS)))
 
 
+def test_folders_beside_each_other_import_each_other_in_one_direction_only() -> None:
+    graph = grimp.build_graph("echelon", cache_dir=None)
+    found = _mutual_imports(
+        (module, other) for module in graph.modules for other in graph.find_modules_directly_imported_by(module)
+    )
+    assert found == set(MUTUAL_IMPORTS)
+
+
+def test_folders_that_import_each_other_are_reported() -> None:
+    one_way = [("e.data.exact.a", "e.data.sharding.b"), ("e.data.exact.a", "e.data.c"), ("e.data.c", "e.data.exact.a")]
+    assert _mutual_imports(one_way) == set()
+    assert _mutual_imports([*one_way, ("e.data.sharding.d", "e.data.exact.deep.e")]) == {"data/exact data/sharding"}
+
+
 def test_there_are_no_import_cycles() -> None:
     graph = grimp.build_graph("echelon", cache_dir=None)
     found = [module.split(".")[1] for module in graph.modules if _is_in_cycle(graph, module)]
@@ -143,6 +162,17 @@ def test_other_names_pass() -> None:
 
 def _is_in_cycle(graph: grimp.ImportGraph, module: str) -> bool:
     return bool(graph.find_upstream_modules(module) & graph.find_downstream_modules(module))
+
+
+def _mutual_imports(imports: Iterable[tuple[str, str]]) -> set[str]:
+    """Return the pairs of folders in one package that import each other."""
+    pairs = set()
+    for importer, imported in imports:
+        ours, theirs = importer.split("."), imported.split(".")
+        same = sum(1 for _ in takewhile(lambda names: names[0] == names[1], zip(ours, theirs, strict=False)))
+        if same > 1 and min(len(ours), len(theirs)) > same + 1:  # both are in folders beside each other
+            pairs.add(("/".join(ours[1 : same + 1]), "/".join(theirs[1 : same + 1])))
+    return {" ".join(sorted(pair)) for pair in pairs if pair[::-1] in pairs}
 
 
 @cache
