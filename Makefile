@@ -24,7 +24,7 @@ RULES := tests/test_layering.py tests/test_import_contracts.py tests/test_docume
 PROSE := docs $(wildcard *.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak repeat browser clusters bench bench-check peers side-by-side ecosystem docs docs-serve lock release-check test-gpu gpu-day other-torch clean
+.PHONY: help demo test test-all check format soak repeat browser clusters bench bench-check peers side-by-side ecosystem docs docs-serve lock release-check test-gpu gpu-day other-torch clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -33,8 +33,11 @@ demo: $(VENV)/.stamp ## train a small model on two CPU processes, and write a pa
 	@$(BIN)/echelon launch --cpu --num_processes 2 examples/mnist_accelerator.py
 	@$(BIN)/echelon report
 
-test: $(VENV)/.stamp ## run all tests that do not require a GPU
-	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) $(RULES:%=--ignore=%)
+test: $(VENV)/.stamp ## run the tests that take less than a second or so, in five minutes: before each commit
+	@$(BIN)/python -m pytest -m "not slow and not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) $(RULES:%=--ignore=%)
+
+test-all: test ## run all tests that do not require a GPU
+	@$(BIN)/python -m pytest -m "slow and not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) $(RULES:%=--ignore=%)
 
 check: $(VENV)/.stamp ## check format, lint, spelling, prose, links, types, layers, calls per training step
 	@$(BIN)/ruff format --check --quiet .

@@ -220,7 +220,10 @@ def main() -> None:
         else:
             shutil.rmtree(folder)
         if number % 20 == 19:
-            print(f"{number + 1} runs in {time.monotonic() - began:.0f} s, {bad.total()} failed; load {os.getloadavg()[0]:.1f}", flush=True)
+            print(
+                f"{number + 1} runs in {time.monotonic() - began:.0f} s, {bad.total()} failed; load {os.getloadavg()[0]:.1f}",
+                flush=True,
+            )
     for process in busy:
         process.kill()
         process.wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.launch.conftest import Command
 
 FULL = """
@@ -20,6 +22,7 @@ for step in range(9):
 """
 
 
+@pytest.mark.slow
 def test_checkpoints_that_cannot_be_written_end_the_run_with_exit_code_74(command: Command) -> None:
     command.write("full.py", FULL)
     result = command.launch("--cpu", "full.py")

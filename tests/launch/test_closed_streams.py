@@ -19,6 +19,7 @@ with open("ran" + os.environ["RANK"], "w") as file:  # must not get what is prin
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "closed",
     [">&-", ">&- 2>&- <&-", *(pytest.param(one, marks=pytest.mark.soak) for one in ("2>&-", "<&-"))],

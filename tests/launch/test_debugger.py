@@ -51,6 +51,7 @@ class Terminal:
         os.close(self.theirs)
 
 
+@pytest.mark.slow
 def test_a_breakpoint_and_an_exception_of_one_rank_open_pdb_on_the_terminal(command: Command) -> None:
     command.write("train.py", TRAIN)
     terminal = Terminal()

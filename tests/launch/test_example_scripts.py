@@ -140,6 +140,7 @@ def _check_ragged(printed: str, num_processes: int) -> None:
     assert last < 0.9 * first
 
 
+@pytest.mark.slow
 def test_every_token_of_ragged_batches_counts_the_same(tmp_path: Path) -> None:
     printed, other = run_on_ranks(
         _in_this_process, "ragged_language_model.py", str(tmp_path), world_size=2, init_group=False, timeout=120

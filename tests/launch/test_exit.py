@@ -34,6 +34,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("destroys", [False, True])
 def test_a_thread_that_waits_for_the_gil_at_exit_does_not_abort_the_rank(destroys: bool, command: Command) -> None:
     command.write("train.py", HOLDS_THE_GIL)
@@ -45,6 +46,7 @@ def test_a_thread_that_waits_for_the_gil_at_exit_does_not_abort_the_rank(destroy
     assert [result.code for result in results] == [7, 7], results[0].err + results[1].err
 
 
+@pytest.mark.slow
 def test_a_program_without_echelon_is_not_aborted_under_the_launcher_either(command: Command) -> None:
     text = HOLDS_THE_GIL.replace("from echelon.distributed import setup", "import types").replace(
         "world = setup()", "dist.init_process_group('gloo'); world = types.SimpleNamespace(rank=dist.get_rank())"
@@ -57,6 +59,7 @@ def test_a_program_without_echelon_is_not_aborted_under_the_launcher_either(comm
     assert "Exception ignored" not in result.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--no_warm", "--warm"])
 def test_nothing_is_printed_at_the_exit_of_a_program_that_has_imported_torch(flag: str, command: Command) -> None:
     """Python removes the first module's __file__ before the functions that run at exit, one of which loads a file beside it."""
@@ -86,6 +89,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.slow
 def test_a_daemon_thread_that_talks_to_the_store_does_not_abort_the_rank_at_exit(command: Command) -> None:
     command.write("train.py", TALKS)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(command.free_port()), "WORLD_SIZE": "1", "RANK": "0"}

@@ -97,6 +97,7 @@ ends[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]() if rank == 1 else wait()
 """
 
 
+@pytest.mark.slow
 def test_each_kind_of_end_is_told_in_words(command: Command) -> None:
     command.write("train.py", HEAD + ENDS)
     result = command.launch("--num_processes=2", "-q", "--max_restarts=4", "--log_dir", "logs", "train.py")
@@ -125,6 +126,7 @@ def test_program_that_fails_without_python(command: Command) -> None:
     assert "rank 0 failed first: exit code 3" in result.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "manner"),
     [(signal.SIGINT, ""), (signal.SIGTERM, ""), (signal.SIGTERM, STUBBORN)],
@@ -146,6 +148,7 @@ def test_signal_to_the_launcher_stops_every_process(number: signal.Signals, mann
     assert len(result.err.splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_script_sees_the_signal_and_may_clean_up(command: Command) -> None:
     command.write("train.py", HEAD + "try:\n    wait()\nexcept KeyboardInterrupt:\n    open('saved', 'w').close()\n")
     process = command.start_launch("train.py")
@@ -155,6 +158,7 @@ def test_script_sees_the_signal_and_may_clean_up(command: Command) -> None:
     assert (command.directory / "saved").exists()
 
 
+@pytest.mark.slow
 def test_kill_of_the_launcher_leaves_no_orphans(command: Command) -> None:
     command.write("train.py", HEAD + "wait()\n")
     process = command.start_launch("--num_processes=2", "train.py")

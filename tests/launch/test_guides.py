@@ -85,6 +85,7 @@ def _run(name: str, folder: str, may_warn: bool) -> str:
         return run_program(name, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ENGLISH, ids=lambda page: page.stem)
 def test_the_programs_run_alone(page: Path, tmp_path: Path) -> None:
     light = [name for name, text in scripts(page).items() if _is_light(text)]

@@ -86,6 +86,7 @@ def nothing_is_left(command: Command, *, within_s: float) -> None:
     assert not left, [(p.pid, p.cmdline()) for p in left if p.is_running()]
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_while_it_starts_ranks_leaves_nothing(command: Command) -> None:
     command.write("train.py", PARENT)
     launcher = command.start_launch("-q", "--cpu", "--num_processes=6", "train.py")

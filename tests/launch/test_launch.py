@@ -166,6 +166,7 @@ def test_restart_runs_the_ranks_again_on_a_new_store(command: Command) -> None:
     assert "restart 1 of 1" in result.err
 
 
+@pytest.mark.slow
 def test_port_asked_for_that_is_taken_is_told(command: Command) -> None:
     command.write("note.py", NOTE)
     hold = "import socket, subprocess, sys\ns = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()\nsys.exit(subprocess.call([*sys.argv[1:], '--master_port', str(s.getsockname()[1]), 'note.py']))"

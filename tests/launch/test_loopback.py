@@ -40,6 +40,7 @@ def listening(root: psutil.Process) -> set[str]:
     return addresses
 
 
+@pytest.mark.slow
 def test_nothing_listens_off_loopback_during_a_gloo_run(command: Command) -> None:
     command.write("sum.py", SUM)
     process = command.start_launch("--num_processes=2", "--cpu", "sum.py", WAIT="1")
@@ -59,6 +60,7 @@ def test_nothing_listens_off_loopback_during_a_gloo_run(command: Command) -> Non
 
 
 # test_examples.py also starts scripts with torchrun.
+@pytest.mark.slow
 @pytest.mark.parametrize("starter", [pytest.param("torchrun", marks=pytest.mark.soak), "python"])
 def test_same_script_under_other_starters(starter: str, command: Command) -> None:
     command.write("sum.py", SUM)
@@ -70,6 +72,7 @@ def test_same_script_under_other_starters(starter: str, command: Command) -> Non
     assert result.out.split() == (["sum", "3", "sum", "3"] if starter == "torchrun" else ["sum", "1"])
 
 
+@pytest.mark.slow
 def test_rank_that_dies_in_a_collective_is_named_not_its_victim(command: Command) -> None:
     end = "if world.rank == 1:\n    raise KeyError('sample 9')\ndist.all_reduce(x)\n"
     command.write("sum.py", SUM.replace("\ncleanup()\n", f"\n{end}"))

@@ -191,6 +191,7 @@ def _lines(text: str) -> list[str]:
     return sorted(text.splitlines())
 
 
+@pytest.mark.slow
 def test_a_function_of_a_cell_runs_on_every_rank(shown: dict[str, _Shown]) -> None:
     assert shown["define"] == _Shown("", "", "")
     assert shown["first"].error == ""
@@ -304,6 +305,7 @@ notebook_launcher(stuck, num_processes=2)
 """
 
 
+@pytest.mark.slow
 def test_the_ranks_end_when_the_kernel_is_killed(command: Command) -> None:
     kernel = command.start([sys.executable, command.write("stuck.py", _STUCK)])
     command.wait_for_files("0", "1")

@@ -128,6 +128,7 @@ def check_same_step(command: Command, folder: str, result: Result, ranks: int) -
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signals",
     [
@@ -232,6 +233,7 @@ for number, (x,) in enumerate(loader):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grace", [2, pytest.param(600, marks=pytest.mark.soak)])
 def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline_or_the_second_signal(
     grace: int, command: Command

@@ -189,6 +189,7 @@ def _check_killed_run(command: Command, kills: list[int], num_steps: int, num_pr
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_with_a_kill_is_recorded_and_equals_a_plain_loop(command: Command) -> None:
     command.write("killed.py", KILLED)
     command.is_warm = True

@@ -138,6 +138,7 @@ def check(command: Command, result: Result, *, kills: int) -> None:
     assert re.search(rf"\nechelon: goodput [\d.]+% of [\d.]+ s: .*; {kills} restarts\n", result.err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kills", "ranks"), [(4, 2), pytest.param(20, 3, marks=pytest.mark.soak)])
 def test_each_kill_costs_one_restart_and_changes_nothing(kills: int, ranks: int, command: Command) -> None:
     result = kill_again_and_again(command, kills=kills, seed=1, ranks=ranks, delay_s=0.1, flags=[])

@@ -59,6 +59,7 @@ def _easy_file(folder: Path, encoding: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_every_level_learns_and_classifies_a_sentence(num_processes: int, tmp_path: Path) -> None:
     options = ["--csv", str(_easy_file(tmp_path, "gb18030")), "--epochs", "3", "--batch_size", str(16 // num_processes)]

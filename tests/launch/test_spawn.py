@@ -54,6 +54,7 @@ def note(rank: int, directory: str) -> None:
     Path(directory, str(rank)).touch()
 
 
+@pytest.mark.slow
 def test_every_way_to_set_up_works(tmp_path: Path) -> None:
     ways = ["plain torch", "setup", "setup with a rank"]  # one after the other in the same processes
     assert spawn(set_up, args=(ways, str(tmp_path)), nprocs=2) is None
@@ -61,6 +62,7 @@ def test_every_way_to_set_up_works(tmp_path: Path) -> None:
     assert "RANK" not in os.environ  # the parent's environment is left alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("manner", "text"),
     [("raise", "ValueError: bad sample 17"), pytest.param("kill", "killed by SIGKILL", marks=pytest.mark.soak)],
@@ -119,11 +121,13 @@ def fail_and_be_slow_to_end(rank: int, directory: str) -> None:
     raise RuntimeError("Connection closed by peer [127.0.0.1]:4015")
 
 
+@pytest.mark.slow
 def test_a_culprit_that_torch_stopped_at_its_end_is_told_by_its_exception(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="rank 1 failed first: ValueError: bad sample 17"):
         spawn(fail_and_be_slow_to_end, (str(tmp_path),), nprocs=2)
 
 
+@pytest.mark.slow
 def test_victim_seen_first_does_not_hide_the_culprit(tmp_path: Path) -> None:
     context = spawn(fail_after_the_victim_is_gone, (str(tmp_path),), nprocs=2, join=False)
     assert context is not None

@@ -87,6 +87,7 @@ def report(result: Result) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_the_run_restarted_without_it(command: Command) -> None:
     # Its last heartbeat says that it imports an installed module, which may take long by right.
     command.is_warm = True
@@ -114,6 +115,7 @@ def test_a_stopped_rank_is_named_and_the_run_restarted_without_it(command: Comma
     assert "rank_1: no stack recorded" in told.out
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_stops_the_run_but_not_while_it_says_that_it_is_slow(command: Command) -> None:
     result = stall(command, ACCELERATOR, "time.sleep(1000)", "--on_stall=stop", args=("1", "7"))
     assert result.code == 124, result.err

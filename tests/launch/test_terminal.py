@@ -126,6 +126,7 @@ def test_log_files_have_the_whole_error_of_their_rank(command: Command) -> None:
     assert not any("\0" in log for log in logs)
 
 
+@pytest.mark.slow
 def test_no_message_is_glued_to_a_progress_bar(command: Command) -> None:
     screen = _on_a_terminal(command, "--cpu", "--num_processes=2", command.write("bar.py", BAR))
     assert any("ValueError: wrong" in line for line in screen), screen

@@ -147,11 +147,13 @@ def reader(command: Command, data: Path) -> Reader:
     return Reader(command, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", ["ddp", "accelerator", "trainer"])
 def test_the_scripts_print_what_the_page_says(title: str, reader: Reader) -> None:
     reader.follow(title, reader.on_ranks)
 
 
+@pytest.mark.slow
 def test_the_data_that_the_page_makes_can_be_learned(command: Command) -> None:
     for name, text in scripts(PAGES[0]).items():
         # Fewer images, so that it takes a second.
@@ -163,6 +165,7 @@ def test_the_data_that_the_page_makes_can_be_learned(command: Command) -> None:
     assert min(accuracies) > 80
 
 
+@pytest.mark.slow
 def test_the_accelerator_stopped_and_resumed_prints_what_the_plain_loop_prints(reader: Reader) -> None:
     (plain,) = reader.follow("plain", reader.on_ranks)
     run_on_ranks(_stopped_at_its_first_checkpoint, "resume.py", str(reader.folder), world_size=1, init_group=False)
@@ -172,6 +175,7 @@ def test_the_accelerator_stopped_and_resumed_prints_what_the_plain_loop_prints(r
     assert len(_epochs(plain)) == 2
 
 
+@pytest.mark.slow
 def test_the_trainer_stopped_and_resumed_prints_what_it_prints_in_one_go(reader: Reader) -> None:
     whole = reader.on_ranks("python trainer.py")
     run_on_ranks(
@@ -184,6 +188,7 @@ def test_the_trainer_stopped_and_resumed_prints_what_it_prints_in_one_go(reader:
     assert ACCURACY.findall(resumed)[-1:] == ACCURACY.findall(whole)[-1:] != []
 
 
+@pytest.mark.slow
 def test_with_exact_parity_three_processes_print_what_one_prints(reader: Reader) -> None:
     one, three = reader.follow("exact", reader.on_ranks)
     accuracies = [[float(percent) for percent in ACCURACY.findall(output)] for output in (one, three)]

@@ -237,6 +237,7 @@ def test_command_line_does_not_import_torch(argv: list[str], command: Command) -
     assert result.out.splitlines()[-1] == "HEAVY []"
 
 
+@pytest.mark.slow
 def test_help_is_fast(command: Command) -> None:
     times = []
     for _ in range(5):
@@ -261,6 +262,7 @@ def test_config_explain_names_the_origin(command: Command) -> None:
     assert "overrides 3" in rows["seed"]
 
 
+@pytest.mark.slow
 def test_env_shows_versions_and_no_secrets(command: Command) -> None:
     result = command.echelon("env", MY_API_TOKEN="hunter2")
     assert result.code == 0, result.err

@@ -117,6 +117,7 @@ def test_the_words_of_the_tutorials_train_on_two_agents(launcher: str, network: 
     assert a.processes() == b.processes() == []
 
 
+@pytest.mark.slow
 def test_two_agents_on_one_machine_train_and_a_failure_names_the_machine(command: Command) -> None:
     # The one run of several launchers in `make test`; the token is not needed on loopback, and ranks do not see it.
     port = command.free_port()

@@ -126,6 +126,7 @@ def test_doctor_brings_machines_together_and_measures_each_link(command: Command
     assert "generation 0: 2 ranks on 2 machines" in ends[0].err + ends[1].err
 
 
+@pytest.mark.slow
 def test_the_token_is_made_once_for_its_owner_alone(tmp_path: Path, command: Command) -> None:
     homes = {"XDG_CONFIG_HOME": str(tmp_path)}
     first, second = (command.echelon("token", **homes) for _ in range(2))

@@ -35,6 +35,7 @@ def test_the_catalogue_fits_its_scripts() -> None:
         assert mutant.fault or mutated_text(mutant) != correct_text(mutant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutant", [pytest.param(m, marks=() if m.name in OFTEN else pytest.mark.soak, id=m.name) for m in MUTANTS]
 )
@@ -53,6 +54,7 @@ def test_a_fault_has_its_effect(mutant: Mutant) -> None:
     assert matches(mutant, update, names), (update, names)
 
 
+@pytest.mark.slow
 def test_texts_that_a_batch_cuts_are_recognized(recorder: WarmRecorder) -> None:
     """``padded[:, :-1]`` in the collate function: what is left of a text depends on the other texts of its batch."""
     text = (SCRIPTS / "language_model.py").read_text(encoding="utf-8")

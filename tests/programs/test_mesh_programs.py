@@ -134,6 +134,7 @@ def require_equal(programs: Iterable[MeshProgram]) -> None:
         pytest.fail(f"{counts}\n{texts}\nsmaller: {small!r}", pytrace=False)
 
 
+@pytest.mark.slow
 def test_a_drawn_mesh_program_is_that_of_one_process_or_is_refused_by_name() -> None:
     require_equal(ORDINARY)
 

@@ -183,6 +183,7 @@ def check_load(saved: Saved, other: tuple[str, int], dtype: torch.dtype, toleran
     assert resumed[1] == expected[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "others"),
     [

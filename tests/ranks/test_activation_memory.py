@@ -50,6 +50,7 @@ def _kept(size: int, splits_sequences: bool) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("splits_sequences", "whole"),
     [

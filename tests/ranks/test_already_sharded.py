@@ -117,6 +117,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "num_workers", "levels"), MATRIX)
 def test_each_sample_comes_exactly_once(world_size: int, num_workers: int, levels: list[str], tmp_path: Any) -> None:
     found = run_on_ranks(_matrix, ALL, num_workers, levels, str(tmp_path), world_size=world_size, timeout=500)

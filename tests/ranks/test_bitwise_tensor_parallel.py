@@ -205,6 +205,7 @@ _ALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout", "num_updates"), [*_QUICK, *_ALL])
 def test_weights_losses_and_norms_are_bit_identical_on_any_mesh(kind: str, layout: str, num_updates: int) -> None:
     """float32, with dropout, accumulation, clipping, AdamW, ragged token counts and a short last batch."""

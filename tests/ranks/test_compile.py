@@ -100,6 +100,7 @@ def _train(kind: str) -> tuple[list[torch.Tensor], list[str], int, list[str]]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_compiled_ranks_train_like_one_uncompiled_process(kind: str) -> None:
     for parameters, names, graphs, warned in run_on_ranks(_train, kind, world_size=2, timeout=120):
@@ -128,6 +129,7 @@ def _train_sharded(kind: str) -> tuple[dict[str, torch.Tensor] | None, int]:
     return accelerator.get_state_dict(prepared), torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_sharded_blocks_train_like_one_uncompiled_process(kind: str) -> None:
     (weights, graphs), _ = run_on_ranks(_train_sharded, kind, world_size=2, timeout=120)
@@ -165,6 +167,7 @@ def test_the_step_guard_works_with_a_compiled_model() -> None:
     assert not torch.equal(first[0], second[0])  # in no_sync the gradients were each rank's own
 
 
+@pytest.mark.slow
 @of_torch
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -96,6 +96,7 @@ CHOICES = [choices for choices in itertools.product([False, True], repeat=3) if 
 SIZES = [pytest.param([*range(21)], id="all", marks=pytest.mark.soak), pytest.param([0, 1, 2, 7, 12, 17], id="some")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_sharded_samples_are_read_exactly_once(world_size: int, sizes: list[int]) -> None:

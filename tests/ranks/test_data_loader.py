@@ -75,6 +75,7 @@ def _all_ranks(loader: Any) -> list[list[int]]:
     return [gather_samples(x, loader.last_step, world=World.current()).tolist() for x in loader]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_skipped_batches_of_a_prepared_loader_are_not_read(world_size: int) -> None:
     assert run_on_ranks(_skip_all, True, world_size=world_size) == [[]] * world_size

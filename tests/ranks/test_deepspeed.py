@@ -96,6 +96,7 @@ def _check(check: engine_contract.Check, stage: int) -> None:
         check(partial(_accelerator, stage))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", engine_contract.CHECKS, ids=lambda check: check.__name__)
 # The tests of loops and layouts below cover the specifics of the other stages.
 @pytest.mark.parametrize("stage", [pytest.param(n, marks=[pytest.mark.soak] if n < 3 else []) for n in STAGES])

@@ -28,6 +28,7 @@ def own_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_CHECKPOINT_FORMAT", "echelon")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("savers", "loaders"), [([OWN[3]], [OWN[3], OTHERS[1]]), pytest.param(ALL, ALL, marks=pytest.mark.soak)]
 )
@@ -73,6 +74,7 @@ def _frozen_and_evaluated(folder: str, saves: bool, stage: int | None) -> dict[s
     return found
 
 
+@pytest.mark.slow
 def test_frozen_parameters_and_evaluation_models_are_restored(tmp_path: Path) -> None:
     of_stage_3, *_ = run_on_ranks(_frozen_and_evaluated, str(tmp_path / "3"), True, 3, timeout=180)
     assert len(of_stage_3) == 6

@@ -110,6 +110,7 @@ def _fresh(accelerator: Accelerator) -> Any:
         return AutoModelForCausalLM.from_config(_config())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.soak)])
 def test_a_gpt2_trains_under_an_ordinary_yaml(engine: str, tmp_path: Path) -> None:
     results = run_on_ranks(_tutorial, engine, tmp_path, world_size=2, timeout=120)

@@ -144,6 +144,7 @@ def _require_plain(stage: int, offload: str, seeds: list[int]) -> None:
                 assert all(torch.allclose(found[n], expected[n], rtol=1e-5, atol=1e-5) for n in expected), drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "offload"), LAYOUTS)
 def test_drawn_programs_with_unused_layers_and_changed_weights_are_plain_loops(stage: int, offload: str) -> None:
     assert {Drawn.of(seed).comes_back for seed in range(10)} == {False, True}
@@ -169,6 +170,7 @@ def _use_different_layers(stage: int) -> Any:
     return accelerator.get_state_dict(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_ranks_that_use_different_layers_are_averaged_or_refused(stage: int) -> None:
     for found in run_on_ranks(_use_different_layers, stage, world_size=2):

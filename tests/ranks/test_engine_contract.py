@@ -74,6 +74,7 @@ def _check(check: engine_contract.Check, engine: str, options: dict[str, Any]) -
         check(partial(_open, engine, options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "options", "world_size", "check"), [*_runs()])
 def test_the_engine_contract(
     engine: str, options: dict[str, Any], world_size: int, check: engine_contract.Check
@@ -224,6 +225,7 @@ def test_the_contract_detects_a_broken_engine(kind: type[CountingEngine], check:
     assert any(isinstance(error, AssertionError) for error in caught.value.errors.values())
 
 
+@pytest.mark.slow
 def test_the_contract_can_be_run_as_a_command() -> None:
     command = [sys.executable, "-m", "echelon.testing.engine_contract", "single", "--cpu"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -204,6 +204,7 @@ _SOAK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
@@ -259,6 +260,7 @@ def _checkpointed(sizes: dict[str, int], folder: str, *, saves: bool) -> dict[st
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [

@@ -132,6 +132,7 @@ def _train(
     return accelerator.get_state_dict(model), norms, gradients, sharded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "world_size"), _RUNS)
 def test_sharded_training_matches_one_process(kind: str, world_size: int) -> None:
     for optimizer, weighted in (("sgd", False), ("adamw", True)):

@@ -80,6 +80,7 @@ def _every_kind(engine: str, options: dict[str, Any], shape: dict[str, bool]) ->
 _BLOCKS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Returning"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "options", "shape"),
     [

@@ -156,6 +156,7 @@ ALL: Layouts = [(n, "ddp") for n in (1, 2, 3, 4, 6, 8)]
 ALL += [(n, engine) for engine in ("zero1", "fsdp2 stage 3", "fsdp2 stage 2") for n in (1, 2, 3, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layouts"),
     [
@@ -220,6 +221,7 @@ def _weighted(weighted: bool, form: str, num_shards: int = 8, layout: str | None
     return _weights(accelerator, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weighted", "form"),
     [
@@ -410,6 +412,7 @@ def _part(folder: str, kind: str, number: int, last: int, layout: str | None) ->
     return _weights(accelerator, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layouts"),
     [

@@ -180,6 +180,7 @@ def _read_cases(cases: list[_Case]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_updates_are_the_batches_of_a_plain_loader(world_size: int) -> None:
     cases = _cases(seed=world_size)
@@ -240,6 +241,7 @@ def _go_on(folder: Path, kind: Any, num_workers: int, dispatches: bool) -> dict[
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_workers", "dispatches"),
     [
@@ -696,6 +698,7 @@ def _augmented() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_augmentation_is_the_same_on_any_number_of_ranks_and_workers() -> None:
     one = run_on_ranks(_augmented, world_size=1)[0]
     first = one["Augmented 0"]

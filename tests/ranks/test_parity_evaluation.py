@@ -103,6 +103,7 @@ def _evaluate_all(kind: str, max_micro: int | None) -> list[Any]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_evaluation_results_match_one_process(world_size: int) -> None:
     kinds: list[tuple[str, int | None]] = [("map", None), ("stream", None)]

@@ -88,6 +88,7 @@ def _all_rates() -> dict[tuple[str, int, int | None], list[float]]:
     return {(name, *cut): _rates(name, *cut) for name in _SCHEDULES for cut in cuts}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_m3_learning_rates_are_those_of_the_plain_loop(world_size: int) -> None:
     expected = {name: _plain_rates(name) for name in _SCHEDULES}

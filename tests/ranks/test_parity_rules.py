@@ -257,12 +257,14 @@ _LOOPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 4))])
 def test_every_loop_variant_makes_the_update_of_the_whole_batch(world_size: int) -> None:
     loops = _LOOPS if world_size < 4 else [loop for loop in _LOOPS if loop.batch_size < 4]  # ranks without samples
     _expect_plain(loops, world_size, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [7, pytest.param(50, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_random_loops_make_the_updates_of_the_whole_batches(world_size: int, count: int) -> None:
@@ -501,6 +503,7 @@ def _collectives(parity: str, *, accumulation: int, weighted: bool) -> list[int]
     return counts
 
 
+@pytest.mark.slow
 def test_an_update_costs_one_small_reduction_with_items_and_none_without() -> None:
     for accumulation in (1, 2):
         for rank in range(2):

@@ -133,6 +133,7 @@ def _compare(answers: list[dict[str, Any]], reference: PlainRun, *, tied: bool =
     assert names == reference.gradients[0].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", [s if s == "InterleavedZeroBubble" else pytest.param(s, marks=pytest.mark.soak) for s in SCHEDULES]
 )
@@ -240,6 +241,7 @@ def test_each_micro_batch_has_its_own_documents_and_padding(kind: str) -> None:
             assert error < 1e-13, (name, error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [{"pp_size": 2}, pytest.param({"pp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.soak)],
@@ -400,6 +402,7 @@ def _merged(answers: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 _SELECTED = {("1", "pp 2"), ("pp 2", "pp 4")}  # of tied weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     ("saved", "loaded"),
@@ -487,6 +490,7 @@ def _trainer_run(folder: str, sizes: dict[str, int], parity: str, max_steps: int
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parity", "sizes"),
     [

@@ -150,6 +150,7 @@ def _read_after_prepare(kind: str, folder: Path) -> tuple[Any, list[bool], list[
     return found, facts, losses, refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world_size"), [("stage 3", 2), ("stage 2", 2), ("offload", 2), ("ignored", 2), ("hybrid", 4)]
 )

@@ -191,6 +191,7 @@ _CASES = {
 _SIMPLER = ("off-workers", "off-2", "off-2-workers", "exact-2", "exact-2-accumulation")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.soak) if name in _SIMPLER else name for name in _CASES]
 )
@@ -352,6 +353,7 @@ def _batches_of_an_epoch(parity: str, dispatches: bool, folder: Path) -> list[tu
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parity", "dispatches"), [("off", False), ("off", True), ("exact", False)])
 def test_augmented_batches_of_workers_are_identical_from_any_position(
     parity: str, dispatches: bool, tmp_path: Path

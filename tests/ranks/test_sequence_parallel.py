@@ -233,6 +233,7 @@ def test_saved_activations_fall_with_the_number_of_ranks(axis: str) -> None:
             assert part == pytest.approx(whole / size, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes", "strategy"),
     [*_LAYOUTS, *(pytest.param(*one, marks=pytest.mark.soak) for one in _MORE if one not in _LAYOUTS)],
@@ -246,6 +247,7 @@ def test_updates_are_those_of_one_process(kind: str, sizes: dict[str, int], stra
     assert {answer["readers"] for answer in answers} == {4 // cp // sizes.get("sp_size", 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [

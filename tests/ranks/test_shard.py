@@ -99,6 +99,7 @@ def _epochs(n: int, workers: int = 0) -> list[list[list[int]]]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_global_order_depends_only_on_seed_and_epoch(workers: int) -> None:
     expected = [

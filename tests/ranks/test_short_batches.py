@@ -78,6 +78,7 @@ def _read(options: dict[str, Any], parity: str) -> list[Any]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parity", "world_size"), [("off", 1), ("off", 2), ("off", 3), ("exact", 1), ("exact", 2), ("bitwise", 2)]
 )
@@ -85,6 +86,7 @@ def test_every_sample_of_short_batches_is_gathered_once(parity: str, world_size:
     assert run_on_ranks(_read, {}, parity, world_size=world_size) == [[]] * world_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"split_batches": True}, {"even_batches": False}, {"dispatch_batches": True}])
 def test_every_sample_of_short_batches_is_read_with_other_options(options: dict[str, Any]) -> None:
     assert run_on_ranks(_read, options, "off") == [[], []]

@@ -134,6 +134,7 @@ def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), _CASES)
 def test_split_layers_train_like_one_process(kind: str, layout: str) -> None:
     """float64: the sums are in another order. AdamW divides by a gradient's own size, and so amplifies the rounding errors of small
@@ -174,6 +175,7 @@ def _trained_by_sequence(sizes: dict[str, int]) -> PlainRun:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", ["shard 2 x tp 2", *(pytest.param(one, marks=pytest.mark.soak) for one in ("tp 2", "tp 4"))]
 )

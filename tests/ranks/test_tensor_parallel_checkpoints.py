@@ -100,6 +100,7 @@ def _num_ranks(layout: str) -> int:
     return math.prod(_LAYOUTS[layout].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "loaded"), _PAIRS)
 def test_a_checkpoint_loads_on_another_mesh(saved: str, loaded: str, saved_states: Any) -> None:
     folder, expected = saved_states[saved]
@@ -116,6 +117,7 @@ def _exported(folder: str) -> dict[str, torch.Tensor]:
     return {}
 
 
+@pytest.mark.slow
 def test_the_export_is_what_one_process_writes(tmp_path: Path) -> None:
     run_on_ranks(_exported, str(tmp_path / "ranks"), world_size=4)
     model = tiny_llama(tied=True)

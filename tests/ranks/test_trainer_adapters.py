@@ -67,6 +67,7 @@ def _require_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tenso
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", ["", "full_shard", "zero1"])
 @pytest.mark.parametrize("layout", ["echelon", "transformers"])
 def test_two_ranks_resume_what_is_trained_inside_and_outside_of_adapters(

@@ -22,6 +22,7 @@ def _evaluate(folder: str, engine: str, how: str) -> list[float]:
     return [before, trainer.evaluate()["eval_loss"], trainer.predict(net_data(5)).metrics["test_loss"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["argument", "script"])
 @pytest.mark.parametrize("engine", ["ddp", "zero1"])
 def test_a_compiled_model_is_evaluated_as_the_plain_one(tmp_path: Any, engine: str, how: str) -> None:

@@ -95,6 +95,7 @@ def _train(folder: Path) -> tuple[float, float, list[float], float | None]:
     return losses[0], loss, rates, off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [{}, {"optimizer": OPTIMIZER}, {"optimizer": OPTIMIZER, "scheduler": SCHEDULE}],

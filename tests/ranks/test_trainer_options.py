@@ -171,6 +171,7 @@ def _flagged(folder: str, flag: str, event: str, ranks: list[int]) -> tuple[int,
     return trainer.state.global_step, folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_step_end", "on_log"])
 @pytest.mark.parametrize("flag", ["should_save", "should_log", "should_evaluate", "should_training_stop"])
 def test_a_callback_that_sets_a_flag_on_one_rank_only_is_named(tmp_path: Path, flag: str, event: str) -> None:

@@ -108,6 +108,7 @@ def _is_same(found: Any, wanted: Any) -> bool:
     return found[0] == wanted[0] and all(torch.equal(found[1][name], value) for name, value in wanted[1].items())
 
 
+@pytest.mark.slow
 def test_bitwise_training_is_identical_on_any_number_of_ranks(tmp_path: Path) -> None:
     options: dict[str, Any] = {"parity": "bitwise", "global_batch_size": GLOBAL, "canonical_shards": 4, "dropout": 0.2}
     found = [
@@ -118,6 +119,7 @@ def test_bitwise_training_is_identical_on_any_number_of_ranks(tmp_path: Path) ->
     assert len(found[0][0][0]) == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parity", ["exact", "bitwise"])
 def test_the_number_of_ranks_may_change_within_an_epoch(tmp_path: Path, parity: str) -> None:
     options: dict[str, Any] = {"parity": parity, "canonical_shards": 4, "per_device_train_batch_size": 6}
@@ -135,6 +137,7 @@ def test_the_number_of_ranks_may_change_within_an_epoch(tmp_path: Path, parity: 
         assert parity == "exact" or _is_same(found, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parity", ["exact", "bitwise"])
 def test_sharded_training_matches_one_process_and_resumes(tmp_path: Path, parity: str) -> None:
     options: dict[str, Any] = {"parity": parity, "global_batch_size": GLOBAL, "canonical_shards": 4}
@@ -157,6 +160,7 @@ def test_sharded_training_matches_one_process_and_resumes(tmp_path: Path, parity
         assert parity == "exact" or _is_same(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", ["", "full_shard"])
 @pytest.mark.parametrize("layout", ["echelon", "transformers"])
 def test_two_ranks_resume_bit_for_bit(tmp_path: Path, layout: str, fsdp: str) -> None:

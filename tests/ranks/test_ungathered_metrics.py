@@ -369,6 +369,7 @@ def _warnings_of(programs: list[str]) -> list[int]:
     return numbers
 
 
+@pytest.mark.slow
 def test_a_hundred_correct_loops_do_not_warn_and_each_warns_without_its_reduction() -> None:
     every = [
         (

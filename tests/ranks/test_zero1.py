@@ -118,6 +118,7 @@ def _each_kind(engine: str) -> dict[str, list[torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_torch_optimizer_and_a_custom_one_match_ddp() -> None:
     expected = run_on_ranks(_each_kind, "ddp")[0]
     for found in run_on_ranks(_each_kind, "zero1"):

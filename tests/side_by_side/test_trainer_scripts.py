@@ -162,6 +162,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world_size"), CASES)
 def test_the_script_learns_and_its_ranks_agree(name: str, world_size: int, tmp_path: Path) -> None:
     ranks = run_on_ranks(_run, name, str(tmp_path), world_size=world_size, init_group=False, timeout=240)

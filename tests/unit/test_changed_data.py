@@ -158,6 +158,7 @@ def test_another_seed_of_an_exact_order_is_named(tmp_path: Path) -> None:
     assert _Run(tmp_path / "b", _loader(16), parity="exact", seed=4).accelerator.resume()  # in sequence without a seed
 
 
+@pytest.mark.slow
 def test_the_kind_of_order_may_change_if_changed_data_is_allowed(tmp_path: Path) -> None:
     """The state that an order was drawn from is that of its kind: another kind begins an order of its own."""
     data = TensorDataset(torch.arange(16))

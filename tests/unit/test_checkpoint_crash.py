@@ -265,6 +265,7 @@ SCENARIOS: dict[str, Callable[..., Scenario]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_crash_state_has_a_complete_checkpoint(scenario: str) -> None:
     assert SCENARIOS[scenario]().check(max_pending=7) > 20
@@ -318,6 +319,7 @@ GUARDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "operation", "name"), GUARDS)
 def test_every_sync_and_rename_is_necessary(scenario: str, operation: str, name: str) -> None:
     left_out = []

@@ -71,6 +71,7 @@ def _damage_each(tmp_path: Path, num_cases: int) -> None:
     assert newest([new, old], world=WORLD).skipped == []
 
 
+@pytest.mark.slow
 def test_200_kinds_of_damage_are_detected_and_the_file_is_named(tmp_path: Path) -> None:
     _damage_each(tmp_path, 200)
 
@@ -270,6 +271,7 @@ def _same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_malicious_checkpoints_are_rejected_or_harmless(tmp_path: Path) -> None:
     source, victim = tmp_path / "source", tmp_path / "victim"
     save_on_threads(source, 2, world_size=1)
@@ -348,6 +350,7 @@ def _fuzz(num_cases: int) -> None:
     assert min(outcomes.values()) > num_cases // 20, outcomes
 
 
+@pytest.mark.slow
 def test_fuzzed_checkpoints_are_rejected_or_read() -> None:
     with no_code_and_no_other_files(Path("/toy")):
         _fuzz(10_000)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import xxhash
 
@@ -23,6 +24,7 @@ from tests.checkpoint_ranks import on_threads
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=60)

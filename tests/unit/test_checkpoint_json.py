@@ -118,6 +118,7 @@ def test_a_default_dict_keeps_its_default() -> None:
     assert (type(back), back.default_factory, back) == (defaultdict, list, value)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.recursive(

@@ -25,6 +25,7 @@ def _num_kills(tmp_path: Path, *, every: int) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_at_every_fifth_file_operation(tmp_path: Path) -> None:
     assert _num_kills(tmp_path, every=5) >= 12
 

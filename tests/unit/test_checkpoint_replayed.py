@@ -115,6 +115,7 @@ def _replay_accelerator(
 CASES = [(True, True), (False, True), (False, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("named", "exchanges"), CASES)
 def test_every_crash_state_of_accelerates_layout_can_be_resumed(named: bool, exchanges: bool, tmp_path: Path) -> None:
     assert _replay_accelerator(tmp_path, "accelerate", named=named, exchanges=exchanges, whole=False) >= 4
@@ -168,6 +169,7 @@ def _replay_trainer(tmp_path: Path, *, rotates: bool, exchanges: bool, whole: bo
 TRAINER_CASES = [(True, True), (False, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rotates", "exchanges"), TRAINER_CASES)
 def test_every_crash_state_of_transformers_layout_can_be_resumed(
     rotates: bool, exchanges: bool, tmp_path: Path

@@ -336,6 +336,7 @@ def test_the_next_call_raises_an_error_of_a_background_save(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
+@pytest.mark.slow
 def test_a_program_finishes_its_last_save_before_exit(tmp_path: Path) -> None:
     program = f"""
 import time, torch
@@ -502,6 +503,7 @@ except CheckpointError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_frozen_process_of_an_earlier_attempt_cannot_save_after_waking(tmp_path: Path) -> None:
     def start(attempt: int) -> subprocess.Popen[str]:
         environ = {**os.environ, "TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": f"{attempt}"}

@@ -372,6 +372,7 @@ def test_merge_converts_dtypes_and_rejects_overflow(echelon: Echelon, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "c"]  # and nothing half-written is left
 
 
+@pytest.mark.slow
 def test_merge_needs_less_than_200_mb(echelon: Echelon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalStorage, "sync", lambda self, handle: None)  # the disk is not what is measured
     # One tensor of 320 MB, cut along its columns: a merge that had it whole in memory would need more.

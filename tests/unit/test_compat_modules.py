@@ -108,6 +108,7 @@ def test_import_star_takes_names_and_no_submodule() -> None:
     assert not {"random", "dataclasses", "logging", "TYPE_CHECKING", "ModuleType"} & set(names)
 
 
+@pytest.mark.slow
 def test_modules_are_attributes_without_an_import_of_their_own() -> None:
     program = """
 import warnings

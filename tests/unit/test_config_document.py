@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+import pytest
+
 from echelon.base.messages.catalogue import read_po
 from echelon.config.files import from_file
 from echelon.config.key_table import KEYS, SECTIONS, Key
@@ -86,6 +88,7 @@ def written(page: Path = PAGE) -> str:
     return f"{text[:begin]}\n{tables() if page == PAGE else chinese_tables()}\n{text[end:]}"
 
 
+@pytest.mark.slow
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == written(), "run python tests/unit/test_config_document.py"
 

@@ -114,6 +114,7 @@ def test_a_compiler_or_debugger_is_not_a_stall_and_restarts_the_clock(doing: Doi
     assert clock.update(waiting(251.0), 251.0)
 
 
+@pytest.mark.slow
 def test_ranks_that_make_progress_are_never_queried() -> None:
     clock = StallClock(60.0)
     for now in range(0, 36_000, 5):

@@ -281,6 +281,7 @@ def test_an_offloaded_model_is_saved_with_its_weights(tmp_path: Path) -> None:
     assert torch.equal(found(X)["logits"], _expected())
 
 
+@pytest.mark.slow
 def test_the_accelerator_loads_none_of_this_and_hooks_load_no_compiler() -> None:
     """Importing torch._dynamo takes seconds."""
     program = """
@@ -304,6 +305,7 @@ def _run_from_disk(folder: Path, num_layers: int, width: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_runs_from_disk_with_a_fraction_of_its_memory(tmp_path: Path) -> None:
     found = _run_from_disk(tmp_path, 50, 1024)
     assert found["size_mb"] > 200

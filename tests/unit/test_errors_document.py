@@ -96,6 +96,7 @@ def written_in_chinese() -> str:
     return "".join([first, second, *others, begin, table, end, after])
 
 
+@pytest.mark.slow
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == written(), "run python tests/unit/test_errors_document.py"
 

@@ -44,6 +44,7 @@ def _run(*failures: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_a_loader_worker_that_hangs_or_dies_in_its_fork_is_forked_again() -> None:
     repaired = _run("hangs", "dies")
     assert repaired.stdout.splitlines()[0] == "[0, 1, 2, 3, 4, 5, 6, 7] 4", repaired.stderr
@@ -80,6 +81,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_accelerators", "limit_s", "ends"),
     [
@@ -96,6 +98,7 @@ def test_a_forked_process_does_not_collect_the_garbage_of_its_parent(
     assert done.stdout.strip() in ends
 
 
+@pytest.mark.slow
 def test_after_the_last_attempt_it_is_an_error_with_the_remedy() -> None:
     failed = _run("hangs", "dies", "dies")
     assert ": 3 forks hung or crashed" in failed.stderr

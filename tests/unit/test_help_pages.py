@@ -285,6 +285,7 @@ _SHELLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", _SHELLS)
 def test_a_real_shell_completes_flags_choices_and_runs(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def _run(program: str) -> str:
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
@@ -24,6 +26,7 @@ def test_the_errors_load_no_torch() -> None:
     assert _run("import sys; from echelon import EchelonError; print('torch' in sys.modules)") == "False"
 
 
+@pytest.mark.slow
 def test_every_public_name_can_be_loaded_without_the_libraries_that_echelon_stands_in_for() -> None:
     program = "import sys, echelon; print([n for n in echelon.__all__ if getattr(echelon, n) is None])\n"
     absent = "{'echelon.compat.swap', 'accelerate', 'transformers'}"
@@ -35,6 +38,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert _run(program) == "module 'echelon' has no attribute 'Acelerator'"
 
 
+@pytest.mark.slow
 def test_a_run_without_live_checks_does_not_import_them() -> None:
     program = "import sys; from echelon import Accelerator; Accelerator(cpu=True); "
     assert _run(f"{program}print([name for name in sys.modules if 'live_check' in name or 'verify' in name])") == "[]"

@@ -66,6 +66,7 @@ def _read_updates(
     return updates, position
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, database=None, derandomize=True, phases=[Phase.generate, Phase.shrink])
 @given(data=st.data())
 def test_updates_are_those_of_one_process_also_when_the_number_of_ranks_changes(data: Any) -> None:

@@ -171,6 +171,7 @@ def _verdict(world: World) -> str:
     return "deadlock"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "loop"),
     [

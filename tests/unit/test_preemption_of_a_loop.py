@@ -226,6 +226,7 @@ with preemption.on_signals(None):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("manner", "code"), [("once", 143), pytest.param("twice", -15, marks=pytest.mark.soak)])
 def test_a_process_without_a_boundary_ends_after_the_grace_period(manner: str, code: int) -> None:
     done = subprocess.run(

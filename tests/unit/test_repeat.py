@@ -56,6 +56,7 @@ def test_a_stopped_start_resumes_after_the_last_recorded_run(
     assert calls == []
 
 
+@pytest.mark.slow
 def test_each_file_runs_in_a_separate_pytest_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "test_it.py"
     path.write_text("def test_good(): pass\ndef test_bad(): assert 1 == 2\n", encoding="utf-8")

@@ -261,6 +261,7 @@ def test_a_loader_with_passes_across_epochs_keeps_no_epoch_open(tmp_path: Path) 
     assert first + rest == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_update_across_two_epochs_is_repeated(num_workers: int, tmp_path: Path) -> None:
     def make(stop: int) -> list[Any]:
@@ -416,6 +417,7 @@ def test_a_run_without_loaders_resumes_in_its_epoch(tmp_path: Path) -> None:
     assert list(_Run(tmp_path).accelerator.epochs(4)) == [2, 3]
 
 
+@pytest.mark.slow
 def test_the_example_of_the_document_resumes(tmp_path: Path) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
     (example,) = re.findall(r"```python resume\n(.*?)```", text, re.DOTALL)

@@ -158,6 +158,7 @@ def _facts(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout.partition("FACTS ")[2])
 
 
+@pytest.mark.slow
 def test_install_in_the_first_line_covers_the_process_and_those_that_it_spawns(site: Path) -> None:
     first = 'import echelon.compat; echelon.compat.install(); echelon.compat.install("accelerate")\n'
     (site / "program.py").write_text(first + FACTS)
@@ -167,6 +168,7 @@ def test_install_in_the_first_line_covers_the_process_and_those_that_it_spawns(s
     assert done.stderr.count(said) == 1  # neither the second call nor the spawned process repeat it
 
 
+@pytest.mark.slow
 def test_launch_as_covers_a_program_without_a_change(site: Path) -> None:
     flags = ["--as", "accelerate,transformers", "--cpu", "--num_processes", "1"]
     done = _python(site, "-m", "echelon", "launch", *flags, "program.py", "alone")
@@ -201,6 +203,7 @@ def test_a_library_that_is_already_imported_is_named_with_its_users(site: Path) 
     assert "call echelon.compat.install() before these imports" in done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_loaded_without_a_call(site: Path) -> None:
     program = (
         "import sys, echelon, echelon.compat, echelon.cli.launch, echelon.cli.env; from echelon.compat import enums\n"

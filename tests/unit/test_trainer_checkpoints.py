@@ -148,6 +148,7 @@ def test_a_training_that_is_stopped_anywhere_goes_on_bit_for_bit(
             assert result.training_loss == pytest.approx(sum(losses[step:]) / (8 - step), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_is_drawn_when_samples_are_read_is_drawn_again(tmp_path: Path, workers: int) -> None:
     options = {"dataloader_num_workers": workers, "logging_steps": 3, "save_steps": 2}
@@ -523,6 +524,7 @@ def test_an_evaluation_that_a_signal_ends_is_made_again(tmp_path: Path) -> None:
         assert torch.equal(second.model.state_dict()[name], value), name
 
 
+@pytest.mark.slow
 def test_the_example_of_the_document_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def _plain_loop(
     return plain, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4])  # 7 batches: the last update has 3
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize(("max_norm", "warmup", "decays"), [(1.0, 3, False), (0.05, 5, True)])

@@ -468,6 +468,7 @@ def test_persistent_workers_keep_the_loader_of_an_evaluation(tmp_path: Path) -> 
     assert list(trainer._eval_dataloaders) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_persistent_workers_read_the_data_that_is_evaluated(tmp_path: Path) -> None:
     args = arguments(tmp_path, dataloader_num_workers=1, dataloader_persistent_workers=True)
     line, other = Line(start=1.0), DATA[:4]  # the error at x is x, its square is the loss

@@ -231,6 +231,7 @@ def _plateau_args(folder: Path, **options: Any) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(_MADE))
 @pytest.mark.parametrize("checkpoint_format", ["echelon", "transformers"])
 @pytest.mark.parametrize("is_given", [True, False])

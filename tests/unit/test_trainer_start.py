@@ -46,6 +46,7 @@ print("imported:", [name for name in not_needed if name in sys.modules])
 """
 
 
+@pytest.mark.slow
 def test_one_process_trains_saves_and_resumes_without_torchs_compiler_and_sharding(tmp_path: Path) -> None:
     program = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=120)

@@ -187,6 +187,7 @@ def test_the_length_of_a_sampler_may_be_wrong_too(real: int, said: int, tmp_path
     assert f") is {said // 2}." in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["off", "exact", "transformers"])
 @pytest.mark.parametrize(
     ("real", "said", "end"),

@@ -278,6 +278,7 @@ def _part(node: ast.expr) -> str:
     return _escape(str(node.value)) if isinstance(node, ast.Constant) else "{}"
 
 
+@pytest.mark.slow
 def test_each_msgid_is_a_sentence_of_the_source() -> None:
     sentences, text = _sentences()
 
@@ -318,6 +319,7 @@ def test_a_template_has_enough_fixed_text_to_be_recognized() -> None:
     assert short == []
 
 
+@pytest.mark.slow
 def test_each_template_translates_its_own_message() -> None:
     chinese = Catalogue(ENTRIES)
     for msgid, msgstr in ENTRIES.items():
@@ -345,6 +347,7 @@ _COMPOSED_WARNINGS = {
 }
 
 
+@pytest.mark.slow
 def test_each_warning_is_in_the_catalogue() -> None:
     known = {_canonical(msgid) for msgid in ENTRIES}
     missing = []
@@ -429,6 +432,7 @@ def test_a_message_is_translated_completely_or_not_at_all(english: str, expected
     assert not _is_mixed(shown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0, *(pytest.param(shift, marks=pytest.mark.soak) for shift in (1, 2))])
 def test_no_known_message_is_translated_by_half(shift: int) -> None:
     chinese = Catalogue(ENTRIES)
@@ -617,6 +621,7 @@ def _terms() -> list[tuple[str, list[str], list[str]]]:
     return [(english, [w for w in words if w], [w for w in wrong if w]) for english, words, wrong in found]
 
 
+@pytest.mark.slow
 def test_translations_obey_the_table_of_terms() -> None:
     terms = _terms()
     assert len(terms) > 35

@@ -72,6 +72,7 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -123,6 +124,7 @@ def test_a_sampler_of_batches(tmp_path: Path) -> None:
     _assert_equal(list(merged), list(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_streams(num_workers: int, drop_last: bool, tmp_path: Path) -> None:
