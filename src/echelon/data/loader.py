@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,23 +20,19 @@ from echelon.data.data_facts import DataFacts, facts_of_data
 from echelon.data.exact.exact_batches import PassPlan
 from echelon.data.exact.global_batch_slices import Contribution, LastStep
 from echelon.data.fetched_batches import FetchedBatches
+from echelon.data.pass_observers import PassObservers
 from echelon.data.pass_position import END, PassPosition
 from echelon.data.rng.host_rng import synchronize_rng_states
 from echelon.data.sharding.batch_source import BatchSource, batches_of
 from echelon.data.to_device import to_device
 from echelon.distributed.checks.already_sharded import SamplerEpochs
 from echelon.distributed.checks.ungathered_metrics import DatasetLength
-from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
-from echelon.distributed.structure import ignorant_find_batch_size
 from echelon.distributed.uncompiled import uncompiled_generator
 from echelon.status.board import Phase
-from echelon.status.notes import notes_of_process
+from echelon.status.notes import note_phase
 from echelon.world.world import World
 
 __all__ = ["DispatchedLoader", "PreparedLoader"]
-
-# Looking up a member of an enum takes a tenth of a microsecond.
-_DATA, _TRAIN, _EVALUATE = Phase.DATA, Phase.TRAIN, Phase.EVALUATE
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -279,7 +276,14 @@ class PreparedLoader(DataLoader[Any]):
     def _warn_of_padding(self) -> None:
         """Warn once if an evaluation does not remove padding samples."""
         last, plan = self.last_step, self.plan
-        if self._has_trimmed or last is None or plan is None or plan.trains or min(last.real) > 0:
+        if (
+            self.contribution is None
+            or self._has_trimmed
+            or last is None
+            or plan is None
+            or plan.trains
+            or min(last.real) > 0
+        ):
             return
         self._has_trimmed = True
         idle = ", ".join(str(rank) for rank, num in enumerate(last.real) if num == 0)
@@ -535,58 +539,43 @@ class PreparedLoader(DataLoader[Any]):
         loaders, tracker, is_over = active.loaders, active.tracker, False
         loaders.append(self)
         try:
-            non_blocking = self._options.non_blocking
             is_saved = self.is_stateful
-            is_plain = not self.is_exact and not is_saved
             position.facts = None if tracker is None else tracker.begin_pass(self)
             is_tracked = self._begin_fetching()
-            # Reads one batch ahead, so that the last one is known as such while it is in use.
-            notes, recorder = notes_of_process(), recorder_of_process()
-            if notes is not None:
-                notes.phase(_DATA)
             self._forget_loaded_positions()
+            # Reads one batch ahead, so that the last one is known as such while it is in use.
+            note_phase(Phase.DATA)
             steps, step = position.open(self.skip_batches, self._begin_planned_pass, resumed_from)
             first_pass, source.first_pass = source.first_pass, None
-            draws = position.draws if position.draws is not None and position.draws.is_of_a_batch else None
+            observers = PassObservers.of_pass(
+                first_pass=first_pass,
+                begin_batch=None if tracker is None else partial(tracker.begin_batch, self),
+                draws=position.draws if position.draws is not None and position.draws.is_of_a_batch else None,
+            )
             position.is_open = True
             varies = self._counts_samples() and type(batches_of(self.original)) is not BatchSampler
             num_before = active.metrics.num_collectives() if self._world.world_size > 1 else None
             while step is not END:
                 batch, facts = step
                 position.num_given += 1
-                if first_pass is not None and not first_pass.add(batch):
-                    first_pass = None
-                if not loaders or loaders[-1] is not self:
-                    active.make_innermost(self)
-                if tracker is not None:
-                    tracker.begin_batch(self, batch)
+                active.make_innermost(self)
+                for observe_batch in observers.begin_batch:
+                    observe_batch(batch)
                 inner_state = self._inner_state() if is_saved else None
-                if draws is not None:
-                    draws.take()
-                if notes is not None and notes.is_timed:
-                    notes.phase(_DATA)
+                for observe in observers.before_reading:
+                    observe()
                 step = next(steps, END)
-                trains = torch.is_grad_enabled()
-                if notes is not None and (notes.is_timed or not trains):
-                    notes.phase(_TRAIN if trains else _EVALUATE)
-                if recorder is not None and trains:
-                    recorder = _count_samples(recorder, batch, facts)
-                if draws is not None and draws.is_compared:
-                    draws.end_batch()
+                for observe_step in observers.after_reading:
+                    observe_step(batch, facts)
                 self._num_samples = self._count_samples(batch) if varies else None
                 if step is END:
                     facts = self._end(batch, facts)
-                if is_plain:
-                    if facts is not self.last_step:
-                        self.last_step = facts
-                else:
-                    self._update_step(facts, inner_state)
+                self._update_step(facts, inner_state)
                 # Not a variable, which would keep the batch on the device after the loop body has released it.
-                yield self._give(batch, is_tracked=is_tracked, non_blocking=non_blocking)
+                yield self._give(batch, is_tracked=is_tracked)
                 if tracker is not None:
                     tracker.end_batch(self)
-                if self.contribution is not None:
-                    self._warn_of_padding()
+                self._warn_of_padding()
             if first_pass is not None:
                 first_pass.end()
             self._complete_pass()
@@ -626,8 +615,9 @@ class PreparedLoader(DataLoader[Any]):
         self.fetched.begin_pass()
         return True
 
-    def _give(self, batch: Any, *, is_tracked: bool, non_blocking: bool) -> Any:
+    def _give(self, batch: Any, *, is_tracked: bool) -> Any:
         """Return the batch on its device, and record that it was fetched."""
+        non_blocking = self._options.non_blocking
         given = batch if self.device is None else to_device(batch, self.device, non_blocking=non_blocking)
         if is_tracked:
             self.active.last_trained = self
@@ -677,25 +667,6 @@ class PreparedLoader(DataLoader[Any]):
         if name in ("source", "original"):
             raise AttributeError(name)  # not yet set, during unpickling
         return getattr(self.original, name)
-
-
-def _count_samples(
-    recorder: ProcessRecorder, batch: Any, facts: LastStep | Contribution | None
-) -> ProcessRecorder | None:
-    """Record the size of ``batch``. Return None if it has no size, because then the other batches of the pass have none either."""
-    if type(facts) is Contribution:
-        size: float | None = facts.num_items
-    else:
-        kind, first = type(batch), batch  # the usual batches without the general function, which calls eight others
-        if kind is dict and batch:
-            first = next(iter(batch.values()))
-        elif (kind is list or kind is tuple) and batch:
-            first = batch[0]
-        size = first.shape[0] if type(first) is torch.Tensor and first.dim() else ignorant_find_batch_size(batch)
-    if size is None:
-        return None
-    recorder.num_samples += int(size)
-    return recorder
 
 
 class DispatchedLoader(PreparedLoader):

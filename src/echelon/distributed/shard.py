@@ -415,12 +415,10 @@ class _CountedBatches(Iterator[T]):
 
 def _compare_first_pass(batches: Iterator[T], first_pass: DuplicateSamplesCheck) -> Iterator[T]:
     """Yield ``batches``, and let ``first_pass`` compare them with those on the other ranks."""
-    is_wanted = True
     for batch in batches:
-        is_wanted = is_wanted and first_pass.add(batch)
+        first_pass.add(batch)
         yield batch
-    if is_wanted:
-        first_pass.end()
+    first_pass.end()
 
 
 def _track_pass(batches: Iterator[T], length: DatasetLength, dataset: object) -> Iterator[T]:

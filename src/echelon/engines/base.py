@@ -49,9 +49,6 @@ class Engine(ABC):
     configuration, storage or logging. To wrap another engine, derive from ``DelegatingEngine``.
     """
 
-    runs_plain_backward = False
-    """Whether ``backward(loss)`` only calls ``loss.backward()``, in ``no_sync`` as well as outside."""
-
     @classmethod
     @abstractmethod
     def from_options(cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]) -> Engine:

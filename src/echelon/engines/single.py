@@ -37,7 +37,6 @@ class SingleEngine(Engine):
     def __init__(self, world: World, *, scaler: torch.amp.GradScaler | None = None) -> None:
         self._stepper = Stepper(scaler)
         self._clip: Callable[..., torch.Tensor] = clip_gradients
-        self.runs_plain_backward = scaler is None
 
     @classmethod
     def from_options(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, wraps
 from time import monotonic_ns
 from types import FrameType
 from typing import ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
 
 from echelon.base import environ
 from echelon.status.board import Mark, Phase, Slot, StatusNote, StepPart, Times
@@ -21,9 +19,9 @@ from echelon.status.run_files import NO_RECORD_VARIABLE, is_recording_off
 __all__ = [
     "BOARD_VARIABLE",
     "Notes",
-    "TimingObserver",
     "communicating",
     "note_loaded",
+    "note_phase",
     "notes_of_process",
     "saving",
     "slow",
@@ -50,27 +48,11 @@ _PART_OF = (
 )
 # Looking up a member of an enum takes a tenth of a microsecond in Python 3.11.
 _OTHER, _FORWARD = StepPart.OTHER, StepPart.FORWARD
-_STEP_PHASES = frozenset({Phase.DATA, Phase.TRAIN, Phase.OPTIMIZER})
-# Timing the parts of a step takes up to 30 microseconds: without a launcher, that is done in one of 17 steps that are shorter than
-# this. (17 is prime, so that all of several optimizers that step in turn are timed.)
-_SHORT_NS = 10_000_000
-_NUM_UNTIMED = 16
 _LOOP_PHASES = frozenset({Phase.DATA, Phase.TRAIN, Phase.OPTIMIZER, Phase.EVALUATE})
-
-
-class TimingObserver(ABC):
-    """Is told when the steps of this process begin, or cease, to be timed."""
-
-    @abstractmethod
-    def set_timed(self, is_timed: bool) -> None:
-        """Called between two steps, and when a phase begins that is no part of a step."""
 
 
 class Notes:
     """Writes the training thread's records. Writing a record takes two microseconds, and each step writes only a few.
-
-    Without a launcher, short steps are not all timed (``is_timed``): the time of the others is divided as in the last timed one. A
-    phase that is no part of a step (an evaluation, a checkpoint) and communication are always timed.
 
     Args:
         slot: where the launcher reads them; None in a process without a launcher, which only measures its times.
@@ -88,14 +70,6 @@ class Notes:
         self._phase = Phase.NONE
         self._waits = False
         self._operation = self._detail = self._slow = self._file = ""
-        self.is_timed = True
-        """Whether the parts of the current step are timed. If not, callers need not record phases and parts of the step."""
-        self._num_untimed = 0  # steps until the next timed one
-        self._stepped_ns = 0  # when the last step ended; 0: the current step was not timed from its start
-        self._spent_before: list[int] = []  # at the end of the last step
-        self._shares: list[tuple[int, float]] = []  # of the parts in the last timed step, which took:
-        self._usual_ns = 0
-        self._observers: WeakKeyDictionary[object, TimingObserver] = WeakKeyDictionary()
 
     @property
     def times(self) -> Times:
@@ -108,70 +82,16 @@ class Notes:
         self._step, self._phase = step, phase
         if step > self._num_steps:  # with several optimizers, the largest number of steps
             self._num_steps = step
-        if not self.is_timed:
-            took = self._divide_time()
-            self._num_untimed -= 1
-            if not self._num_untimed or (took > _SHORT_NS and took > 2 * self._usual_ns):
-                self._set_timed(True)
-                self._stepped_ns, self._spent_before = self._since_ns, self.spent_ns.copy()
-            return
         if self._slot is not None:
             self._write()
         if not self._begun_ns:
             self._begin(phase)
             return
         self.part(_PART_OF[phase])
-        if self._slot is None:
-            self._choose_timing()
-
-    def _choose_timing(self) -> None:
-        """Stop timing after a short step that was timed as a whole."""
-        took = self._since_ns - self._stepped_ns if self._stepped_ns else 0
-        if 0 < took < _SHORT_NS:
-            spent = zip(self.spent_ns, self._spent_before)
-            self._shares = [(part, (now - before) / took) for part, (now, before) in enumerate(spent) if now > before]
-            self._usual_ns = took
-            self._num_untimed = _NUM_UNTIMED
-            self._set_timed(False)
-        self._stepped_ns, self._spent_before = self._since_ns, self.spent_ns.copy()
-
-    def _divide_time(self) -> int:
-        """Attribute the time since the last record, and return it: as in the last timed step, as far as it is usual."""
-        now = monotonic_ns()
-        took = now - self._since_ns
-        most = 2 * self._usual_ns
-        usual = rest = took if took < most else most
-        spent = self.spent_ns
-        for part, share in self._shares:
-            spent[part] += (own := int(usual * share))
-            rest -= own
-        spent[_OTHER] += rest + took - usual
-        self._since_ns = now
-        return took
-
-    def _time_again(self) -> None:
-        """Time the rest of the current step."""
-        self._divide_time()
-        self._set_timed(True)
-        self._stepped_ns = 0
-
-    def _set_timed(self, is_timed: bool) -> None:
-        self.is_timed = is_timed
-        for observer in list(self._observers.values()):
-            observer.set_timed(is_timed)
-
-    def observe_timing(self, observer: TimingObserver, *, owner: object) -> None:
-        """Tell ``observer`` when ``is_timed`` changes, as long as ``owner`` exists, to which it must not hold a reference."""
-        self._observers[owner] = observer
 
     def phase(self, phase: Phase) -> Phase:
         """Record that a phase starts, and return the previous phase."""
         before = self._phase
-        if not self.is_timed:
-            if phase in _STEP_PHASES:
-                self._phase = phase
-                return before
-            self._time_again()
         if phase is not before:
             self._phase = phase
             if self._slot is not None:
@@ -189,8 +109,6 @@ class Notes:
 
     def part(self, part: StepPart) -> StepPart:
         """Attribute time to ``part`` of the step from now on, and return the previous part."""
-        if not self.is_timed:
-            self._time_again()
         before = self._part
         if self._begun_ns:
             now = monotonic_ns()
@@ -202,8 +120,6 @@ class Notes:
 
     def begin_forward(self) -> None:
         """Record that a forward pass starts. If it is nested or part of an evaluation, its time counts toward the outer part."""
-        if not self.is_timed:
-            return
         self._num_forward += 1
         if self._part is _OTHER:
             self._num_forward = 1
@@ -211,8 +127,6 @@ class Notes:
 
     def end_forward(self) -> None:
         """Record that the innermost forward pass ends."""
-        if not self.is_timed:
-            return
         self._num_forward -= 1
         if self._num_forward == 0 and self._part is _FORWARD:
             self.part(_OTHER)
@@ -351,6 +265,13 @@ def within(phase: Phase) -> AbstractContextManager[None]:
     """Return a context that is recorded as ``phase``."""
     notes = notes_of_process()
     return nullcontext() if notes is None else notes.within(phase)
+
+
+def note_phase(phase: Phase) -> None:
+    """Record that ``phase`` starts."""
+    notes = notes_of_process()
+    if notes is not None:
+        notes.phase(phase)
 
 
 @contextmanager

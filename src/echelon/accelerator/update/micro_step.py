@@ -35,15 +35,10 @@ class MicroStep:
         if update.objects.has_compiled:
             given = tuple(map(update.objects.engine_model, given))
         update.accumulating = given
-        if not (should_sync or update.engine.runs_plain_backward):
-            models = given or update.objects.models
-            if len(models) == 1:
-                self._local = update.engine.no_sync(models[0])
-                self._local.__enter__()
-            else:
-                self._local = stack = ExitStack()
-                for model in models:
-                    stack.enter_context(update.engine.no_sync(model))
+        if not should_sync:
+            self._local = stack = ExitStack()
+            for model in given or update.objects.models:
+                stack.enter_context(update.engine.no_sync(model))
 
     @uncompiled
     def __exit__(self, *_: object) -> None:

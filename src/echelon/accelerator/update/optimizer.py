@@ -132,7 +132,7 @@ class AcceleratedOptimizer(Optimizer):
         value, notes, direct = None, self._notes, self.direct_backward
         if closure is not None:
             self._require_closures()
-        if notes is not None and notes.is_timed:
+        if notes is not None:
             notes.phase(_OPTIMIZER)
         if closure is None:
             if direct is not None and self.gradient_state.num_losses == self._used[0]:

@@ -31,13 +31,6 @@ class PlainUpdate(UpdatePolicy):
         if num_items is None:
             num_steps = state.plugin.num_steps or 1
             scale, factor = self.window.plain(num_steps=num_steps, inside=inside, sync=state.sync_gradients)
-            is_timed = self._notes is not None and self._notes.is_timed
-            if factor == 1.0 and not (is_timed or kwargs) and self.engine.runs_plain_backward:
-                state.count_loss()
-                (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]
-                if self._recorder is not None:
-                    self._recorder.add_loss(loss)
-                return
         else:
             trained = frozenset(map(id, self.trained_models()))
             scale, factor = self.window.weighted(num_items, inside=inside, sync=state.sync_gradients, trained=trained)

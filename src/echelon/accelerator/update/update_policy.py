@@ -207,11 +207,7 @@ class UpdatePolicy(ABC):
                 raise unexpected_keyword("backward", name, _BACKWARD_OPTIONS)
         self.state.count_loss()
         notes = self._notes
-        end = (
-            None
-            if notes is None or not notes.is_timed
-            else begin_backward(loss, notes, communicates=self.world.world_size > 1)
-        )
+        end = None if notes is None else begin_backward(loss, notes, communicates=self.world.world_size > 1)
         try:
             if scale == 0.0:
                 self.engine.backward_zeros(loss, self.objects.parameters(), **kwargs)

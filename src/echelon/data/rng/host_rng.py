@@ -78,8 +78,6 @@ class HostDraws:
         self._generators = generators
         self._others = others
         self._states: dict[str, Any] = {}
-        self.is_compared = False
-        """Whether ``end_batch`` must be called, because the detector compares the states at this batch."""
 
     def take(self) -> None:
         """Record the current states before a batch (or a pass) is read."""
@@ -88,7 +86,6 @@ class HostDraws:
             for generator in self._generators:
                 self._states["generators"].append(generator.get_state())
             others = self._others.before()
-            self.is_compared = others is not None
             if others is not None:
                 self._states |= others
         else:

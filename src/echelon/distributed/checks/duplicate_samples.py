@@ -60,18 +60,22 @@ class DuplicateSamplesCheck:
         self._is_error = is_error
         self._windows: list[_Rows] = []
         self._has_compared = False
+        self._is_complete = False  # nothing more is compared
         self._sketch: _Rows = np.empty(0, dtype=np.uint64)
         self._num_rows = 0
 
-    def add(self, batch: Any) -> bool:
-        """Add the next batch; return whether more batches are needed.
+    def add(self, batch: Any) -> None:
+        """Add the next batch, as long as more are needed.
 
         Raises:
             DesyncError: ``is_error`` is True and several ranks read the same samples.
         """
+        if self._is_complete:
+            return
         rows = row_fingerprints(batch)
         if rows is None:
-            return False
+            self._is_complete = True
+            return
         if not self._has_compared:
             self._windows.append(rows)
             if len(self._windows) == _NUM_WINDOWS:
@@ -79,7 +83,7 @@ class DuplicateSamplesCheck:
         if self._reads_own:
             self._num_rows += len(rows)
             self._sketch = np.unique(np.concatenate((self._sketch, rows)))[:_SKETCH]
-        return self._reads_own or not self._has_compared
+        self._is_complete = self._has_compared and not self._reads_own
 
     def end(self) -> None:
         """Compare the fingerprints at the end of the pass.
@@ -87,6 +91,8 @@ class DuplicateSamplesCheck:
         Raises:
             DesyncError: ``is_error`` is True and several ranks read the same samples.
         """
+        if self._is_complete:
+            return
         if not self._has_compared:
             self._compare_windows()
         if self._reads_own and self._num_rows:

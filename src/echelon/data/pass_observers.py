@@ -1,0 +1,99 @@
+"""What watches a pass over a prepared loader: records of the run, and checks of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from echelon.data.exact.global_batch_slices import Contribution, LastStep
+from echelon.data.rng.host_rng import HostDraws
+from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
+from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
+from echelon.distributed.structure import ignorant_find_batch_size
+from echelon.status.board import Phase
+from echelon.status.notes import Notes, notes_of_process
+
+__all__ = ["PassObservers"]
+
+# Looking up a member of an enum takes a tenth of a microsecond.
+_DATA, _TRAIN, _EVALUATE = Phase.DATA, Phase.TRAIN, Phase.EVALUATE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassObservers:
+    """Functions to call in each step of a pass; none if nothing watches it. The next batch is read before the current one is used."""
+
+    begin_batch: tuple[Callable[[Any], object], ...]
+    """Called with each batch before the next one is read."""
+    before_reading: tuple[Callable[[], object], ...]
+    """Called before the next batch is read."""
+    after_reading: tuple[Callable[[Any, LastStep | Contribution | None], object], ...]
+    """Called after the next batch was read, with the current batch and all ranks' batch sizes."""
+
+    @classmethod
+    def of_pass(
+        cls,
+        *,
+        first_pass: DuplicateSamplesCheck | None,
+        begin_batch: Callable[[Any], object] | None,
+        draws: HostDraws | None,
+    ) -> PassObservers:
+        """Return the observers of a pass that begins.
+
+        Args:
+            first_pass: check of the samples in the first pass.
+            begin_batch: the tracker's function, if one follows the run's progress.
+            draws: where the states of the random number generators are recorded before each batch, if they are.
+        """
+        begin = [] if first_pass is None else [first_pass.add]
+        before: list[Callable[[], object]] = []
+        after: list[Callable[[Any, LastStep | Contribution | None], object]] = []
+        notes, recorder = notes_of_process(), recorder_of_process()
+        if draws is not None:
+            before.append(draws.take)
+        if notes is not None:
+            phases = _Phases(notes)
+            before.append(phases.before_reading)
+            after.append(phases.after_reading)
+        if recorder is not None:
+            after.append(_SampleCounter(recorder).count)
+        if draws is not None:
+            after.append(lambda _batch, _facts: draws.end_batch())
+        return cls(
+            begin_batch=(*begin, *(() if begin_batch is None else (begin_batch,))),
+            before_reading=tuple(before),
+            after_reading=tuple(after),
+        )
+
+
+class _Phases:
+    """Records whether this process reads data, trains or evaluates."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+
+    def before_reading(self) -> None:
+        self._notes.phase(_DATA)
+
+    def after_reading(self, _batch: Any, _facts: object) -> None:
+        self._notes.phase(_TRAIN if torch.is_grad_enabled() else _EVALUATE)
+
+
+class _SampleCounter:
+    """Records the sizes of the batches that are used for training, until one has no size: then the others have none either."""
+
+    def __init__(self, recorder: ProcessRecorder) -> None:
+        self._recorder = recorder
+        self._has_sizes = True
+
+    def count(self, batch: Any, facts: LastStep | Contribution | None) -> None:
+        if not self._has_sizes or not torch.is_grad_enabled():
+            return
+        size = facts.num_items if isinstance(facts, Contribution) else ignorant_find_batch_size(batch)
+        if size is None:
+            self._has_sizes = False
+        else:
+            self._recorder.num_samples += int(size)
