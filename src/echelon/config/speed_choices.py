@@ -17,8 +17,7 @@ class SpeedChoice:
     """``safe``: bit-equal to the plain loop. ``max``: the same mathematics with other rounding; includes ``safe``."""
     applies: str
     effect: str
-    """Measured by benchmarks/speed.py, those of the CPU's memory and kernels by benchmarks/cpu_kernels.py, and the exchange by
-    benchmarks/exchange.py."""
+    """Measured by benchmarks/speed.py, and the exchange by benchmarks/exchange.py."""
 
 
 SPEED_CHOICES = (
@@ -45,24 +44,6 @@ SPEED_CHOICES = (
         mode="safe",
         applies="training on the CPU with glibc, if no MALLOC_ variable or GLIBC_TUNABLES sets its thresholds",
         effect="a step of the MNIST example 1.15 times as fast",
-    ),
-    SpeedChoice(
-        name="pooling channels last",
-        mode="safe",
-        applies="memory is kept; max_pool2d of contiguous float32 or float64 images with 8 or more channels on the CPU",
-        effect="max_pool2d 2 to 3 times as fast (64 images of 64 x 24 x 24)",
-    ),
-    SpeedChoice(
-        name="pooled gradients channels last",
-        mode="safe",
-        applies="the backward pass of max_pool2d of channels last images on the CPU, if the gradients come from flattened images",
-        effect="it is 2.6 times as fast, and a bf16 step of the MNIST example 1.13 times",
-    ),
-    SpeedChoice(
-        name="masks of integers",
-        mode="safe",
-        applies="bernoulli_, which draws the masks of dropout, for 4,096 or more elements on a CPU that is not Intel's",
-        effect="bernoulli_ 1.8 times as fast",
     ),
     SpeedChoice(
         name="exchange in memory",

@@ -122,7 +122,7 @@ def _prepare_unprepared(
             )
         _place_and_cast(session, model, place=place)
         choose_memory_format(session, model)
-        choose_for_cpu(session, model)
+        choose_for_cpu(session)
     bare = [model for model, _ in models]
     session.update.check_prepared(bare, optimizers)
     if models:

@@ -10,11 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from echelon.accelerator.prepare.cpu_kernels import (
-    draw_masks_in_integers,
-    pool_channels_last,
-    pool_gradients_channels_last,
-)
 from echelon.accelerator.prepare.freed_memory import keep_freed_memory
 from echelon.accelerator.session import Session
 from echelon.base.cores import usable_cores
@@ -27,7 +22,6 @@ __all__ = ["choose_exchange", "choose_for_cpu", "choose_kernels", "choose_memory
 
 _logger = get_logger(__name__)
 
-_DROPOUTS = (nn.Dropout, nn.MultiheadAttention)
 # Their foreach steps run the same operations on each element in the same order as their loops over parameters. (NAdam's do not.)
 _BIT_EQUAL = frozenset({"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "Adadelta"})
 _FUSED = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})
@@ -35,31 +29,19 @@ _FUSED = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})
 _FEWEST, _MOST_BYTES = 8, 4 << 20
 
 _KEPT = 8  # the processes of a machine keep one in so many bytes of its free memory
-# A replaced kernel takes 5 us longer for a small tensor, which is nothing in the step of a model with so many parameters.
-_NOT_TINY = 2**16
 
 # With smaller gradients, the hook takes as long as it saves. With larger ones, four times their bytes are too much memory.
 _FEWEST_EXCHANGED, _MOST_EXCHANGED = 1 << 20, 1 << 30
 
 
-def choose_for_cpu(session: Session, model: nn.Module) -> None:
-    """On the CPU, keep freed memory for the next step, and replace slow kernels. Both concern the whole process, and last."""
+def choose_for_cpu(session: Session) -> None:
+    """On the CPU, keep freed memory for the next step. It concerns the whole process, and lasts."""
     speed, world = session.config.value.speed, session.world
     if speed == "off" or world.device.type != "cpu":
         return
     room = room_for_memory()
-    is_kept = room is not None and keep_freed_memory(room.left // (_KEPT * world.local_world_size))
-    if is_kept:
+    if room is not None and keep_freed_memory(room.left // (_KEPT * world.local_world_size)):
         _logger.debug("speed=%r: freed memory is kept for the next step", speed)
-    if sum(parameter.numel() for parameter in model.parameters()) < _NOT_TINY:
-        return
-    if any(isinstance(module, nn.Conv2d) for module in model.modules()):
-        pool_gradients_channels_last()
-        # The copies of images take longer than the pooling if their memory comes from the kernel each time.
-        if is_kept:
-            pool_channels_last()
-    if any(isinstance(module, _DROPOUTS) for module in model.modules()):
-        draw_masks_in_integers()
 
 
 def choose_exchange(session: Session, model: nn.Module) -> None:
