@@ -40,12 +40,6 @@ SPEED_CHOICES = (
         effect="optimizer steps 1.3 to 1.7 times as fast",
     ),
     SpeedChoice(
-        name="kept memory",
-        mode="safe",
-        applies="training on the CPU with glibc, if no MALLOC_ variable or GLIBC_TUNABLES sets its thresholds",
-        effect="a step of the MNIST example 1.15 times as fast",
-    ),
-    SpeedChoice(
         name="exchange in memory",
         mode="safe",
         applies="DDP or ZeRO 1 with two processes on one machine's CPU, all of its cores in use, 1 to 256 MiB of gradients",

@@ -19,12 +19,7 @@ from echelon.accelerator.prepare.data_loaders import rng_type_names
 from echelon.accelerator.prepare.experts import prepare_experts
 from echelon.accelerator.prepare.low_precision_weights import upcast_trained_weights, warn_of_low_precision_weights
 from echelon.accelerator.prepare.prepare_arguments import check_unprepared_data, known_objects, replace_prepared
-from echelon.accelerator.prepare.speed import (
-    choose_exchange,
-    choose_for_cpu,
-    choose_kernels,
-    choose_memory_format,
-)
+from echelon.accelerator.prepare.speed import choose_exchange, choose_kernels, choose_memory_format
 from echelon.accelerator.sequences import attach_sequence_parallel
 from echelon.accelerator.session import Session
 from echelon.accelerator.setup.build_deepspeed import reject_placeholders
@@ -122,7 +117,6 @@ def _prepare_unprepared(
             )
         _place_and_cast(session, model, place=place)
         choose_memory_format(session, model)
-        choose_for_cpu(session)
     bare = [model for model, _ in models]
     session.update.check_prepared(bare, optimizers)
     if models:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from echelon.accelerator.prepare.freed_memory import keep_freed_memory
 from echelon.accelerator.session import Session
 from echelon.base.cores import usable_cores
 from echelon.base.device import has_bf16
@@ -18,7 +17,7 @@ from echelon.base.limits import room_for_memory
 from echelon.base.logging import get_logger
 from echelon.base.sharded import is_dtensor
 
-__all__ = ["choose_exchange", "choose_for_cpu", "choose_kernels", "choose_memory_format"]
+__all__ = ["choose_exchange", "choose_kernels", "choose_memory_format"]
 
 _logger = get_logger(__name__)
 
@@ -28,20 +27,9 @@ _FUSED = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})
 # With fewer or larger parameters, foreach is slower: each of its operations passes over all parameters, which then leave the cache.
 _FEWEST, _MOST_BYTES = 8, 4 << 20
 
-_KEPT = 8  # the processes of a machine keep one in so many bytes of its free memory
-
 # With smaller gradients, the hook takes as long as it saves. With larger ones, four times their bytes are too much memory.
 _FEWEST_EXCHANGED, _MOST_EXCHANGED = 1 << 20, 1 << 30
-
-
-def choose_for_cpu(session: Session) -> None:
-    """On the CPU, keep freed memory for the next step. It concerns the whole process, and lasts."""
-    speed, world = session.config.value.speed, session.world
-    if speed == "off" or world.device.type != "cpu":
-        return
-    room = room_for_memory()
-    if room is not None and keep_freed_memory(room.left // (_KEPT * world.local_world_size)):
-        _logger.debug("speed=%r: freed memory is kept for the next step", speed)
+_EIGHTH = 8  # of the free memory, at most
 
 
 def choose_exchange(session: Session, model: nn.Module) -> None:
@@ -56,7 +44,7 @@ def choose_exchange(session: Session, model: nn.Module) -> None:
     is_large = sum(parameter.numel() * parameter.element_size() for parameter in trained) >= _FEWEST_EXCHANGED
     uses_all_cores = torch.get_num_threads() * world.local_world_size >= usable_cores()
     room = room_for_memory()
-    limit = 0 if room is None else min(room.left // _KEPT, _MOST_EXCHANGED)
+    limit = 0 if room is None else min(room.left // _EIGHTH, _MOST_EXCHANGED)
     if session.engine.exchange_in_memory(model, wanted=speed != "off" and is_large and uses_all_cores, limit=limit):
         _logger.debug("speed=%r: %s exchanges gradients through memory", speed, type(model).__name__)
 
