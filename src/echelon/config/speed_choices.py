@@ -17,7 +17,7 @@ class SpeedChoice:
     """``safe``: bit-equal to the plain loop. ``max``: the same mathematics with other rounding; includes ``safe``."""
     applies: str
     effect: str
-    """Measured by benchmarks/speed.py, and the exchange by benchmarks/exchange.py."""
+    """Measured by benchmarks/speed.py."""
 
 
 SPEED_CHOICES = (
@@ -38,12 +38,6 @@ SPEED_CHOICES = (
         mode="safe",
         applies="torch's SGD, Adam, AdamW, Adagrad, RMSprop, Adamax, Adadelta on the CPU with 8 or more small parameters",
         effect="optimizer steps 1.3 to 1.7 times as fast",
-    ),
-    SpeedChoice(
-        name="exchange in memory",
-        mode="safe",
-        applies="DDP or ZeRO 1 with two processes on one machine's CPU, all of its cores in use, 1 to 256 MiB of gradients",
-        effect="steps 1.03 (the MNIST example) to 1.2 times as fast (MLPs)",
     ),
     SpeedChoice(
         name="bf16 autocast",

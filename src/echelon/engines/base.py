@@ -73,18 +73,6 @@ class Engine(ABC):
         Collective: call on every rank, with the same objects in the same order.
         """
 
-    def exchange_in_memory(self, model: nn.Module, *, wanted: bool, limit: int) -> bool:
-        """Reduce the gradients of a prepared model through memory that the ranks share, with the same bits; return whether it will.
-
-        Args:
-            model: a result of ``prepare``.
-            wanted: whether this rank wants it; it is done if every rank does, and the engine can.
-            limit: the largest number of bytes to share.
-
-        Collective: call on every rank, after ``prepare``.
-        """
-        return False
-
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward passes through ``model`` accumulate gradients without communication."""

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
 from echelon.base.warnings import warn
-from echelon.distributed.ddp import memory_exchange
 from echelon.distributed.ddp.replica import Replica, average_gradients
 from echelon.distributed.ddp.sparse_gradients import copy_sparse_gradients, refuse_to_join_sparse
 from echelon.distributed.ddp.unused_parameters_warning import silence_unused_parameters_warning
@@ -98,8 +97,7 @@ class DDPEngine(Engine):
         hook, outer = (str(options.pop(name, "no")) for name in ("comm_hook", "comm_wrapper"))
         state_options = options.pop("comm_state_option", None)
         copy_sparse_gradients(model)
-        kind = memory_exchange.DistributedDataParallel if self._is_a_pair() else DistributedDataParallel
-        wrapper = kind(model, device_ids=ids, **options)
+        wrapper = DistributedDataParallel(model, device_ids=ids, **options)
         register_comm_hook(wrapper, hook=hook, wrapper=outer, state_options=state_options)
         wrapper.require_backward_grad_sync = self._reduces
         wrapper.require_forward_param_sync = self._reduces  # no buffer may depend on a rank's data
@@ -112,15 +110,6 @@ class DDPEngine(Engine):
         self._replicas[id(wrapper)] = Replica(wrapper, reduces=self._reduces, hooks=hooks)
         self._strays.clear()
         return wrapper
-
-    def _is_a_pair(self) -> bool:
-        """Return whether the ranks are two processes of one machine that compute on its CPU."""
-        return self._world.device.type == "cpu" and self._world.world_size == self._world.local_world_size == 2
-
-    def exchange_in_memory(self, model: nn.Module, *, wanted: bool, limit: int) -> bool:
-        if not self._reduces or not isinstance(model, memory_exchange.DistributedDataParallel):
-            return False
-        return model.exchange_in_memory(wanted=wanted, limit=limit)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """See ``Engine.no_sync``. With ``static_graph``, torch records the graph in the first passes, which it must reduce."""

@@ -39,9 +39,6 @@ class DelegatingEngine(Engine):
     ) -> Prepared:
         return self.inner.prepare(models, optimizers, schedulers)
 
-    def exchange_in_memory(self, model: nn.Module, *, wanted: bool, limit: int) -> bool:
-        return self.inner.exchange_in_memory(model, wanted=wanted, limit=limit)
-
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return self.inner.no_sync(model)
 

@@ -19,7 +19,7 @@ from echelon.accelerator.prepare.data_loaders import rng_type_names
 from echelon.accelerator.prepare.experts import prepare_experts
 from echelon.accelerator.prepare.low_precision_weights import upcast_trained_weights, warn_of_low_precision_weights
 from echelon.accelerator.prepare.prepare_arguments import check_unprepared_data, known_objects, replace_prepared
-from echelon.accelerator.prepare.speed import choose_exchange, choose_kernels, choose_memory_format
+from echelon.accelerator.prepare.speed import choose_kernels, choose_memory_format
 from echelon.accelerator.sequences import attach_sequence_parallel
 from echelon.accelerator.session import Session
 from echelon.accelerator.setup.build_deepspeed import reject_placeholders
@@ -128,7 +128,6 @@ def _prepare_unprepared(
     warn_of_low_precision_weights(session, prepared.optimizers)
     session.watcher = _build_watcher(prepared.models, world=session.world)
     for model, shaped, wrapped in zip(bare, given, prepared.models):
-        choose_exchange(session, wrapped)
         _add_model(session, model, shaped, wrapped)
     for optimizer, inner in zip(optimizers, prepared.optimizers):
         _add_optimizer(session, optimizer, inner)

@@ -11,13 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.accelerator.session import Session
-from echelon.base.cores import usable_cores
 from echelon.base.device import has_bf16
-from echelon.base.limits import room_for_memory
 from echelon.base.logging import get_logger
 from echelon.base.sharded import is_dtensor
 
-__all__ = ["choose_exchange", "choose_kernels", "choose_memory_format"]
+__all__ = ["choose_kernels", "choose_memory_format"]
 
 _logger = get_logger(__name__)
 
@@ -26,27 +24,6 @@ _BIT_EQUAL = frozenset({"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", 
 _FUSED = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})
 # With fewer or larger parameters, foreach is slower: each of its operations passes over all parameters, which then leave the cache.
 _FEWEST, _MOST_BYTES = 8, 4 << 20
-
-# With smaller gradients, the hook takes as long as it saves. With larger ones, four times their bytes are too much memory.
-_FEWEST_EXCHANGED, _MOST_EXCHANGED = 1 << 20, 1 << 30
-_EIGHTH = 8  # of the free memory, at most
-
-
-def choose_exchange(session: Session, model: nn.Module) -> None:
-    """Let two processes of one machine exchange the gradients of a prepared ``model`` through memory, with the same bits. Collective.
-
-    gloo's threads copy gradients through sockets while the backward pass runs, which delays it if no core is free for them.
-    """
-    speed, world = session.config.value.speed, session.world
-    if world.device.type != "cpu" or world.world_size == 1:
-        return
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    is_large = sum(parameter.numel() * parameter.element_size() for parameter in trained) >= _FEWEST_EXCHANGED
-    uses_all_cores = torch.get_num_threads() * world.local_world_size >= usable_cores()
-    room = room_for_memory()
-    limit = 0 if room is None else min(room.left // _EIGHTH, _MOST_EXCHANGED)
-    if session.engine.exchange_in_memory(model, wanted=speed != "off" and is_large and uses_all_cores, limit=limit):
-        _logger.debug("speed=%r: %s exchanges gradients through memory", speed, type(model).__name__)
 
 
 def choose_memory_format(session: Session, model: nn.Module) -> None:

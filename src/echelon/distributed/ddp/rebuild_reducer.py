@@ -21,7 +21,6 @@ def rebuild_reducer(wrapper: Any) -> None:
         return
     names = wrapper._build_debug_param_to_name_mapping(parameters)
     wrapper._ddp_init_helper(parameters, is_sparse, names, wrapper.static_graph)
-    vars(wrapper).pop("exchange", None)  # memory_exchange.py: the former reducer called it
     if wrapper.static_graph:
         wrapper._static_graph_delay_allreduce_enqueued = False  # the first backward pass records the graph
         wrapper.reducer._set_static_graph()
