@@ -25,7 +25,7 @@ from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
 from echelon.engines.comm_hooks import register_comm_hook
 from echelon.engines.output_hooks import OutputFlattener
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
-from echelon.engines.stepper import Stepper, clear_gradients, clip_gradients, multiply_gradients, zero_backward
+from echelon.engines.stepper import Stepper, clip_gradients, multiply_gradients, zero_backward
 from echelon.world.world import World
 
 __all__ = ["DDPEngine"]
@@ -156,7 +156,7 @@ class DDPEngine(Engine):
         self._stepper.update_loss_scale()
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        clear_gradients(optimizer, set_to_none=set_to_none)
+        optimizer.zero_grad(set_to_none=set_to_none)
         self._stepper.note_cleared(optimizer)
         if any(replica.is_dirty() for replica in self._replicas.values()):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -18,10 +18,8 @@ from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
 from echelon.engines.stepper import (
     Stepper,
-    clear_gradients,
     clip_gradients,
     multiply_gradients,
-    take_step,
     zero_backward,
 )
 from echelon.world.world import World
@@ -75,16 +73,13 @@ class SingleEngine(Engine):
             self.backward(loss, **options)
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
-        if closure is None and self._stepper.scaler is None:
-            take_step(optimizer)
-            return True
         return self._stepper.step(optimizer, closure)
 
     def update_loss_scale(self) -> None:
         self._stepper.update_loss_scale()
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        clear_gradients(optimizer, set_to_none=set_to_none)
+        optimizer.zero_grad(set_to_none=set_to_none)
         self._stepper.note_cleared(optimizer)
 
     def drop_update(self) -> None:

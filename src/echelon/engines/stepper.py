@@ -10,19 +10,17 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer, lr_scheduler, optimizer as torch_optimizer
+from torch.optim import Optimizer
 
 from echelon.base.errors import UsageError
 from echelon.engines.shards import local_tensors
 
 __all__ = [
     "Stepper",
-    "clear_gradients",
     "clip_gradients",
     "multiply_gradients",
     "repoint_scheduler",
     "require_graph",
-    "take_step",
     "zero_backward",
 ]
 
@@ -50,7 +48,7 @@ class Stepper:
     def step(self, optimizer: Optimizer, closure: Any = None) -> bool:
         """Step ``optimizer``; return False if the scaler skipped the step because gradients were infinite."""
         if self.scaler is None:
-            optimizer.step(closure) if closure is not None else take_step(optimizer)
+            optimizer.step(closure) if closure is not None else optimizer.step()
             return True
         if optimizer in self._stepped:
             self.update_loss_scale()
@@ -144,66 +142,6 @@ class Stepper:
             return loss
         self.update_loss_scale()
         return self.scaler.scale(loss)
-
-
-def take_step(optimizer: Optimizer) -> None:
-    """Call ``optimizer.step()``, without the profiler region that torch enters for it, which takes about 30 microseconds.
-
-    If a profiler runs, or if anything but torch and its schedulers has wrapped or replaced ``step``, it is called as it is.
-
-    Source: torch.optim.Optimizer.profile_hook_step, whose hooks before the step are called here.
-    """
-    step: Any = type(optimizer).step
-    own = vars(optimizer)
-    patched = own.get("step")
-    if (
-        getattr(step, "__code__", None) is not _HOOKED_STEP
-        or (patched is not None and not _only_counts(patched, step))
-        or own.get("_optimizer_step_pre_hooks")
-        or own.get("_optimizer_step_post_hooks")
-        or torch_optimizer._global_optimizer_post_hooks
-        or torch.autograd._profiler_enabled()
-    ):
-        optimizer.step()
-        return
-    if patched is not None:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-    args: Any = (optimizer,)
-    kwargs: dict[str, Any] = {}
-    for hook in tuple(torch_optimizer._global_optimizer_pre_hooks.values()):
-        replaced: Any = hook(optimizer, args, kwargs)
-        if isinstance(replaced, tuple) and len(replaced) == 2:
-            args, kwargs = replaced
-        elif replaced is not None:
-            raise RuntimeError(
-                f"{step.__wrapped__} must return None or a tuple of (new_args, new_kwargs), but got {replaced}."
-            )
-    step.__wrapped__(*args, **kwargs)
-
-
-_HOOKED_STEP = Optimizer.profile_hook_step(lambda _: None).__code__
-"""The code of a ``step`` that torch has wrapped with its hooks; it is the same for all optimizers."""
-
-
-def _only_counts(patched: Any, step: Any) -> bool:
-    """Return whether ``patched`` is how a scheduler wraps an optimizer's ``step``, to note that it was called."""
-    home = getattr(patched, "__globals__", None)
-    is_schedulers = home is vars(lr_scheduler) or home is globals()
-    return is_schedulers and getattr(patched, "__wrapped__", None) is step
-
-
-def clear_gradients(optimizer: Optimizer, *, set_to_none: bool) -> None:
-    """Clear the gradients of ``optimizer``, as its ``zero_grad`` does.
-
-    Source: torch.optim.Optimizer.zero_grad, which takes 7 microseconds for four gradients because it also enters a profiler region.
-    """
-    is_torchs = type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
-    if not set_to_none or not is_torchs or torch.autograd._profiler_enabled():
-        optimizer.zero_grad(set_to_none=set_to_none)
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 @contextmanager
