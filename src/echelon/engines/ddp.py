@@ -25,7 +25,7 @@ from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
 from echelon.engines.comm_hooks import register_comm_hook
 from echelon.engines.output_hooks import OutputFlattener
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
-from echelon.engines.stepper import Stepper, clip_gradients, multiply_gradients, zero_backward
+from echelon.engines.stepper import Stepper, multiply_gradients, zero_backward
 from echelon.world.world import World
 
 __all__ = ["DDPEngine"]
@@ -48,7 +48,7 @@ class DDPEngine(Engine):
     ) -> None:
         self._world = world
         self._stepper = Stepper(scaler)
-        self._clip: Callable[..., torch.Tensor] = clip_gradients
+        self._clip: Callable[..., torch.Tensor] | None = None  # replaces torch's clipping, after build_sharded_update
         self._options = dict(options or {})
         self._replicas: dict[int, Replica] = {}  # by the id of the wrapper, which the replica keeps alive
         self._frozen: list[_Frozen] = []
@@ -114,8 +114,9 @@ class DDPEngine(Engine):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """See ``Engine.no_sync``. With ``static_graph``, torch records the graph in the first passes, which it must reduce."""
         replica = self._replicas.get(id(model))
-        must_reduce = replica is None or (replica.wrapper.static_graph and replica.num_reduced < 1)
-        return _NoSync(None if replica is None or must_reduce else replica.wrapper)
+        if replica is None or (replica.wrapper.static_graph and replica.num_reduced < 1):
+            return nullcontext()
+        return replica.wrapper.no_sync()
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         replica = self._replicas.get(id(model))
@@ -181,7 +182,8 @@ class DDPEngine(Engine):
         parameters = list(parameters)
         if not unsynced:
             self._guard(parameters)
-        return self._clip(parameters, max_norm, norm_type)
+        clip = torch.nn.utils.clip_grad_norm_ if self._clip is None else self._clip
+        return clip(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
         parameters = list(parameters)
@@ -374,22 +376,3 @@ class _Frozen:
             trained: list[torch.Tensor] = [p for p in self.parameters if p.requires_grad]
             if trained:
                 self._share(trained)
-
-
-class _NoSync:
-    """``DDP.no_sync`` without the generator overhead. It does nothing for a model that is not wrapped."""
-
-    __slots__ = ("_before", "_wrapper")
-
-    def __init__(self, wrapper: DistributedDataParallel | None) -> None:
-        self._wrapper = wrapper
-        self._before = True
-
-    def __enter__(self) -> None:
-        if self._wrapper is not None:
-            self._before = self._wrapper.require_backward_grad_sync
-            self._wrapper.require_backward_grad_sync = False
-
-    def __exit__(self, *_: object) -> None:
-        if self._wrapper is not None:
-            self._wrapper.require_backward_grad_sync = self._before

@@ -16,12 +16,7 @@ from echelon.engines.base import Engine, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
-from echelon.engines.stepper import (
-    Stepper,
-    clip_gradients,
-    multiply_gradients,
-    zero_backward,
-)
+from echelon.engines.stepper import Stepper, multiply_gradients, zero_backward
 from echelon.world.world import World
 
 __all__ = ["SingleEngine"]
@@ -34,7 +29,7 @@ class SingleEngine(Engine):
 
     def __init__(self, world: World, *, scaler: torch.amp.GradScaler | None = None) -> None:
         self._stepper = Stepper(scaler)
-        self._clip: Callable[..., torch.Tensor] = clip_gradients
+        self._clip: Callable[..., torch.Tensor] | None = None  # replaces torch's clipping, after build_sharded_update
 
     @classmethod
     def from_options(
@@ -91,7 +86,8 @@ class SingleEngine(Engine):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
     ) -> torch.Tensor:
-        return self._clip(parameters, max_norm, norm_type)
+        clip = torch.nn.utils.clip_grad_norm_ if self._clip is None else self._clip
+        return clip(list(parameters), max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)

@@ -17,7 +17,7 @@ from echelon.distributed.ddp.replica import Structure
 from echelon.engines.deepspeed.flat_shards import FlatShards
 from echelon.engines.deepspeed.used_parameters import UsedParameters, count_ranks
 from echelon.engines.state_dicts import plain_parameters, plain_state_dict
-from echelon.engines.stepper import Stepper, clip_gradients, multiply_gradients
+from echelon.engines.stepper import Stepper, multiply_gradients
 from echelon.world.world import World
 
 __all__ = ["DeepSpeedModel"]
@@ -188,7 +188,7 @@ class DeepSpeedModel:
         self.finish()
         if self._stage == 0:
             self.unscale()
-            self.last_norm = clip_gradients(parameters, max_norm, norm_type)
+            self.last_norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
             self._max_norm = max_norm
             return self.last_norm
         if norm_type != 2.0:
@@ -242,7 +242,7 @@ class DeepSpeedModel:
     def _step_stage_0(self) -> bool:
         if self._clipping is not None and not (self._loop_clips and self._max_norm is not None):
             self.unscale()
-            self.last_norm = clip_gradients(list(self.engine.module.parameters()), self._clipping, 2.0)
+            self.last_norm = nn.utils.clip_grad_norm_(self.engine.module.parameters(), self._clipping)
         if self.stepper.scaler is None:
             self.engine.step()
             return True

@@ -86,9 +86,12 @@ class ClipRecorder:
     def _call(self, original: Callable[..., Any], names: list[str], *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args)), **kwargs}
         limit = given.get("max_norm", given.get("clip_value", math.inf))
-        # An exact mode of echelon computes the norm so far without clipping.
-        if self._is_inside or (given.get("unsynced") and limit == math.inf):
+        if self._is_inside:
             return original(*args, **kwargs)
+        if (
+            given.get("unsynced") and limit == math.inf
+        ):  # an exact mode of echelon computes the norm so far, without clipping
+            return self._call_inside(original, *args, **kwargs)
         if "parameters" in given:
             parameters = given["parameters"]
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -101,11 +104,7 @@ class ClipRecorder:
         if "unsynced" in names and not given.get("unsynced"):
             _reduce(next(iter(given.values())), given.get("parameters", []))
         self._gradients.record_reduced(given.get("parameters", []))
-        self._is_inside = True
-        try:
-            result = original(*args, **kwargs)
-        finally:
-            self._is_inside = False
+        result = self._call_inside(original, *args, **kwargs)
         self._recording.add(
             Clip(
                 update=self._recording.update,
@@ -117,6 +116,14 @@ class ClipRecorder:
             )
         )
         return result
+
+    def _call_inside(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``original``, which may call other functions that clip: those are not recorded."""
+        self._is_inside = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._is_inside = False
 
 
 def _number(value: Any) -> float:
