@@ -28,12 +28,6 @@ SPEED_CHOICES = (
         effect="reads batches of 64 MNIST-size samples 6 times as fast",
     ),
     SpeedChoice(
-        name="direct reading",
-        mode="safe",
-        applies="num_workers=0, no pinned memory, no profiler",
-        effect="10 us less per batch",
-    ),
-    SpeedChoice(
         name="foreach optimizer",
         mode="safe",
         applies="torch's SGD, Adam, AdamW, Adagrad, RMSprop, Adamax, Adadelta on the CPU with 8 or more small parameters",

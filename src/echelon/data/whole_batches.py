@@ -36,18 +36,6 @@ class WholeBatches:
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def read_rows(self, rows: torch.Tensor) -> Any:
-        """Return the batch of the samples ``rows`` (int64, not negative)."""
-        dataset = self.dataset
-        if type(dataset) is TensorDataset:
-            tensors = dataset.tensors
-            if all(map(_is_plain, tensors)):
-                try:
-                    return [tensor.index_select(0, rows) for tensor in tensors]
-                except IndexError:
-                    pass  # the tensors have become shorter; the dataset's own error tells
-        return self.__getitems__(rows.tolist())
-
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         tensors, places = _flat(self.dataset, indices)
         rows = _as_rows(places)

@@ -18,7 +18,6 @@ from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.data.active_loaders import LoaderOptions
 from echelon.data.batch import require_divisible, require_rows_per_sample
 from echelon.data.data_facts import DataFacts, known_length
-from echelon.data.direct_reading import read_directly
 from echelon.data.exact.global_batch_slices import Contribution, LastStep
 from echelon.data.rebuild_loader import FollowedBatches, copy_loader, has_own_reading, stateful_loader
 from echelon.data.rng.worker_rng import WorkerDraws
@@ -79,8 +78,6 @@ class BatchSource(ABC):
     """Number of steps in the next pass that ``inner`` has already consumed, because a state was loaded into it."""
     ended_early: bool = False
     """Whether other ranks had more steps in the last completed pass."""
-    reads_directly: bool = False
-    """Whether to read without torch's iterator where that makes no difference (``speed`` is not off)."""
     is_dispatched: bool = False
     """Whether rank zero reads for all ranks, in which case this source moves batches to the device."""
     reads_own_shard: bool = False
@@ -159,9 +156,8 @@ class BatchSource(ABC):
         if before is not None:
             torch.set_rng_state(before)
             self.resumes = False
-        if isinstance(loader.batch_sampler, FollowedBatches):
-            return loader.batch_sampler.follow(iterator)
-        return read_directly(loader, iterator) if self.reads_directly else iterator
+        batches = loader.batch_sampler
+        return batches.follow(iterator) if isinstance(batches, FollowedBatches) else iterator
 
     def _batches_from(self, skip: int) -> Iterator[Any]:
         """Yield the batches in a pass over ``inner``, except the first ``skip``."""
@@ -181,7 +177,6 @@ class PlainSource(BatchSource):
 
     def __init__(self, loader: DataLoader[Any], *, options: LoaderOptions, num_ahead: int = 2) -> None:
         seedable, stateful = options.use_seedable_sampler, saves_state(loader, options)
-        self.reads_directly = not options.by_sample
         self.inner = loader
         batches = batches_of(loader)
         # SampleOrder draws a shuffled order exactly as with several ranks, and can draw it again when a run resumes.
@@ -229,7 +224,6 @@ class ShardedSource(BatchSource):
             batches, seed=options.data_seed, seedable=options.use_seedable_sampler, alone=False, check=check
         )
         self._num_readers = world.world_size
-        self.reads_directly = not options.by_sample
         self.batches = RankBatchSampler(
             self.order.batches,
             num_processes=world.world_size,

@@ -132,19 +132,8 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        yield from _with_generator(self, self._generator_of_pass())
-        self.end_pass()
-
-    def permutation(self) -> torch.Tensor | None:
-        """Return the order of this pass in one tensor, or None if it is not a permutation. ``end_pass`` must follow."""
-        return _permutation(self, self._generator_of_pass()) if _is_permutation(self) else None
-
-    def end_pass(self) -> None:
-        """Enter the next epoch."""
+        yield from _with_generator(self, torch.Generator().manual_seed(self.initial_seed + self.epoch))
         self.epoch += 1
-
-    def _generator_of_pass(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.initial_seed + self.epoch)
 
 
 class _Draw:
@@ -211,33 +200,14 @@ class SharedSampler(Sampler[int]):
         finally:
             self.draw.end(before)
 
-    def permutation(self) -> torch.Tensor | None:
-        """Return the order in one tensor, with the draws of ``iter``; None, without a draw, if it is not torch's. Collective."""
-        sampler = self.sampler
-        if type(sampler) is SequentialSampler:
-            return torch.arange(len(sampler))
-        # With a generator of the user, RandomSampler makes another draw after its last index.
-        if type(sampler) is not RandomSampler or sampler.generator is not None or not _is_permutation(sampler):
-            return None
-        before = self.draw.begin(None)
-        try:
-            return _permutation(sampler, self._common_generator())
-        finally:
-            self.draw.end(before)
-
-    def end_pass(self) -> None:
-        """Do nothing, because the next order is drawn when the next pass starts."""
-
-    def _common_generator(self) -> torch.Generator:
-        # RandomSampler makes the same draw from the global generator. Rank 0's value is used.
-        seed = torch.empty((), dtype=torch.int64).random_()
-        return torch.Generator().manual_seed(int((seed if self._alone else broadcast(seed)).item()))
-
     def _order(self) -> Iterator[int]:
         sampler = self.sampler
         if type(sampler) is RandomSampler:
             if sampler.generator is None:
-                return iter(_with_generator(sampler, self._common_generator()))
+                # RandomSampler makes the same draw from the global generator. Rank 0's value is used.
+                seed = torch.empty((), dtype=torch.int64).random_()
+                seed = seed if self._alone else broadcast(seed)
+                return iter(_with_generator(sampler, torch.Generator().manual_seed(int(seed.item()))))
             if not self._alone:
                 sampler.generator.set_state(broadcast(sampler.generator.get_state()))
             return iter(sampler)
@@ -307,15 +277,6 @@ def _seedable(sampler: RandomSampler, seed: int | None) -> SeedableRandomSampler
         generator=sampler.generator,
         data_seed=seed,
     )
-
-
-def _is_permutation(sampler: RandomSampler) -> bool:
-    return not sampler.replacement and 0 < sampler.num_samples <= len(sampler.data_source)
-
-
-def _permutation(sampler: RandomSampler, generator: torch.Generator) -> torch.Tensor:
-    """Return the indices that ``_with_generator`` yields, for a sampler that draws each sample at most once."""
-    return torch.randperm(len(sampler.data_source), generator=generator)[: sampler.num_samples]
 
 
 def _with_generator(sampler: RandomSampler, generator: torch.Generator) -> RandomSampler:

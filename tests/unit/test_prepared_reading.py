@@ -1,4 +1,4 @@
-"""Loaders that are read without torch's iterator yield what a DataLoader yields, with the same draws at the same times."""
+"""Prepared loaders yield what a DataLoader yields, with the same draws at the same times."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, WeightedRandomSampler
 
 from echelon import Accelerator
-from echelon.data.direct_reading import read_directly
 
 
 class _Augmented(Dataset[Any]):
@@ -83,25 +81,6 @@ class _one_ahead:
             following = next(iterator, None)
             yield batch
             batch = following
-
-
-def test_without_torchs_iterator_no_region_is_entered_unless_a_profiler_runs() -> None:
-    loader = DataLoader(_tensors(), batch_size=4)
-    assert read_directly(loader, iter(loader)) is not None
-    assert type(read_directly(loader, iter(loader))) is map
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        list(Accelerator(cpu=True).prepare(loader))
-    assert any("enumerate(DataLoader)" in event.key for event in seen.key_averages())
-
-
-def test_loaders_that_do_more_than_read_keep_torchs_iterator() -> None:
-    class Own(DataLoader[Any]):
-        pass
-
-    for loader in (Own(_tensors()), DataLoader(_tensors(), num_workers=1)):
-        iterator = iter(loader)
-        assert read_directly(loader, iterator) is iterator
-        del iterator
 
 
 def test_a_subclass_of_torchs_sampler_is_asked_for_its_order() -> None:
