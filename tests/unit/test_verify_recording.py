@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
+from echelon import Accelerator
 from echelon.verify.recorders.parts import default_parts
 from echelon.verify.recording import recording
 from echelon.verify.sketch import Sketch, sketch_of
@@ -257,6 +259,25 @@ def test_the_state_of_large_tensors_is_summarized_in_turns(tmp_path: Path) -> No
         assert {name: sketch.bits for name, sketch in one.items()} == {
             name: sketch_of(copies[update][name]).bits for name in one
         }
+
+
+def test_the_norm_of_an_unfinished_update_is_no_clipping(tmp_path: Path) -> None:
+    """In the exact modes, clip_grad_norm_() computes the norm so far in each micro-step, and clips in the last one."""
+
+    def script() -> None:
+        accelerator = Accelerator(cpu=True, parity="exact", max_micro_batch_size=1)
+        model = nn.Linear(3, 1)
+        loader = DataLoader(TensorDataset(_batch(0)[:4]), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    clips = _of(_record(tmp_path, script), Clip)
+    assert [(clip.update, clip.max_norm) for clip in clips] == [(0, 1.0), (1, 1.0)]
 
 
 def test_clipping_is_seen_however_it_is_called(tmp_path: Path) -> None:
