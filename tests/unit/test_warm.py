@@ -88,6 +88,27 @@ def test_ranks_inherit_the_imported_modules(starter: WarmStarter, tmp_path: Path
     assert json.loads((tmp_path / "b").read_text()) == [["json.tool", "timeit"], "b", str(tmp_path), [True, True]]
 
 
+def test_forked_ranks_draw_different_numbers_as_new_programs_do(starter: WarmStarter, tmp_path: Path) -> None:
+    """Without a seed, each process has random generators of its own; equal ones would give all ranks the same dropout masks."""
+    starter.prepare(os.environ, ["numpy", "torch"])
+    assert starter.wait_until_ready(_LIMIT_S)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, random, sys, numpy, torch\n"
+        "draws = torch.rand(1).item(), numpy.random.rand(), random.random()\n"
+        "json.dump(draws, open(sys.argv[1], 'w'))\n"
+    )
+    draws = []
+    for name in ("a", "b"):
+        (tmp_path / f"of_{name}").mkdir()
+        argv = [str(tmp_path / f"of_{name}"), "-", "default", "script", str(program), str(tmp_path / name)]
+        rank = starter.start(argv, os.environ, stdout=1, stderr=2)
+        assert rank is not None
+        assert rank.wait(_LIMIT_S) == 0
+        draws.append(json.loads((tmp_path / name).read_text()))
+    assert [name for name, a, b in zip(("torch", "numpy", "random"), *draws, strict=True) if a == b] == []
+
+
 def test_a_failing_import_does_not_affect_running_ranks(starter: WarmStarter, tmp_path: Path) -> None:
     running = start_one_that_waits(starter, tmp_path)
     # A file of echelon.launch has this name: what lies beside the server's file is not what it imports.

@@ -37,14 +37,11 @@ from echelon.config.sources import from_environment, without_effect
 from echelon.launch.environment import rank_variables
 from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
 from echelon.launch.local.capacity import check_capacity
-from echelon.launch.local.early_imports import early_imports
 from echelon.launch.local.goodput_recorder import process_start_ns
 from echelon.launch.local.local_node import LocalNode
 from echelon.launch.local.output import Outputs, parse_streams
 from echelon.launch.local.run_recorder import run_folder
 from echelon.launch.local.slots import Slots, is_this_machine, named_slots, no_accelerator
-from echelon.launch.local.warm_start import WARM_VARIABLE, WarmStarter
-from echelon.launch.multinode.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.multinode.machines import (
     CliOverrides,
     MultinodePlan,
@@ -223,19 +220,6 @@ def _run(
     flags = request.flags
     with ExitStack() as stack:
         stack.enter_context(_terminal_restored())
-        # A forked rank cannot read from the terminal.
-        is_warm = not flags["no_warm"] and outputs.debugged is None
-        warm = None
-        # Before torch is imported here, which takes as long. Ranks that use accelerators start as new programs.
-        if is_warm and plan is None and not processes.num_accelerators and environ.get(WARM_VARIABLE) is None:
-            environment = {**environ.snapshot(), **variables}
-            # A rank can see the variables of the process that forked it.
-            for secret in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
-                environment.pop(secret, None)
-            if modules := early_imports(request.script, environment):
-                warm = WarmStarter()
-                stack.callback(warm.close)
-                warm.prepare(environment, modules)
         node: Node
         if plan is None:
             node = LocalNode(num_processes=processes.number, port=machines.port, rules=rules, interrupts=interrupts)
@@ -250,8 +234,8 @@ def _run(
             outputs=outputs,
             run_id=flags["rdzv_id"] or f"echelon-{os.getpid()}",
             monitor_interval=timedelta(seconds=flags["monitor_interval"]),
-            is_warm=is_warm,
-            warm=warm,
+            # A forked rank cannot read from the terminal.
+            is_warm=not flags["no_warm"] and outputs.debugged is None,
             rules=rules,
         )
         interrupts.hold()

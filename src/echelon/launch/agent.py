@@ -39,7 +39,6 @@ from echelon.status.run_files import NO_RECORD_VARIABLE, RECORD_VARIABLE
 
 __all__ = ["Job", "run_job"]
 
-_IMPORT_S = 120.0
 # Modules that the warm server imports. The first optimizer imports torch._dynamo, which takes as long as importing torch.
 _TORCH_MODULES = ("torch", "torch.distributed", "torch._dynamo")
 # Imported for programs that use echelon, which are those that write notes on the board.
@@ -71,8 +70,6 @@ class Job:
     is_warm: bool = True
     """Whether restarted ranks are forked from a process that has already imported torch, rather than started as new
     programs."""
-    warm: WarmStarter | None = None
-    """A server that imports torch for the first ranks, too; None: they are started as new programs. The caller closes it."""
     rules: RunRules
 
 
@@ -123,7 +120,7 @@ class _Agent(SimpleElasticAgent):
         self._workers: Workers | None = None
         self._board: Board | None = None
         server = environ.get(WARM_VARIABLE)
-        self._warm = job.warm or WarmStarter(None if server is None else int(server))
+        self._warm = WarmStarter(None if server is None else int(server))
         self._guardian = Guardian()
         self._environments: dict[int, dict[str, str]] = {}
         self._goodput = GoodputRecorder(job.rules.directory / GOODPUT_FILE, began_ns=job.rules.began_ns)
@@ -186,8 +183,6 @@ class _Agent(SimpleElasticAgent):
         )
         self._environments = self._rank_environments(worker_group, generation.num_restarts, directory, self._board)
         self._goodput.start_attempt()
-        if job.warm is not None and self._attempt == 0:
-            self._warm.wait_until_ready(_IMPORT_S, check=self._interrupts.check)
         started = self._workers.start(self._environments)
         ranks = AttemptRanks(board=self._board, workers=self._workers, directory=directory, numbers=self._rank_numbers)
         self._node.watch(ranks)
