@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
@@ -90,10 +87,7 @@ def cli() -> None:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line. Exit with 0 on success, 2 if the command line or a setting is invalid, else 1 or the script's code."""
     _open_closed_streams()
-    code = _run(argv)
-    if argv is None and "torch" in sys.modules:
-        _exit_without_unloading(code)
-    sys.exit(code)
+    sys.exit(_run(argv))
 
 
 def _open_closed_streams() -> None:
@@ -111,16 +105,6 @@ def _open_closed_streams() -> None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - open until the process ends
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
-
-def _exit_without_unloading(code: int) -> NoReturn:
-    """Exit as the interpreter does, but without unloading modules, which takes 0.25 s with torch."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the reader has exited, or the stream is closed
-            stream.flush()
-    os._exit(code)
 
 
 def _run(argv: Sequence[str] | None) -> int:

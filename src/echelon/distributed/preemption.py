@@ -291,4 +291,5 @@ def _exit_now(why: str) -> NoReturn:
         flush=True,
     )
     sys.stdout.flush()
+    # From a thread, sys.exit() ends only the thread, and the main thread hangs, so that Python could not end either.
     os._exit(EXIT_CODE)

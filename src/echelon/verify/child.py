@@ -78,6 +78,7 @@ def _record(options: argparse.Namespace, rank: int, world_size: int) -> None:
         _wait_for_ranks(folder, world_size)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        # In the middle of the script, whose own handlers (except, finally, atexit) must not run on a recorded part of a training.
         os._exit(0)
 
     sys.argv = [options.script, *options.arguments]

@@ -80,4 +80,3 @@ def _start_of(pid: int) -> str:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    os._exit(0)  # skip the slow interpreter exit

@@ -24,7 +24,8 @@ __all__ = ["PodJob", "indexed_job", "objects", "token_secret", "train_job"]
 Object = dict[str, Any]
 Kind = Literal["job", "trainjob"]
 
-# A pod may start before the DNS name of pod 0 exists. Process 1 ignores SIGTERM unless it has a handler.
+# A pod may start before the DNS name of pod 0 exists. Process 1 ignores SIGTERM unless it has a handler,
+# which ends the process at once: sys.exit() would wait for the name server's answer.
 _WAIT = """\
 import os, signal, socket, sys, time
 signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
