@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 from torch.utils.data import DataLoader
 
 from echelon import Accelerator
-from echelon.accelerator.checkpoint.main_process_line import is_on_main_process_only
-from echelon.base.warnings import EchelonWarning, UserLine
+from echelon.base.errors import DesyncError
+from echelon.base.warnings import EchelonWarning
+from echelon.distributed.setup import cleanup
 from echelon.utils import ProjectConfiguration
 from tests.harness import run_on_ranks
 from tests.reference import gaussian, mean_square, tanh_net
@@ -45,6 +50,7 @@ def _train(folder: str, kind: Any, engine: str, *, resumes: bool) -> tuple[list[
                 else:
                     accelerator.save_state(folder + "_first")
         accelerator.end_training()
+    cleanup()
     return [p.detach() for p in bare.parameters()], [str(w.message) for w in caught if w.category is EchelonWarning]
 
 
@@ -52,10 +58,14 @@ def _train(folder: str, kind: Any, engine: str, *, resumes: bool) -> tuple[list[
 def test_the_main_process_saves_alone_and_all_ranks_resume(kind: Any, tmp_path: Path) -> None:
     """Bit-equal weights, because nothing but the order of samples is random here."""
     folder = str(tmp_path / "s")
-    (first, warned), (second, silent) = run_on_ranks(_train, folder, kind, "ddp", resumes=False, world_size=2)
-    assert [text.split(",")[0] for text in warned] == ["save_state() runs on the main process only"] * 2  # two lines
+    (first, warned), (second, silent) = run_on_ranks(
+        _train, folder, kind, "ddp", resumes=False, world_size=2, init_group=False
+    )
+    assert [text.split(",")[0] for text in warned] == [
+        "save_state() runs on the main process only"
+    ]  # once for two saves
     assert silent == []
-    for weights, _ in run_on_ranks(_train, folder, kind, "ddp", resumes=True, world_size=2):
+    for weights, _ in run_on_ranks(_train, folder, kind, "ddp", resumes=True, world_size=2, init_group=False):
         for mine, one, other in zip(weights, first, second):
             assert torch.equal(mine, one)
             assert torch.equal(mine, other)
@@ -64,33 +74,95 @@ def test_the_main_process_saves_alone_and_all_ranks_resume(kind: Any, tmp_path: 
 def test_sharded_engines_save_on_every_rank(tmp_path: Path) -> None:
     """Examples write ``if accelerator.is_main_process or accelerator.distributed_type == DistributedType.DEEPSPEED``."""
     folder = str(tmp_path / "s")
-    first = run_on_ranks(_train, folder, "echelon", "zero1", resumes=False, world_size=2)
+    first = run_on_ranks(_train, folder, "echelon", "zero1", resumes=False, world_size=2, init_group=False)
     assert [warned for _, warned in first] == [[], []]
     for (resumed, _), (weights, _) in zip(
-        run_on_ranks(_train, folder, "echelon", "zero1", resumes=True, world_size=2), first
+        run_on_ranks(_train, folder, "echelon", "zero1", resumes=True, world_size=2, init_group=False), first
     ):
         assert all(map(torch.equal, resumed, weights))
 
 
-_PROGRAM = """
-if accelerator.is_main_process:
-    first
-if step % 2 and (accelerator.is_main_process or accelerator.distributed_type == "DEEPSPEED"):
-    if step > 1:
-        second
-else:
-    third
-if not accelerator.is_main_process:
-    fourth
-fifth
-"""
+def _prepared(engine: str) -> tuple[Accelerator, nn.Module, Any]:
+    accelerator = Accelerator(cpu=True, seed=0, engine=engine)
+    bare = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    return accelerator, model, bare
 
 
-def test_the_condition_is_read_from_the_source(tmp_path: Path) -> None:
-    file = tmp_path / "train.py"
-    file.write_text(_PROGRAM)
-    lines = {text.strip(): i for i, text in enumerate(_PROGRAM.splitlines(), 1)}
-    names = ("first", "second", "third", "fourth", "fifth")
-    found = [name for name in names if is_on_main_process_only(UserLine((str(file), lines[name])))]
-    assert found == ["first", "second"]
-    assert not is_on_main_process_only(UserLine(("<stdin>", 1)))
+def _saves_before_a_barrier(folder: str) -> tuple[list[str], float]:
+    """Save on the main process only, while the others wait at a barrier, and let all ranks save afterwards."""
+    accelerator, model, _ = _prepared("ddp")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if accelerator.is_main_process:
+            accelerator.save_state(folder + "/alone")
+            accelerator.save_model(model, folder + "/model")
+        accelerator.wait_for_everyone()
+        accelerator.save_state(folder + "/together")
+    total = float(accelerator.gather(torch.ones(1)).sum())
+    cleanup()
+    return [str(one.message) for one in caught], total
+
+
+def test_ranks_that_wait_at_a_barrier_go_on_after_the_main_process_has_saved(tmp_path: Path) -> None:
+    (said, first), (silent, second) = run_on_ranks(
+        _saves_before_a_barrier, str(tmp_path), world_size=2, init_group=False
+    )
+    assert len(said) == 1
+    assert said[0].startswith("save_state() runs on the main process only")
+    assert (silent, first, second) == ([], 2.0, 2.0)
+    alone, together = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("alone", "together"))
+    assert alone.keys() == together.keys()
+    assert load_file(tmp_path / "model" / "model.safetensors").keys() == {"weight", "bias"}
+
+
+def _saves_after_the_others_have_ended(folder: str) -> list[str]:
+    accelerator, _, _ = _prepared("ddp")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if accelerator.is_main_process:
+            accelerator.save_state(folder)
+        cleanup()
+    return [str(one.message)[:43] for one in caught if one.category is EchelonWarning]
+
+
+def test_the_main_process_saves_after_the_others_have_ended(tmp_path: Path) -> None:
+    results = run_on_ranks(_saves_after_the_others_have_ended, str(tmp_path), world_size=2, init_group=False)
+    assert results == [["save_state() runs on the main process only,"[:43]], []]
+    assert (tmp_path / "manifest.json").exists()
+
+
+def _some_save(folder: str) -> str:
+    accelerator, _, _ = _prepared("ddp")
+    text = ""
+    if accelerator.process_index < 2:
+        with pytest.raises(DesyncError) as error:
+            accelerator.save_state(folder)
+        text = str(error.value)
+    accelerator.gather(torch.ones(1))
+    cleanup()
+    return text
+
+
+def test_a_save_on_some_ranks_is_an_error_that_names_the_others(tmp_path: Path) -> None:
+    first, second, _ = run_on_ranks(_some_save, str(tmp_path), world_size=3, init_group=False)
+    for text in (first, second):
+        assert "save_state() must be called on every rank, but some ranks did not call it" in text
+        assert "rank 2: in another collective at " in text
+
+
+def _waits_for_a_late_rank(folder: str) -> list[str]:
+    accelerator, _, _ = _prepared("ddp")
+    if not accelerator.is_main_process:
+        time.sleep(1.5)  # more than the time after which the others are asked where they are
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.save_state(folder)
+    cleanup()
+    return [str(one.message) for one in caught]
+
+
+def test_the_main_process_waits_for_a_rank_that_is_late(tmp_path: Path) -> None:
+    assert run_on_ranks(_waits_for_a_late_rank, str(tmp_path), world_size=2, init_group=False) == [[], []]

@@ -117,7 +117,6 @@ def _apart(folder: Path, engine: str, alone: str, others: str) -> tuple[str, flo
         ("fsdp2", "save_model", "get_state_dict", 2),
         ("fsdp2", "wait_for_everyone", "forward", 2),
         ("zero1", "optimizer_state", "backward", 2),
-        ("ddp", "save_state", "backward", 2),
     ],
 )
 def test_a_rank_in_another_collective_is_an_error_before_the_timeout(

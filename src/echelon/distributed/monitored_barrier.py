@@ -20,7 +20,7 @@ from echelon.distributed.structure_check import ranks_of
 from echelon.status.call_site import current_call_site
 from echelon.status.notes import waiting
 
-__all__ = ["monitored_barrier"]
+__all__ = ["is_passed_by", "monitored_barrier"]
 
 _logger = get_logger(__name__)
 PATIENCE = timedelta(seconds=0.5)
@@ -82,6 +82,38 @@ def monitored_barrier(
         _BarrierCall(pg, operation, advice).wait(timeout=timeout, patience=patience, reminder=reminder)
 
 
+def is_passed_by(operation: str) -> bool:
+    """Wait until another rank has reached the barrier of ``operation``, or none ever will; return whether none will.
+
+    A rank never will if it is at another operation that needs all ranks, has started a torch collective that this rank has not, or
+    has exited without an error. If this returns False, call ``monitored_barrier(operation)``.
+
+    Args:
+        operation: the name that the other ranks pass to ``monitored_barrier``, if they call it.
+    """
+    if is_alone():
+        return True
+    world = dist.group.WORLD
+    assert world is not None
+    with waiting(operation):
+        return _BarrierCall(world, operation, "").is_passed_by(patience=PATIENCE, reminder=_REMINDER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Absent:
+    """The ranks that are not at the barrier."""
+
+    late: dict[int, str]
+    """Ranks that may still arrive, and their positions."""
+    elsewhere: dict[int, str]
+    """Ranks that will never arrive, and why."""
+    failed: list[int]
+    """The ranks of ``elsewhere`` that an error ended."""
+    unaware: list[int]
+    """The ranks of ``elsewhere`` that wait in a collective for this rank."""
+    advice: list[str]
+
+
 class _BarrierCall:
     """One barrier call on one rank.
 
@@ -97,15 +129,16 @@ class _BarrierCall:
         self._responder = responder_store(common_store(world))
         self._rank = dist.get_rank()
         self._ranks = ranks_of(group)
-        self._operation = operation
+        self._operation, self._advice = operation, advice
         self._call_site = str(current_call_site())
-        self._turn = self._store.add(f"turn/{self._rank}", 1)
-        self._arrival = _Arrival(turn=self._turn, operation=operation, advice=advice, place=self._call_site)
+        self._turn = 0
 
     def wait(self, *, timeout: timedelta | None, patience: timedelta, reminder: timedelta) -> None:
         """See ``monitored_barrier``."""
-        store, turn, started = self._store, self._turn, time.monotonic()
-        store.set(f"arrival/{self._rank}", json.dumps(asdict(self._arrival)))
+        store, started = self._store, time.monotonic()
+        turn = self._turn = store.add(f"turn/{self._rank}", 1)
+        arrival = _Arrival(turn=turn, operation=self._operation, advice=self._advice, place=self._call_site)
+        store.set(f"arrival/{self._rank}", json.dumps(asdict(arrival)))
         arrived = store.add(self._arrived, 1)
         if arrived == len(self._ranks):
             store.set(f"open/{turn}", "1")
@@ -115,12 +148,11 @@ class _BarrierCall:
         deadline = math.inf if timeout is None else started + timeout.total_seconds()
         check_at = min(started + patience.total_seconds(), deadline) if arrived > 0 else started
         remind_at = started + reminder.total_seconds()
-        longest_sleep = max(_LONGEST_SLEEP_S, _SLEEP_PER_RANK_S * len(self._ranks))
         # store.wait cannot be interrupted, and TCPStore prints two lines when it times out.
         while not store.check([f"open/{turn}"]):
             now = time.monotonic()
             if now < check_at:
-                time.sleep(min(longest_sleep, max(0.0005, (now - started) / 10), check_at - now))
+                self._sleep(now - started, at_most=check_at - now)
                 continue
             late = self._find_late_ranks()
             if late and now >= deadline:
@@ -130,23 +162,54 @@ class _BarrierCall:
                 self._log_reminder(late, now - started)
             check_at = min(time.monotonic() + _CHECK_EVERY_S, deadline)
 
+    def is_passed_by(self, *, patience: timedelta, reminder: timedelta) -> bool:
+        """See ``is_passed_by``. This rank has not arrived meanwhile, so that the others are not at odds with it."""
+        started = time.monotonic()
+        self._turn = self._store.add(f"turn/{self._rank}", 0) + 1
+        check_at, remind_at = started + patience.total_seconds(), started + reminder.total_seconds()
+        while not self._store.check([self._arrived]):
+            now = time.monotonic()
+            if now < check_at:
+                self._sleep(now - started, at_most=check_at - now)
+                continue
+            absent = self._find_absent_ranks()
+            if not absent.late:
+                return not absent.failed and len(absent.elsewhere) == len(self._ranks) - 1
+            if now >= remind_at:
+                remind_at = math.inf
+                self._log_reminder(absent.late, now - started)
+            check_at = time.monotonic() + _CHECK_EVERY_S
+        return False
+
+    def _sleep(self, waited_s: float, *, at_most: float) -> None:
+        longest = max(_LONGEST_SLEEP_S, _SLEEP_PER_RANK_S * len(self._ranks))
+        time.sleep(min(longest, max(0.0005, waited_s / 10), at_most))
+
     @property
     def _arrived(self) -> str:
         return f"arrived/{self._turn}/{self._operation}"
 
     def _find_late_ranks(self) -> dict[int, str]:
-        """Return the ranks that have not arrived and their positions; raise if a rank will never arrive.
+        """Return the ranks that have not arrived and their positions; raise if a rank will never arrive."""
+        failed = f"failed/{self._turn}"
+        if self._store.check([failed]):
+            raise DesyncError(**json.loads(self._store.get(failed)))
+        absent = self._find_absent_ranks()
+        if absent.elsewhere:
+            raise self._report_absent_ranks(absent)
+        return absent.late
+
+    def _find_absent_ranks(self) -> _Absent:
+        """Return the ranks that have not arrived, and ask those that may still arrive for their positions.
 
         A rank's collective counts are read before its arrival. In the opposite order, a rank that arrives between the two
         reads would seem to have passed the barrier.
         """
-        failed = f"failed/{self._turn}"
-        if self._store.check([failed]):
-            raise DesyncError(**json.loads(self._store.get(failed)))
         late: dict[int, str] = {}
         elsewhere: dict[int, str] = {}
+        failed: list[int] = []
         unaware: list[int] = []
-        advice = [self._arrival.advice]
+        advice = [self._advice]
         for rank in self._ranks:
             if rank == self._rank:
                 continue
@@ -158,19 +221,18 @@ class _BarrierCall:
                 advice.append(arrival.advice)
             elif arrival is None or arrival.turn < self._turn:
                 place = answer.get("place")
-                late[rank] = f"at {place}" if place else "at an unknown place"
                 if ended is not None:
                     elsewhere[rank] = f"has exited ({ended['reason']})"
                     if ended["failed"]:
+                        failed.append(rank)
                         advice.append(f"First fix the error of rank {rank}.")
                 elif place and self._has_run_past(answer["started"]):
                     elsewhere[rank] = f"in another collective at {place}"
                     unaware.append(rank)
                 else:
+                    late[rank] = f"at {place}" if place else "at an unknown place"
                     self._responder.set(f"ask/{rank}", "")
-        if elsewhere:
-            raise self._report_absent_ranks(elsewhere, advice, unaware)
-        return late
+        return _Absent(late=late, elsewhere=elsewhere, failed=failed, unaware=unaware, advice=advice)
 
     def _read(self, key: str) -> str | None:
         return self._responder.get(key).decode() if self._responder.check([key]) else None
@@ -185,23 +247,21 @@ class _BarrierCall:
         own = count_collectives({key: groups[key] for key in started if key in groups})
         return any(started[key] > number for key, number in own.items())
 
-    def _report_absent_ranks(
-        self, elsewhere: Mapping[int, str], advice: Sequence[str], unaware: Sequence[int]
-    ) -> DesyncError:
-        found = {self._rank: f"{self._operation} at {self._call_site}", **elsewhere}
+    def _report_absent_ranks(self, absent: _Absent) -> DesyncError:
+        found = {self._rank: f"{self._operation} at {self._call_site}", **absent.elsewhere}
         listing = "".join(f"\n    rank {rank}: {text}" for rank, text in sorted(found.items())[:_NUM_LISTED])
         if len(found) > _NUM_LISTED:
             listing += f"\n    and {len(found) - _NUM_LISTED} more"
         what = f"{self._operation} must be called on every rank, but some ranks did not call it{listing}"
-        do = " ".join([f"call it {_EVERY_RANK}.", *filter(None, dict.fromkeys(advice))])
+        do = " ".join([f"call it {_EVERY_RANK}.", *filter(None, dict.fromkeys(absent.advice))])
         self._store.set(f"failed/{self._turn}", json.dumps({"what": what, "do": do}))
         self._store.add(self._arrived, -2 * len(self._ranks))  # ranks that arrive from now on check failed/T
-        for rank in unaware:
+        for rank in absent.unaware:
             self._responder.set(
                 f"ask/{rank}", f"rank {rank} is in a collective that rank {self._rank} will not join: {what}"
             )
         limit = time.monotonic() + _NOTIFY_WITHIN_S  # they must read the message before this process or the job exits
-        while time.monotonic() < limit and any(self._responder.check([f"ask/{rank}"]) for rank in unaware):
+        while time.monotonic() < limit and any(self._responder.check([f"ask/{rank}"]) for rank in absent.unaware):
             time.sleep(0.02)
         return DesyncError(what, do=do)
 

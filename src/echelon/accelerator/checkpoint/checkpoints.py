@@ -21,7 +21,6 @@ from echelon.accelerator.checkpoint.accelerate_layout import (
 from echelon.accelerator.checkpoint.changed_data import DataPolicy
 from echelon.accelerator.checkpoint.checkpoint_store import PREFIX, CheckpointStore, no_folder_error
 from echelon.accelerator.checkpoint.folders import has_checkpoint, newest_whole
-from echelon.accelerator.checkpoint.main_process_line import is_on_main_process_only
 from echelon.accelerator.checkpoint.registry import CheckpointRegistry
 from echelon.accelerator.checkpoint.rng_states import current_random_states
 from echelon.accelerator.checkpoint.state_names import Allowed
@@ -32,7 +31,7 @@ from echelon.accelerator.session import Session
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.progress import progress_bar
-from echelon.base.warnings import UserLine, user_line, warn
+from echelon.base.warnings import warn
 from echelon.checkpoint.commit import place_of, require_folder_or_nothing
 from echelon.checkpoint.formats.accelerate import custom_path, is_state_file, missing_files, write_state
 from echelon.checkpoint.formats.layouts import layout_of, require_layout
@@ -55,7 +54,7 @@ from echelon.compat.byte_sizes import convert_file_size_to_int
 from echelon.distributed.alone import alone, is_alone
 from echelon.distributed.collectives import gather_object
 from echelon.distributed.control import agree, raise_on_all_ranks
-from echelon.distributed.monitored_barrier import monitored_barrier
+from echelon.distributed.monitored_barrier import is_passed_by, monitored_barrier
 from echelon.distributed.preemption import Preempted
 from echelon.distributed.small_messages import gather_bytes
 from echelon.status.board import Phase
@@ -81,9 +80,7 @@ class Checkpoints:
         """The script's custom objects and hooks."""
         self.data_policy = DataPolicy()
         """Default handling of changed data. The Trainer replaces this, because it counts positions differently."""
-        self._lines_of_main_process: dict[
-            UserLine, bool
-        ] = {}  # whether a call of save_state is on the main process only
+        self._is_warned_of_missing_ranks = False
         self._is_warned_of_weights_left_out = False
         self._unwrap_model: Callable[[], Any] = lambda: None
         self._get_state_dict: Callable[[], Any] = lambda: None
@@ -127,7 +124,8 @@ class Checkpoints:
             metric: metric of this checkpoint for ``ProjectConfiguration(keep_best=...)``; rank zero's value is used.
             save_model_func_kwargs: options for engines that write checkpoints themselves; currently no engine does.
 
-        Collective: call on every rank.
+        Collective: call on every rank. If only rank zero calls it and the engine does not shard the state, it saves without the other ranks'
+        RNG states and warns, as soon as they are seen to have gone on.
 
         Raises:
             UsageError: no folder was given, the folder already exists (with automatic naming) or cannot be replaced, or
@@ -136,9 +134,14 @@ class Checkpoints:
             DesyncError: some ranks failed; the message names them.
         """
         session = self._session
-        if not is_alone() and self._is_called_on_main_process_only():
-            if not session.world.is_rank_zero:
-                return Path(os.fspath(output_dir or "."))
+        if self._is_left_to_rank_zero("save_state()"):
+            if not self._is_warned_of_missing_ranks:
+                self._is_warned_of_missing_ranks = True
+                warn(
+                    "save_state() runs on the main process only, so the checkpoint lacks the other ranks' RNG states, "
+                    "and a resumed run is not bit-identical. Call save_state() on every rank, outside `if "
+                    "accelerator.is_main_process:`"
+                )
             with alone():
                 return self.save_state(
                     output_dir, safe_serialization, blocking=True, metric=metric, **save_model_func_kwargs
@@ -184,20 +187,16 @@ class Checkpoints:
                     "return them"
                 )
 
-    def _is_called_on_main_process_only(self) -> bool:
-        """Return whether the program calls ``save_state`` under ``if accelerator.is_main_process``; warn once if it does."""
-        capabilities, line = self._session.capabilities, user_line()
-        if capabilities.shards_parameters or capabilities.shards_optimizer_state or not capabilities.exposes_state:
-            return False
-        if line not in self._lines_of_main_process:
-            self._lines_of_main_process[line] = is_on_main_process_only(line)
-            if self._lines_of_main_process[line]:
-                warn(
-                    "save_state() runs on the main process only, so the checkpoint lacks the other ranks' RNG states, "
-                    "and a resumed run is not bit-identical. Call save_state() on every rank, outside `if "
-                    "accelerator.is_main_process:`"
-                )
-        return self._lines_of_main_process[line]
+    def _is_left_to_rank_zero(self, operation: str) -> bool:
+        """Return whether this is rank zero, the other ranks have gone on without ``operation``, and it can do without them.
+
+        Programs written for Accelerate call it under ``if accelerator.is_main_process:``.
+        """
+        capabilities = self._session.capabilities
+        is_whole = capabilities.exposes_state and not (
+            capabilities.shards_parameters or capabilities.shards_optimizer_state
+        )
+        return is_whole and self._session.world.is_rank_zero and not is_alone() and is_passed_by(operation)
 
     def _save_as_accelerate(self, target: Path, *, safe_serialization: bool) -> Path:
         session, objects, world = self._session, self._session.objects, self._world
@@ -579,10 +578,15 @@ class Checkpoints:
             max_shard_size: maximum file size, such as ``"5GB"``; if there are several files, an index is written.
             safe_serialization: use the safetensors format; False: use ``torch.save``.
 
-        Collective: call on every rank.
+        Collective: call on every rank. If the engine does not shard the state, rank zero may call it alone.
         """
+        if self._is_left_to_rank_zero("save_model()"):
+            with alone():
+                self.save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
         monitored_barrier("save_model()", advice="Rank zero writes.")
-        self._session.guard.compare_models("at save_model()")
+        if not is_alone():
+            self._session.guard.compare_models("at save_model()")
         folder = Path(save_directory).expanduser()
         with within(Phase.SAVE):
             state = offloaded_state(model) or self._get_state_dict()(model)
