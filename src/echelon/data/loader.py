@@ -26,7 +26,7 @@ from echelon.data.rng.host_rng import synchronize_rng_states
 from echelon.data.sharding.batch_source import BatchSource, batches_of
 from echelon.data.to_device import to_device
 from echelon.distributed.checks.already_sharded import SamplerEpochs
-from echelon.distributed.checks.ungathered_metrics import DatasetLength
+from echelon.distributed.checks.ungathered_metrics import DatasetAccess
 from echelon.distributed.uncompiled import uncompiled_generator
 from echelon.status.board import Phase
 from echelon.status.notes import note_phase
@@ -86,7 +86,7 @@ class PreparedLoader(DataLoader[Any]):
         self._options = options
         self._world = world
         self._num_samples: int | None = None  # in the current batch, on a single process; None if it is full or unknown
-        self._length = DatasetLength()
+        self._access = DatasetAccess()
         self._has_trimmed = False
         self._data_facts: DataFacts | None = None
         self._epochs = SamplerEpochs(original)
@@ -132,7 +132,7 @@ class PreparedLoader(DataLoader[Any]):
     def dataset(self) -> Any:  # type: ignore[override]
         """The user's whole dataset. Do not use its length to average results that were not gathered."""
         if self._world.world_size > 1:
-            self._length.record_access()
+            self._access.record()
         return self.original.dataset
 
     @property
@@ -581,7 +581,7 @@ class PreparedLoader(DataLoader[Any]):
             self._complete_pass()
             if tracker is not None:
                 tracker.end_pass(self)
-            active.metrics.end_pass(self._length, num_before, dataset=self.original.dataset)
+            active.metrics.end_pass(self._access, num_before)
             is_over = True
         finally:  # also after a break or an error in the loop
             active.remove(self)

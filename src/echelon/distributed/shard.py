@@ -27,7 +27,7 @@ from echelon.distributed.checks.data_fingerprint import (
 )
 from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
 from echelon.distributed.checks.loader_agreement import gather_loader_facts
-from echelon.distributed.checks.ungathered_metrics import DatasetLength, UngatheredMetricsCheck
+from echelon.distributed.checks.ungathered_metrics import DatasetAccess, UngatheredMetricsCheck
 from echelon.distributed.collectives import broadcast
 from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
 from echelon.distributed.structure import ignorant_find_batch_size
@@ -323,7 +323,7 @@ class ShardedLoader(DataLoader[T]):
         *,
         first_pass: DuplicateSamplesCheck | None = None,
     ) -> None:
-        self._length = DatasetLength()
+        self._access = DatasetAccess()
         super().__init__(
             loader.dataset,
             **_batching_options(loader, batch_sampler),
@@ -362,7 +362,7 @@ class ShardedLoader(DataLoader[T]):
     @property
     def dataset(self) -> Any:
         """The user's whole dataset. Its length must not be used to average results that were not gathered."""
-        self._length.record_access()
+        self._access.record()
         return self._dataset
 
     @dataset.setter
@@ -379,9 +379,7 @@ class ShardedLoader(DataLoader[T]):
             batches = _CountedBatches(batches, recorder)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return batches
-        return _track_pass(
-            batches if first_pass is None else _compare_first_pass(batches, first_pass), self._length, self._dataset
-        )
+        return _track_pass(batches if first_pass is None else _compare_first_pass(batches, first_pass), self._access)
 
 
 def _batching_options(loader: DataLoader[Any], batches: ShardedBatchSampler | PreshardedBatches) -> dict[str, Any]:
@@ -421,7 +419,7 @@ def _compare_first_pass(batches: Iterator[T], first_pass: DuplicateSamplesCheck)
     first_pass.end()
 
 
-def _track_pass(batches: Iterator[T], length: DatasetLength, dataset: object) -> Iterator[T]:
+def _track_pass(batches: Iterator[T], access: DatasetAccess) -> Iterator[T]:
     """Yield ``batches``, and record the pass for the ungathered-metrics check."""
     since, is_first = None, True
     for batch in batches:
@@ -429,7 +427,7 @@ def _track_pass(batches: Iterator[T], length: DatasetLength, dataset: object) ->
             since, is_first = METRICS.num_collectives(), False
         yield batch
         METRICS.begin_pass()
-    METRICS.end_pass(length, since, dataset=dataset)
+    METRICS.end_pass(access, since)
 
 
 def _seed_of(loader: DataLoader[Any]) -> int:

@@ -1,55 +1,50 @@
-"""Warns once if an evaluation divides a per-rank result by the length of the whole dataset."""
+"""Warns once of an evaluation that reads the whole dataset of its loader, to divide by its length, and gathers nothing."""
 
 from __future__ import annotations
 
-import linecache
 import sys
 from dataclasses import dataclass
 
 import torch
 
-from echelon.base.warnings import UserLine, is_library, user_line, warn
-from echelon.distributed.checks.dataset_division import find_division
+from echelon.base.warnings import UserLine, user_line, warn
 from echelon.distributed.collective_count import num_collectives_of_all_groups
+from echelon.status.call_site import is_user_file
 
-__all__ = ["DatasetLength", "UngatheredMetricsCheck"]
+__all__ = ["DatasetAccess", "UngatheredMetricsCheck"]
 
 
-class DatasetLength:
-    """Records the line on which the program calls ``len(loader.dataset)`` for a sharded loader."""
+class DatasetAccess:
+    """Records the line on which the program reads ``loader.dataset`` of a sharded loader, mostly for its length."""
 
     __slots__ = ("line",)
 
     def __init__(self) -> None:
         self.line: UserLine | None = None
 
-    def record_access(self) -> None:
-        """Record the line that reads ``loader.dataset``, unless it is library code such as DataLoader."""
-        if is_library(sys._getframe(2).f_code.co_filename):
-            return
-        line = user_line()
-        text = linecache.getline(*line)
-        if not text or "len(" in text:  # other attributes of a dataset, such as its class names, do not matter
-            self.line = line
+    def record(self) -> None:
+        """Record the line that reads ``loader.dataset``, unless it is in an installed package such as torch."""
+        if is_user_file(sys._getframe(2).f_code.co_filename):
+            self.line = user_line()
 
 
 @dataclass(slots=True, kw_only=True)
 class _Pass:
     """An evaluation pass that has ended."""
 
-    length: DatasetLength
+    access: DatasetAccess
     since: int
     """Number of collectives at its first batch."""
     line: UserLine | None
-    """Line that uses the length of the dataset for this pass."""
+    """Line that reads the dataset for this pass."""
 
 
 class UngatheredMetricsCheck:
-    """Detects an evaluation that divides by the length of the whole dataset but does not gather its results.
+    """Detects an evaluation that reads the whole dataset, as in ``len(loader.dataset)``, but does not gather its results.
 
-    The length is ``len(loader.dataset)``, or ``len()`` of the same dataset under another name (``find_division``). If no
-    collective runs between the first batch of an evaluation and the next training pass, checkpoint or exit, each rank has only
-    its own shard's result. Any torch.distributed collective counts, including the user's.
+    If no collective runs between the first batch of an evaluation and the next training pass, checkpoint or exit, each rank has only
+    its own shard's result. Any torch.distributed collective counts, including the user's. A length that the program takes from its
+    own variable of the dataset (``len(test_set)``) is not seen.
 
     Args:
         do: advice on how to combine the ranks' results.
@@ -72,24 +67,21 @@ class UngatheredMetricsCheck:
         """Ignore ``num`` collectives that cannot have combined results."""
         self._num_ignored += num
 
-    def end_pass(self, length: DatasetLength, since: int | None, *, dataset: object) -> None:
+    def end_pass(self, access: DatasetAccess, since: int | None) -> None:
         """Record the end of a pass, in the loop's own thread.
 
         Args:
-            length: where the length of the loader's dataset was read.
+            access: where the loader's dataset was read.
             since: the value of ``num_collectives()`` at the first batch of the pass.
-            dataset: the whole dataset.
         """
         if since is None or torch.is_grad_enabled():
             return
         num = self.num_collectives()
-        self._take_line(length)
-        # A pass after which a collective ran, or that divides nothing, is settled.
+        self._take_line(access)
+        # A pass after which a collective ran, or whose dataset was not read, is settled.
         self._passes = [one for one in self._passes if one.line is not None and one.since == num]
-        line, length.line = length.line, None
-        if line is None and since == num:
-            line = find_division(dataset)
-        self._passes.append(_Pass(length=length, since=since, line=line))
+        self._passes.append(_Pass(access=access, since=since, line=access.line))
+        access.line = None
 
     def begin_pass(self) -> None:
         """Check before a training batch is read, because one collective may combine the results of several evaluations."""
@@ -97,30 +89,31 @@ class UngatheredMetricsCheck:
             self.check()
 
     def check(self) -> None:
-        """Warn if an evaluation has ended, its dataset's length was read, and nothing was gathered; then reset the records."""
+        """Warn if an evaluation has ended, its dataset was read, and nothing was gathered; then reset the records."""
         if not self._passes:
             return
-        for length in {one.length for one in self._passes}:
-            self._take_line(length)
+        for access in {one.access for one in self._passes}:
+            self._take_line(access)
         passes = self._passes
         self.forget()
         num = self.num_collectives()
         for one in passes:
-            one.length.line = None
+            one.access.line = None
             if one.line is not None and num == one.since and one.line not in self._warned:
                 self._warned.add(one.line)
                 warn(
-                    "each process evaluated only its own shard, but the length of the dataset counts all samples, and nothing "
-                    "was gathered or reduced. The result of one shard is therefore divided by the size of the whole dataset."
+                    "each process evaluated only its own shard, but the dataset of the loader holds all samples, and nothing was "
+                    "gathered or reduced. A result that is divided by len(loader.dataset) is that of one shard, divided by the "
+                    "size of the whole dataset."
                     f"\n  do:    {self._do}",
                     at=one.line,
                 )
 
-    def _take_line(self, length: DatasetLength) -> None:
-        """Let the latest pass over a loader own a length that was read since; if it has a line, the next pass owns it."""
-        latest = next((one for one in reversed(self._passes) if one.length is length), None)
+    def _take_line(self, access: DatasetAccess) -> None:
+        """Let the latest pass over a loader own a line that was recorded since; if it has one, the next pass owns it."""
+        latest = next((one for one in reversed(self._passes) if one.access is access), None)
         if latest is not None and latest.line is None:
-            latest.line, length.line = length.line, None
+            latest.line, access.line = access.line, None
 
     def forget(self) -> None:
         """Discard the evaluations recorded so far."""
