@@ -17,6 +17,7 @@ __all__ = [
     "COMPATIBILITY_MODULES",
     "duplicate_classes",
     "engine_branches",
+    "foreign_private_reads",
     "missing_paths",
     "module_state",
     "more_than_reexports",
@@ -85,8 +86,21 @@ _MUTATORS = frozenset(
 # Names with an underscore that the standard library, torch and transformers provide for others.
 _FOREIGN_PRIVATE = frozenset(
     ("_asdict", "_buffers", "_fields", "_get_device_type", "_make", "_metadata", "_modules", "_n_gpu", "_num_samples")
-    + ("_parameters", "_replace", "_shutdown", "_world")
+    + (
+        "_opt_called",
+        "_optimizer_step_post_hooks",
+        "_optimizer_step_pre_hooks",
+        "_parameters",
+        "_replace",
+        "_shutdown",
+        "_world",
+    )
 )
+
+# What collections.namedtuple documents.
+_NAMEDTUPLE = frozenset({"_asdict", "_fields", "_make", "_replace"})
+# Names of _FOREIGN_PRIVATE that classes of echelon have, too.
+_AMBIGUOUS_NAMES = frozenset({"_shutdown", "_world"})
 
 
 def violations(path: str, source: str) -> list[str]:
@@ -187,6 +201,61 @@ def private_reads(sources: Mapping[str, str]) -> Iterator[str]:
                 and ast.unparse(node.value) not in ("self", "cls", "super()")
             ):
                 yield f"{path}:{node.lineno}: reads {ast.unparse(node)}, which is private to another file"
+
+
+def foreign_private_reads(sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, path) for each private name of another library that a file uses, and ("ctypes", path) for the C library.
+
+    Counted are imports of private modules and names, and reads of ``_name`` on an object, also by ``getattr``, if the object is
+    imported from another library or no file of echelon defines the name.
+    """
+    trees = {path: _parse(source) for path, source in sources.items()}
+    defined = set().union(*(set(_defined_names(tree)) for tree in trees.values()))
+    own = defined - (_FOREIGN_PRIVATE - _AMBIGUOUS_NAMES)
+    for path, tree in trees.items():
+        imported = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                imported |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] != "echelon":
+                imported |= {alias.asname or alias.name for alias in node.names}
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for name in names:
+                if name.startswith("ctypes"):
+                    yield "ctypes", path
+                for private in filter(_is_private, name.split(".")):
+                    yield private, path
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(value=owner, attr=name):
+                    pass
+                case ast.Call(func=ast.Name(id="import_module"), args=[ast.Constant(value=str(module)), *_]):
+                    for private in filter(_is_private, module.split(".")):
+                        yield private, path
+                    continue
+                case ast.Call(
+                    func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[owner, ast.Constant(value=str(name)), *_]
+                ):
+                    pass
+                case _:
+                    continue
+            known = defined if ast.unparse(owner) in ("self", "cls", "super()") else own
+            if _is_private(name) and name not in _NAMEDTUPLE and (name not in known or _root(owner) in imported):
+                yield name, path
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith(("__", "_echelon"))
+
+
+def _root(node: ast.expr) -> str | None:
+    """Return the name of which ``node`` is an attribute, directly or through others."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def duplicate_classes(sources: Mapping[str, str]) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
-from torch._utils import _flatten_dense_tensors
 
 __all__ = ["NUM_BUCKETS", "Positions", "Raw", "Sketch", "Sketches", "sketch_of", "sketches_of"]
 
@@ -201,8 +200,7 @@ def sketches_of(tensors: Sequence[torch.Tensor], positions: Sequence[Positions] 
     if positions is None and max(sizes, default=0) <= _SMALL:
         if 0 < sum(sizes) <= _FEW and _are_plain(tensors) and all(sizes):
             with torch.no_grad():
-                flat = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-            flat = flat.detach() if len(tensors) > 1 else flat.detach().clone()
+                flat = torch.cat([one.reshape(-1) for one in tensors])
             return Sketches(None, None, Raw(flat.numpy(), tuple(sizes)))
         return _sketch_together(tensors, sizes, None)
     numbers, counts = np.empty((len(tensors), NUM_BUCKETS + 1)), np.empty((len(tensors), 3), dtype=np.int64)
@@ -268,7 +266,7 @@ class _Layout:
         first = tensors[0]
         with torch.no_grad():
             if all(one.dtype is first.dtype and one.device == first.device for one in tensors):
-                self.tensor.copy_(_flatten_dense_tensors(tensors))  # type: ignore[no-untyped-call]
+                self.tensor.copy_(torch.cat([one.reshape(-1) for one in tensors]))
             else:
                 for slot, one in zip(self.slots, tensors, strict=True):
                     slot.copy_(one.reshape(-1))
