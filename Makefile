@@ -20,7 +20,7 @@ TEST_PROCESSES ?= 3
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 # Tests of the source's structure and of the documents, which `make check` runs.
-RULES := tests/test_layering.py tests/test_import_contracts.py tests/test_documents.py
+RULES := tests/test_layering.py tests/test_import_contracts.py tests/test_private_names.py tests/test_documents.py
 PROSE := docs $(wildcard *.md)
 
 .DEFAULT_GOAL := help

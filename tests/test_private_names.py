@@ -12,17 +12,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "echelon"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 _HEAD = "| names | files |"
-# Files whose private names are being removed, and which the table leaves out.
-_LEFT_OUT = frozenset(
-    (
-        "accelerator/prepare/cpu_kernels.py",
-        "accelerator/prepare/freed_memory.py",
-        "data/direct_reading.py",
-        "distributed/ddp/memory_exchange.py",
-        "distributed/ddp/shared_pages.py",
-        "engines/stepper.py",
-    )
-)
 
 
 def _rows() -> Iterator[tuple[list[str], list[str], list[str]]]:
@@ -40,7 +29,7 @@ def _uses() -> set[tuple[str, str]]:
 
 def test_every_private_name_of_another_library_is_in_the_table() -> None:
     listed = {(name, file) for names, files, _ in _rows() for name in names for file in files}
-    assert sorted(use for use in _uses() - listed if use[1] not in _LEFT_OUT) == []
+    assert sorted(_uses() - listed) == []
 
 
 def test_the_table_lists_nothing_that_is_gone() -> None:
