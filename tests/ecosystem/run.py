@@ -1,6 +1,6 @@
 """Runs a program of `programs/` natively and with echelon in the place of accelerate and transformers' Trainer.
 
-``python tests/ecosystem/run.py [PROGRAM ...]`` prints the largest difference of each value. With ``ECOSYSTEM_NATIVE_RUNS=FOLDER`` the
+``python -m tests.ecosystem.run [PROGRAM ...]`` prints the largest difference of each value. With ``ECOSYSTEM_NATIVE_RUNS=FOLDER`` the
 results of native runs are kept in that folder and used again, until the program or the pinned versions change.
 """
 
@@ -10,13 +10,14 @@ import hashlib
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from tests.ecosystem.bounded import run_bounded
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -89,15 +90,11 @@ def run(
         if way.endswith("install()"):
             script = Path(folder) / file
             script.write_text(FIRST_LINE + (HERE / "programs" / file).read_text())
-        done = subprocess.run(
+        done = run_bounded(
             [str(PYTHON), *starter(way, num_processes, flags), str(script), *own, *args],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=timeout_s,
-            env=environment(Path(folder), [HERE / "programs"], source=way != "native"),
+            folder=Path(folder),
+            variables=environment(Path(folder), [HERE / "programs"], source=way != "native"),
+            timeout_s=timeout_s,
         )
     results = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode != 0 or len(results) != 1:

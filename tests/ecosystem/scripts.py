@@ -26,6 +26,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from tests.ecosystem.bounded import run_bounded
 from tests.ecosystem.run import (
     FIRST_LINE,
     HERE,
@@ -322,15 +323,11 @@ def record(
             started.write_text(text)
         paths = [HERE / "offline", script.parent]
         try:
-            done = subprocess.run(
+            done = run_bounded(
                 [str(PYTHON), *starter(way, num_processes), str(started), *args],
-                cwd=work,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-                timeout=timeout_s,
-                env={
+                folder=work,
+                timeout_s=timeout_s,
+                variables={
                     **environment(Path(folder), paths, source=way != "native"),
                     "HF_DATASETS_OFFLINE": "1",
                     "RECORD_FOLDER": str(records),
@@ -338,8 +335,7 @@ def record(
                 },
             )
         except subprocess.TimeoutExpired as late:
-            text = late.stdout.decode() if isinstance(late.stdout, bytes) else str(late.stdout)
-            raise NotEndedError(f"not ended after {timeout_s:.0f} s\n{text[-6000:]}") from late
+            raise NotEndedError(f"not ended after {timeout_s:.0f} s\n{late.output[-6000:]}") from late
         values = {**_computed(records), **_written(work / "out")}
         if done.returncode != 0:
             raise ProgramFailedError(f"exit code {done.returncode}\n{done.stdout[-6000:]}")

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.ecosystem.bounded import run_bounded
 from tests.ecosystem.run import HERE, PYTHON, ROOT
 
 _PRIVATE = "reads or replaces a private name, or mocks an object of the native implementation"
@@ -199,14 +199,11 @@ def _run(suite: Suite, checkout: Path, way: str, timeout_s: float) -> dict[str, 
             "--tb=short",
             "--continue-on-collection-errors",
         ]
-        done = subprocess.run(
+        done = run_bounded(
             [str(PYTHON), "-m", "pytest", *options, *selection, *suite.files],
-            cwd=copy,
-            timeout=timeout_s,
-            check=False,
-            capture_output=True,
-            text=True,
-            env={
+            folder=copy,
+            timeout_s=timeout_s,
+            variables={
                 **inherited,
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
@@ -218,7 +215,7 @@ def _run(suite: Suite, checkout: Path, way: str, timeout_s: float) -> dict[str, 
             },
         )
         if not record.is_file():
-            raise SystemExit(f"pytest ran no test of {checkout}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+            raise SystemExit(f"pytest ran no test of {checkout}:\n{done.stdout[-4000:]}")
         outcomes: dict[str, tuple[str, str]] = {}
         for line in record.read_text().splitlines():
             one = json.loads(line)
