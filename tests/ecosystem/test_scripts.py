@@ -46,12 +46,35 @@ if accelerator.is_main_process:
 accelerator.end_training()
 """
 
+# A thread of gloo that needs the GIL waits for as long as the main thread keeps it, which makes torch's deadlock likely in each turn.
+_FREED = """
+import os
+import sys
+from pathlib import Path
 
-def _recorded(folder: Path, way: Way, num_processes: int, text: str) -> Recorded:
+import torch
+import torch.distributed as dist
+
+sys.setswitchinterval(600)
+for i in range(10):
+    dist.init_process_group("gloo", init_method=f"file://{Path(f'group{i}').resolve()}", rank=int(os.environ["RANK"]), world_size=2)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(32, 32))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 32)).sum().backward()
+    optimizer.step()
+    gathered = [torch.empty(4) for _ in range(2)]
+    dist.all_gather(gathered, torch.ones(4))
+    del gathered, optimizer
+    dist.destroy_process_group()
+    del model
+"""
+
+
+def _recorded(folder: Path, way: Way, num_processes: int, text: str, timeout_s: float = 300) -> Recorded:
     script, materials = folder / "small.py", folder / "materials"
     script.write_text(text)
     materials.mkdir(exist_ok=True)
-    return record(script, [], way, num_processes, materials=materials, timeout_s=300)
+    return record(script, [], way, num_processes, materials=materials, timeout_s=timeout_s)
 
 
 @pytest.mark.soak
@@ -71,6 +94,13 @@ def test_the_steps_and_results_of_a_script_are_recorded_and_equal(tmp_path: Path
         assert "stands in for accelerate" in swapped.output
         outcome = judge(native, swapped, {}, num_processes)
         assert (outcome.listed, outcome.unexpected) == ({}, {})
+
+
+@pytest.mark.soak
+@needs_libraries
+def test_a_native_script_ends_though_it_frees_its_model_after_its_process_group(tmp_path: Path) -> None:
+    ended = _recorded(tmp_path, "native", 2, _FREED, timeout_s=120)
+    assert len(ended.values["rank 0"]["steps"]) == 10
 
 
 @pytest.mark.soak

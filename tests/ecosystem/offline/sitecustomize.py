@@ -2,11 +2,13 @@
 
 Each rank writes ``rank_N.jsonl`` into ``RECORD_FOLDER``: for each optimizer step the learning rate, the norm of the gradients, and
 the norm and the sum of the weights after it; the loss that a model of transformers returns in training; the metrics of the
-stand-in ``evaluate``. With ``RECORD_IN_ORDER=1``, ``DataLoader(shuffle=True)`` keeps the order of the dataset.
+stand-in ``evaluate``. With ``RECORD_IN_ORDER=1``, ``DataLoader(shuffle=True)`` keeps the order of the dataset. With
+``RECORD_KEEP_GROUP=1``, a process group outlives the model.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -24,9 +26,26 @@ def write(name: str, value: Any) -> None:
         record.write(json.dumps([name, value]) + "\n")
 
 
+_KEPT: set[Any] = set()
+
+
+def _keep_group(distributed: ModuleType) -> None:
+    """Keep the default process group until the script has ended.
+
+    torch 2.13 deadlocks if DistributedDataParallel is freed after destroy_process_group() and holds the last reference to a gloo group:
+    it holds the GIL while it waits for the group's threads, one of which may need the GIL to free a tensor of the last collective.
+    Dropping a reference of Python releases the GIL.
+    """
+    if distributed.is_initialized() and distributed.group.WORLD not in _KEPT:
+        _KEPT.add(distributed.group.WORLD)
+        atexit.register(_KEPT.clear)
+
+
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     import torch
 
+    if os.environ.get("RECORD_KEEP_GROUP") == "1":
+        _keep_group(torch.distributed)
     weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad.double().norm() for parameter in weights if parameter.grad is not None]
     write(
