@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from echelon.accelerator.prepare.prepare_arguments import contents, is_record, leaves, map_tensors, rebuild_like
+from echelon.data.batch import is_column
 
 __all__ = ["batch_size", "concatenate", "cut", "detach", "fill", "map_tensors", "to_device", "to_numpy"]
 
@@ -37,7 +38,12 @@ def batch_size(data: Any) -> int | None:
 
 
 def cut(data: Any, *, rows: int, of: int) -> Any:
-    """Return the first ``rows`` of a batch's ``of`` samples; tensors that do not have ``of`` rows stay unchanged."""
+    """Return the first ``rows`` of a batch's ``of`` samples; tensors and lists that do not have ``of`` rows stay unchanged."""
+    if isinstance(data, (list, tuple)) and is_column(data) and batch_size(data) is None:
+        return data[:rows] if len(data) == of else data
+    if isinstance(data, Mapping):
+        columns: Any = contents(data)
+        return rebuild_like(data, {name: cut(column, rows=rows, of=of) for name, column in columns.items()})
     return map_tensors(lambda tensor: tensor[:rows] if tensor.dim() and tensor.shape[0] == of else tensor, data)
 
 

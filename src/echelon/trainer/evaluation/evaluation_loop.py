@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from echelon.accelerator.preemption import Preempted
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.logging import get_logger
+from echelon.data.batch import num_samples
 from echelon.trainer.data import batches
 from echelon.trainer.data.epoch_batches import EpochBatches
 from echelon.trainer.evaluation.prediction_step import evaluation_dtype
@@ -180,7 +181,7 @@ def _evaluate_batches(
     metrics: dict[str, Any] = {}
     inputs: Any = None
     for done, inputs in enumerate(numbered, 1):
-        size = batches.batch_size(inputs)
+        size = num_samples(inputs)
         real = state.real_samples = _real_samples(hooks, dataloader, size)
         # A batch of padding only still runs, because the forward pass may be collective; gathering drops it.
         rows = real[0] if real is not None and 0 < real[0] < (size or 0) else None
@@ -342,7 +343,7 @@ class _Collected:
 
         Collective: call on every rank, once per batch.
         """
-        rows = batches.batch_size(inputs) or 1
+        rows = num_samples(inputs) or 1
         items = items_of(inputs, shifts=shifts)
         weight = 1.0 if items is None else items / rows
         weights = torch.full((size or 1,), weight, dtype=torch.float64, device=self._hooks.accelerator.device)
@@ -389,13 +390,13 @@ def _batches_and_rows(hooks: TrainerHooks, dataloader: Any) -> tuple[EpochBatche
     divide = getattr(dataloader, "divide_last_step", None)  # only prepared loaders have it
     if divide is None or hooks.accelerator.session.num_readers == 1:
         return numbered, 1
-    size, num_samples = batches.batch_size(numbered.peek()), _num_samples_of(hooks, dataloader)
-    if not num_samples or size is None or size <= num_samples or size % num_samples:
+    size, collated = num_samples(numbered.peek()), _num_samples_of(hooks, dataloader)
+    if not collated or size is None or size <= collated or size % collated:
         return numbered, 1
     if divide():
         numbered.close()
         numbered = EpochBatches(dataloader)
-    return numbered, size // num_samples
+    return numbered, size // collated
 
 
 def _num_samples_of(hooks: TrainerHooks, dataloader: Any) -> int | None:
