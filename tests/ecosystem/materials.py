@@ -132,7 +132,7 @@ _ROWS: dict[str, Callable[[random.Random, int], Row]] = {
     "questions": _question,
     "summaries": lambda rng, i: {"text": _text(rng, 10, 20), "summary": _text(rng)},
     "translations": lambda rng, i: _translation(rng),
-    "text": lambda rng, i: {"text": _text(rng)},
+    "texts": lambda rng, i: {"text": _text(rng)},  # "text" is a loader of the library datasets
     "preferences": lambda rng, i: _chosen(rng),
     "comparisons": lambda rng, i: {key: text for key, text in _chosen(rng).items() if key != "prompt"},
     "feedback": lambda rng, i: {"prompt": _text(rng, 2, 5), "completion": " " + _text(rng), "label": i % 2 == 0},

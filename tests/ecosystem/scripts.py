@@ -59,7 +59,7 @@ class Script:
     """Pattern of a value's name -> why it differs. ``2: NAME`` holds on two processes only."""
     number_of_processes: tuple[int, ...] = (1, 2)
     corrected: Mapping[str, str] = field(default_factory=dict)
-    """Text of the script -> text with which it runs with the pinned releases."""
+    """Text of the script -> text with which it runs with the pinned releases, or does what the variant says."""
 
     @property
     def name(self) -> str:
@@ -219,6 +219,12 @@ SCRIPTS: dict[str, tuple[Script, ...]] = {
         Script(file="by_feature/cross_validation.py", args="--cpu --num_folds 2"),
         Script(file="by_feature/ddp_comm_hook.py", args="--cpu --ddp_comm_hook no"),
         Script(file="by_feature/early_stopping.py", args="--cpu"),
+        Script(
+            file="by_feature/early_stopping.py",
+            variant="at the first higher loss",
+            args="--cpu",
+            corrected={"EarlyStoppingCallback()": "EarlyStoppingCallback(patience=1)"},
+        ),
         Script(file="by_feature/gradient_accumulation.py", args="--cpu --gradient_accumulation_steps 2"),
         Script(
             file="by_feature/gradient_accumulation_for_autoregressive_models.py",
@@ -232,17 +238,26 @@ SCRIPTS: dict[str, tuple[Script, ...]] = {
     ),
     "trl": (
         Script(
-            file="trl/scripts/sft.py", args=f"--model_name_or_path llama --dataset_name text --max_length 24 {_TRL}"
+            file="trl/scripts/sft.py", args=f"--model_name_or_path llama --dataset_name texts --max_length 24 {_TRL}"
         ),
         Script(
             file="trl/scripts/sft.py",
             variant="packed",
-            args=f"--model_name_or_path llama --dataset_name text --max_length 24 --packing --packing_strategy wrapped {_TRL}",
+            args=f"--model_name_or_path llama --dataset_name texts --max_length 24 --packing --packing_strategy wrapped {_TRL}",
+            different=dict.fromkeys(
+                ("2: log.eval_loss", "2: log.eval_entropy", "2: log.eval_mean_token_accuracy"), _COUNTED_ONCE
+            ),
+        ),
+        Script(
+            file="trl/scripts/sft.py",
+            variant="packed, whole evaluation batches",
+            args="--model_name_or_path llama --dataset_name texts --max_length 25 --packing --packing_strategy wrapped "
+            f"{_TRL} --per_device_eval_batch_size 1",  # 147 tokens are 6 rows
         ),
         Script(
             file="trl/scripts/sft.py",
             variant="LoRA",
-            args=f"--model_name_or_path llama --dataset_name text --max_length 24 --use_peft --lora_r 4 {_TRL}",
+            args=f"--model_name_or_path llama --dataset_name texts --max_length 24 --use_peft --lora_r 4 {_TRL}",
         ),
         Script(file="trl/scripts/dpo.py", args=f"--model_name_or_path llama --dataset_name preferences {_TRL}"),
         Script(
