@@ -416,10 +416,16 @@ class PreparedLoader(DataLoader[Any]):
             "data": self.data_facts().to_json(),
         }
 
-    def load_order_state(self, state: dict[str, Any]) -> None:
-        """Make the next pass use the order saved by ``order_state``."""
-        self._position.loaded, self._position.resumes = state.get("pass"), False
-        self._position.load_order_state(state)
+    def load_saved(self, order: dict[str, Any] | None, position: dict[str, Any] | None) -> None:
+        """Make the next pass the one of a checkpoint, from its ``order_state`` and its ``state_dict``; None if it has none.
+
+        A pass in progress continues. If it is completed, the next pass starts from the beginning, in the order of the next epoch.
+        """
+        self._position.load(order, position, is_read=self._reader() in self.active.loaders)
+
+    def leave_pass(self) -> None:
+        """Make the next pass the one of a checkpoint that was loaded during the current pass, if there is one."""
+        self._position.apply_deferred()
 
     def data_facts(self) -> DataFacts:
         """Return the facts that a position in a pass depends on, or only those known here if another rank reads the data."""
@@ -530,8 +536,7 @@ class PreparedLoader(DataLoader[Any]):
         changed = self._epochs.changed()
         if changed is not None:
             self.set_epoch(changed)
-        resumed_from = position.loaded if position.resumes else None
-        position.loaded, position.resumes = None, False
+        resumed_from = position.begin_pass()
         if resumed_from is not None and not resumed_from["is_within"]:
             position.facts = PassFacts.from_record(resumed_from)
             return  # the resumed pass was already complete
@@ -585,6 +590,7 @@ class PreparedLoader(DataLoader[Any]):
             is_over = True
         finally:  # also after a break or an error in the loop
             active.remove(self)
+            position.apply_deferred()
             if active.driver is not None:
                 active.driver.end_pass(self, is_over=is_over)
 

@@ -60,6 +60,8 @@ class PassPosition(ABC):
         """``record`` of the pass in a loaded checkpoint, until a pass starts."""
         self.resumes = False
         """Whether the next pass continues ``loaded``."""
+        # Order and position of a checkpoint that was loaded during a pass, until that pass ends.
+        self._deferred: tuple[dict[str, Any] | None, dict[str, Any] | None] | None = None
         self._state: dict[str, Any] | None = None  # state after the current batch
         self._resume: dict[str, Any] | None = None  # state from which the next pass continues
         self._draws_before: dict[str, Any] | None = None  # RNG states from the checkpoint
@@ -106,8 +108,16 @@ class PassPosition(ABC):
             is_last: whether this is the last batch of the pass.
         """
 
+    def begin_pass(self) -> dict[str, Any] | None:
+        """Start a pass; return the ``record`` of the pass that it continues, or None if it is a new one."""
+        self.apply_deferred()
+        record, self.loaded = self.loaded if self.resumes else None, None
+        self.resumes = False
+        return record
+
     def close(self) -> None:
-        """Record that the pass is complete."""
+        """Record that the pass is complete. A checkpoint that was loaded during this pass does not affect the next one."""
+        self._deferred = None
         self.iteration += 1
         self.is_open = False
 
@@ -125,6 +135,7 @@ class PassPosition(ABC):
     def end_pass(self) -> None:
         """End the current pass, so that the next pass starts from the beginning."""
         record, self.loaded, self.resumes = self.loaded, None, False
+        self._deferred = None
         if record is not None:
             self.facts = PassFacts.from_record(record)
             if record["is_within"] and record["is_read"]:  # the saved run went on to complete this pass
@@ -152,6 +163,27 @@ class PassPosition(ABC):
     @abstractmethod
     def load_order_state(self, state: dict[str, Any]) -> None:
         """Make the next pass use the order saved by ``order_state``."""
+
+    def load(self, order: dict[str, Any] | None, position: dict[str, Any] | None, *, is_read: bool) -> None:
+        """Load the ``order_state`` and the ``state_dict`` of a checkpoint, each None if it has none.
+
+        If ``is_read``, a pass is in progress. It continues as if nothing had been loaded. If the loop leaves it, the next pass is the
+        saved one.
+        """
+        self._deferred = order, position
+        if not is_read:
+            self.apply_deferred()
+
+    def apply_deferred(self) -> None:
+        """Load the state of a checkpoint that was loaded during a pass, because the loop has left this pass."""
+        if self._deferred is None:
+            return
+        (order, position), self._deferred = self._deferred, None
+        if order is not None:
+            self.loaded, self.resumes = order.get("pass"), False
+            self.load_order_state(order)
+        if position is not None:
+            self.load_state_dict(position)
 
     def record(self, *, is_read: bool, is_within: bool, num_unused: int) -> dict[str, Any] | None:
         """Return the progress of the latest pass, or None if no pass has started since a checkpoint was loaded.

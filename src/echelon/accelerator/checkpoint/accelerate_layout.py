@@ -313,16 +313,17 @@ def _load_loaders(
     """Restore the loaders' sample orders and saved positions."""
     known = {"positions": [], **(ours or {})}
     for i, loader in enumerate(loader for loader in dataloaders if isinstance(loader, PreparedLoader)):
-        position = state_path(folder, POSITION_NAME, i)
-        if i < len(orders):
-            loader.load_order_state(dict(orders[i]))
+        position, saved = state_path(folder, POSITION_NAME, i), None
+        order = dict(orders[i]) if i < len(orders) else None
         if i in known["positions"] and loader.is_stateful:
             _require_files(folder, [position])
         if loader.is_stateful and position.exists() and i not in changed:
-            loader.load_state_dict(_read_position(position, rank, loader, load_kwargs))
+            iteration = (order or {}).get("iteration", loader.iteration)
+            saved = _read_position(position, rank, iteration, load_kwargs)
+        loader.load_saved(order, saved)
 
 
-def _read_position(path: Path, rank: int, loader: PreparedLoader, load_kwargs: dict[str, Any]) -> dict[str, Any]:
+def _read_position(path: Path, rank: int, iteration: int, load_kwargs: dict[str, Any]) -> dict[str, Any]:
     file = load(path, **load_kwargs)
     num_saved, num_processes = num_ranks_in_position(file), World.current().world_size
     if (
@@ -333,7 +334,7 @@ def _read_position(path: Path, rank: int, loader: PreparedLoader, load_kwargs: d
             f"{num_processes}",
             do="resume with the same number of processes, or without use_stateful_dataloader",
         )
-    return position_on_rank(file, rank, iteration=loader.iteration)
+    return position_on_rank(file, rank, iteration=iteration)
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------------

@@ -400,6 +400,8 @@ class Checkpoints:
             _logger.warning("no checkpoint in %s: starting from scratch", place)
             return False
         place = self._load(folder, None, options)
+        for loader in self._session.objects.loaders:
+            loader.leave_pass()  # unlike load_state(), this continues at the saved position in any case
         with raise_on_all_ranks("resume"):
             position = self._session.epochs.saved_position()
             epoch = self._session.resume_epochs()

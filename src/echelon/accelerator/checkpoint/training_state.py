@@ -446,9 +446,9 @@ def _load_loaders(
     num_saved = checkpoint.manifest.world_size
     positions: Sequence[Any] = own.get("positions") or ()
     for i, loader in enumerate(loaders):
-        if i < len(orders):
-            loader.load_order_state(orders[i])
+        order = orders[i] if i < len(orders) else None
         if not loader.is_stateful or i in changed:  # the inner loader's state belongs to other data
+            loader.load_saved(order, None)
             continue
         if num_saved != session.world.world_size:  # samples would be repeated or skipped
             raise CheckpointError(
@@ -456,8 +456,7 @@ def _load_loaders(
                 f"rank {session.world.rank} of {session.world.world_size}",
                 do="resume with the same number of processes, or without use_stateful_dataloader",
             )
-        if i < len(positions) and positions[i] is not None:
-            loader.load_state_dict(positions[i])
+        loader.load_saved(order, positions[i] if i < len(positions) else None)
     session.epochs.load_own_state(own.get("pass") if num_saved == session.world.world_size else None)
     for i in changed:
         loaders[i].load_rng_state(None)

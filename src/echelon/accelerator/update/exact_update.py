@@ -407,7 +407,8 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         self._micro_step_items = self._random_states = None
         self.window.total = 0.0  # counted as tokens otherwise
         self._kept.clear()
-        loader = self._update_loaders.lead or self.state.reading.trained
+        lead = self._update_loaders.lead
+        loader = self.state.reading.trained if lead is None else lead
         if loader is not None:
             loader.fetched.skip_waiting()  # the loss of a dropped update may still hold its batch
 
