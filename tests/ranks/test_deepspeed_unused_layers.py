@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,3 +237,55 @@ def test_what_the_library_cannot_do_is_refused_by_name(stage: int) -> None:
         )
         assert "ZeRO stage 3 releases the weights in each backward pass" in said[1]
     assert len(said) == (2 if stage == 3 else 1)
+
+
+def _train_groups(stage: int, place: int) -> tuple[list[str], list[torch.Tensor]]:
+    """Train with a parameter group without parameters at ``place``, as a model without biases has one."""
+    accelerator = _accelerator(stage)
+    model: Any = Branches()
+    groups: list[dict[str, Any]] = [
+        {"params": list(model.layers["a"].parameters()), "lr": 0.1},
+        {"params": list(model.layers["b"].parameters()), "lr": 0.2},
+    ]
+    groups.insert(place, {"params": [], "lr": 7.0})
+    model.layers["c"].requires_grad_(False)
+    optimizer: Any = torch.optim.SGD(groups)
+    rates = [(lambda step, k=k: 1 / (1 + step * (k + 1))) for k in range(3)]  # type: ignore[misc]
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    for x in _batches()[:2]:
+        accelerator.backward(model(x, "ab").sum())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    texts = [str(one.message) for one in caught if "removes parameter groups" in str(one.message)]
+    return texts, [Branches().state_dict()[f"layers.{n}.bias"] - state[f"layers.{n}.bias"] for n in "ab"]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_schedules_go_on_beside_a_parameter_group_without_parameters(stage: int, place: int) -> None:
+    ((texts, moved),) = run_on_ranks(_train_groups, stage, place, world_size=1)
+    assert len(texts) == (place < 2)
+    # The loss is a sum over 8 samples, so that each bias has the gradient 8 in both updates.
+    for lr, k, found in zip((0.1, 0.2), [k for k in range(3) if k != place], moved, strict=True):
+        assert found.tolist() == pytest.approx([8 * lr * (1 + 1 / (2 + k))] * 2, rel=1e-5)  # float32
+
+
+def _freeze_a_group(stage: int) -> str:
+    accelerator = _accelerator(stage)
+    model: Any = Branches()
+    model.layers["a"].requires_grad_(False)
+    groups = [{"params": list(model.layers[name].parameters())} for name in LAYERS]
+    with pytest.raises(UsageError) as caught:
+        accelerator.prepare(model, torch.optim.SGD(groups, lr=0.1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_group_of_frozen_parameters_is_refused_by_name(stage: int) -> None:
+    (text,) = run_on_ranks(_freeze_a_group, stage, world_size=1)
+    assert f"parameter group 0 of the optimizer are frozen, which ZeRO stage {stage} does not support" in text

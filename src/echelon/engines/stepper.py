@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import compress
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -17,6 +18,7 @@ from echelon.engines.shards import local_tensors
 
 __all__ = [
     "Stepper",
+    "drop_scheduler_groups",
     "multiply_gradients",
     "repoint_scheduler",
     "require_graph",
@@ -180,6 +182,23 @@ def repoint_scheduler(scheduler: Any, *, old: Optimizer, new: Optimizer) -> None
         scheduler.optimizer = new
         _record_step_calls(new)
         new._opt_called = getattr(old, "_opt_called", False)  # type: ignore[attr-defined]
+
+
+_PER_GROUP = ("base_lrs", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "lr_lambdas", "_last_lr")
+"""Attributes of torch's schedulers that are lists with an element for each parameter group."""
+
+
+def drop_scheduler_groups(scheduler: Any, is_kept: Sequence[bool]) -> None:
+    """Make ``scheduler`` and the schedulers inside it drive only the kept groups of an optimizer that has lost the others.
+
+    Source: torch.optim.lr_scheduler, whose schedulers require as many values as groups (torch 2.13).
+    """
+    for inner in getattr(scheduler, "_schedulers", ()):  # ChainedScheduler, SequentialLR
+        drop_scheduler_groups(inner, is_kept)
+    for name in _PER_GROUP:
+        values = vars(scheduler).get(name)
+        if isinstance(values, list) and len(values) == len(is_kept):
+            setattr(scheduler, name, list(compress(values, is_kept)))
 
 
 def _record_step_calls(optimizer: Optimizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from echelon.base import environ
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.warnings import warn
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.deepspeed.ds_config import unresolved
 from echelon.engines.deepspeed.flat_shards import full_shape, hook_loading, write_full
@@ -32,7 +34,7 @@ from echelon.engines.deepspeed.training_config import (
 )
 from echelon.engines.output_hooks import OutputFlattener, flatten_outputs_for_hooks
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
-from echelon.engines.stepper import Stepper, repoint_scheduler, require_graph, zero_backward
+from echelon.engines.stepper import Stepper, drop_scheduler_groups, repoint_scheduler, require_graph, zero_backward
 from echelon.world.world import World
 
 __all__ = ["DeepSpeedEngine"]
@@ -59,6 +61,7 @@ class DeepSpeedEngine(Engine):
         self._evaluated: list[Any] = []  # DeepSpeed engines of models without an optimizer
         self._hooks: list[Any] = []  # handles of module hooks
         self._is_local = False  # inside no_sync
+        self._kept_groups: list[bool] = []  # of the optimizer's groups, those that the library keeps
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Models and optimizers are identified by id, so a copy starts without prepared objects.
@@ -190,6 +193,14 @@ class DeepSpeedEngine(Engine):
                 do="use mixed_precision='bf16', ZeRO stage 0, or the fsdp2 engine",
             )
         groups = parameters_by_group(optimizer)
+        if self._stage in (1, 2):
+            _require_trainable(groups, self._stage)
+        self._kept_groups = [bool(group) for group in groups]
+        if any(later and not kept for kept, later in pairwise(self._kept_groups)):
+            warn(
+                f"DeepSpeed removes parameter groups without parameters (group {self._kept_groups.index(False)} of "
+                f"{len(groups)}), so optimizer.param_groups has fewer elements, with other indices"
+            )
         arguments: dict[str, Any] = {}
         if isinstance(optimizer, DummyOptim):
             announce_kernels(config, optimizer=str(config["optimizer"].get("type")))
@@ -244,6 +255,8 @@ class DeepSpeedEngine(Engine):
 
     def _build_scheduler(self, scheduler: Any) -> Any:
         if not isinstance(scheduler, DummyScheduler):
+            if not all(self._kept_groups):
+                drop_scheduler_groups(scheduler, self._kept_groups)
             return scheduler
         if self._run is None or self._run.engine.lr_scheduler is None:
             raise ConfigError(
@@ -463,6 +476,18 @@ class DeepSpeedEngine(Engine):
         wrapper: Any = model
         inner: nn.Module = wrapper.module if any(model is one for one in ours) else model
         return inner
+
+
+def _require_trainable(groups: Sequence[Sequence[torch.Tensor]], stage: int) -> None:
+    """Raise UsageError if a group has only frozen parameters, for which the library fails with an IndexError."""
+    frozen = [i for i, group in enumerate(groups) if group and not any(p.requires_grad for p in group)]
+    if frozen:
+        raise UsageError(
+            f"all parameters in parameter group {frozen[0]} of the optimizer are frozen, which ZeRO stage {stage} does not support",
+            where="prepare(), deepspeed engine",
+            do="create the optimizer without this group (DeepSpeed does not train parameters that are unfrozen later), or use ZeRO stage "
+            "0 or 3, or engine='fsdp2' or 'ddp'",
+        )
 
 
 def _require_owned(model: nn.Module, groups: Sequence[Sequence[torch.Tensor]]) -> None:
