@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from echelon import Accelerator
 from echelon.base import environ
@@ -99,13 +100,14 @@ def _accelerator(stage: int, offload: str = "none", **config: Any) -> Accelerato
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
     if offload != "none":
         zero["offload_optimizer"] = {"device": offload}
+    more = {name: config.pop(name) for name in ("gradient_accumulation_steps",) if name in config}
     config = {
         "zero_optimization": zero,
         "train_micro_batch_size_per_gpu": 1,
         "zero_force_ds_cpu_optimizer": False,
         **config,
     }
-    return Accelerator(engine="deepspeed", cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    return Accelerator(engine="deepspeed", cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), **more)
 
 
 def _train(stage: int, offload: str, seeds: list[int]) -> list[Any]:
@@ -289,3 +291,38 @@ def _freeze_a_group(stage: int) -> str:
 def test_a_group_of_frozen_parameters_is_refused_by_name(stage: int) -> None:
     (text,) = run_on_ranks(_freeze_a_group, stage, world_size=1)
     assert f"parameter group 0 of the optimizer are frozen, which ZeRO stage {stage} does not support" in text
+
+
+def _train_two_losses(stage: int, counts: bool) -> dict[str, torch.Tensor] | None:
+    """Call backward() twice in each micro-step; the second window of the pass has one micro-step of two."""
+    accelerator = _accelerator(stage, gradient_accumulation_steps=2)
+    model: Any = Branches()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader: Any = accelerator.prepare(
+        DataLoader(_batches()[:3].reshape(-1, 3), batch_size=8 // accelerator.num_processes)
+    )
+    for x in loader:
+        with accelerator.accumulate(model):
+            num_items = len(x) if counts else None
+            accelerator.backward(model(x, LAYERS).square().mean(), num_items=num_items)
+            accelerator.backward(model(2 * x, "ab").square().mean(), num_items=num_items)
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_of_two_losses_has_its_weight_once(stage: int, world_size: int, counts: bool) -> None:
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window in (_batches()[:2], _batches()[2:3]):
+        optimizer.zero_grad()
+        for x in window:
+            loss = model(x, LAYERS).square().mean() + model(2 * x, "ab").square().mean()
+            (loss / len(window)).backward()
+        optimizer.step()
+    found = run_on_ranks(_train_two_losses, stage, counts, world_size=world_size)[0]
+    for name, value in model.state_dict().items():  # float32, updates of about 0.1
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)

@@ -131,6 +131,9 @@ class DeepSpeedModel:
             # otherwise replace the gradients of the first (0.19.8).
             self.engine.optimizer.clear_backward_seen_flag()
         self.engine.set_gradient_accumulation_boundary(False)
+        if self.factor != 1.0:
+            # Engine.finish_gradients has been called, so this loss contains the factor, which is still to be applied to all gradients.
+            loss = loss / self.factor
         try:
             self.engine.backward(self.stepper.scale(loss), retain_graph=retain_graph, scale_wrt_gas=False)
         except RuntimeError as error:
