@@ -178,8 +178,8 @@ class PlainLoop:
     updates: list[list[int]] = field(default_factory=list)
     """Samples of each update."""
 
-    def update(self, window: list[Round]) -> None:
-        """Make one update."""
+    def update(self, window: list[Round], *, steps: bool = True) -> None:
+        """Make one update. ``steps``: False if the loop drops it after its gradients have been clipped."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.updates.append(sorted(index for round_ in window for piece in round_ for index in piece))
@@ -190,12 +190,14 @@ class PlainLoop:
             self.found_losses.append(float(self._backward(window)))
             if self.clip is not None:
                 self.found_norms.append(float(self.clip(list(self.model.parameters())) or 0.0))
+            if not steps:
+                return
             for optimizer in self.optimizers:
                 optimizer.step()
         for schedule in self.schedules:
             for _ in range(self.schedule_steps):
                 schedule.step()
-        self.found_rates.append(float(self.optimizers[0].param_groups[0]["lr"]))
+        self.found_rates.append(float(self.optimizers[0].param_groups[-1]["lr"]))
 
     def _backward(self, window: list[Round]) -> torch.Tensor:
         for optimizer in self.optimizers:

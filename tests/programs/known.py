@@ -100,7 +100,8 @@ _REFUSALS: list[_Refusal] = [
         "zipped batches of other sizes, cut in pieces",
         lambda p, at: p.zipped > 0 and at.parity != "off" and _sizes_differ(p),
         "two training loaders are read together, but their micro-batches do not match|a training loader yielded a "
-        "batch in the middle of another loader's update|gather: the ranks do not pass the same structure",
+        "batch in the middle of another loader's update|gather: the ranks do not pass the same structure|"
+        "several batches were fetched before the first of them is trained",
     ),
     _Refusal(
         "split_batches needs a batch size that divides",
@@ -124,7 +125,11 @@ _REFUSALS: list[_Refusal] = [
     ),
     _Refusal(
         "gather of batches of other sizes",
-        lambda p, at: at.world_size > 1 and at.parity == "off" and (p.order == "batch_sampler" or not p.even_batches),
+        lambda p, at: (
+            at.world_size > 1
+            and at.parity == "off"
+            and (p.order == "batch_sampler" or not p.even_batches or (p.zipped > 0 and p.order == "buckets"))
+        ),
         "gather: the ranks do not pass the same structure",
     ),
     _Refusal(
@@ -133,12 +138,27 @@ _REFUSALS: list[_Refusal] = [
         "several batches were fetched before the first of them is trained|was called outside a prepared DataLoader's loop|"
         "yielded a batch in the middle|earlier micro-steps' gradients were|after a loader's iterator was closed|"
         "a second loss for the same batch was computed after|the other batches would be ignored|"
-        "no loss has been recorded yet",
+        "no loss has been recorded yet|of a batch that is trained outside of its loader's loop",
+    ),
+    _Refusal(
+        "ZeRO stages 1 and 2 take no group of frozen parameters",
+        lambda p, at: p.frozen_group and at.engine in ("deepspeed stage 1", "deepspeed stage 2"),
+        "all parameters in parameter group 0 of the optimizer are frozen",
+    ),
+    _Refusal(
+        "windows of split batches that the end of a pass would leave open",
+        lambda p, at: p.splits == "counted" and p.accumulation > 1,
+        "the last update of this pass has only . of . micro-steps",
+    ),
+    _Refusal(
+        "bitwise sums are of gradients without a loss scale",
+        lambda p, at: p.fp16 and at.parity == "bitwise",
+        "fp16",
     ),
     _Refusal(
         "ranks with other numbers of batches",
         lambda p, at: at.world_size > 1 and at.parity == "off" and not p.even_batches,
-        "the ranks have different numbers of batches|but other ranks have more batches and continue their update",
+        "the ranks have different numbers of batches|have no batch to train on, but rank|but other ranks have more batches and continue their update",
     ),
 ]
 
@@ -162,6 +182,19 @@ _EXPECTED_WARNINGS: list[str] = [
     # of optimizers with closures, before the error about the closures of both
     "EchelonWarning: a second loss for the same batch was computed after an optimizer's step\\(\\), which is "
     "postponed to the last",
+]
+
+
+_WARNINGS_OF_SOME: list[tuple[Callable[[Program], bool], str]] = [
+    (lambda p: p.bf16, "trained parameters of .* are bfloat16, and mixed_precision='bf16'"),
+    (lambda p: p.adapter != "no", "belong to no adapter"),
+    (lambda p: p.frozen_group, "DeepSpeed removes parameter groups without parameters"),
+    (lambda p: p.retries == "batch_size", "out of memory with a batch size of"),
+    (lambda p: p.retries == "again", "a new training begins|the update's gradients are dropped"),
+    (
+        lambda p: p.leaves_out or p.retries == "again",
+        "step\\(\\) was called in an earlier micro-step .* but not in the last one",
+    ),
 ]
 
 
@@ -192,9 +225,10 @@ def refusal_of(program: Program, layout: Layout, error: str) -> str | None:
     return None
 
 
-def is_expected_warning(category: str, text: str) -> bool:
-    """Tell whether a warning is one that such a program may give."""
-    return any(re.search(pattern, f"{category}: {text}") for pattern in _EXPECTED_WARNINGS)
+def is_expected_warning(program: Program, category: str, text: str) -> bool:
+    """Tell whether a warning is one that the program may give."""
+    patterns = [*_EXPECTED_WARNINGS, *(pattern for when, pattern in _WARNINGS_OF_SOME if when(program))]
+    return any(re.search(pattern, f"{category}: {text}") for pattern in patterns)
 
 
 def excuse_of(case: Case, texts: Sequence[str]) -> str | None:

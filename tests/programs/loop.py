@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from echelon import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from echelon.utils import DeepSpeedPlugin, GatheredParameters, GradScalerKwargs, find_executable_batch_size
 from tests.programs.parts import (
+    Batch,
     Rows,
     fields_of,
     losses_of,
@@ -29,6 +32,9 @@ from tests.programs.plain import ORDER_SEED, ZIPPED_SEED, zipped_losses, zipped_
 from tests.programs.program import Layout, Program
 
 __all__ = ["Found", "train"]
+
+
+FP16_SCALE = 1024.0  # gradients of about one stay below the largest number of fp16, where fully_shard computes in it
 
 
 @dataclass
@@ -56,6 +62,13 @@ def _accelerator(program: Program, layout: Layout, folder: Path | None) -> Accel
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             fsdp_version=2, reshard_after_forward=layout.engine == "fsdp2 stage 3"
         )
+    if engine is not None and engine.startswith("deepspeed"):
+        # Small parameters are sharded, too; batches have no size where a loader is prepared after its model.
+        zero = {"stage": int(engine.split()[-1]), "stage3_param_persistence_threshold": 0}
+        config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}
+        engine, options["deepspeed_plugin"] = "deepspeed", DeepSpeedPlugin(hf_ds_config=config)
+    if program.fp16:
+        options["kwargs_handlers"] = [GradScalerKwargs(init_scale=FP16_SCALE)]
     return Accelerator(
         gradient_accumulation_steps=1 if program.no_sync else program.accumulation,
         parity=layout.parity,
@@ -85,11 +98,10 @@ class _Script:
         self.program, self.layout, self.folder = program, layout, folder
         self.found = Found()
         self.accelerator = accelerator = _accelerator(program, layout, folder)
-        if program.retries:
-            try:
-                _run_out_of_memory(accelerator, program)
-            except MemoryError:
-                accelerator.free_memory()
+        self.num_windows = 0  # in which an update was made or left out
+        self.place = 0  # micro-steps of the current window
+        self.has_returned = False
+        _train_before(accelerator, program)
         self.num_steps_before = accelerator.progress.step
         torch.manual_seed(program.seed)
         rows = Rows(program)
@@ -149,7 +161,10 @@ class _Script:
                 self._evaluate()
         found.num_steps = accelerator.progress.step - self.num_steps_before
         inner = accelerator.unwrap_model(self.model)
-        found.weights = [_whole(parameter.detach()) for parameter in inner.parameters()]
+        with (
+            GatheredParameters(list(inner.parameters())) if "deepspeed" in (self.layout.engine or "") else nullcontext()
+        ):
+            found.weights = [_whole(parameter.detach()) for parameter in inner.parameters()]
         return found
 
     def _epoch(self) -> None:
@@ -158,6 +173,8 @@ class _Script:
         passes = zip(self.loader, self.zipped_loader) if program.zipped else ((batch, None) for batch in self.loader)
         updates = 0
         num_skips = 0  # of batches
+        if program.splits == "counted":
+            passes = ((piece, None) for batch, _ in passes for piece in parts_of(fields_of(batch)))
         for number, (batch, other) in enumerate(_fetched_ahead(passes, program.fetches)):
             if program.skips:
                 is_skipped = (number if is_off else num_skips) % 3 == 1
@@ -168,13 +185,23 @@ class _Script:
                 if not self._window_by_hand(number, fields_of(batch)):
                     continue
             else:
+                returns = False
                 with accelerator.accumulate(self.model) if program.accumulates else nullcontext():
-                    self._micro_step(fields_of(batch), None if other is None else fields_of(other))
+                    returns = self._returns_now()
+                    self._micro_step(fields_of(batch), None if other is None else fields_of(other), returns=returns)
+                self.place += 1
                 if program.breaks_within and updates == program.breaks:
                     return
-                if not accelerator.sync_gradients:
+                if returns or not accelerator.sync_gradients:
+                    self.place = 0 if returns else self.place
                     continue
+            self.place = 0
+            self.num_windows += 1
             updates += 1
+            if program.returns != "no" and self.num_windows == 1:
+                accelerator.save_state(self.folder)
+            if program.returns == "update" and self.num_windows == program.returns_after:
+                accelerator.load_state(self.folder)
             if program.evaluates == "middle" and updates == 1:
                 self._evaluate()
             if program.saves is not None and accelerator.progress.step == program.saves:
@@ -202,11 +229,24 @@ class _Script:
             optimizer.step()
         for schedule in self.schedules:
             schedule.step()
-        self.found.rates.append(float(self.optimizers[0].param_groups[0]["lr"]))
+        self.found.rates.append(float(self.optimizers[0].param_groups[-1]["lr"]))
         self._clear()
         return True
 
-    def _micro_step(self, batch: Any, other: Any) -> None:
+    def _returns_now(self) -> bool:
+        """Tell whether this micro-step goes back to the checkpoint, instead of a step."""
+        program = self.program
+        is_near = program.returns in ("window", "nan") and self.num_windows == program.returns_after
+        if not is_near or self.has_returned:
+            return False
+        # In the exact modes, an update of which a part is dropped cannot be continued.
+        is_off = self.layout.parity == "off"
+        self.has_returned = (
+            self.place == program.seed % program.accumulation if is_off else self.accelerator.sync_gradients
+        )
+        return self.has_returned
+
+    def _micro_step(self, batch: Any, other: Any, *, returns: bool) -> None:
         program, accelerator, found = self.program, self.accelerator, self.found
         if program.clears_first:
             self._clear()
@@ -214,7 +254,15 @@ class _Script:
             for optimizer in self.optimizers:
                 optimizer.step(lambda: self._backward(batch, other, clears=True))
         else:
-            total = self._backward(batch, other, clears=False)
+            total = self._backward(
+                batch, other, clears=False, factor=math.nan if returns and program.returns == "nan" else 1.0
+            )
+            if returns:
+                if program.reads:
+                    accelerator.clip_grad_norm_(self.model.parameters(), 1e9)
+                self._note_samples(batch)
+                accelerator.load_state(self.folder)
+                return
             if self.layout.parity == "off":
                 found.losses.append(float(accelerator.reduce(total.nan_to_num(), "mean")))
             elif accelerator.sync_gradients and not program.zipped:
@@ -226,32 +274,40 @@ class _Script:
         if program.reads:
             for _ in range(2):
                 accelerator.clip_grad_norm_(self.model.parameters(), 1e9)
-        if program.fetches == 1:  # else the loader's position is not that of the batch
-            found.epochs[-1] += accelerator.gather_for_metrics(batch.index).tolist()
+        self._note_samples(batch)
         if program.guards and not accelerator.sync_gradients:
             return
         if program.clipping != "none":
             self._clip()
+        if program.leaves_out and self.num_windows % 3 == 1 and accelerator.sync_gradients:
+            self._clear()
+            return
         if not program.closure:
             for optimizer in self.optimizers:
                 optimizer.step()
         for schedule in self.schedules:
             schedule.step()
         if accelerator.sync_gradients:
-            found.rates.append(float(self.optimizers[0].param_groups[0]["lr"]))
+            found.rates.append(float(self.optimizers[0].param_groups[-1]["lr"]))
         if not program.clears_first:
             self._clear()
+
+    def _note_samples(self, batch: Any) -> None:
+        program = self.program
+        if program.fetches == 1 and program.splits != "counted":  # else the loader's position is not that of the batch
+            self.found.epochs[-1] += self.accelerator.gather_for_metrics(batch.index).tolist()
 
     def _clear(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=self.program.set_to_none)
 
-    def _backward(self, batch: Any, other: Any, *, clears: bool) -> torch.Tensor:
+    def _backward(self, batch: Any, other: Any, *, clears: bool, factor: float = 1.0) -> torch.Tensor:
         program, accelerator = self.program, self.accelerator
         if clears:
             self._clear()
         total: Any = 0.0
-        losses = [losses_of(program, self.model, batch)]
+        pieces = parts_of(batch) if program.splits == "divided" else [batch]
+        losses = [_shares(program, self.model, piece, len(piece.index) / len(batch.index)) for piece in pieces]
         if other is not None:
             losses.append(zipped_losses(program, self.model, other))
         for several in losses:
@@ -259,6 +315,7 @@ class _Script:
                 if program.peeks:
                     with torch.no_grad():
                         self.model(batch.x, batch.token)
+                loss = loss * factor if factor != 1.0 else loss
                 accelerator.backward(loss, num_items=num_items)
                 total = total + loss.detach()
         assert isinstance(total, torch.Tensor)
@@ -298,18 +355,56 @@ def _fetched_ahead(passes: Iterable[Any], num: int) -> Iterator[Any]:
         yield from window
 
 
-def _run_out_of_memory(accelerator: Accelerator, program: Program) -> None:
-    """Begin a training, and fail in its second micro-step."""
+def _shares(program: Program, model: Any, batch: Any, share: float) -> Iterator[tuple[torch.Tensor, float | None]]:
+    """Yield the losses of a part of a batch, times its share of the batch."""
+    for loss, num_items in losses_of(program, model, batch):
+        yield loss if share == 1.0 else loss * share, num_items
+
+
+def parts_of(batch: Any) -> list[Batch]:
+    """Split a batch in two; a single sample stays one."""
+    chunks = (column.chunk(2) for column in batch)
+    return [Batch(*columns) for columns in zip(*chunks)]
+
+
+def _train_before(accelerator: Accelerator, program: Program) -> None:
+    """Begin another training with the same Accelerator, and end it in a window."""
+    if program.retries == "memory":
+        try:
+            _begin_training(accelerator, program, raises=MemoryError())
+        except MemoryError:
+            accelerator.free_memory()
+    elif program.retries == "batch_size":
+        too_large = program.batch_size + 1
+
+        @find_executable_batch_size(starting_batch_size=too_large, reduce_batch_size_fn=lambda: program.batch_size)
+        def attempt(batch_size: int) -> None:
+            accelerator.free_memory()
+            if batch_size == too_large:
+                _begin_training(accelerator, program, raises=torch.OutOfMemoryError("CUDA out of memory."))
+
+        attempt()
+    elif program.retries != "no":
+        _begin_training(accelerator, program)
+        if program.retries == "second":
+            accelerator.free_memory()
+
+
+def _begin_training(accelerator: Accelerator, program: Program, *, raises: Exception | None = None) -> None:
+    """Train a few micro-steps; the last one is not stepped, or fails."""
     rows = Rows(program, num_samples=13)
     model: Any = make_model(program)
-    loader: Any = make_loader(replace(program, batch_size=1, data="map", order="sequential", drop_last=False), rows)
+    plain: dict[str, Any] = {"data": "map", "order": "sequential", "drop_last": False, "already_sharded": False}
+    loader: Any = make_loader(replace(program, batch_size=1, **plain), rows)
     model, *optimizers, loader = accelerator.prepare(model, *make_optimizers(program, model), loader)
     for number, batch in enumerate(loader):
         with accelerator.accumulate(model):
             for loss, num_items in losses_of(program, model, fields_of(batch)):
                 accelerator.backward(loss, num_items=num_items)
             if number == 1:
-                raise MemoryError
+                if raises is not None:
+                    raise raises
+                return
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

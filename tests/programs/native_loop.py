@@ -96,7 +96,7 @@ class _Script:
                 self._step()
             for schedule in self.schedules:
                 schedule.step()
-            self.found.rates.append(float(self.optimizers[0].param_groups[0]["lr"]))
+            self.found.rates.append(float(self.optimizers[0].param_groups[-1]["lr"]))
             updates += 1
             if program.evaluates == "middle" and updates == 1:
                 self._evaluate()

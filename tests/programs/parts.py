@@ -45,7 +45,7 @@ class Rows(Dataset[Any]):
     def __init__(self, program: Program, *, num_samples: int | None = None, seed: int = 0) -> None:
         n = program.num_samples if num_samples is None else num_samples
         g = torch.Generator().manual_seed(1000 * program.seed + seed + n)
-        dtype = torch.float32 if program.float32 else torch.float64
+        dtype = dtype_of(program)
         self.x = torch.randn(n, LENGTH, WIDTH, generator=g, dtype=torch.float64).to(dtype)
         self.y = torch.randn(n, LENGTH, generator=g, dtype=torch.float64).to(dtype)
         lengths = torch.randint(0, LENGTH + 1, (n,), generator=g)
@@ -304,13 +304,20 @@ class Net(nn.Module):
         return _packed(self.output, prediction, None if y is None else (prediction - y).square().mean())
 
 
+def dtype_of(program: Program) -> torch.dtype:
+    """Return the dtype of the data and of the model as it is loaded."""
+    if program.loaded:
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16}[program.loaded]
+    return torch.float32 if program.float32 else torch.float64
+
+
 def make_model(program: Program) -> nn.Module:
     """Return the model, with weights of the program's seed; torch's own stream of random numbers is left alone."""
     before = torch.get_rng_state()
     torch.manual_seed(program.seed + 5)
     model = Net(program)
     torch.set_rng_state(before)
-    return model if program.float32 else model.double()
+    return model.to(dtype_of(program))
 
 
 def losses_of(program: Program, model: Any, batch: Batch) -> Iterator[tuple[torch.Tensor, float | None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,6 +46,8 @@ class Expected:
     """Predictions for the evaluation data, one for each evaluation."""
     evaluation_losses: list[float] = field(default_factory=list)
     """Of a Trainer; nan: nothing is said of it."""
+    num_steps: int | None = None
+    """Updates that the weights have; None: as many as learning rates."""
 
 
 def run_plainly(case: Case) -> Expected:
@@ -79,6 +82,10 @@ class _Plain:
         self.evaluations: list[torch.Tensor] = []
         self.seen: list[list[int]] = []
         self.at_first_batch: torch.Tensor | None = None  # the state of the loader's own generator
+        self.num_steps = 0
+        self.num_windows = 0
+        self.saved: Any = None
+        self.has_returned = False
 
     def run(self) -> Expected:
         program = self.program
@@ -100,14 +107,25 @@ class _Plain:
                 seen += [index for piece in round_ for index in piece]
                 window.append(round_)
                 step += 1
+                if self._returns_now(step):
+                    window, step = [], 0
+                    self._load()
+                    continue
                 is_left = program.breaks_within and updates == program.breaks
                 if not is_last and step % accumulation:
                     if is_left:
                         break
                     continue
                 step = 0 if is_last else step
-                self.loop.update(window)
+                steps = not (program.leaves_out and self.num_windows % 3 == 1)
+                self.loop.update(window, steps=steps)
                 window, updates = [], updates + 1
+                self.num_steps += steps
+                self.num_windows += 1
+                if self.num_windows == 1 and program.returns != "no":
+                    self._save()
+                if program.returns == "update" and self.num_windows == program.returns_after:
+                    self._load()
                 if program.evaluates == "middle" and updates == 1:
                     self._evaluate()
                 if is_left or (updates == program.breaks and not program.breaks_within):
@@ -127,7 +145,29 @@ class _Plain:
             rates=self.loop.found_rates,
             epochs=self.seen,
             evaluations=self.evaluations,
+            num_steps=self.num_steps,
         )
+
+    def _returns_now(self, step: int) -> bool:
+        """Tell whether micro-step ``step``, counted from 1, goes back to the checkpoint."""
+        program = self.program
+        is_near = program.returns in ("window", "nan") and self.num_windows == program.returns_after
+        if not is_near or self.has_returned:
+            return False
+        is_off = self.case.layout.parity == "off"
+        self.has_returned = not is_off or (step - 1 - program.seed) % program.accumulation == 0
+        return self.has_returned
+
+    def _save(self) -> None:
+        parts = [self.model, *self.loop.optimizers, *self.loop.schedules]
+        self.saved = self.num_steps, torch.get_rng_state(), copy.deepcopy([part.state_dict() for part in parts])
+
+    def _load(self) -> None:
+        parts = [self.model, *self.loop.optimizers, *self.loop.schedules]
+        self.num_steps, random_state, states = copy.deepcopy(self.saved)
+        torch.set_rng_state(random_state)
+        for part, state in zip(parts, states):
+            part.load_state_dict(state)
 
     @property
     def layout(self) -> Layout:
@@ -140,6 +180,8 @@ class _Plain:
         pass_, generator = iter(self.loader), getattr(self.loader.sampler, "generator", None)
         self.at_first_batch = None if generator is None else generator.get_state()
         rounds = rounds_of(self.program, layout, self.loader, pass_, epoch=epoch)
+        if self.program.splits == "counted":
+            rounds = [piece for round_ in rounds for piece in _split(round_)]
         if not self.program.zipped:
             return rounds
         # One after the other: a prepared loader draws its order with its first batch (docs/parity.md, "Limitations").
@@ -175,6 +217,13 @@ class _Plain:
         with torch.no_grad():
             whole = self.evaluation_rows.batch(list(range(len(self.evaluation_rows))), self.program)
             self.evaluations.append(prediction_of(self.model(whole.x, whole.token))[:, 0].clone())
+
+
+def _split(round_: Round) -> list[Round]:
+    """Split the batch of each rank in two, as ``torch.chunk`` does."""
+    half = [-(-len(piece) // 2) for piece in round_]
+    rounds = [[piece[:n] for piece, n in zip(round_, half)], [piece[n:] for piece, n in zip(round_, half)]]
+    return [one for one in rounds if any(one)]
 
 
 def zipped_losses(program: Program, model: nn.Module, batch: Batch) -> Iterator[tuple[torch.Tensor, float | None]]:

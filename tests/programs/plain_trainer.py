@@ -64,6 +64,8 @@ class _PlainTrainer:
             self._epoch(epoch)
             if program.evaluates == "epoch":
                 self._evaluate()
+        for seed in (901, 902, 901) if program.eval_sets else ():
+            self._evaluate(Named(program, Rows(program, num_samples=5 + program.seed % 7, seed=seed)))
         expected.weights = [p.detach() for p in self.model.parameters()]
         expected.losses, expected.norms, expected.rates = loop.found_losses, loop.found_norms, loop.found_rates
         return expected
@@ -103,9 +105,10 @@ class _PlainTrainer:
         size = 1 if layout.parity != "off" else program.accumulation
         return [rounds[i : i + size] for i in range(0, len(rounds), size)]
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, data: Named | None = None) -> None:
         program, expected = self.program, self.expected
-        batch = self.evaluation.batch(list(range(len(self.evaluation))))
+        data = self.evaluation if data is None else data
+        batch = data.batch(list(range(len(data))))
         with torch.no_grad():
             expected.evaluations.append(prediction_of(self.model(batch["x"], batch["token"]))[:, 0].clone())
             ((loss, num_items),) = losses_of(program, self.model, batch)

@@ -9,7 +9,7 @@ from typing import Any
 
 TRAINERS, NATIVE = 0.2, 0.1  # of all programs: a Trainer (level 3), a DistributedDataParallel (level 1)
 
-__all__ = ["Case", "Layout", "Program", "draw_case", "simpler"]
+__all__ = ["Case", "Layout", "Program", "draw_case", "draw_deepspeed_case", "simpler"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Program:
     unfreezes: int | None = None  # the epoch before which the frozen layer is unfrozen
     frozen_group: bool = False  # the frozen layer has a parameter group of its own
     # ---- loss
-    loss: str = "mean"  # mean | items | two | inside; of a Trainer also own | func | model_items
+    loss: str = "mean"  # mean | items | two | inside; of a Trainer also own | func | model_items | sentinel
     # ---- optimizer
     optimizer: str = "sgd"  # sgd | momentum | adamw | adagrad | rmsprop | lbfgs
     groups: int = 1  # parameter groups
@@ -66,13 +66,25 @@ class Program:
     fetches: int = 1  # batches that are fetched before the first of them is trained
     fp16: bool = False  # a loss scale; float64 is left alone by autocast
     reads: bool = False  # gradients are unscaled and measured in each micro-step, again and again
-    retries: bool = False  # a first attempt runs out of memory in a window
+    retries: str = "no"  # no | memory | batch_size | second | again: a training before this one ends in a window
+    returns: str = "no"  # no | update | window | nan: load_state() of what was saved after the first update
+    returns_after: int = 1  # updates
+    leaves_out: bool = False  # every third update is cleared after its gradients have been clipped
+    splits: str = (
+        "no"  # no | divided | counted: each batch in two parts, by hand; of one micro-step, or each a micro-step
+    )
     replays: bool = False  # DataLoaderConfiguration(replay_iterable=True)
     float32: bool = False
     # ---- of a Trainer
     by_name: bool = False  # the optimizer is named in its arguments
     max_steps: int | None = None
     says_global: bool = True  # global_batch_size is given, in the exact modes
+    labels: str = "vector"  # vector | ids | number | one | int32 | hot: what the default collator makes labels of
+    late: str = "no"  # no | loss_kwargs | label_names | can_return_loss: set by a subclass after super().__init__()
+    eval_sets: bool = False  # two sets without names are evaluated in turn after the training
+    adapter: str = "no"  # no | default | named | two: of PEFT; the resumed run has other adapters
+    loaded: str = ""  # bfloat16 | float16: the dtype of the model and its data
+    bf16: bool = False
 
     def __repr__(self) -> str:
         shown = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
@@ -86,7 +98,9 @@ class Layout:
     world_size: int = 1
     level: int = 2
     parity: str = "off"
-    engine: str | None = None  # None: chosen by the number of processes; fsdp2 with the stage of ZeRO behind it
+    engine: str | None = (
+        None  # None: chosen by the number of processes; fsdp2 and deepspeed with the stage of ZeRO behind them
+    )
     max_micro: int | None = None
     shards: int | None = None
 
@@ -127,34 +141,108 @@ def draw_case(seed: int) -> Case:
         layouts = _draw_layouts(draw, program, level=3)
         if "other" in layouts and program.saves is None:
             program = replace(program, says_global=True)  # else another number of processes is another batch
+        program = _with_trainer_kinds(random.Random(f"trainer kinds {seed}"), program, layouts["layout"])
         return Case(program=program, **layouts)
     program = _with_kinds(random.Random(f"kinds of {seed}"), _draw_program(draw, seed))
     layouts = _draw_layouts(draw, program, level=2)
     if layouts["layout"].parity == "off":
         program = _with_windows(draw, program)
-    program = _with_pending_state(random.Random(f"pending {seed}"), program, layouts["layout"])
+    program = _with_pending_state(random.Random(f"pending {seed}"), program, **layouts)
+    program = _with_returns(random.Random(f"returns {seed}"), program, **layouts)
     return Case(program=program, **layouts)
 
 
-def _with_pending_state(draw: random.Random, program: Program, layout: Layout) -> Program:
+def draw_deepspeed_case(seed: int) -> Case:
+    """Return a case of level 2 for the engine deepspeed, with what the library supports."""
+    draw = random.Random(f"deepspeed {seed}")
+    program = _with_kinds(random.Random(f"kinds of {seed}"), _draw_program(random.Random(f"program {seed}"), seed))
+    stage = draw.choice([0, 1, 2, 3])
+    changes: dict[str, Any] = {
+        "float32": True,  # float64 is refused, and so is a second optimizer, or one that is not prepared with its model
+        "optimizer": draw.choice(["sgd", "momentum"]),  # others divide noise by noise
+        "optimizers": 1,
+        "made": "before",
+        "is_prepared": True,
+        "closure": False,
+        "even_batches": True,  # uneven inputs are refused
+        "unfreezes": None,  # the library trains what it was given
+    }
+    if program.model == "sparse":
+        changes["model"] = "mlp"  # the library's own sparse gradients are another feature, of its config
+    if program.clipping in ("inf", "value") and stage:
+        changes["clipping"] = "norm"  # gradients are not exposed
+    program = _possible(replace(program, **changes))
+    worlds = [draw.choice([1, 2, 2]) for _ in range(2)]
+    parity = draw.choice(["off", "off", "exact"])
+    engines = [
+        f"deepspeed stage {stage}",
+        draw.choice([f"deepspeed stage {draw.choice([0, 1, 2, 3])}", "ddp", "zero1", "fsdp2 stage 3"]),
+    ]
+    layout, other = (
+        Layout(
+            world_size=world_size,
+            parity=parity,
+            engine=engine,
+            max_micro=draw.choice([None, 1, 2]) if parity == "exact" else None,
+        )
+        for world_size, engine in zip(worlds, engines)
+    )
+    if other.world_size == 1 and not (other.engine or "").startswith("deepspeed"):
+        other = replace(other, engine=None)
+    if parity == "off":
+        program = _with_windows(draw, program)
+    program = _with_pending_state(random.Random(f"pending {seed}"), program, layout)
+    program = _with_returns(random.Random(f"returns {seed}"), program, layout)
+    if program.retries == "again":
+        program = replace(program, retries="second")  # one model is trained until free_memory()
+    return Case(program=program, layout=layout, other=None if program.saves is None else other)
+
+
+def _with_pending_state(draw: random.Random, program: Program, layout: Layout, other: Layout | None = None) -> Program:
     """Return the program with more that is pending in an update: drawn apart, so that a seed keeps the rest of its program."""
     changes: dict[str, Any] = {}
     is_fp16 = draw.random() < 0.25
     in_fp16 = is_fp16 and not (program.closure or program.float32 or program.model == "sparse") and program.is_prepared
-    if (
-        in_fp16 and layout.parity != "bitwise" and not (layout.engine or "").startswith("fsdp2")
-    ):  # which computes in fp16
-        changes["fp16"] = program.saves is None  # else the second start may compute in fp16
+    if in_fp16:
+        # fully_shard computes in fp16, of whose noise adaptive optimizers make steps, and the other engines in float64.
+        computes = {"fsdp2" in (at.engine or "") for at in (layout, other or layout)}
+        is_exact = computes == {False} or program.optimizer in ("sgd", "momentum")
+        changes["fp16"] = program.saves is None and is_exact and len(computes) == 1
     if draw.random() < 0.25 and not program.closure and program.model != "sparse":
         changes["reads"] = True
     if draw.random() < 0.15 and program.saves is None and not program.closure:
-        changes["retries"] = True
+        changes["retries"] = "memory"
     fetches = draw.choice([2, 3, 4])
     is_plain = (
         not (program.skips or program.zipped or program.no_sync) and program.breaks is None and program.saves is None
     )
     if draw.random() < 0.3 and is_plain and program.even_batches and program.evaluates != "middle":
         changes["fetches"] = fetches
+    return replace(program, **changes)
+
+
+def _with_returns(draw: random.Random, program: Program, layout: Layout, other: Layout | None = None) -> Program:
+    """Return the program with returns to a checkpoint, updates that the loop skips, and batches that it splits."""
+    changes: dict[str, Any] = {}
+    if program.retries != "no":
+        changes["retries"] = draw.choice(["memory", "batch_size", "second", "again"])
+    is_plain = not (program.skips or program.zipped or program.no_sync or program.breaks or program.saves)
+    is_plain = is_plain and program.is_prepared and not program.closure
+    kind, place = draw.choice(["update", "window", "nan"]), draw.choice([1, 2, 3])
+    if draw.random() < 0.2 and is_plain:
+        changes |= {"returns": kind, "returns_after": place + 1 if kind == "update" else place}
+    if draw.random() < 0.15 and is_plain:
+        changes["leaves_out"] = True
+    kind = draw.choice(["divided", "counted"])
+    is_mean = program.loss != "items" and program.collate != "padded" and program.model != "branches"
+    if draw.random() < 0.3 and is_plain and is_mean and program.fetches == 1:
+        is_even = program.order not in ("batch_sampler", "buckets") and program.even_batches and program.data == "map"
+        is_even = is_even and not (program.split_batches or program.dispatches or program.already_sharded)
+        # Ranks with other numbers of parts would call backward() at other times.
+        is_divided = kind == "divided" and (layout.world_size == 1 or (layout.parity == "off" and is_even))
+        is_counted = kind == "counted" and layout.parity == "off" and is_even and program.evaluates != "middle"
+        if (is_divided and (other is None or other.world_size == 1)) or is_counted:
+            changes["splits"] = kind
     return replace(program, **changes)
 
 
@@ -242,6 +330,41 @@ def _draw_trainer(draw: random.Random, seed: int) -> Program:
         says_global=draw.random() < 0.6,
         float32=optimizer in ("sgd", "momentum") and draw.random() < 0.2,
     )
+
+
+def _with_trainer_kinds(draw: random.Random, program: Program, layout: Layout) -> Program:
+    """Return the program with other labels, subclasses, adapters and dtypes; drawn apart, so that the rest of it stays."""
+    changes: dict[str, Any] = {}
+    if draw.random() < 0.6 and (program.loss in ("items", "model_items") or program.collate != "dict"):
+        program = replace(program, loss="inside", collate="dict")
+    is_plain = program.loss not in ("items", "model_items") and program.collate == "dict"
+    kind = draw.choice(["labels", "labels", "late", "late", "sentinel", "adapter", "adapter", "loaded", "no"])
+    label, late = (
+        draw.choice(["ids", "number", "one", "int32", "hot"]),
+        draw.choice(["loss_kwargs", "label_names", "can_return_loss"]),
+    )
+    adapter, loaded = draw.choice(["default", "named", "two"]), draw.choice(["bfloat16", "bfloat16", "float16"])
+    if draw.random() < 0.25 and program.saves is None:
+        changes |= {"eval_sets": True, "drop_last": False}  # which is for evaluations, too
+        if draw.random() < 0.2 and program.data == "map":
+            changes["num_workers"] = 1
+    if kind == "labels" and is_plain:
+        changes["labels"] = label
+    elif kind == "late" and is_plain:
+        changes |= {"late": late, "loss": "inside"}
+    elif kind == "sentinel" and is_plain:
+        changes["loss"] = "sentinel"
+    elif kind == "adapter" and is_plain and program.model in ("mlp", "scalar", "branches"):
+        changes |= {"adapter": adapter, "groups": 1}
+        if program.data == "map" and program.breaks is None and draw.random() < 0.5:
+            changes["saves"] = program.saves or draw.choice([1, 2, 3])
+    elif kind == "loaded" and is_plain and layout.parity != "bitwise" and program.saves is None:
+        is_smooth = program.optimizer in ("sgd", "momentum")  # others divide noise by noise
+        if is_smooth and program.model != "sparse":
+            changes |= {"loaded": loaded, "float32": False, "bf16": loaded == "bfloat16" and draw.random() < 0.5}
+    if changes.get("saves"):
+        changes["eval_sets"] = False
+    return replace(program, **changes)
 
 
 def _draw_program(draw: random.Random, seed: int) -> Program:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
-from tests.programs.program import draw_case
+from tests.programs.program import Case, draw_case
 from tests.programs.runner import check_cases, shrink
 
 SEEDS = 24  # half of them in test_programs_too.py, behind `make soak`
@@ -15,9 +16,9 @@ SOAK_CHUNK = 100
 SOAK = int(os.environ.get("DRAWN_PROGRAMS", "10000"))
 
 
-def require_drawn(first: int, count: int) -> None:
+def require_drawn(first: int, count: int, draw: Callable[[int], Case] = draw_case) -> None:
     """Fail, with smaller programs that fail, too, unless every program of these seeds keeps its promise."""
-    report = check_cases([draw_case(seed) for seed in range(first, first + count)])
+    report = check_cases([draw(seed) for seed in range(first, first + count)])
     print(report.summary())
     if report.failures:
         small = [shrink(case, limit_s=30) for case, _ in report.failures[:2]]

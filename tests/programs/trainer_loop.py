@@ -45,7 +45,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.num_updates += 1
-        self.found.rates.append(float(kwargs["optimizer"].param_groups[0]["lr"]))
+        self.found.rates.append(float(kwargs["optimizer"].param_groups[-1]["lr"]))
         if state.global_step == self.program.saves and not self.goes_on:
             control.should_save = control.should_training_stop = True
             self.found.has_saved = True
@@ -73,6 +73,40 @@ class _OwnLoss(Trainer):  # type: ignore[misc]
             outputs, labels = model(*inputs[:2]), inputs[2]
         loss = type(self).loss(outputs, labels)
         return (loss, outputs) if return_outputs else loss
+
+
+class _ScaledLoss(Trainer):  # type: ignore[misc]
+    """A Trainer whose loss is divided by the batches of an update already, as ``compute_loss_func`` says."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(inputs["x"], inputs["token"])
+        loss = square_loss(outputs, inputs["labels"])
+        if self.model.training:
+            loss = loss / self.current_gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
+class _LateKeywords(Trainer):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+
+class _LateNames(Trainer):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.label_names = ["target"]
+
+
+class _LateReturn(Trainer):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.can_return_loss = True
+
+
+_LATE = {"loss_kwargs": _LateKeywords, "label_names": _LateNames, "can_return_loss": _LateReturn}
 
 
 class _OwnSquareLoss(_OwnLoss):
@@ -120,6 +154,8 @@ def arguments(program: Program, layout: Layout, folder: Path) -> TrainingArgumen
         train_sampling_strategy="random" if program.order == "shuffle" else "sequential",
         dataloader_drop_last=program.drop_last,
         dataloader_num_workers=program.num_workers,
+        dataloader_persistent_workers=program.num_workers > 0,
+        bf16=program.bf16,
         accelerator_config=config,
         logging_steps=1,
         save_strategy="no",
@@ -133,7 +169,10 @@ def arguments(program: Program, layout: Layout, folder: Path) -> TrainingArgumen
 
 def train(program: Program, layout: Layout, folder: Path, *, goes_on: bool = False) -> Found:
     """Run the program on this rank. ``goes_on``: from what was saved in ``folder``."""
-    model = make_net(replace(program, seed=program.seed + 1000) if goes_on else program)
+    if program.adapter != "no":
+        model = make_net(program, adapter_seed=1000 if goes_on else 0)
+    else:
+        model = make_net(replace(program, seed=program.seed + 1000) if goes_on else program)
     given: tuple[Any, Any] = (None, None)
     if not program.by_name:
         from tests.programs.parts import make_schedule
@@ -151,19 +190,23 @@ def train(program: Program, layout: Layout, folder: Path, *, goes_on: bool = Fal
         found.evaluations.append(predictions)
         return {}
 
-    kind = {"own": _OwnSquareLoss, "two": _OwnTwoLosses}.get(program.loss, Trainer)
+    kinds = {"own": _OwnSquareLoss, "two": _OwnTwoLosses, "sentinel": _ScaledLoss}
+    kind = _LATE.get(program.late) or kinds.get(program.loss, Trainer)
+    sentinel = "scaled" if program.seed % 2 else _square_func
     trainer = kind(
         model,
         arguments(program, layout, folder),
         data_collator={"tuple": collate_tuple, "padded": collate_padded}.get(program.collate),
         train_dataset=NamedStream(data) if program.data == "iterable" else data,
         eval_dataset=None if program.evaluates == "no" else evaluation,
-        compute_loss_func={"func": _square_func, "items": class_loss}.get(program.loss),
-        compute_metrics=keep,
+        compute_loss_func={"func": _square_func, "items": class_loss, "sentinel": sentinel}.get(program.loss),
+        compute_metrics=None if program.late == "can_return_loss" else keep,  # there are no labels to give it
         callbacks=[watch],
         optimizers=given,
     )
     trainer.train(resume_from_checkpoint=True if goes_on else None)
+    for seed in (901, 902, 901) if program.eval_sets else ():
+        trainer.evaluate(Named(program, Rows(program, num_samples=5 + program.seed % 7, seed=seed)))
     found.num_steps = trainer.state.global_step
     found.weights = [_whole(parameter.detach()) for parameter in trainer.model.parameters()]
     return found

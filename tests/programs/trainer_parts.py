@@ -39,6 +39,16 @@ class Named(Dataset[Any]):
     def __init__(self, program: Program, rows: Rows) -> None:
         self.rows = rows
         self.labels = rows.y
+        self.kind = program.labels
+        self.name = {"label_names": "target", "can_return_loss": "y"}.get(program.late, "labels")
+        if program.labels in ("number", "one"):
+            self.labels = rows.y[:, 0].float()
+        elif program.labels == "int32":
+            self.labels = (rows.y[:, 0] > 0).long()
+        elif program.labels == "hot":
+            self.labels = (rows.y > 0).float()
+        elif program.labels == "ids":
+            self.labels = rows.y.float()
         if counts_items(program):
             self.labels = torch.where(rows.mask > 0, (rows.y > 0).long(), NO_LABEL)
 
@@ -46,7 +56,17 @@ class Named(Dataset[Any]):
         return len(self.rows)
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        return {"x": self.rows.x[i], "token": self.rows.token[i], "labels": self.labels[i]}
+        return {"x": self.rows.x[i], "token": self.rows.token[i], **self._label(i)}
+
+    def _label(self, i: int) -> dict[str, Any]:
+        """Return the label of a sample as a script gives it to the default collator."""
+        label = self.labels[i]
+        if self.kind == "ids":
+            return {"label_ids": label.tolist()}
+        if self.kind == "vector":
+            return {self.name: label}
+        given = {"one": lambda: label.reshape(1), "int32": label.int, "hot": label.int().tolist, "number": label.tolist}
+        return {"label": given[self.kind]()}
 
     def batch(self, indices: list[int]) -> dict[str, torch.Tensor]:
         """Return the samples ``indices``."""
@@ -110,14 +130,58 @@ class ItemsNet(nn.Module):
         return _packed(self.output, prediction, loss)
 
 
-def make_net(program: Program) -> nn.Module:
-    """Return the model."""
-    return ItemsNet(program) if program.loss == "model_items" else Net(program)
+class KeywordsNet(Net):
+    """A model that takes any keyword, and whose loss is a mean in any case."""
+
+    def forward(self, x: torch.Tensor, token: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(x, token, labels)
+
+
+class TargetNet(Net):
+    """A model whose labels have another name."""
+
+    def forward(self, x: torch.Tensor, token: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+        return super().forward(x, token, target)
+
+
+class OwnTargetNet(Net):
+    """A model whose labels have another name, and are not known to be labels."""
+
+    def forward(self, x: torch.Tensor, token: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        return super().forward(x, token, y)
+
+
+_NETS = {"loss_kwargs": KeywordsNet, "label_names": TargetNet, "can_return_loss": OwnTargetNet, "no": Net}
+
+
+def make_net(program: Program, *, adapter_seed: int = 0) -> Any:
+    """Return the model; ``adapter_seed`` is that of its adapters."""
+    net = ItemsNet(program) if program.loss == "model_items" else _NETS[program.late](program)
+    return net if program.adapter == "no" else _with_adapters(program, net, seed=program.seed + adapter_seed)
+
+
+def _with_adapters(program: Program, net: nn.Module, *, seed: int) -> Any:
+    """Return a PEFT model, of which a layer outside of the adapters may be trained, too."""
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["net.middle"], init_lora_weights=False)
+    before = torch.get_rng_state()
+    torch.manual_seed(seed + 9)
+    name = "mine" if program.adapter == "named" else "default"
+    model: Any = peft.get_peft_model(net, config, adapter_name=name)
+    if program.adapter == "two":
+        model.add_adapter("other", config)
+        model.set_adapter("other")
+    torch.set_rng_state(before)
+    if program.seed % 3 == 0:
+        model.base_model.model.net.last.requires_grad_(True)
+    return model
 
 
 def square_loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean over samples and positions."""
-    return (prediction_of(outputs) - labels).square().mean()
+    """Return the mean over samples and positions; of a label for each sample, over samples."""
+    prediction = prediction_of(outputs)
+    return ((prediction.mean(-1) if labels.ndim == 1 else prediction) - labels).square().mean()
 
 
 def two_losses(outputs: Any, labels: torch.Tensor) -> torch.Tensor:

@@ -252,7 +252,7 @@ def _train_groups(stage: int, place: int) -> tuple[list[str], list[torch.Tensor]
     groups.insert(place, {"params": [], "lr": 7.0})
     model.layers["c"].requires_grad_(False)
     optimizer: Any = torch.optim.SGD(groups)
-    rates = [(lambda step, k=k: 1 / (1 + step * (k + 1))) for k in range(3)]  # type: ignore[misc]
+    rates: list[Any] = [lambda step, k=k: 1 / (1 + step * (k + 1)) for k in range(3)]
     scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -262,7 +262,7 @@ def _train_groups(stage: int, place: int) -> tuple[list[str], list[torch.Tensor]
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    state = accelerator.get_state_dict(model)
+    state: Any = accelerator.get_state_dict(model)
     texts = [str(one.message) for one in caught if "removes parameter groups" in str(one.message)]
     return texts, [Branches().state_dict()[f"layers.{n}.bias"] - state[f"layers.{n}.bias"] for n in "ab"]
 
@@ -299,7 +299,7 @@ def _train_two_losses(stage: int, counts: bool) -> dict[str, torch.Tensor] | Non
     model: Any = Branches()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loader: Any = accelerator.prepare(
-        DataLoader(_batches()[:3].reshape(-1, 3), batch_size=8 // accelerator.num_processes)
+        DataLoader(list(_batches()[:3].reshape(-1, 3)), batch_size=8 // accelerator.num_processes)
     )
     for x in loader:
         with accelerator.accumulate(model):

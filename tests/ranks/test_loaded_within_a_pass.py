@@ -45,8 +45,9 @@ def _read(parity: str, folder: str, saved_at: int, loaded_at: int) -> list[list[
 
 def _read_plainly(saved_at: int, loaded_at: int) -> list[list[int]]:
     torch.manual_seed(SEED)
-    loader = DataLoader(Numbers(NUM_SAMPLES), batch_size=2, shuffle=True)  # type: ignore[arg-type]
-    epochs, number, saved = [], 0, torch.get_rng_state()
+    loader = DataLoader(Numbers(NUM_SAMPLES), batch_size=2, shuffle=True)
+    epochs: list[list[int]] = []
+    number, saved = 0, torch.get_rng_state()
     for _ in range(NUM_EPOCHS):
         epochs.append([])
         for batch in loader:
