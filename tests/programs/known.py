@@ -148,7 +148,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "windows of split batches that the end of a pass would leave open",
         lambda p, at: p.splits == "counted" and p.accumulation > 1,
-        "the last update of this pass has only . of . micro-steps",
+        "the last update of this pass has only . of . micro-steps|accumulate\\(\\) was entered again after the last batch of a loader",
     ),
     _Refusal(
         "bitwise sums are of gradients without a loss scale",
