@@ -163,7 +163,19 @@ _REFUSALS: list[_Refusal] = [
 ]
 
 # (item, when): drawn, and left out until its repair has landed.
-_OPEN: list[tuple[str, Callable[[Case], bool]]] = []
+_OPEN: list[tuple[str, Callable[[Case], bool]]] = [
+    (
+        # One sample for two ranks: a rank with padding samples is not refused, and the update is lost or has no loss.
+        "exact updates with num_items, fetched ahead by ranks without samples",
+        lambda c: (
+            c.layout.parity == "exact"
+            and c.layout.world_size > 1
+            and c.program.fetches > 1
+            and c.program.loss == "items"
+            and c.program.order == "batch_sampler"
+        ),
+    ),
+]
 
 # Of torch, about the user's own model; of echelon, about what costs time and changes nothing.
 _EXPECTED_WARNINGS: list[str] = [
@@ -186,7 +198,10 @@ _EXPECTED_WARNINGS: list[str] = [
 
 
 _WARNINGS_OF_SOME: list[tuple[Callable[[Program], bool], str]] = [
-    (lambda p: p.bf16, "trained parameters of .* are bfloat16, and mixed_precision='bf16'"),
+    (
+        lambda p: p.bf16,
+        "trained parameters of .* are bfloat16|mixed_precision='bf16', but . of . trained parameters are bfloat16",
+    ),
     (lambda p: p.adapter != "no", "belong to no adapter"),
     (lambda p: p.frozen_group, "DeepSpeed removes parameter groups without parameters"),
     (lambda p: p.retries == "batch_size", "out of memory with a batch size of"),

@@ -394,8 +394,9 @@ def _begin_training(accelerator: Accelerator, program: Program, *, raises: Excep
     """Train a few micro-steps; the last one is not stepped, or fails."""
     rows = Rows(program, num_samples=13)
     model: Any = make_model(program)
+    size = accelerator.num_processes if program.split_batches else 1
     plain: dict[str, Any] = {"data": "map", "order": "sequential", "drop_last": False, "already_sharded": False}
-    loader: Any = make_loader(replace(program, batch_size=1, **plain), rows)
+    loader: Any = make_loader(replace(program, batch_size=size, **plain), rows)
     model, *optimizers, loader = accelerator.prepare(model, *make_optimizers(program, model), loader)
     for number, batch in enumerate(loader):
         with accelerator.accumulate(model):
