@@ -25,7 +25,6 @@ def require_drawn(first: int, count: int, draw: Callable[[int], Case] = draw_cas
         pytest.fail(f"{report}\nsmaller:\n" + "\n".join(case.script() for case in small), pytrace=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, SEEDS // 2, CHUNK))
 def test_a_drawn_program_is_that_of_one_process_or_is_refused_by_name(first: int) -> None:
     require_drawn(first, CHUNK)
