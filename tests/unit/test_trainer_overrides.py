@@ -364,6 +364,36 @@ def test_a_method_that_is_replaced_by_assignment_is_called(
     assert losses == pytest.approx(expected, rel=1e-6)  # float32
 
 
+def test_methods_that_are_replaced_during_a_training_are_called_from_then_on(tmp_path: Path) -> None:
+    """As in transformers, whose loop looks each of them up where it calls it."""
+    called: list[tuple[str, int]] = []
+    of_a_step = ["_track_num_input_tokens", "_clip_grad_norm", "_get_grad_norm", "_get_learning_rate"]
+
+    class ReplacesLater(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                for name in (*of_a_step, "_maybe_log_save_evaluate", "_evaluate", "_finalize_training"):
+                    setattr(trainer, name, self.counted(name))
+
+        def counted(self, name: str) -> Any:
+            original = getattr(trainer, name)
+
+            def method(*args: Any, **kwargs: Any) -> Any:
+                called.append((name, trainer.state.global_step))
+                return original(*args, **kwargs)
+
+            return method
+
+    args = arguments(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=4)
+    trainer = Trainer(Line(), args, train_dataset=DATA, eval_dataset=DATA[:2], callbacks=[ReplacesLater()])
+    trainer.train()
+    logs = "_maybe_log_save_evaluate"
+    expected = [(logs, 2)]  # the step that replaces them ends with it
+    for step in (2, 3):
+        expected += [*((name, step) for name in of_a_step), (logs, step + 1)]
+    assert called == [*expected, ("_evaluate", 4), (logs, 4), ("_finalize_training", 4)]  # once at the end of the epoch
+
+
 def test_a_wrapper_of_a_subclass_is_trained(tmp_path: Path) -> None:
     class Wrapper(nn.Module):
         def __init__(self, module: nn.Module) -> None:
@@ -413,10 +443,30 @@ def test_a_model_is_placed_by_the_override_or_not_at_all(tmp_path: Path) -> None
     assert moved == [torch.device("cpu")]
 
 
+_OF_A_TRAINING: dict[str, tuple[Any, ...]] = {
+    "_evaluate": (None, None),
+    "_finalize_training": (None, 10, 0.0),
+    "_init_training_state": (5, 5, 1, None, None),
+    "_inner_training_loop": (2,),
+    "_load_optimizer_and_scheduler": ("checkpoint-1",),
+    "_load_rng_state": ("checkpoint-1",),
+    "_load_scaler": ("checkpoint-1",),
+    "_maybe_log_save_evaluate": (torch.tensor(0.0), None, None, None, 0.0, None, 0.0),
+    "_prepare_for_training": (5, [], None),
+    "_run_epoch": (None, 0, []),
+    "_save_optimizer_and_scheduler": ("checkpoint-1",),
+    "_update_auto_batch_size": (2,),
+}
+
+
 def test_private_methods_outside_of_a_training_say_when_they_work(tmp_path: Path) -> None:
     trainer = Trainer(Line(), arguments(tmp_path), train_dataset=DATA)
-    with pytest.raises(UsageError, match="_evaluate\\(\\) works only while the Trainer is training"):
-        trainer._evaluate(None, None)
+    for is_trained in (False, True):
+        for name, args in _OF_A_TRAINING.items():
+            with pytest.raises(UsageError, match=f"{name}\\(\\) works only while the Trainer is training"):
+                getattr(trainer, name)(*args)
+        if not is_trained:
+            trainer.train()
     assert trainer._get_output_dir(None) == str(tmp_path)
     assert trainer._train_batch_size == 2
 

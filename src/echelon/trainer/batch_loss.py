@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.accelerator.pipeline import Pipeline
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import warn
 from echelon.trainer.data.num_items import WatchedNumber, count_items, ignored_number
 from echelon.trainer.features.pipeline_steps import run_pipeline_step
 from echelon.trainer.hooks import TrainerHooks
-from echelon.trainer.model_interface import columns_of, needs_item_count
+from echelon.trainer.model_interface import ModelInterface, columns_of
 from echelon.trainer.model_loss import loss_in, missing_column, without_labels
 from echelon.trainer.parity import items_of
 from echelon.trainer.session import TrainerSession
@@ -28,54 +29,47 @@ __all__ = [
 
 
 def run_training_step(
-    hooks: TrainerHooks,
-    session: TrainerSession,
-    model: nn.Module,
-    inputs: Any,
-    num_items: Any,
-    *,
-    is_plain: bool = False,
+    hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any
 ) -> torch.Tensor:
-    """Implement ``Trainer.training_step`` for inputs that are already on the device.
-
-    ``is_plain``: whether no method that a step calls is overridden, so that the loss can be computed without calling them.
-    """
-    accelerator = hooks.accelerator
-    if session.optimizer.pipeline is not None and model is session.optimizer.pipeline.model:
-        if session.interface.overrides_compute_loss:
-            raise ConfigError(
-                f"{type(hooks).__name__}.compute_loss is overridden, but the schedule of a pipeline computes the model's own loss",
-                where="TrainingArguments.parallelism_config (pp_size)",
-                do="write the loop with accelerator.prepare_pipeline(model, loss_fn=...)",
-            )
-        session.interface.watches_items = False
-        return run_pipeline_step(hooks, session.optimizer.pipeline, inputs, num_items)
-    watches_items = session.interface.watches_items and isinstance(num_items, torch.Tensor)
-    session.loss_func_result = "unused"
-    if is_plain and not watches_items:
-        try:
-            loss, _ = compute_loss(hooks, session, model, inputs, num_items)
-        except KeyError as error:
-            _explain_missing_column(hooks, session, inputs, error)
-            raise
-    else:
+    """Implement ``Trainer.training_step``."""
+    accelerator, pipeline = hooks.accelerator, session.optimizer.pipeline
+    context, inputs = hooks._prepare_context_parallel_inputs(model, inputs)
+    with context():
+        inputs = hooks._prepare_inputs(inputs)
+        if pipeline is not None and model is pipeline.model:
+            return _pipeline_step(hooks, session, pipeline, inputs, num_items)
+        watches_items = session.interface.watches_items and isinstance(num_items, torch.Tensor)
+        session.loss_func_result = "unused"
         with hooks.compute_loss_context_manager():
             if watches_items:
                 loss = _watched_loss(hooks, session, model, inputs, num_items)
             else:
                 loss = call_compute_loss(hooks, session, model, inputs, num_items)
-    if loss.dim() and accelerator.capabilities.num_devices > 1:
-        loss = loss.mean()  # one element per device
-    if accelerator.parity != "off":
-        accelerator.backward(loss, num_items=items_of(inputs, shifts=session.interface.shifts_labels))
+        if loss.dim() and accelerator.capabilities.num_devices > 1:
+            loss = loss.mean()  # one element per device
+        if accelerator.parity != "off":
+            accelerator.backward(loss, num_items=items_of(inputs, shifts=session.interface.shifts_labels))
+            return loss.detach()
+        num_steps = hooks.current_gradient_accumulation_steps
+        if num_steps != 1 and not _is_scaled(hooks, session, num_items):
+            loss = loss / num_steps
+        elif num_steps != 1 and num_items is None and hooks.loss_is_scaled_for_ga is None:
+            _warn_of_missing_items(session, num_steps)
+        accelerator.backward(loss)
         return loss.detach()
-    num_steps = hooks.current_gradient_accumulation_steps
-    if num_steps != 1 and not _is_scaled(hooks, session, num_items):
-        loss = loss / num_steps
-    elif num_steps != 1 and num_items is None and hooks.loss_is_scaled_for_ga is None:
-        _warn_of_missing_items(session, num_steps)
-    accelerator.backward(loss)
-    return loss.detach()
+
+
+def _pipeline_step(
+    hooks: TrainerHooks, session: TrainerSession, pipeline: Pipeline, inputs: Any, num_items: Any
+) -> torch.Tensor:
+    if session.interface.overrides_compute_loss:
+        raise ConfigError(
+            f"{type(hooks).__name__}.compute_loss is overridden, but the schedule of a pipeline computes the model's own loss",
+            where="TrainingArguments.parallelism_config (pp_size)",
+            do="write the loop with accelerator.prepare_pipeline(model, loss_fn=...)",
+        )
+    session.interface.watches_items = False
+    return run_pipeline_step(hooks, pipeline, inputs, num_items)
 
 
 def _is_scaled(hooks: TrainerHooks, session: TrainerSession, num_items: Any) -> bool:
@@ -119,13 +113,8 @@ def call_compute_loss(
     try:
         return hooks.compute_loss(model, inputs, **options)
     except KeyError as error:
-        _explain_missing_column(hooks, session, inputs, error)
-        raise
-
-
-def _explain_missing_column(hooks: TrainerHooks, session: TrainerSession, inputs: Any, error: KeyError) -> None:
-    """Raise a clearer error in place of ``error`` if it names a column that the batch lacks."""
-    if isinstance(inputs, (dict, Mapping)) and error.args and error.args[0] not in inputs:
+        if not isinstance(inputs, (dict, Mapping)) or not error.args or error.args[0] in inputs:
+            raise
         kept = columns_of(hooks, session.interface)
         raise missing_column(str(error.args[0]), inputs, kept=kept, label_names=hooks.label_names) from error
 
@@ -197,7 +186,7 @@ def count_update_items(hooks: TrainerHooks, session: TrainerSession, samples: li
     is_exact = accelerator.parity != "off"  # then each loss is weighted by its own items
     first = samples[0] if samples else None
     if (
-        not needs_item_count(hooks, session.interface)
+        not _needs_item_count(hooks, session.interface)
         or is_exact
         or not isinstance(first, (dict, Mapping))
         or "labels" not in first
@@ -213,6 +202,16 @@ def count_update_items(hooks: TrainerHooks, session: TrainerSession, samples: li
     if hooks.args.average_tokens_across_devices and accelerator.session.num_readers > 1:
         num_items = accelerator.reduce(num_items.to(device), "sum")
     return num_items
+
+
+def _needs_item_count(hooks: TrainerHooks, interface: ModelInterface) -> bool:
+    """Return whether an update's labels are counted, so that its loss can be divided by their number."""
+    if not interface.compute_loss_takes_items:
+        return False
+    if hooks.compute_loss_func is None:
+        return hooks.model_accepts_loss_kwargs
+    # An overridden compute_loss may divide by the number although compute_loss_func does not take it.
+    return interface.loss_func_takes_items or interface.overrides_compute_loss
 
 
 def _rank_weight(hooks: TrainerHooks, session: TrainerSession) -> float:

@@ -1,4 +1,4 @@
-"""The interface that a Trainer offers its components: public attributes, and methods that subclasses may override."""
+"""The interface that a Trainer offers its components: attributes, and methods that subclasses may override."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.callback_handler import CLEARED_FLAGS, CallbackHandler
 from echelon.trainer.callbacks.flag_agreement import require_agreement, usual_flags
 from echelon.trainer.model_loss import LabelSmoother
-from echelon.trainer.override_points import OverridePoints
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, TrainOutput, speed_metrics
 from echelon.trainer.signatures import takes
 from echelon.trainer.state import TrainerControl, TrainerState
 
-__all__ = ["TrainerHooks", "bind_log", "bind_training_step", "notify", "record_logs"]
+__all__ = ["TrainerHooks", "log", "notify", "record_logs"]
 
 
 class TrainerHooks(Protocol):
-    """A Trainer's public attributes and methods, as used by its components.
+    """A Trainer's attributes and methods, as used by its components.
 
     Scripts may replace attributes and override methods, so components look them up on every use.
     """
@@ -117,6 +116,78 @@ class TrainerHooks(Protocol):
     def is_local_process_zero(self) -> bool: ...
     def is_world_process_zero(self) -> bool: ...
 
+    # transformers' private methods, which libraries override
+    def _hp_search_setup(self, trial: Any) -> None: ...
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: TrainingArguments | None = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput: ...
+    def _update_auto_batch_size(self, batch_size: int) -> None: ...
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]: ...
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]: ...
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None: ...
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module: ...
+    def _run_epoch(self, model: nn.Module, epoch: int, train_dataloader: Any, **position: Any) -> None: ...
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput: ...
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any: ...
+    def _get_collator_with_removed_columns(
+        self, data_collator: Callable[[Any], Any], description: str | None = None
+    ) -> Callable[[Any], Any]: ...
+
+    def _prepare_input(self, data: Any) -> Any: ...
+    def _prepare_inputs(self, inputs: Any) -> Any: ...
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: Any
+    ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]: ...
+    def _track_num_input_tokens(self, inputs: Any) -> None: ...
+    def _clip_grad_norm(self, model: nn.Module) -> Any: ...
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any: ...
+    def _get_learning_rate(self) -> float: ...
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: torch.Tensor,
+        grad_norm: Any,
+        model: nn.Module,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None: ...
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float] | None: ...
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool: ...
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None: ...
+
+    def _get_output_dir(self, trial: Any) -> str: ...
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None: ...
+    def _save_checkpoint(self, model: Any = None, trial: Any = None) -> None: ...
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None: ...
+    def _save_scaler(self, output_dir: str) -> None: ...
+    def _save_rng_state(self, output_dir: str) -> None: ...
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None: ...
+    def _load_best_model(self) -> None: ...
+    def _load_callback_state(self) -> None: ...
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None: ...
+    def _load_scaler(self, checkpoint: str | None) -> None: ...
+    def _load_rng_state(self, checkpoint: str | None) -> None: ...
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...
+    def _finish_current_push(self) -> None: ...
+
 
 def notify(hooks: TrainerHooks, event: str, **more: Any) -> TrainerControl:
     """Dispatch ``event`` to the callbacks, and return the resulting control."""
@@ -139,38 +210,12 @@ def notify(hooks: TrainerHooks, event: str, **more: Any) -> TrainerControl:
     return hooks.control
 
 
-def bind_training_step(
-    hooks: TrainerHooks, points: OverridePoints, *, before: Callable[[], None]
-) -> Callable[[nn.Module, Any, Any], torch.Tensor]:
-    """Return ``training_step`` as a function of three arguments; the third is dropped if an override does not accept it.
-
-    Args:
-        hooks: the Trainer's hooks.
-        points: provides the override of ``_track_num_input_tokens``, which receives every batch after its step.
-        before: called before a step if the model is in eval mode, for example after an evaluation.
-    """
-    takes_items = takes(hooks.training_step, "num_items_in_batch")
-    track = points.choose("_track_num_input_tokens", None)
-
-    def _step(model: nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
-        if not (model.training and hooks.model.training):
-            before()
-        if takes_items:
-            loss = hooks.training_step(model, inputs, num_items)
-        else:
-            loss = hooks.training_step(model, inputs)
-        if track is not None:
-            track(inputs)
-        return loss
-
-    return _step
-
-
-def bind_log(hooks: TrainerHooks) -> Callable[[dict[str, Any], float | None], None]:
-    """Return ``log`` as a function of two arguments; ``start_time`` is dropped if an override does not accept it."""
+def log(hooks: TrainerHooks, logs: dict[str, Any], start_time: float | None = None) -> None:
+    """Call ``Trainer.log``; ``start_time`` is dropped if an override does not accept it."""
     if takes(hooks.log, "start_time"):
-        return lambda logs, start_time: hooks.log(logs, start_time=start_time)
-    return lambda logs, _: hooks.log(logs)
+        hooks.log(logs, start_time=start_time)
+    else:
+        hooks.log(logs)
 
 
 def record_logs(hooks: TrainerHooks, logs: dict[str, Any], start_time: float | None, *, num_tokens_before: int) -> None:

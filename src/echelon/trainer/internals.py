@@ -1,7 +1,7 @@
 """The private methods of transformers' Trainer that libraries override; the loop calls them where transformers does.
 
-``trainer/override_points.py`` finds the overrides. Methods that need a running loop delegate to the implementation that
-the loop has bound there; functions in the Trainer's components implement the others.
+Each method calls the component that does the work. Those of a running training (``TrainerSession.run``, ``resumed`` and
+``loop``) exist only while the Trainer trains.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from echelon.trainer.checkpoint.best_model import load_best, update_best_metric
 from echelon.trainer.checkpoint.resume_point import load_model_from
 from echelon.trainer.checkpoint.save import CheckpointWriter
 from echelon.trainer.checkpoint.save_model import write_model_files
+from echelon.trainer.checkpoint.transformers_layout import save_optimizer_and_scheduler, save_rng_state, save_scaler
 from echelon.trainer.data import batches, data_loaders
 from echelon.trainer.data.columns import ColumnFilter, KeptColumns, drop_columns, signature_columns
 from echelon.trainer.data.loader_source import LoaderSource
@@ -40,11 +41,14 @@ from echelon.trainer.optim.optimizers import param_groups_of
 from echelon.trainer.results import TrainOutput
 from echelon.trainer.session import TrainerSession, UpdateSize, global_batch_size
 from echelon.trainer.state import TrainerControl
+from echelon.trainer.training_plan import num_examples_of
 from echelon.trainer.training_run import plan_training
 
 __all__ = ["TrainerInternals"]
 
 logger = get_logger(__name__)
+
+_Component = TypeVar("_Component")
 
 
 class TrainerInternals:
@@ -124,7 +128,6 @@ class TrainerInternals:
         """
         loader = data_loaders.build_loader(
             self,  # type: ignore[arg-type]
-            self._session.points,
             dataset,
             description=description,
             batch_size=batch_size,
@@ -195,12 +198,12 @@ class TrainerInternals:
 
     def _prepare_input(self, data: Any) -> Any:
         """Return part of a batch, moved to the device."""
-        if "_prepare_input" not in self._session.points.overridden:
-            return batches.to_device(data, self.accelerator.device)
-        if isinstance(data, Mapping):
-            return type(data)({name: self._prepare_input(part) for name, part in data.items()})  # type: ignore[call-arg]
-        if isinstance(data, (tuple, list)):
-            return type(data)(self._prepare_input(part) for part in data)
+        # An override gets every part; otherwise a batch of any kind is moved as a whole.
+        if type(self)._prepare_input is not TrainerInternals._prepare_input or "_prepare_input" in vars(self):
+            if isinstance(data, Mapping):
+                return type(data)({name: self._prepare_input(part) for name, part in data.items()})  # type: ignore[call-arg]
+            if isinstance(data, (tuple, list)):
+                return type(data)(self._prepare_input(part) for part in data)
         return batches.to_device(data, self.accelerator.device)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -274,9 +277,11 @@ class TrainerInternals:
         start_time: float,
         learning_rate: float | None = None,
     ) -> None:
-        """Log, evaluate and save as requested by ``control``; called after every step and every epoch."""
-        default = self._session.points.default("_maybe_log_save_evaluate")
-        default(tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate)
+        """Log, evaluate and save as requested by ``control``; called after every step and every epoch.
+
+        Only ``grad_norm`` and ``learning_rate`` have an effect; the loop knows the other values.
+        """
+        _running(self._session.loop, self, "_maybe_log_save_evaluate").log_evaluate_save(grad_norm, learning_rate)
 
     @property
     def _memory_tracker(self) -> MemoryMeter:
@@ -305,26 +310,28 @@ class TrainerInternals:
     @property
     def _tr_loss(self) -> torch.Tensor:
         """The sum of the losses since the last log, on this rank."""
-        return torch.tensor(self._session.points.default("_tr_loss")(), device=self.accelerator.device)
+        return torch.tensor(
+            _running(self._session.losses, self, "_tr_loss").window_sum(), device=self.accelerator.device
+        )
 
     @property
     def _globalstep_last_logged(self) -> int:
         """The step at which metrics were last logged."""
-        return int(self._session.points.default("_globalstep_last_logged")())
+        return _running(self._session.losses, self, "_globalstep_last_logged").last_logged_step
 
     @_globalstep_last_logged.setter
     def _globalstep_last_logged(self, step: int) -> None:
-        self._session.points.default("_globalstep_last_logged")(step)
+        _running(self._session.losses, self, "_globalstep_last_logged").set_last_logged_step(step)
 
     @property
     def _total_loss_scalar(self) -> float:
         """The sum of the losses logged in this training run; the run's mean loss is computed from it."""
-        return float(self._session.points.default("_total_loss_scalar")())
+        return _running(self._session.losses, self, "_total_loss_scalar").sum()
 
     @_total_loss_scalar.setter
     def _total_loss_scalar(self, value: float) -> None:
-        if self._session.points.is_bound("_total_loss_scalar"):  # training starts with 0, whatever was set before
-            self._session.points.default("_total_loss_scalar")(value)
+        if self._session.losses is not None:  # training starts with 0, whatever was set before
+            self._session.losses.set_sum(value)
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -337,13 +344,13 @@ class TrainerInternals:
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train with ``batch_size``, and return the results. Collective: call on every rank."""
-        run = self._session.points.default("_inner_training_loop")
-        result: TrainOutput = run(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
-        return result
+        return _running(self._session.run, self, "_inner_training_loop").train(
+            batch_size, resume_from_checkpoint=resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval
+        )
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
         """Set the batch size for the next ``auto_find_batch_size`` attempt."""
-        self._session.points.default("_update_auto_batch_size")(batch_size)
+        _running(self._session.run, self, "_update_auto_batch_size").set_batch_size(batch_size)
 
     def _init_training_state(
         self,
@@ -354,18 +361,15 @@ class TrainerInternals:
         trial: Any,
     ) -> tuple[int, int]:
         """Set ``state``; return how many epochs are complete and how many batches of the next epoch have been used."""
-        default = self._session.points.default("_init_training_state")
-        epochs, used = default(max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
-        return epochs, used
+        return _running(self._session.run, self, "_init_training_state").init_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint
+        )
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         """Prepare the optimizer, scheduler and model, and load the checkpoint. Collective: call on every rank."""
-        model, loader = self._session.points.default("_prepare_for_training")(
-            max_steps, train_dataloader, resume_from_checkpoint
-        )
-        return model, loader
+        return _running(self._session.run, self, "_prepare_for_training").prepare(max_steps, train_dataloader)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Return ``model``, which ``accelerator.prepare`` wraps; an override may return its own wrapper."""
@@ -375,31 +379,32 @@ class TrainerInternals:
         """Train one epoch. Collective: call on every rank.
 
         Args:
-            model: the wrapped model.
+            model: the wrapped model; ignored, like ``position``, because the loop knows it.
             epoch: zero-based index of the epoch.
             train_dataloader: the training data loader.
-            position: the other arguments that transformers passes; they are ignored, because the loop knows these
-                values.
+            position: the other arguments that transformers passes.
         """
-        self._session.points.default("_run_epoch")(model, epoch, train_dataloader, **position)
+        _running(self._session.loop, self, "_run_epoch").run_epoch(epoch, train_dataloader)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Log the results, load the best model, and return the results. Collective: call on every rank."""
-        result: TrainOutput = self._session.points.default("_finalize_training")(trial, num_train_samples, start_time)
-        return result
+        loop = _running(self._session.loop, self, "_finalize_training")
+        return loop.finalize(trial, num_train_samples, start_time)
 
     # ---- evaluation and search ---------------------------------------------------------------------------------------
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
-    ) -> dict[str, float]:
+    ) -> dict[str, float] | None:
         """Evaluate during training, report to a search, and step a metric-driven scheduler.
+
+        Returns:
+            The metrics, or None if preemption interrupted the evaluation and a checkpoint was saved.
 
         Collective: call on every rank.
         """
-        evaluate = self._session.points.default("_evaluate")
-        metrics: dict[str, float] = evaluate(trial, ignore_keys_for_eval, skip_scheduler=skip_scheduler)
-        return metrics
+        loop = _running(self._session.loop, self, "_evaluate")
+        return loop.evaluate(trial, ignore_keys_for_eval, skip_scheduler=skip_scheduler)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Record an evaluation's metric if it is the best so far, and return whether it is."""
@@ -433,15 +438,17 @@ class TrainerInternals:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write optimizer.pt and scheduler.pt, in transformers' checkpoint format."""
-        self._session.points.default("_save_optimizer_and_scheduler")(output_dir)
+        if self.args.should_save:
+            state = _running(self._session.optimizer.saved_state, self, "_save_optimizer_and_scheduler")
+            save_optimizer_and_scheduler(self._session, state, Path(output_dir))
 
     def _save_scaler(self, output_dir: str) -> None:
         """Write scaler.pt if loss scaling is enabled, in transformers' checkpoint format."""
-        self._session.points.default("_save_scaler")(output_dir)
+        save_scaler(self, Path(output_dir))  # type: ignore[arg-type]
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write this rank's RNG states, in transformers' checkpoint format."""
-        self._session.points.default("_save_rng_state")(output_dir)
+        save_rng_state(self, Path(output_dir))  # type: ignore[arg-type]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load a checkpoint's weights. Collective if the model is sharded."""
@@ -476,17 +483,18 @@ class TrainerInternals:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer and scheduler state. Collective: call on every rank."""
         if checkpoint is not None:
-            self._session.points.default("_load_optimizer_and_scheduler")(checkpoint)
+            resumed = _running(self._session.resumed, self, "_load_optimizer_and_scheduler")
+            resumed.load_optimizer_and_scheduler(Path(checkpoint))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Load the loss scaler's state, if there is a loss scaler."""
         if checkpoint is not None:
-            self._session.points.default("_load_scaler")(checkpoint)
+            _running(self._session.resumed, self, "_load_scaler").load_scaler(Path(checkpoint))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the saved run's RNG states."""
         if checkpoint is not None:
-            self._session.points.default("_load_rng_state")(checkpoint)
+            _running(self._session.loop, self, "_load_rng_state").load_rng_state()
 
     # ---- Hub ---------------------------------------------------------------------------------------------------------
 
@@ -523,6 +531,11 @@ class TrainerInternals:
             )
         self.state.total_flos += total
 
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Return the number of samples in ``dataloader`` across all ranks; an estimate if the data has no length."""
+        known = num_examples_of(dataloader)
+        return known if known is not None else len(dataloader) * self.args.per_device_train_batch_size
+
     def get_tp_size(self) -> int:
         """Return the number of ranks that divide layers."""
         layout = self.accelerator.parallelism_config
@@ -544,3 +557,18 @@ class TrainerInternals:
         if args is not None and args is not self.args:
             size = UpdateSize(args.train_batch_size, args.gradient_accumulation_steps)
         return size.batch_size * size.accumulation_steps * self.accelerator.session.num_readers
+
+
+def _running(component: _Component | None, trainer: TrainerInternals, name: str) -> _Component:
+    """Return ``component``, which implements the Trainer's method or attribute ``name``.
+
+    Raises:
+        UsageError: it does not exist, because the Trainer is not training.
+    """
+    if component is None:
+        raise UsageError(
+            f"{name}() works only while the Trainer is training or saving",
+            where=f"{type(trainer).__name__}.{name}",
+            do="call it from a callback or from an overridden Trainer method",
+        )
+    return component

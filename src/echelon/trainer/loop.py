@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +33,12 @@ from echelon.trainer.data.epoch_batches import EpochBatches, warn_of_wrong_lengt
 from echelon.trainer.data.num_tokens import count_tokens
 from echelon.trainer.features.auto_find_batch_size import evaluation_memory_error
 from echelon.trainer.features.nonfinite import NonFiniteError, first_bad
-from echelon.trainer.hooks import bind_log, bind_training_step, notify
+from echelon.trainer.hooks import TrainerHooks, log, notify
 from echelon.trainer.loss_window import MeanLoss
 from echelon.trainer.optim.prepared_optimizer import set_optimizer_mode
-from echelon.trainer.override_points import OverridePoints
 from echelon.trainer.results import TrainOutput, speed_metrics
-from echelon.trainer.session import TrainCall
+from echelon.trainer.session import TrainerSession
+from echelon.trainer.signatures import takes
 from echelon.trainer.training_plan import TrainingPlan
 
 __all__ = ["TrainingLoop"]
@@ -52,17 +50,26 @@ class TrainingLoop:
     """The training loop of one ``Trainer.train`` call; owns this call's state, such as the losses to log.
 
     Args:
-        call: the objects that this ``Trainer.train`` call works with.
+        hooks: the Trainer's hooks.
+        session: the Trainer's session.
         plan: the run's length in steps, epochs and batches.
         loader: the training data loader.
         resume_point: the position in the data at which training starts.
         trial: the search trial, or None.
+        ignore_keys: model outputs that evaluations ignore.
     """
 
     def __init__(
-        self, call: TrainCall, plan: TrainingPlan, loader: Any, *, resume_point: ResumePoint, trial: Any
+        self,
+        hooks: TrainerHooks,
+        session: TrainerSession,
+        plan: TrainingPlan,
+        loader: Any,
+        *,
+        resume_point: ResumePoint,
+        trial: Any,
+        ignore_keys: list[str] | None,
     ) -> None:
-        hooks, session = call.hooks, call.session
         self.hooks = hooks
         self._session = session
         self._trial = trial
@@ -72,7 +79,7 @@ class TrainingLoop:
         self.loader = loader
         self.resume_point = resume_point
         self.cursor = session.cursor
-        self.ignore_keys = call.ignore_keys
+        self.ignore_keys = ignore_keys
         self.is_exact = hooks.accelerator.parity != "off"
         self.is_update_abandoned = False
         """Whether a callback ended the last update before its last batch."""
@@ -84,17 +91,15 @@ class TrainingLoop:
         self.last_saved_step: int | None = None
         self._is_ending = False  # saved after a signal; training ends
         self._boundary: dict[str, Any] | None = None  # state after the last complete step, to save after an error
-        self._mean_loss = MeanLoss(hooks.accelerator, filtered=hooks.args.logging_nan_inf_filter)
+        self._mean_loss = session.losses = MeanLoss(hooks.accelerator, filtered=hooks.args.logging_nan_inf_filter)
         self.losses = self._mean_loss.window
-        self._bind(session.points)
         self.num_items: Any = None  # divisor of the losses of the update
         self.grad_norm: torch.Tensor | None = None
         self.learning_rate = 0.0
-        self.last_logged_step = 0
         args = hooks.args
+        self._step_takes_items = takes(hooks.training_step, "num_items_in_batch")
         self.counts_tokens = args.include_num_input_tokens_seen != "no"
-        counts_by_update = self.counts_tokens and not session.points.is_overridden("_track_num_input_tokens")
-        self.prepares_update = counts_by_update or args.torch_empty_cache_steps is not None
+        self._prepares_update = self.counts_tokens or args.torch_empty_cache_steps is not None
         self.start_time = self.logged_at = time.time()
         self.first_step = session.initial_step = hooks.state.global_step
         session.initial_num_tokens = hooks.state.num_input_tokens_seen
@@ -109,27 +114,6 @@ class TrainingLoop:
         cursor.canonical_shards = accelerator.config.value.canonical_shards
         cursor.is_within_update = False
 
-    def _bind(self, points: OverridePoints) -> None:
-        """Find the overridden methods once; methods that are not overridden are called directly."""
-        hooks = self.hooks
-        self._points = points
-        self._training_step = bind_training_step(hooks, points, before=self._train_mode)
-        self._log = bind_log(hooks)
-        self._run_one_epoch = points.bind("_run_epoch", self._run_epoch)
-        self._finalize = points.bind("_finalize_training", self._finalize_training)
-        self._evaluate = points.bind("_evaluate", self._evaluate_and_report)
-        self._load_rng_state = points.bind("_load_rng_state", self._restore_random_states)
-        self._end_step = self._log_evaluate_save_if_due
-        if (override := points.choose("_maybe_log_save_evaluate", None)) is not None:
-            self._end_step = partial(self._call_override, override)
-        points.bind("_maybe_log_save_evaluate", self._log_evaluate_save)
-        points.bind("_tr_loss", self.losses.total)
-        points.bind("_globalstep_last_logged", self._last_logged)
-        points.bind("_total_loss_scalar", self._loss_sum)
-        self._get_learning_rate = points.choose("_get_learning_rate", self._first_learning_rate)
-        self._clip_grad_norm = points.choose("_clip_grad_norm", self._clip)
-        self._get_grad_norm = points.choose("_get_grad_norm", None)
-
     def run(self) -> TrainOutput:
         """Train and return the results.
 
@@ -142,7 +126,7 @@ class TrainingLoop:
         record_planned_steps(plan.max_steps)
         notify(hooks, "on_train_begin")
         if args.eval_on_start:
-            self._evaluate(self._trial, self.ignore_keys, skip_scheduler=True)
+            hooks._evaluate(self._trial, self.ignore_keys, skip_scheduler=True)
         elif self.cursor.is_within_evaluation:
             start = self.resume_point = self._repeat_evaluation(start)
         is_done = self._is_ending or (self._has_all_steps and not start.num_batches)
@@ -150,7 +134,7 @@ class TrainingLoop:
         num_epochs = sys.maxsize if args.max_steps > 0 else plan.num_epochs
         for epoch in () if is_done else range(start.epoch, num_epochs):
             notify(hooks, "on_epoch_begin")
-            self._run_one_epoch(
+            hooks._run_epoch(
                 model=hooks.model_wrapped,
                 epoch=epoch,
                 train_dataloader=self.loader,
@@ -165,13 +149,12 @@ class TrainingLoop:
             )
             if hooks.control.should_training_stop or self._has_all_steps:
                 break
-        return self._finalize(self._trial, plan.num_train_samples, self.start_time)
+        return hooks._finalize_training(self._trial, plan.num_train_samples, self.start_time)
 
-    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
+    def finalize(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Implement ``Trainer._finalize_training``."""
-        hooks, args, points = self.hooks, self.hooks.args, self._points
-        points.keep_values("_tr_loss")
-        self._mean_loss.take()  # adds the steps since the last log to the total
+        hooks, args = self.hooks, self.hooks.args
+        self._mean_loss.end()
         hooks.store_flos()
         num_steps = hooks.state.global_step - self.first_step
         mean = self._mean_loss.total(num_steps=num_steps)
@@ -179,25 +162,24 @@ class TrainingLoop:
         num_samples = int(num_train_samples * part)
         metrics = speed_metrics("train", start_time, num_samples=num_samples, num_steps=num_steps)
         metrics |= {"total_flos": hooks.state.total_flos, "train_loss": mean, **self._session.memory.end("train")}
-        self._log(metrics, None)
-        run_dir = Path(points.method("_get_output_dir")(trial))
+        log(hooks, metrics)
+        run_dir = Path(hooks._get_output_dir(trial))
         point_to_best(
             hooks, run_dir, saved=self._session.saved_steps
         )  # which may have been saved before it was evaluated
         if args.load_best_model_at_end:
             warn_of_unsaved_best(hooks)
             if hooks.state.best_model_checkpoint is not None:
-                points.method("_load_best_model")()
+                hooks._load_best_model()
         remove_last_checkpoint(hooks, resolve_path(args, run_dir))
         notify(hooks, "on_train_end")
-        points.method("_finish_current_push")()
+        hooks._finish_current_push()
         hooks.is_in_train = False
-        points.keep_values("_globalstep_last_logged", "_total_loss_scalar")
         return TrainOutput(hooks.state.global_step, mean, metrics)
 
-    def _run_epoch(self, model: nn.Module, epoch: int, train_dataloader: Any, **position: Any) -> None:
-        """Implement ``Trainer._run_epoch``; ``position`` is ignored, because the loop knows these values."""
-        hooks, plan, cursor, loader = self.hooks, self.plan, self.cursor, train_dataloader
+    def run_epoch(self, epoch: int, loader: Any) -> None:
+        """Implement ``Trainer._run_epoch``."""
+        hooks, plan, cursor = self.hooks, self.plan, self.cursor
         is_first = epoch == self.resume_point.epoch
         start = self.resume_point if is_first else ResumePoint(epoch=epoch)
         self._train_mode()  # a pass that begins in eval mode counts as an evaluation
@@ -208,7 +190,7 @@ class TrainingLoop:
         cursor.is_read &= start.num_batches > 0  # as saved
         cursor.epoch, cursor.num_batches, cursor.is_over = epoch, start.num_batches, False
         if start.checkpoint is not None and not start.restores_rng_after_reading:
-            self._load_rng_state(start.checkpoint)
+            hooks._load_rng_state(start.checkpoint)
         after_reading = start.checkpoint if start.restores_rng_after_reading else None
         self._record_boundary()
         num_planned = sys.maxsize if self.is_exact else plan.batches_per_epoch - cursor.num_batches
@@ -328,18 +310,18 @@ class TrainingLoop:
         if not group:
             return False
         if checkpoint is not None:
-            self._load_rng_state(checkpoint)
+            hooks._load_rng_state(checkpoint)
         notify(hooks, "on_step_begin")
         hooks.current_gradient_accumulation_steps = len(group)
         last = len(group) - 1
-        if self.prepares_update:
+        if self._prepares_update:
             self._prepare_update(group)
         for i, inputs in enumerate(group):
             if i < last and not self._syncs_each_batch:  # gradients are synchronized in the last pass only
                 with hooks.accelerator.no_sync(model):
-                    losses.add(self._training_step(model, inputs, num_items))
+                    losses.add(self._train_on(inputs, num_items))
             else:
-                losses.add(self._training_step(model, inputs, num_items))
+                losses.add(self._train_on(inputs, num_items))
             if i < last:
                 control = notify(hooks, "on_substep_end")
                 if control.should_epoch_stop or control.should_training_stop:
@@ -347,6 +329,20 @@ class TrainingLoop:
                     return True
         self._step(group, num_batches=len(group))
         return True
+
+    def _train_on(self, inputs: Any, num_items: Any) -> torch.Tensor:
+        """Run one batch's forward and backward pass, and return its loss."""
+        hooks, model = self.hooks, self.hooks.model_wrapped
+        if not (model.training and hooks.model.training):  # for example after an evaluation
+            self._train_mode()
+        if self._step_takes_items:
+            loss = hooks.training_step(model, inputs, num_items)
+        else:
+            loss = hooks.training_step(model, inputs)
+        # An override gets every batch; otherwise ``_prepare_update`` has counted those of the update with one reduction.
+        if self._session.is_overridden(hooks, "_track_num_input_tokens"):
+            hooks._track_num_input_tokens(inputs)
+        return loss
 
     def _next_group(self, batches: EpochBatches) -> tuple[list[Any], Any]:
         """Return an update's batches, including batches beyond the planned ones, and their number of items."""
@@ -380,14 +376,14 @@ class TrainingLoop:
             if not group:
                 return False
             if checkpoint is not None:
-                self._load_rng_state(checkpoint)
+                hooks._load_rng_state(checkpoint)
                 checkpoint = None
             if accelerator.progress.micro_step <= 1:
                 notify(hooks, "on_step_begin")
-            if self.prepares_update:
+            if self._prepares_update:
                 self._prepare_update([accelerator.trim_for_metrics(inputs) for inputs in group])
             with accelerator.accumulate(model):
-                self._training_step(model, group[0], num_items)
+                self._train_on(group[0], num_items)
         self.losses.add(torch.tensor(accelerator.update_loss(), dtype=torch.float64))
         self._step(group, num_batches=1)
         return True
@@ -400,9 +396,10 @@ class TrainingLoop:
             hooks.current_flos += sum(float(hooks.floating_point_ops(inputs)) for inputs in group)
         optimizer = hooks.optimizer
         if args.max_grad_norm:
-            self.grad_norm = self._clip_grad_norm(model)
-        if self._get_grad_norm is not None:
-            self.grad_norm = self._get_grad_norm(model, grad_norm=self.grad_norm if args.max_grad_norm else None)
+            self.grad_norm = hooks._clip_grad_norm(model)
+        # Without clipping, the default would compute a norm, which is logged only if an override asks for it.
+        if self._session.is_overridden(hooks, "_get_grad_norm"):
+            self.grad_norm = hooks._get_grad_norm(model, grad_norm=self.grad_norm if args.max_grad_norm else None)
         if args.stop_on_nan:
             self._stop_on_nan(group)
         losses.end_step()
@@ -410,7 +407,7 @@ class TrainingLoop:
         self.is_stepping = True
         optimizer.step()
         notify(hooks, "on_optimizer_step")
-        self.learning_rate = self._get_learning_rate()
+        self.learning_rate = hooks._get_learning_rate()
         if cursor.num_batches >= self.plan.batches_per_epoch:
             cursor.num_steps_beyond += 1
         # Beyond its planned steps the scheduler keeps its last rate: a cosine would rise again.
@@ -437,15 +434,13 @@ class TrainingLoop:
         self._end_step()
         self._stop_if_preempted(is_new_step=True)
 
-    def _log_evaluate_save_if_due(self) -> None:
-        control = self.hooks.control
-        if control.should_log or control.should_evaluate or control.should_save:
-            self._log_evaluate_save()
-
-    def _call_override(self, override: Callable[..., None]) -> None:
-        """Call the user's ``_maybe_log_save_evaluate`` with the sum of the losses since the last log."""
+    def _end_step(self) -> None:
+        """Log, evaluate and save as requested, through the override of ``_maybe_log_save_evaluate`` if there is one."""
         hooks, state = self.hooks, self.hooks.state
-        override(
+        if not self._session.is_overridden(hooks, "_maybe_log_save_evaluate"):
+            self.log_evaluate_save()  # without the sum of the losses, which waits for the device
+            return
+        hooks._maybe_log_save_evaluate(
             torch.tensor(self.losses.total(), device=hooks.accelerator.device),
             self.grad_norm,
             hooks.model_wrapped,
@@ -456,48 +451,31 @@ class TrainingLoop:
             learning_rate=self.learning_rate if state.global_step > self.first_step else None,
         )
 
-    def _last_logged(self, step: int | None = None) -> int:
-        """Return the last logged step; an override that logs passes ``step`` to set it and reset the loss window."""
-        if step is not None and step != self.last_logged_step:
-            self._mean_loss.end_window()
-            self.last_logged_step = step
-        return self.last_logged_step
+    def log_evaluate_save(self, grad_norm: Any = None, learning_rate: float | None = None) -> None:
+        """Implement ``Trainer._maybe_log_save_evaluate``.
 
-    def _loss_sum(self, value: float | None = None) -> float:
-        """Return the sum of the logged losses; an override that logs passes ``value`` to set it."""
-        if value is not None:
-            self._mean_loss.set_sum(value)
-        return self._mean_loss.sum()
-
-    def _log_evaluate_save(
-        self,
-        tr_loss: torch.Tensor | None = None,
-        grad_norm: Any = None,
-        model: Any = None,
-        trial: Any = None,
-        epoch: float = 0,
-        ignore_keys_for_eval: Any = None,
-        start_time: float | None = None,
-        learning_rate: float | None = None,
-    ) -> None:
-        """Implement ``Trainer._maybe_log_save_evaluate``; only ``grad_norm`` and ``learning_rate`` have an effect."""
+        Args:
+            grad_norm: the norm to log (default: that of the last step).
+            learning_rate: the learning rate to log (default: that of the last step).
+        """
         hooks, state = self.hooks, self.hooks.state
-        if hooks.control.should_log and state.global_step > self.last_logged_step:
-            logs: dict[str, Any] = {"loss": self._mean_loss.take()}
+        losses = self._mean_loss
+        if hooks.control.should_log and state.global_step > losses.last_logged_step:
+            logs: dict[str, Any] = {"loss": losses.take()}
             norm = self.grad_norm if grad_norm is None else grad_norm
             if norm is not None:
                 logs["grad_norm"] = norm.item() if isinstance(norm, torch.Tensor) else norm
             logs["learning_rate"] = self.learning_rate if learning_rate is None else learning_rate
             if hooks.args.log_throughput:
-                logs |= self._throughput(state.global_step - self.last_logged_step)
-            self.last_logged_step = state.global_step
+                logs |= self._throughput(state.global_step - losses.last_logged_step)
+            losses.last_logged_step = state.global_step
             hooks.store_flos()
-            self._log(logs, self.start_time if self.counts_tokens else None)
+            log(hooks, logs, self.start_time if self.counts_tokens else None)
         if hooks.control.should_evaluate:
-            metrics = self._evaluate(self._trial, self.ignore_keys)
+            metrics = hooks._evaluate(self._trial, self.ignore_keys)
             if metrics is None:
                 return
-            is_best = self._points.method("_determine_best_metric")(metrics=metrics, trial=self._trial)
+            is_best = hooks._determine_best_metric(metrics=metrics, trial=self._trial)
             if hooks.args.save_strategy == SaveStrategy.BEST:
                 hooks.control.should_save = is_best
         if hooks.control.should_save:
@@ -509,19 +487,19 @@ class TrainingLoop:
         """Save a checkpoint. Collective: call on every rank."""
         hooks, cursor = self.hooks, self.cursor
         cursor.window = self._mean_loss.state()
-        cursor.last_logged_step, cursor.learning_rate = self.last_logged_step, self.learning_rate
+        cursor.last_logged_step, cursor.learning_rate = self._mean_loss.last_logged_step, self.learning_rate
         cursor.grad_norm = None if self.grad_norm is None else float(self.grad_norm)
         cursor.schedule = hooks.lr_scheduler.state_dict() if self._session.optimizer.is_foreign_scheduler else None
-        self._points.method("_save_checkpoint")(hooks.model, self._trial)
+        hooks._save_checkpoint(hooks.model, self._trial)
         self.last_saved_step = hooks.state.global_step
         notify(hooks, "on_save")
 
     def _restore(self, cursor: TrainCursor) -> None:
         """Restore the values to log from ``cursor``, if it comes from a checkpoint."""
-        self.last_logged_step = self.hooks.state.global_step
+        self._mean_loss.last_logged_step = self.hooks.state.global_step
         if cursor.window:
             self.losses.restore(cursor.window["sums"], cursor.window["num_steps"])
-            self.last_logged_step, self.learning_rate = cursor.last_logged_step, cursor.learning_rate
+            self._mean_loss.last_logged_step, self.learning_rate = cursor.last_logged_step, cursor.learning_rate
             self.grad_norm = None if cursor.grad_norm is None else torch.tensor(cursor.grad_norm, dtype=torch.float64)
 
     def _record_boundary(self) -> None:
@@ -591,7 +569,7 @@ class TrainingLoop:
 
     # ---- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _evaluate_and_report(
+    def evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float] | None:
         """Implement ``Trainer._evaluate``; return None if preemption interrupted it and a checkpoint was saved."""
@@ -612,19 +590,13 @@ class TrainingLoop:
             raise
         finally:
             self._session.evaluation.is_repeatable = False
-        self._points.method("_report_to_hp_search")(trial, hooks.state.global_step, metrics)
+        hooks._report_to_hp_search(trial, hooks.state.global_step, metrics)
         if not skip_scheduler and not self._session.optimizer.steps_per_update:
             hooks.lr_scheduler.step(metric_for_best(hooks, metrics))
         return metrics
 
-    def _first_learning_rate(self) -> float:
-        rate: float = self.hooks.optimizer.param_groups[0]["lr"]
-        return rate
-
-    def _clip(self, model: nn.Module) -> Any:
-        return self.hooks.accelerator.clip_grad_norm_(model.parameters(), self.hooks.args.max_grad_norm)
-
-    def _restore_random_states(self, checkpoint: str) -> None:
+    def load_rng_state(self) -> None:
+        """Implement ``Trainer._load_rng_state``."""
         if self.resume_point.random_states is not None:
             restore_random_states(self.resume_point.random_states)
         self.hooks.accelerator.session.engine.share_random_states()
@@ -639,12 +611,11 @@ class TrainingLoop:
 
         Collective: call on every rank if tokens are counted.
         """
-        hooks, args = self.hooks, self.hooks.args
-        every = args.torch_empty_cache_steps
-        if every is not None and hooks.state.global_step % every == 0:
+        every = self.hooks.args.torch_empty_cache_steps
+        if every is not None and self.hooks.state.global_step % every == 0:
             clear_device_cache()
-        if self.counts_tokens and not self._points.is_overridden("_track_num_input_tokens"):
-            count_tokens(hooks, group)
+        if self.counts_tokens and not self._session.is_overridden(self.hooks, "_track_num_input_tokens"):
+            count_tokens(self.hooks, group)
 
     def _stop_on_nan(self, group: list[Any]) -> None:
         """Raise before the optimizer changes the weights if a loss or gradient is nonfinite.
@@ -666,7 +637,7 @@ class TrainingLoop:
         )
 
     def _compute_loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        inputs = self._points.method("_prepare_inputs")(inputs)
+        inputs = self.hooks._prepare_inputs(inputs)
         loss: torch.Tensor = call_compute_loss(self.hooks, self._session, model, inputs, self.num_items)
         return loss
 

@@ -93,6 +93,9 @@ class MeanLoss:
 
     def __init__(self, accelerator: Accelerator, *, filtered: bool) -> None:
         self.window = LossWindow()
+        self.last_logged_step = 0
+        """The step at which metrics were last logged."""
+        self._final_window: float | None = None  # the sum of the window that ``end`` has ended
         self._total = _no_losses()  # of the windows that ``take`` has returned, or as set
         self._uncounted = _no_losses()  # of the windows that were ended without a log; set_sum may include them
         self._num_steps_counted = 0  # steps of the current window when set_sum was called
@@ -110,12 +113,29 @@ class MeanLoss:
         self._uncounted, self._num_steps_counted = _no_losses(), 0
         return self._mean(sums[0], num_steps=num_steps)
 
-    def end_window(self) -> None:
-        """Start a new window; the old one's losses are added to the sum unless ``set_sum`` has included or will include
+    def end(self) -> None:
+        """Add the steps since the last log to the sum, at the end of training.
+
+        Collective: call on every rank.
+        """
+        self._final_window = self.window.total()
+        self.take()
+
+    def window_sum(self) -> float:
+        """Return the sum of this rank's losses since the last log, also after the end of training."""
+        return self.window.total() if self._final_window is None else self._final_window
+
+    def set_last_logged_step(self, step: int) -> None:
+        """Set the step at which metrics were last logged, for an override that logs.
+
+        A new window starts; the old one's losses are added to the sum unless ``set_sum`` has included or will include
         them.
 
         Collective: call on every rank.
         """
+        if step == self.last_logged_step:
+            return
+        self.last_logged_step = step
         is_counted = self.window.num_steps > 0 and self.window.num_steps == self._num_steps_counted
         sums = self._sum_over_ranks(self.window.take())
         self._uncounted += 0 if is_counted else sums[1]

@@ -13,14 +13,12 @@ from echelon.trainer.data.num_items import shifts_labels
 from echelon.trainer.features.model_changes import apply_liger_kernel
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.model_loss import is_causal
-from echelon.trainer.override_points import OverridePoints
 from echelon.trainer.signatures import num_positional, takes, takes_anything
 
 __all__ = [
     "DerivedAttributes",
     "ModelInterface",
     "columns_of",
-    "needs_item_count",
     "flops_of",
     "inspect_model",
     "set_up_model",
@@ -129,23 +127,13 @@ def inspect_model(hooks: TrainerHooks, *, base: type[Any], before: ModelInterfac
     )
 
 
-def needs_item_count(hooks: TrainerHooks, interface: ModelInterface) -> bool:
-    """Return whether an update's labels are counted, so that its loss can be divided by their number."""
-    if not interface.compute_loss_takes_items:
-        return False
-    if hooks.compute_loss_func is None:
-        return hooks.model_accepts_loss_kwargs
-    # An overridden compute_loss may divide by the number although compute_loss_func does not take it.
-    return interface.loss_func_takes_items or interface.overrides_compute_loss
-
-
-def set_up_model(hooks: TrainerHooks, points: OverridePoints) -> None:
+def set_up_model(hooks: TrainerHooks) -> None:
     """Move a new model to its device, apply the arguments that change it, and drop a ``label_smoother`` that it cannot use."""
     model, args = hooks.model, hooks.args
     layout = hooks.accelerator.parallelism_config
     # Of a pipeline's model, each rank moves only its stages.
     if hooks.place_model_on_device and (layout is None or not layout.pp_enabled):
-        points.method("_move_model_to_device")(model, hooks.accelerator.device)
+        hooks._move_model_to_device(model, hooks.accelerator.device)
     device_map: Any = getattr(model, "hf_device_map", None) or {}
     hooks.is_model_parallel = len({*device_map.values()} - {"cpu", "disk"}) > 1
     if args.use_liger_kernel:

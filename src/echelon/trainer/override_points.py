@@ -1,11 +1,10 @@
-"""Resolves private methods of transformers' Trainer to the user's override or to a component's default."""
+"""Reports members that a subclass defines for transformers' Trainer and that echelon never reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from echelon.base.environ import is_strict
 from echelon.base.errors import UsageError
@@ -19,14 +18,9 @@ __all__ = [
     "NOT_CALLED",
     "NOT_READ",
     "NOT_READ_IN_ARGUMENTS",
-    "OverridePoints",
     "check_attributes",
     "check_overrides",
-    "remember_methods",
 ]
-
-_Class = TypeVar("_Class", bound=type[Any])
-_Method = TypeVar("_Method", bound=Callable[..., Any] | None)
 
 _SHARDED_AT_LOAD = (
     "it is used with models that transformers shards during loading, which echelon's Trainer does not support"
@@ -77,115 +71,7 @@ NOT_READ_IN_ARGUMENTS: Mapping[str, str] = MappingProxyType(
 )
 """For each TrainingArguments member that exists only for scripts and that the Trainer does not read: the reason."""
 
-_STEP_METHODS = (
-    "autocast_smart_context_manager",
-    "compute_loss",
-    "compute_loss_context_manager",
-    "_prepare_context_parallel_inputs",
-    "_prepare_input",
-    "_prepare_inputs",
-)  # called by training_step
 _STATE_FILES = ("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler")
-
-
-@cache
-def original_methods(base: Any) -> Mapping[str, Any]:
-    """Return the methods of class ``base`` that transformers' Trainer has, too, as they were at the first call."""
-    return {name: method for name in TRAINER_MEMBERS if callable(method := getattr(base, name, None))}
-
-
-def remember_methods(base: _Class) -> _Class:
-    """Decorate the base class, so that methods that a program assigns to it later count as overridden."""
-    cls: Any = base
-    original_methods(cls)
-    return base
-
-
-class OverridePoints:
-    """Finds user overrides of private methods, and holds the default implementations that need a running component.
-
-    A component that implements a method passes its implementation to ``bind`` and calls the result, which is the
-    override or the implementation itself. A Trainer without overrides thus makes no extra call. The base class's
-    method, which an override calls with ``super()``, calls ``default``.
-
-    Args:
-        trainer: the Trainer.
-        base: the class whose methods do not count as overridden.
-    """
-
-    def __init__(self, trainer: Any, base: type[Any]) -> None:
-        self._trainer = trainer
-        self._base: Any = base
-        self._defaults: dict[str, Callable[..., Any]] = {}
-        self._ended: dict[str, Callable[..., Any]] = {}
-        self.overridden: frozenset[str] = frozenset()
-        """Names of the methods that were overridden at the last ``refresh``, for code that runs for every batch."""
-        self._overrides_steps = False
-
-    def refresh(self) -> None:
-        """Update the set of overridden methods."""
-        self.overridden = frozenset(name for name in original_methods(self._base) if self.is_overridden(name))
-        self._overrides_steps = not self.overridden.isdisjoint(_STEP_METHODS)
-
-    def is_overridden(self, name: str) -> bool:
-        """Return whether a subclass, the object itself, or an assignment to the base class replaces the method."""
-        method = getattr(type(self._trainer), name)
-        original = original_methods(self._base).get(name)
-        return name in vars(self._trainer) or method is not (
-            getattr(self._base, name) if original is None else original
-        )
-
-    def are_steps_plain(self) -> bool:
-        """Return whether nothing overrides a method that ``training_step`` calls."""
-        # An object's methods can be replaced during training; its classes' methods are looked up in ``refresh``.
-        return not self._overrides_steps and vars(self._trainer).keys().isdisjoint(_STEP_METHODS)
-
-    def method(self, name: str) -> Callable[..., Any]:
-        """Return the Trainer's method."""
-        found: Callable[..., Any] = getattr(self._trainer, name)
-        return found
-
-    def choose(self, name: str, plain: _Method) -> _Method:
-        """Return the user's override, or ``plain`` if there is none."""
-        return getattr(self._trainer, name) if self.is_overridden(name) else plain
-
-    def bind(self, name: str, default: _Method) -> _Method:
-        """Make ``default`` the method's implementation; return the user's override, or ``default`` if there is none."""
-        assert default is not None
-        self._defaults[name] = default
-        return self.choose(name, default)
-
-    def is_bound(self, name: str) -> bool:
-        """Return whether the component that implements the method is running."""
-        return name in self._defaults
-
-    def default(self, name: str) -> Callable[..., Any]:
-        """Return the method's implementation.
-
-        Raises:
-            UsageError: the component that implements the method is not running.
-        """
-        found = self._defaults.get(name, self._ended.get(name))
-        if found is None:
-            raise UsageError(
-                f"{name}() works only while the Trainer is training or saving",
-                where=f"{type(self._trainer).__name__}.{name}",
-                do="call it from a callback or from an overridden Trainer method",
-            )
-        return found
-
-    def keep_values(self, *names: str) -> None:
-        """Keep the running loop's values ``names``, so that they can be read after training."""
-        for name in names:
-            self._ended[name] = partial(_constant, self._defaults[name]())
-
-    def release(self) -> None:
-        """Drop the implementations, and with them the last training run's components."""
-        self._defaults.clear()
-
-
-def _constant(value: Any) -> Any:
-    return value
 
 
 def check_overrides(trainer: Any, base: type[Any]) -> None:

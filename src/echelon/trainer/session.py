@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
@@ -15,10 +15,15 @@ from echelon.trainer.features.memory_metrics import MemoryMeter
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.model_interface import ModelInterface
 from echelon.trainer.optim.prepared_optimizer import PreparedOptimizer
-from echelon.trainer.override_points import OverridePoints
 from echelon.trainer.training_plan import TrainingPlan
 
-__all__ = ["EvaluationState", "TrainCall", "TrainerSession", "UpdateSize", "global_batch_size"]
+if TYPE_CHECKING:
+    from echelon.trainer.checkpoint.resume_point import ResumedTraining
+    from echelon.trainer.loop import TrainingLoop
+    from echelon.trainer.loss_window import MeanLoss
+    from echelon.trainer.training_run import TrainingRun
+
+__all__ = ["EvaluationState", "TrainerSession", "UpdateSize", "global_batch_size"]
 
 
 class UpdateSize(NamedTuple):
@@ -52,8 +57,16 @@ class TrainerSession:
 
     base: type[Any]
     """The class whose methods do not count as overridden."""
-    points: OverridePoints
-    """The overridden private methods, and the other methods' default implementations."""
+    internals: type[Any]
+    """The base class of ``base`` that defines transformers' private methods."""
+    run: TrainingRun | None = None
+    """The running ``Trainer.train`` call; None outside training, like ``resumed`` and ``loop``."""
+    resumed: ResumedTraining | None = None
+    """The checkpoint that the running call resumes from."""
+    loop: TrainingLoop | None = None
+    """The running call's loop, once it is prepared."""
+    losses: MeanLoss | None = None
+    """The losses of the latest training run; None before the first run."""
     cursor: TrainCursor = field(default_factory=TrainCursor)
     optimizer: PreparedOptimizer = field(default_factory=PreparedOptimizer)
     evaluation: EvaluationState = field(default_factory=EvaluationState)
@@ -91,6 +104,13 @@ class TrainerSession:
     is_warned_of_other_state: bool = False
     """Whether a warning has named entries of the model's state dict that are not tensors."""
 
+    def is_overridden(self, hooks: TrainerHooks, name: str) -> bool:
+        """Return whether a subclass, or an assignment to the Trainer or its class, replaces a method of ``internals``.
+
+        Ask only where an override changes more than the method's own work, for example the number of calls.
+        """
+        return name in vars(hooks) or getattr(type(hooks), name) is not getattr(self.internals, name)
+
     def update_size(self, args: TrainingArguments) -> UpdateSize:
         """Return the size of an update, which ``auto_find_batch_size`` may have changed."""
         return self.fitted or UpdateSize(args.train_batch_size, args.gradient_accumulation_steps)
@@ -106,15 +126,6 @@ class TrainerSession:
     def _of_trial(self, folder: Path) -> Path:
         trial = self.search.trial
         return folder if trial is None else folder / trial.name
-
-
-class TrainCall(NamedTuple):
-    """The objects that one call to ``Trainer.train`` works with."""
-
-    hooks: TrainerHooks
-    session: TrainerSession
-    ignore_keys: list[str] | None
-    """Model outputs that evaluations ignore."""
 
 
 def global_batch_size(args: TrainingArguments, num_readers: int) -> int:

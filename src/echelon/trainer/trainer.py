@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from echelon.trainer.checkpoint.save_model import save_model, save_model_and_wai
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data import data_loaders
 from echelon.trainer.data.collators import PaddingCollator, Tokenizer, default_data_collator
-from echelon.trainer.data.epoch_batches import next_batches
 from echelon.trainer.evaluation.evaluation_loop import evaluate, predict, run_evaluation
 from echelon.trainer.evaluation.metric_reports import metrics_format, metrics_table, write_metrics
 from echelon.trainer.evaluation.prediction_step import predict_batch
@@ -37,16 +37,15 @@ from echelon.trainer.features.hyperparameter_search import BestRun, default_comp
 from echelon.trainer.features.memory_metrics import MemoryMeter
 from echelon.trainer.hooks import notify, record_logs
 from echelon.trainer.internals import TrainerInternals
-from echelon.trainer.model_interface import flops_of, inspect_model, needs_item_count, set_up_model
+from echelon.trainer.model_interface import flops_of, inspect_model, set_up_model
 from echelon.trainer.model_loss import LabelSmoother
 from echelon.trainer.optim.optimizers import decay_parameter_names, find_param_group, optimizer_class_and_arguments
 from echelon.trainer.optim.prepared_optimizer import create_optimizer, create_scheduler
-from echelon.trainer.override_points import OverridePoints, check_attributes, check_overrides, remember_methods
+from echelon.trainer.override_points import check_attributes, check_overrides
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
-from echelon.trainer.session import TrainCall, TrainerSession, global_batch_size
+from echelon.trainer.session import TrainerSession, global_batch_size
 from echelon.trainer.signatures import new_model
 from echelon.trainer.state import TrainerControl, TrainerState
-from echelon.trainer.training_plan import num_examples_of
 from echelon.trainer.training_run import TrainingRun
 from echelon.trainer.verbosity import set_log_level
 
@@ -56,7 +55,6 @@ _NO_CONTEXT = nullcontext()  # has no state
 
 
 @suggest_keywords
-@remember_methods
 class Trainer(TrainerInternals):
     """Trains, evaluates and predicts, on one process or many.
 
@@ -119,7 +117,7 @@ class Trainer(TrainerInternals):
         tokenizer: Any = None,
     ) -> None:
         self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
-        self._session = TrainerSession(base=Trainer, points=OverridePoints(self, Trainer))
+        self._session = TrainerSession(base=Trainer, internals=TrainerInternals)
         set_seeds(self.args)  # before model_init creates a model
         if has_fixed_devices(model):
             set_num_devices(self.args, min(self.args.n_gpu, 1))
@@ -150,7 +148,7 @@ class Trainer(TrainerInternals):
             set_num_devices(self.args, 1)
             self.create_accelerator_and_postprocess()
         self.place_model_on_device = self.args.place_model_on_device is not False
-        set_up_model(self, self._session.points)
+        set_up_model(self)
         self.model_wrapped: nn.Module = self.model
         self._session.interface = inspect_model(self, base=Trainer)
         padding = PaddingCollator(self.processing_class) if isinstance(self.processing_class, Tokenizer) else None
@@ -174,7 +172,6 @@ class Trainer(TrainerInternals):
             self.init_hf_repo()
         require_folder(output_dir, makes=self.args.should_save)
         memory.keep(memory.end("init"))
-        self._session.points.refresh()
         check_overrides(self, Trainer)
         self._session.own_attributes = frozenset(vars(self))
         notify(self, "on_init_end")
@@ -215,11 +212,10 @@ class Trainer(TrainerInternals):
             CheckpointError: the checkpoint is damaged, belongs to another model or does not fit this run
                 (docs/checkpoints.md), or another process is training in ``output_dir``.
         """
-        self._session.points.refresh()
         check_attributes(self, Trainer, self._session.own_attributes)
         self._session.own_attributes = frozenset(vars(self))  # each is named once
-        call = TrainCall(self, self._session, ignore_keys_for_eval)
-        return TrainingRun(call, trial=trial).start(resume_from_checkpoint, kwargs)
+        run = TrainingRun(self, self._session, trial=trial, ignore_keys=ignore_keys_for_eval)
+        return run.start(resume_from_checkpoint, kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Compute a batch's loss and run the backward pass.
@@ -235,13 +231,7 @@ class Trainer(TrainerInternals):
 
         Collective: call on every rank for an update's last batch.
         """
-        session = self._session
-        if self.accelerator.session.layout is None and session.points.are_steps_plain():
-            inputs = self._prepare_inputs(inputs)
-            return run_training_step(self, session, model, inputs, num_items_in_batch, is_plain=True)
-        context, inputs = self._prepare_context_parallel_inputs(model, inputs)
-        with context():
-            return run_training_step(self, session, model, self._prepare_inputs(inputs), num_items_in_batch)
+        return run_training_step(self, self._session, model, inputs, num_items_in_batch)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -271,9 +261,8 @@ class Trainer(TrainerInternals):
 
         Collective: call on every rank if labels are counted across ranks.
         """
-        samples, session = next_batches(epoch_iterator, num_batches), self._session
-        counts = needs_item_count(self, session.interface) or session.points.is_overridden("_get_num_items_in_batch")
-        return samples, self._get_num_items_in_batch(samples, device) if counts else None
+        samples = list(islice(epoch_iterator, num_batches))
+        return samples, self._get_num_items_in_batch(samples, device)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Create ``self.optimizer`` and ``self.lr_scheduler``, unless they were given."""
@@ -581,11 +570,6 @@ class Trainer(TrainerInternals):
     def is_world_process_zero(self) -> bool:
         """Return whether this is rank zero."""
         return self.accelerator.is_main_process
-
-    def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Return the number of samples in ``dataloader`` across all ranks; an estimate if the data has no length."""
-        known = num_examples_of(dataloader)
-        return known if known is not None else len(dataloader) * self.args.per_device_train_batch_size
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return the floating-point operations in a forward and backward pass; 0 if the model does not count them."""

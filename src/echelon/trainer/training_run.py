@@ -12,7 +12,6 @@ import torch
 
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
-from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.build_accelerator import accumulation_options, data_seed, set_seeds
 from echelon.trainer.checkpoint.checkpoint_folders import PREFIX
 from echelon.trainer.checkpoint.resume_point import (
@@ -33,7 +32,7 @@ from echelon.trainer.loop import TrainingLoop
 from echelon.trainer.model_interface import inspect_model, set_up_model
 from echelon.trainer.parity import check_exact, exact_train_loader
 from echelon.trainer.results import TrainOutput
-from echelon.trainer.session import TrainCall, TrainerSession, UpdateSize, global_batch_size
+from echelon.trainer.session import TrainerSession, UpdateSize, global_batch_size
 from echelon.trainer.state import TrainerState
 from echelon.trainer.training_plan import TrainingPlan, log_plan, make_plan, num_examples_of
 
@@ -44,17 +43,20 @@ class TrainingRun:
     """One ``Trainer.train`` call.
 
     Args:
-        call: the objects that this ``Trainer.train`` call works with.
+        hooks: the Trainer's hooks.
+        session: the Trainer's session.
         trial: a trial's settings as a dict, or an optuna trial.
+        ignore_keys: model outputs that evaluations ignore.
     """
 
-    def __init__(self, call: TrainCall, *, trial: Any) -> None:
-        self._call = call
-        self._hooks = call.hooks
-        self._session = call.session
+    def __init__(
+        self, hooks: TrainerHooks, session: TrainerSession, *, trial: Any, ignore_keys: list[str] | None
+    ) -> None:
+        self._hooks = hooks
+        self._session = session
         self._trial = trial
+        self._ignore_keys = ignore_keys
         self._folder: Path | None = None  # the checkpoint to resume from
-        self._resumed: ResumedTraining | None = None
         self._start = ResumePoint()
         self._plan: TrainingPlan | None = None
         self._total = 0  # samples of one update of this process
@@ -76,8 +78,7 @@ class TrainingRun:
             or accelerator.config.value.allow_changed_data
         )
         wanted = _checkpoint_argument(resume_from_checkpoint, options)
-        points = self._session.points
-        points.method("_hp_search_setup")(self._trial)
+        hooks._hp_search_setup(self._trial)
         wanted = args.resume_from_checkpoint if wanted is None else wanted
         output_dir = self._session.output_dir(args)
         # Locked before the first step: otherwise a run that cannot save would compute for nothing.
@@ -99,25 +100,24 @@ class TrainingRun:
                 saved = saved_batch_size(self._folder)
                 if saved is not None and saved < batch_size and self._total % saved == 0:
                     batch_size = saved
-            points.bind("_update_auto_batch_size", self._set_batch_size)
-            inner = points.bind("_inner_training_loop", self._train)
 
             def train(batch_size: int) -> TrainOutput:
-                self._set_batch_size(batch_size)
-                return inner(
+                self.set_batch_size(batch_size)
+                return hooks._inner_training_loop(
                     batch_size=batch_size,
                     args=args,
                     resume_from_checkpoint=None if self._folder is None else str(self._folder),
                     trial=self._trial,
-                    ignore_keys_for_eval=self._call.ignore_keys,
+                    ignore_keys_for_eval=self._ignore_keys,
                 )
 
+            self._session.run = self
             try:
                 if not args.auto_find_batch_size:
                     return train(batch_size)
                 return find_batch_size_and_train(hooks, train, batch_size=batch_size, accumulation=accumulation)
             finally:
-                points.release()
+                self._session.run = self._session.resumed = self._session.loop = None
 
     def _set_global_batch_size(self) -> None:
         """Set ``global_batch_size``, if it is not given, from the checkpoint or from the batch size per process."""
@@ -126,34 +126,34 @@ class TrainingRun:
             args.global_batch_size = saved_arguments(self._folder).get("global_batch_size")
         args.global_batch_size = global_batch_size(args, self._hooks.accelerator.session.num_readers)
 
-    def _set_batch_size(self, batch_size: int) -> None:
+    def set_batch_size(self, batch_size: int) -> None:
+        """Implement ``Trainer._update_auto_batch_size``."""
         self._session.fitted = UpdateSize(batch_size, self._total // batch_size)
 
-    def _train(
+    def train(
         self,
-        batch_size: int | None = None,
-        args: TrainingArguments | None = None,
-        resume_from_checkpoint: str | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
+        batch_size: int | None,
+        *,
+        resume_from_checkpoint: str | None,
+        ignore_keys_for_eval: list[str] | None,
     ) -> TrainOutput:
         """Implement ``Trainer._inner_training_loop``, which an override may call with other arguments."""
         hooks, session = self._hooks, self._session
         args = hooks.args
-        if args.auto_find_batch_size:
-            session.points.method("_update_auto_batch_size")(batch_size)
+        if batch_size is not None and args.auto_find_batch_size:
+            hooks._update_auto_batch_size(batch_size)
         elif batch_size is not None:
-            self._set_batch_size(batch_size)
+            self.set_batch_size(batch_size)
         if resume_from_checkpoint is None or self._folder is None or Path(resume_from_checkpoint) != self._folder:
             self._folder = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
-        self._call = self._call._replace(ignore_keys=ignore_keys_for_eval)
+        self._ignore_keys = ignore_keys_for_eval
         hooks.accelerator.dataloader_config.data_seed = data_seed(args)  # a script may have changed args since
         if hooks.model_init is not None:
             set_seeds(args)
             hooks.accelerator.free_memory()
             hooks.model = hooks.model_wrapped = hooks.call_model_init(self._trial)
             hooks.optimizer = hooks.lr_scheduler = None
-            set_up_model(hooks, session.points)
+            set_up_model(hooks)
         session.interface = inspect_model(hooks, base=session.base, before=session.interface)
         hooks.is_in_train = True
         with contextlib.ExitStack() as stack:
@@ -164,7 +164,7 @@ class TrainingRun:
             stack.enter_context(noisy_embeddings(hooks.model, hooks.neftune_noise_alpha))
             if "underflow_overflow" in args.debug:
                 stack.enter_context(checked_forward(hooks.model))
-            loop = self._prepare_loop()
+            loop = session.loop = self._prepare_loop()
             preemption, is_wanted = hooks.accelerator.preemption, args.save_on_signal or args.enable_jit_checkpoint
             if is_wanted and not stack.enter_context(preemption.during(hooks.accelerator.session.watcher)):
                 warn(
@@ -185,7 +185,7 @@ class TrainingRun:
 
         Collective: call on every rank.
         """
-        hooks, session, points = self._hooks, self._session, self._session.points
+        hooks, session = self._hooks, self._session
         if hooks.accelerator.parity == "off":
             loader = hooks.get_train_dataloader()
         else:
@@ -194,23 +194,25 @@ class TrainingRun:
         values = hooks.set_initial_training_values(hooks.args, loader)
         plan = session.plan or plan_training(hooks, session, loader)
         plan = plan.with_initial_values(values)
-        self._resumed = None
+        session.resumed = None
         session.saved_steps.clear()
         if self._folder is not None:
-            self._resumed = ResumedTraining(hooks, session, self._folder, allows_changed_data=self._allows_changed_data)
-            plan = self._resumed.extend_plan(plan)
+            session.resumed = ResumedTraining(
+                hooks, session, self._folder, allows_changed_data=self._allows_changed_data
+            )
+            plan = session.resumed.extend_plan(plan)
         self._plan = session.plan = plan
         checkpoint = None if self._folder is None else str(self._folder)
-        init_state = points.bind("_init_training_state", self._init_state)
-        position = init_state(plan.max_steps, plan.steps_per_epoch, plan.num_epochs, checkpoint, self._trial)
+        position = hooks._init_training_state(
+            plan.max_steps, plan.steps_per_epoch, plan.num_epochs, checkpoint, self._trial
+        )
         if tuple(position) != self._saved_position(plan):
             warn(
                 f"_init_training_state returned {tuple(position)}, but training starts at "
                 f"{self._saved_position(plan)} (epochs, batches), because the checkpoint determines the position. To "
                 "start elsewhere, set ignore_data_skip=True or skip batches in get_train_dataloader"
             )
-        prepare = points.bind("_prepare_for_training", self._prepare)
-        hooks.model_wrapped, loader = prepare(plan.max_steps, loader, checkpoint)
+        hooks.model_wrapped, loader = hooks._prepare_for_training(plan.max_steps, loader, checkpoint)
         size = session.update_size(hooks.args)
         log_plan(
             plan,
@@ -219,10 +221,12 @@ class TrainingRun:
             accumulation=size.accumulation_steps,
             num_parameters=hooks.get_num_trainable_parameters(),
         )
-        return TrainingLoop(self._call, plan, loader, resume_point=self._start, trial=self._trial)
+        return TrainingLoop(
+            hooks, session, plan, loader, resume_point=self._start, trial=self._trial, ignore_keys=self._ignore_keys
+        )
 
-    def _init_state(
-        self, max_steps: int, steps_per_epoch: int, num_epochs: int, checkpoint: str | None, trial: Any
+    def init_state(
+        self, max_steps: int, steps_per_epoch: int, num_epochs: int, checkpoint: str | None
     ) -> tuple[int, int]:
         """Implement ``Trainer._init_training_state``."""
         hooks, session = self._hooks, self._session
@@ -230,13 +234,13 @@ class TrainingRun:
         plan = self._plan = replace(
             self._plan, max_steps=max_steps, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs
         )
-        if self._resumed is None:
+        if session.resumed is None:
             hooks.state = self._new_state(plan)
         else:
-            hooks.state = self._resumed.restore_state(plan)
+            hooks.state = session.resumed.restore_state(plan)
             if checkpoint is not None and Path(checkpoint).resolve().parent == session.output_dir(hooks.args).resolve():
                 session.saved_steps.add(hooks.state.global_step)
-            session.points.method("_load_callback_state")()
+            hooks._load_callback_state()
         if (running := session.search.trial) is not None:
             hooks.state.is_hyper_param_search = True
             hooks.state.trial_name, hooks.state.trial_params = running.name, dict(running.values)
@@ -248,14 +252,14 @@ class TrainingRun:
         steps = 0 if self._hooks.args.ignore_data_skip else steps
         return epochs, steps * self._session.update_size(self._hooks.args).accumulation_steps
 
-    def _prepare(self, max_steps: int, loader: Any, checkpoint: str | None) -> tuple[torch.nn.Module, Any]:
+    def prepare(self, max_steps: int, loader: Any) -> tuple[torch.nn.Module, Any]:
         """Implement ``Trainer._prepare_for_training``."""
         hooks, session = self._hooks, self._session
         assert self._plan is not None
-        session.optimizer.prepare(hooks, max_steps, session.points)
+        session.optimizer.prepare(hooks, max_steps)
         hooks.callback_handler.train_dataloader = loader
         session.cursor.load_state_dict(TrainCursor().state_dict())
-        self._start = ResumePoint() if self._resumed is None else self._resumed.load(loader, self._plan)
+        self._start = ResumePoint() if session.resumed is None else session.resumed.load(loader, self._plan)
         return hooks.model_wrapped, loader
 
     def _new_state(self, plan: TrainingPlan) -> TrainerState:
@@ -281,9 +285,10 @@ def plan_training(hooks: TrainerHooks, session: TrainerSession, loader: Any) -> 
 
     Collective: call on every rank if ``parity="off"``.
     """
-    args, accelerator, points = hooks.args, hooks.accelerator, session.points
+    args, accelerator = hooks.args, hooks.accelerator
     world_size = accelerator.session.num_readers
-    count_examples = points.choose("num_examples", num_examples_of)
+    # The default returns an estimate where the length is unknown.
+    count_examples = hooks.num_examples if session.is_overridden(hooks, "num_examples") else num_examples_of
     if accelerator.parity != "off":
         whole = getattr(loader, "original", loader)
         return make_plan(
@@ -310,7 +315,7 @@ def plan_training(hooks: TrainerHooks, session: TrainerSession, loader: Any) -> 
         world_size=world_size,
         gather_rows=gather_rows if world_size > 1 else None,
     )
-    if points.is_overridden("get_total_train_batch_size"):
+    if session.is_overridden(hooks, "get_total_train_batch_size"):  # the default does not look at the loader
         plan = replace(plan, total_train_batch_size=hooks.get_total_train_batch_size(args))
     return plan
 

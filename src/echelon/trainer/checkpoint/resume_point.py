@@ -45,7 +45,8 @@ from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.checkpoint.transformers_layout import (
     CURSOR_FIELDS,
     LENGTH_FIELDS,
-    load_transformers,
+    load_optimizer_and_scheduler,
+    load_scaler,
 )
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.session import TrainerSession, global_batch_size
@@ -151,6 +152,19 @@ def saved_batch_size(folder: Path) -> int | None:
     return TrainerState.load_from_json(folder / STATE_FILE).train_batch_size
 
 
+@dataclass
+class _OwnState:
+    """How the training state of a checkpoint in echelon's format is loaded."""
+
+    policy: DataPolicy
+    resumes_loader: bool
+    schedule: dict[str, Any] | None
+    """The state of a scheduler that the Accelerator does not save."""
+    is_loaded: bool = False
+    scaler: dict[str, Any] | None = None
+    """The loaded state of the loss scaler."""
+
+
 class ResumedTraining:
     """Resumes a run from a checkpoint.
 
@@ -168,6 +182,7 @@ class ResumedTraining:
         self._allows_changed_data = allows_changed_data
         self._size = session.update_size(hooks.args)
         self._saved_batch_size: int | None = None
+        self._own: _OwnState | None = None  # for a checkpoint in echelon's format
 
     def extend_plan(self, plan: TrainingPlan) -> TrainingPlan:
         """Return ``plan`` with ``max_steps`` raised if the saved run took more steps than ``plan`` needs to reach the
@@ -273,20 +288,8 @@ class ResumedTraining:
             is_announced=True,
         )
 
-        def load_all() -> None:
-            hook = accelerator.register_load_state_pre_hook(self._load_weights)
-            try:
-                with accelerator.checkpoints.use_data_policy(policy):
-                    if resumes_loader:
-                        accelerator.resume(folder)
-                    else:
-                        accelerator.load_state(folder)
-            finally:
-                hook.remove()
-            if place.schedule is not None:
-                self._hooks.lr_scheduler.load_state_dict(place.schedule)
-
-        self._load_unless_overridden(load_all)
+        own = _OwnState(policy=policy, resumes_loader=resumes_loader, schedule=place.schedule)
+        self._load_unless_overridden(own)
         random_states = current_random_states()
         if place.is_over:
             return ResumePoint(epoch=place.epoch + 1, random_states=random_states)
@@ -314,47 +317,69 @@ class ResumedTraining:
             restores_rng_after_reading=True,
         )
 
-    def _load_unless_overridden(self, load_all: Callable[[], None]) -> None:
+    def load_optimizer_and_scheduler(self, folder: Path) -> None:
+        """Implement ``Trainer._load_optimizer_and_scheduler``.
+
+        A checkpoint in echelon's format is loaded whole, with the weights and the position in the data.
+        """
+        if self._own is None:
+            load_optimizer_and_scheduler(self._hooks, self._session, folder)
+        else:
+            self._load_all(self._own)
+
+    def load_scaler(self, folder: Path) -> None:
+        """Implement ``Trainer._load_scaler``."""
+        scaler = self._hooks.accelerator.scaler
+        if self._own is None:
+            load_scaler(self._hooks, folder)
+        elif scaler is not None and self._own.scaler:
+            scaler.load_state_dict(self._own.scaler)
+
+    def _load_unless_overridden(self, own: _OwnState) -> None:
         """Load the training state, except for parts whose private loading method is overridden.
 
         If an override does not call ``super()._load_optimizer_and_scheduler(...)``, the optimizer and the scheduler
         stay as the override leaves them. The same applies to ``_load_scaler`` and the loss scaler.
         """
-        hooks, points, folder = self._hooks, self._session.points, str(self._folder)
+        hooks, self._own, folder = self._hooks, own, str(self._folder)
         scaler = hooks.accelerator.scaler
         fresh = {} if scaler is None else scaler.state_dict()
-        reached: list[str] = []
-
-        def load(checkpoint: str) -> None:
-            reached.append("_load_optimizer_and_scheduler")
-            load_all()
-
-        points.bind("_load_optimizer_and_scheduler", load)(folder)
-        if not reached:
+        hooks._load_optimizer_and_scheduler(folder)
+        if not own.is_loaded:
             parts = (hooks.optimizer, hooks.lr_scheduler)
             states = [copy.deepcopy(part.state_dict()) for part in parts]
-            load_all()
+            self._load_all(own)
             for part, state in zip(parts, states):
                 part.load_state_dict(state)
-        loaded = {} if scaler is None else scaler.state_dict()
-
-        def load_scaler(checkpoint: str) -> None:
-            if scaler is not None and loaded:
-                scaler.load_state_dict(loaded)
-
+        own.scaler = {} if scaler is None else scaler.state_dict()
         if scaler is not None and fresh:
             scaler.load_state_dict(fresh)
-        points.bind("_load_scaler", load_scaler)(folder)
+        hooks._load_scaler(folder)
+
+    def _load_all(self, own: _OwnState) -> None:
+        accelerator = self._hooks.accelerator
+        own.is_loaded = True
+        hook = accelerator.register_load_state_pre_hook(self._load_weights)
+        try:
+            with accelerator.checkpoints.use_data_policy(own.policy):
+                if own.resumes_loader:
+                    accelerator.resume(self._folder)
+                else:
+                    accelerator.load_state(self._folder)
+        finally:
+            hook.remove()
+        if own.schedule is not None:
+            self._hooks.lr_scheduler.load_state_dict(own.schedule)
 
     def _load_weights(self, models: list[nn.Module], input_dir: str) -> None:
         """Load the weights from the files that ``save_model`` wrote, unless the checkpoint itself holds them."""
         folder, session = Path(input_dir), self._session
         holds = is_own_format(folder) and holds_model(folder)
-        if holds and not session.points.is_overridden("_load_from_checkpoint"):
-            return
+        if holds and not session.is_overridden(self._hooks, "_load_from_checkpoint"):
+            return  # the Accelerator loads them, but an override is called all the same
         session.keeps_weights_with_state, session.loads_weights_with_state = holds, False
         try:
-            session.points.method("_load_from_checkpoint")(str(folder))
+            self._hooks._load_from_checkpoint(str(folder))
         finally:
             session.keeps_weights_with_state = False
         if not session.loads_weights_with_state:
@@ -367,9 +392,8 @@ class ResumedTraining:
                 f"{folder} is in transformers' format, which lacks the state that parity={accelerator.parity!r} needs",
                 do="train with parity='off', or resume from a checkpoint that was saved with this parity",
             )
-        points = self._session.points
-        points.method("_load_from_checkpoint")(str(folder))
-        load_transformers(hooks, folder, self._session.optimizer.scheduler, points)
+        for load in (hooks._load_from_checkpoint, hooks._load_optimizer_and_scheduler, hooks._load_scaler):
+            load(str(folder))
         random_states = read_random_states(folder, rank=accelerator.process_index)
         if random_states is None:
             warn(

@@ -45,9 +45,9 @@ class CheckpointWriter:
         Collective: call on every rank.
         """
         hooks, session = self._hooks, self._session
-        args, state, points = hooks.args, hooks.state, session.points
+        args, state = hooks.args, hooks.state
         hooks.store_flos()
-        run_dir = Path(points.method("_get_output_dir")(trial))
+        run_dir = Path(hooks._get_output_dir(trial))
         output_dir = resolve_path(args, run_dir)
         folder = output_dir / f"{PREFIX}{state.global_step}"
         before = state.best_model_checkpoint
@@ -55,14 +55,7 @@ class CheckpointWriter:
         state.stateful_callbacks = callback_states([hooks.control, *hooks.callback_handler.callbacks])
         with hooks.accelerator.checkpoints.store.alone_in(output_dir, prefix=PREFIX):
             if checkpoint_format(args) == "transformers":
-                is_written = save_transformers(
-                    hooks,
-                    folder,
-                    cursor=session.cursor,
-                    scheduler=session.optimizer.scheduler,
-                    points=points,
-                    write_model=self._write_model,
-                )
+                is_written = save_transformers(hooks, session, folder, write_model=self._write_model)
             else:
                 is_written = self._save_own(folder)
         if is_written:
@@ -72,7 +65,7 @@ class CheckpointWriter:
         if is_written and args.should_save:
             remove_surplus(output_dir, limit=args.save_total_limit, best=state.best_model_checkpoint, newest=folder)
         if is_written and args.push_to_hub:
-            points.method("_push_from_checkpoint")(str(folder))
+            hooks._push_from_checkpoint(str(folder))
         hooks.accelerator.wait_for_everyone()
         return is_written
 
@@ -109,7 +102,7 @@ class CheckpointWriter:
         if self._session.interface.overrides_save_model:
             self._hooks.save_model(str(folder), _internal_call=True)
         elif self._hooks.args.should_save:
-            self._session.points.method("_save")(str(folder), state_dict=weights)
+            self._hooks._save(str(folder), state_dict=weights)
         if self._hooks.args.should_save and self._has_adapters:
             trained = self._trained(weights)
             write_state_tensors(self._hooks.args, self._session, trained, folder / ECHELON_WEIGHTS)

@@ -20,14 +20,17 @@ from echelon.checkpoint.formats.transformers import (
     write_state,
 )
 from echelon.trainer.checkpoint.checkpoint_folders import STATE_FILE, write_json
-from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.hooks import TrainerHooks
-from echelon.trainer.override_points import OverridePoints
+from echelon.trainer.session import TrainerSession
 
 __all__ = [
     "CURSOR_FIELDS",
     "LENGTH_FIELDS",
-    "load_transformers",
+    "load_optimizer_and_scheduler",
+    "load_scaler",
+    "save_optimizer_and_scheduler",
+    "save_rng_state",
+    "save_scaler",
     "save_transformers",
 ]
 
@@ -38,18 +41,12 @@ CURSOR_FIELDS = ("epoch", "num_batches", "is_over", *LENGTH_FIELDS)
 
 
 def save_transformers(
-    hooks: TrainerHooks,
-    folder: Path,
-    *,
-    cursor: TrainCursor,
-    scheduler: Any,
-    points: OverridePoints,
-    write_model: Callable[[Path, Any], None],
+    hooks: TrainerHooks, session: TrainerSession, folder: Path, *, write_model: Callable[[Path, Any], None]
 ) -> bool:
     """Write the checkpoint to ``folder``; return whether the write succeeded.
 
-    The methods ``_save_optimizer_and_scheduler``, ``_save_scaler`` and ``_save_rng_state`` in ``points`` each write
-    their own files.
+    The Trainer's methods ``_save_optimizer_and_scheduler``, ``_save_scaler`` and ``_save_rng_state`` each write their own
+    files.
 
     Collective: call on every rank.
 
@@ -67,27 +64,8 @@ def save_transformers(
     accelerator.session.engine.update_loss_scale()  # otherwise due with the next loss
     accelerator.checkpoints.warn_of_weights_left_out()
     weights = accelerator.get_state_dict(hooks.model_wrapped)
-    optimizer = None if args.save_only_model else hooks.optimizer.full_state_dict()
-
-    def save_optimizer_and_scheduler(output_dir: str) -> None:
-        if args.should_save:
-            write_state(Path(output_dir), OptimizationState(optimizer=optimizer, scheduler=scheduler.state_dict()))
-
-    def save_scaler(output_dir: str) -> None:
-        if args.should_save and accelerator.scaler is not None:
-            write_state(Path(output_dir), OptimizationState(scaler=accelerator.scaler.state_dict()))
-
-    def save_rng_state(output_dir: str) -> None:
-        rank, num_ranks = accelerator.process_index, accelerator.num_processes
-        write_random_states(Path(output_dir), current_random_states(), rank=rank, num_ranks=num_ranks)
-
-    savers = [
-        points.bind("_save_optimizer_and_scheduler", save_optimizer_and_scheduler),
-        points.bind("_save_scaler", save_scaler),
-        points.bind("_save_rng_state", save_rng_state),
-    ]
     facts = stored_facts(hooks.callback_handler.train_dataloader)
-    saved_fields = {name: getattr(cursor, name) for name in CURSOR_FIELDS}
+    saved_fields = {name: getattr(session.cursor, name) for name in CURSOR_FIELDS}
 
     def write(aside: Path, is_owner: bool) -> None:
         write_model(aside, weights)
@@ -97,35 +75,56 @@ def save_transformers(
             return
         if args.should_save and facts is not None:
             write_json(aside / ECHELON_DATA, {**facts, "place": saved_fields})
-        for save in savers:
-            save(str(aside))
+        hooks._save_optimizer_and_scheduler(str(aside))
+        hooks._save_scaler(str(aside))
+        hooks._save_rng_state(str(aside))
 
-    return accelerator.checkpoints.store.write_files(folder, write, is_part=is_state_file)
+    session.optimizer.saved_state = None if args.save_only_model else hooks.optimizer.full_state_dict()
+    try:
+        return accelerator.checkpoints.store.write_files(folder, write, is_part=is_state_file)
+    finally:
+        session.optimizer.saved_state = None
 
 
-def load_transformers(hooks: TrainerHooks, folder: Path, scheduler: Any, points: OverridePoints) -> None:
-    """Load the optimizer, the scheduler and the loss scaler without executing code from the files.
+def save_optimizer_and_scheduler(session: TrainerSession, state: dict[str, Any], folder: Path) -> None:
+    """Write optimizer.pt, with the optimizer's whole ``state``, and scheduler.pt."""
+    write_state(folder, OptimizationState(optimizer=state, scheduler=session.optimizer.scheduler.state_dict()))
 
-    The methods ``_load_optimizer_and_scheduler`` and ``_load_scaler`` in ``points`` load them.
+
+def save_scaler(hooks: TrainerHooks, folder: Path) -> None:
+    """Write scaler.pt on the saving rank, if there is a loss scaler."""
+    if hooks.args.should_save and hooks.accelerator.scaler is not None:
+        write_state(folder, OptimizationState(scaler=hooks.accelerator.scaler.state_dict()))
+
+
+def save_rng_state(hooks: TrainerHooks, folder: Path) -> None:
+    """Write this rank's RNG states."""
+    rank, num_ranks = hooks.accelerator.process_index, hooks.accelerator.num_processes
+    write_random_states(folder, current_random_states(), rank=rank, num_ranks=num_ranks)
+
+
+def load_optimizer_and_scheduler(hooks: TrainerHooks, session: TrainerSession, folder: Path) -> None:
+    """Load the optimizer and the scheduler without executing code from the files.
 
     Collective: call on every rank if the optimizer state is sharded.
 
     Raises:
         CheckpointError: a file is missing or damaged, or contains code.
     """
+    state = _whole_state(folder)
+    hooks.optimizer.load_full_state_dict(state.optimizer)
+    session.optimizer.scheduler.load_state_dict(state.scheduler)
 
-    def load_optimizer_and_scheduler(checkpoint: str) -> None:
-        state = _whole_state(Path(checkpoint))
-        hooks.optimizer.load_full_state_dict(state.optimizer)
-        scheduler.load_state_dict(state.scheduler)
 
-    def load_scaler(checkpoint: str) -> None:
-        scaler, state = hooks.accelerator.scaler, read_state(Path(checkpoint)).scaler
-        if scaler is not None and state is not None:
-            scaler.load_state_dict(state)
+def load_scaler(hooks: TrainerHooks, folder: Path) -> None:
+    """Load the loss scaler, if there is one, without executing code from the file.
 
-    points.bind("_load_optimizer_and_scheduler", load_optimizer_and_scheduler)(str(folder))
-    points.bind("_load_scaler", load_scaler)(str(folder))
+    Raises:
+        CheckpointError: the file is damaged, or contains code.
+    """
+    scaler, state = hooks.accelerator.scaler, read_state(folder).scaler
+    if scaler is not None and state is not None:
+        scaler.load_state_dict(state)
 
 
 def _whole_state(folder: Path) -> OptimizationState:

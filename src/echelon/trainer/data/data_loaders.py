@@ -18,7 +18,6 @@ from echelon.trainer.data.balanced_batches import BalancedBatchSampler
 from echelon.trainer.data.columns import Table
 from echelon.trainer.data.length_grouped_sampler import LengthGroupedSampler, lengths_of
 from echelon.trainer.hooks import TrainerHooks
-from echelon.trainer.override_points import OverridePoints
 from echelon.trainer.signatures import num_positional
 
 __all__ = ["as_dataset", "build_loader", "choose_eval_dataset", "require_train_dataset", "train_sampler"]
@@ -128,7 +127,6 @@ def choose_eval_dataset(given: Any, own: Any) -> Any:
 
 def build_loader(
     hooks: TrainerHooks,
-    points: OverridePoints,
     dataset: Any,
     *,
     description: str,
@@ -140,7 +138,6 @@ def build_loader(
 
     Args:
         hooks: the Trainer's hooks.
-        points: its ``_remove_unused_columns`` and ``_get_collator_with_removed_columns`` choose the columns.
         dataset: a dataset.
         description: the dataset's name in messages.
         batch_size: samples per batch on this rank; in the exact modes, across all ranks.
@@ -150,9 +147,9 @@ def build_loader(
     args, accelerator = hooks.args, hooks.accelerator
     collator, is_iterable = hooks.data_collator, isinstance(dataset, IterableDataset)
     if isinstance(dataset, Table) and not is_iterable:
-        dataset = points.method("_remove_unused_columns")(dataset, description=description)
+        dataset = hooks._remove_unused_columns(dataset, description=description)
     else:
-        collator = points.method("_get_collator_with_removed_columns")(collator, description=description)
+        collator = hooks._get_collator_with_removed_columns(collator, description=description)
     sampler = None
     if sampler_fn is not None and not is_iterable:
         sampler = sampler_fn() if num_positional(sampler_fn) == 0 else sampler_fn(dataset)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Generator, Iterator
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from echelon.trainer.training_plan import TrainingPlan
 if TYPE_CHECKING:
     from echelon.accelerator.accelerator import Accelerator
 
-__all__ = ["EpochBatches", "next_batches", "warn_of_wrong_length"]
+__all__ = ["EpochBatches", "warn_of_wrong_length"]
 
 
 class EpochBatches(Iterator[Any]):
@@ -96,14 +95,6 @@ class EpochBatches(Iterator[Any]):
         """End the iteration over a prepared loader, which counts as active until then."""
         if isinstance(self._batches, Generator):
             self._batches.close()
-
-
-def next_batches(batches: Iterator[Any], count: int) -> list[Any]:
-    """Return the next ``count`` batches, or fewer at the end."""
-    if count != 1:
-        return list(islice(batches, count))
-    batch = next(batches, _END)  # islice takes three times as long for one batch
-    return [] if batch is _END else [batch]
 
 
 def warn_of_wrong_length(

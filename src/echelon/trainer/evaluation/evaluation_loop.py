@@ -20,10 +20,9 @@ from echelon.trainer.data import batches
 from echelon.trainer.data.epoch_batches import EpochBatches
 from echelon.trainer.evaluation.prediction_step import evaluation_dtype
 from echelon.trainer.features.pipeline_steps import splits_layers
-from echelon.trainer.hooks import TrainerHooks, bind_log, notify
+from echelon.trainer.hooks import TrainerHooks, log, notify
 from echelon.trainer.model_interface import inspect_model
 from echelon.trainer.optim.prepared_optimizer import set_optimizer_mode
-from echelon.trainer.override_points import OverridePoints
 from echelon.trainer.parity import items_of
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, as_numbers, speed_metrics
 from echelon.trainer.session import TrainerSession
@@ -62,7 +61,7 @@ def evaluate(
     hooks.accelerator.session.objects.forget_loader(dataloader)
     output.metrics.update(_speed(hooks, session, prefix, start, output.num_samples))
     output.metrics.update(session.memory.end("eval"))
-    bind_log(hooks)(output.metrics, None)
+    log(hooks, output.metrics)
     notify(hooks, "on_evaluate", metrics=output.metrics)
     return output.metrics
 
@@ -188,7 +187,7 @@ def _evaluate_batches(
         if rows is not None and size is not None:
             inputs = batches.cut(inputs, rows=rows, of=size)
         loss, logit, label = hooks.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
-        column = _main_input(inputs, hooks, session.points) if "inputs" in args.include_for_metrics else None
+        column = _main_input(inputs, hooks) if "inputs" in args.include_for_metrics else None
         if rows is not None and size is not None:
             logit, label, column = (batches.fill(part, rows=rows, of=size) for part in (logit, label, column))
         if loss_only and size is not None:
@@ -223,7 +222,7 @@ def _end_batch(hooks: TrainerHooks, session: TrainerSession) -> None:
 
 
 def _prepared_model(hooks: TrainerHooks, session: TrainerSession) -> nn.Module:
-    wrapped: nn.Module = session.points.method("_wrap_model")(hooks.model, training=False)
+    wrapped: nn.Module = hooks._wrap_model(hooks.model, training=False)
     if wrapped is not hooks.model:
         return wrapped
     if splits_layers(hooks):
@@ -259,7 +258,7 @@ def _cast_to(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
             one.data = data.to(device)
 
 
-def _main_input(inputs: Any, hooks: TrainerHooks, points: OverridePoints) -> Any:
+def _main_input(inputs: Any, hooks: TrainerHooks) -> Any:
     """Return a batch's main input column: the model's ``main_input_name``, or ``input_ids``.
 
     Raises:
@@ -267,7 +266,7 @@ def _main_input(inputs: Any, hooks: TrainerHooks, points: OverridePoints) -> Any
     """
     name = getattr(hooks.model, "main_input_name", "input_ids")
     if isinstance(inputs, Mapping) and name in inputs:
-        return points.method("_prepare_input")(inputs[name])
+        return hooks._prepare_input(inputs[name])
     if isinstance(inputs, (list, tuple)) and inputs:
         return batches.to_device(inputs[0], hooks.accelerator.device)
     raise UsageError(

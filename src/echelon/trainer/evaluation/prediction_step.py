@@ -68,8 +68,8 @@ def predict_batch(
         if _has_loss(hooks, session, inputs):
             num_items = count_items([inputs], hooks.accelerator.device)
             context: Callable[[], AbstractContextManager[Any]] = nullcontext
-            if "_prepare_context_parallel_inputs" in session.points.overridden:
-                context, inputs = session.points.method("_prepare_context_parallel_inputs")(model, inputs)
+            if session.is_overridden(hooks, "_prepare_context_parallel_inputs"):  # the default would cut the sequences
+                context, inputs = hooks._prepare_context_parallel_inputs(model, inputs)
             with hooks.compute_loss_context_manager(), context():
                 result = call_compute_loss(hooks, session, model, inputs, num_items, return_outputs=True)
                 if not (isinstance(result, tuple) and len(result) == 2):

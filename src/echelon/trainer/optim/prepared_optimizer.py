@@ -19,7 +19,6 @@ from echelon.trainer.features.pipeline_steps import refuse_own_losses, splits_la
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.optim.lr_schedules import get_scheduler
 from echelon.trainer.optim.optimizers import parameter_groups, without_compiler
-from echelon.trainer.override_points import OverridePoints
 
 __all__ = ["PreparedOptimizer", "create_optimizer", "create_scheduler", "set_optimizer_mode"]
 
@@ -78,9 +77,11 @@ class PreparedOptimizer:
     """Whether the scheduler steps after each update; otherwise, it steps with each evaluation's metric."""
     created_scheduler: bool = False
     """Whether the Trainer has created the scheduler."""
+    saved_state: dict[str, Any] | None = None
+    """The optimizer's whole state on the saving rank, while a checkpoint in transformers' format is written."""
     _has_other_gradients: bool = False  # trainable weights that the optimizer does not contain
 
-    def prepare(self, hooks: TrainerHooks, max_steps: int, points: OverridePoints) -> None:
+    def prepare(self, hooks: TrainerHooks, max_steps: int) -> None:
         """Create the optimizer and the scheduler if they were not given, and prepare them with the model.
 
         Collective: call on every rank.
@@ -99,7 +100,7 @@ class PreparedOptimizer:
             hooks.optimizer, prepared = hooks.accelerator.prepare(optimizer, scheduler)
             self._finish(hooks, scheduler, optimizer, prepared)
             return
-        wrapped = points.method("_wrap_model")(hooks.model_wrapped)
+        wrapped = hooks._wrap_model(hooks.model_wrapped)
         if wrapped is hooks.model_wrapped or wrapped is hooks.model:
             hooks.model_wrapped, hooks.optimizer, prepared = hooks.accelerator.prepare(
                 hooks.model, optimizer, scheduler
