@@ -21,7 +21,7 @@ from echelon.compat.transformers_names import TRAINER_MEMBERS
 from echelon.trainer import Trainer, TrainerCallback, TrainerControl, TrainingArguments, get_scheduler
 from echelon.trainer.build_accelerator import accelerator_arguments
 from echelon.trainer.callbacks.callback_handler import CallbackHandler
-from echelon.trainer.override_points import NOT_CALLED
+from echelon.trainer.unread_members import NOT_CALLED
 from tests.side_by_side.trainer_calls import DATA as CALLS, METHODS, PUBLIC, SCENARIOS, count_calls
 from tests.trainer_models import CONSTANT_SGD, DATA, Line, arguments
 

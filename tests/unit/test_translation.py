@@ -336,7 +336,7 @@ def test_the_catalogue_has_the_messages_that_users_meet_most() -> None:
 
 # Warnings whose text is composed of other sentences, and those about TrainingArguments and DeepSpeed's dp engine.
 _COMPOSED_WARNINGS = {
-    *("base/warnings.py", "config/sources.py", "accelerator/update/batch_split_check.py", "trainer/override_points.py"),
+    *("base/warnings.py", "config/sources.py", "accelerator/update/batch_split_check.py", "trainer/unread_members.py"),
     *(
         "accelerator/prepare/prepare_arguments.py",
         "accelerator/update/unprepared_optimizer.py",

@@ -1,6 +1,6 @@
 """Names that the Trainer and related classes define in transformers 5.23; checked by ``tests/side_by_side``.
 
-A subclass that defines one of these names expects the Trainer to use it (``trainer/override_points.py``).
+A subclass that defines one of these names expects the Trainer to use it (``trainer/unread_members.py``).
 """
 
 from __future__ import annotations

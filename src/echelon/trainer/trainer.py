@@ -41,12 +41,12 @@ from echelon.trainer.model_interface import flops_of, inspect_model, set_up_mode
 from echelon.trainer.model_loss import LabelSmoother
 from echelon.trainer.optim.optimizers import decay_parameter_names, find_param_group, optimizer_class_and_arguments
 from echelon.trainer.optim.prepared_optimizer import create_optimizer, create_scheduler
-from echelon.trainer.override_points import check_attributes, check_overrides
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
 from echelon.trainer.session import TrainerSession, global_batch_size
 from echelon.trainer.signatures import new_model
 from echelon.trainer.state import TrainerControl, TrainerState
 from echelon.trainer.training_run import TrainingRun
+from echelon.trainer.unread_members import check_attributes, check_overrides
 from echelon.trainer.verbosity import set_log_level
 
 __all__ = ["Trainer"]
