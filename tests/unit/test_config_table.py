@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from torch.distributed.fsdp import CPUOffloadPolicy
 
+from echelon import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+from echelon.accelerator.plugins.sequence_parallel_config import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+)
 from echelon.base import environ
 from echelon.base.errors import ConfigError
 from echelon.cli.launch import command
 from echelon.cli.launch_options import flag_layer, typed_flags
 from echelon.cli.main import cli
+from echelon.config.derive import derive
 from echelon.config.files import from_file
 from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS, USE, Key, own_variable
 from echelon.config.origin import SettingSource
-from echelon.config.resolve import Layer, resolve
+from echelon.config.resolve import Layer, Resolved, resolve
 from echelon.config.schema import RunConfig, field_docs, field_names, field_types
-from echelon.config.sources import from_code, from_environment
+from echelon.config.sources import CONFIG_VARIABLE, current, encode, from_code, from_environment, from_flags
+from echelon.config.write import write
+from echelon.launch.environment import rank_variables
 
 SHARDED_BY = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}
 
@@ -142,6 +153,109 @@ def test_of_two_sources_the_stronger_wins_and_both_are_named(key: Key, tmp_path:
             assert str(shadowed.origin).startswith(lost_at)
             with pytest.raises(ConfigError, match=f"{key.field} is set twice"):
                 resolve(RunConfig, layers, strict=True)
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.field)
+def test_a_setting_arrives_on_a_rank_with_its_origin(key: Key, tmp_path: Path) -> None:
+    value = two_values(key)[0]
+    by_toml = tmp_path / "run.toml"
+    write(by_toml, {key.field: value})
+    files = [(from_file(by_toml), f"file {by_toml}:"), by_file(key, value, tmp_path)]
+    flags = [give(value) for source, give in sources(key, tmp_path) if source is SettingSource.FLAG]
+    for layer, place in [*files, *flags]:
+        rank = on_a_rank(layer)
+        assert getattr(rank.value, key.field) == value
+        assert str(rank.origins[key.field]).startswith(place)
+        assert rank.shadowed == ()
+    for variable in variables_of(key, value):
+        text = str(True if variable in USE else value)
+        for rank in (on_a_rank({}, {variable: text}), of_a_process({variable: text})):
+            assert getattr(rank.value, key.field) == value
+            assert str(rank.origins[key.field]) == f"env {variable}"
+            assert rank.shadowed == ()
+
+
+def on_a_rank(layer: Layer, users: Mapping[str, str] = MappingProxyType({})) -> Resolved[RunConfig]:
+    """Return the settings on a rank that the launcher started with ``layer`` and the user's variables ``users``."""
+    with environ.patch(users):
+        resolved = derive(resolve(RunConfig, [layer, from_environment()]))
+        with environ.patch(rank_variables(resolved, num_processes=1, num_threads=None, has_accelerator=False)):
+            return current()
+
+
+def of_a_process(users: Mapping[str, str]) -> Resolved[RunConfig]:
+    """Return the settings of a process that was started without the launcher."""
+    with environ.patch(users):
+        return current()
+
+
+def variables_of(key: Key, value: Any) -> list[str]:
+    theirs = [name for name, kind in USE.items() if key.field == "sharded_by" and kind == value]
+    return [own_variable(key.field), *theirs, *([key.variable] if key.variable else [])]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "given", "text"),
+    [
+        (FullyShardedDataParallelPlugin, {"fsdp_activation_checkpointing_offload": True}, "is not supported"),
+        (FullyShardedDataParallelPlugin, {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "is not supported"),
+        (FullyShardedDataParallelPlugin, {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, "requires a size"),
+        (DeepSpeedPlugin, {"fp8_backend": "MSAMP"}, "MS-AMP is not supported"),
+        (ParallelismConfig, {"parallelism_config_cp_backend": "ring"}, "cp_backend='ring' is unknown"),
+        (TorchContextParallelConfig, {"parallelism_config_cp_comm_strategy": "ring"}, "is unknown"),
+        (DeepSpeedSequenceParallelConfig, {"parallelism_config_sp_attn_implementation": "eager"}, "is not supported"),
+        (
+            DeepSpeedSequenceParallelConfig,
+            {"parallelism_config_sp_seq_length_is_variable": False},
+            "needs sp_seq_length",
+        ),
+    ],
+)
+def test_a_plugin_names_the_source_of_a_setting_that_it_refuses(
+    plugin: type, given: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    ((name, value),) = given.items()
+    key = BY_FIELD[name]
+    for layer, place in (
+        by_file(key, value, tmp_path),
+        by_variable(key, value, str(key.variable)),
+        flag_of(key, value),
+    ):
+        resolved = resolve(RunConfig, [layer])
+        with (
+            environ.patch(rank_variables(resolved, num_processes=1, num_threads=None, has_accelerator=False)),
+            pytest.raises(ConfigError, match=text) as raised,
+        ):
+            plugin()
+        assert str(raised.value.where).startswith(place)
+
+
+def flag_of(key: Key, value: Any) -> tuple[Layer, str]:
+    return from_flags({key.field: (value, key.flags[0])}), f"flag {key.flags[0]}"
+
+
+def test_a_plugin_has_the_settings_of_the_launcher_and_its_own_arguments_win() -> None:
+    given = {"fsdp_version": 2, "fsdp_offload_params": True, "fsdp_activation_checkpointing": True}
+    layer = from_flags({name: (value, f"--{name}") for name, value in given.items()})
+    # Without accelerate's variables: nothing reads them a second time.
+    with environ.patch({CONFIG_VARIABLE: encode(resolve(RunConfig, [layer]))}):
+        plugin = FullyShardedDataParallelPlugin(activation_checkpointing=False)
+    assert (plugin.fsdp_version, plugin.activation_checkpointing) == (2, False)
+    assert isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+
+
+def test_a_variable_that_the_program_changes_overrides_the_flag_that_the_launcher_wrote_there() -> None:
+    resolved = resolve(RunConfig, [from_flags({"fsdp_offload_params": (True, "--fsdp-offload-params")})])
+    launched = derive(replace(resolved, value=replace(resolved.value, sharded_by="fsdp")))
+    with environ.patch(rank_variables(launched, num_processes=1, num_threads=None, has_accelerator=False)):
+        assert str(current().origins["fsdp_offload_params"]) == "flag --fsdp-offload-params"
+        with environ.patch({"FSDP_OFFLOAD_PARAMS": "false"}):
+            rank = current()
+            assert rank.value.fsdp_offload_params is False
+            assert str(rank.origins["fsdp_offload_params"]) == "code os.environ['FSDP_OFFLOAD_PARAMS']"
+        # The user's own variable, which lost to the flag when the run was launched.
+        with environ.patch({"ECHELON_FSDP_OFFLOAD_PARAMS": "false"}):
+            assert current().value.fsdp_offload_params is True
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.field)

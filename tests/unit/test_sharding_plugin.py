@@ -35,6 +35,8 @@ from echelon.accelerator.plugins.kwargs_handlers import DistributedDataParallelK
 from echelon.accelerator.setup.build import build_engine, build_sharding
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import EchelonWarning
+from echelon.config.schema import RunConfig
+from echelon.config.sources import current
 from echelon.engines.fsdp.options import ShardingOptions, wrap_nothing
 from echelon.engines.registry import ENGINES, SHARDING
 from echelon.world.world import World
@@ -344,8 +346,8 @@ def test_invalid_plugin_settings_raise(arguments: dict[str, Any], text: str) -> 
     [
         ("FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP", "Block", "FSDP_TRANSFORMER_CLS_TO_WRAP"),
         ("FSDP_OFLOAD_PARAMS", "true", "FSDP_OFFLOAD_PARAMS"),
-        ("FSDP_OFFLOAD_PARAMS", "maybe", "'maybe' is not a valid boolean value"),
-        ("FSDP_VERSION", "two", "fsdp_version='two' is not a count"),
+        ("FSDP_OFFLOAD_PARAMS", "maybe", "fsdp_offload_params='maybe' is not true or false"),
+        ("FSDP_VERSION", "two", "fsdp_version='two' is not one of 1, 2"),
         ("PARALLELISM_CONFIG_DP_SHARD", "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE"),
         ("PARALLELISM_CONFIG_TP_SIZE", "x", "tp_size='x' is not an integer"),
     ],
@@ -411,7 +413,9 @@ def test_sizes_come_from_the_code_or_the_environment(monkeypatch: pytest.MonkeyP
 
 def _opened(config: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugin | None, **wanted: Any) -> Any:
     """Return (replicas of the sharding, sizes of the layout) on 8 ranks, without a mesh."""
-    _, sharding, layout = build_sharding(plugin, config, world=_world(), mixed_precision="bf16", **wanted)
+    _, sharding, layout = build_sharding(
+        plugin, config, world=_world(), settings=RunConfig(mixed_precision="bf16"), **wanted
+    )
     sizes = layout and (layout.dp_replicate_size, layout.dp_shard_size)
     return sharding and sharding.replicas, sizes
 
@@ -483,7 +487,13 @@ def test_the_engine_gets_the_options_beside_those_of_today(monkeypatch: pytest.M
 
 def test_environment_or_engine_name_creates_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(engine: str | None = None) -> Any:
-        return build_sharding(None, None, world=_world(), mixed_precision="bf16", engine=engine)
+        return build_sharding(
+            None,
+            None,
+            world=_world(),
+            settings=dataclasses.replace(current().value, mixed_precision="bf16"),
+            engine=engine,
+        )
 
     assert opened() == (None, None, None)
     (name,) = SHARDING

@@ -6,7 +6,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from echelon.base import environ
@@ -22,7 +21,6 @@ __all__ = [
     "parse_flag_from_env",
     "patch_environment",
     "purge_accelerate_environment",
-    "refuse_misspelled",
     "str_to_bool",
 ]
 
@@ -84,41 +82,6 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
         if value >= 0:
             return value
     return default
-
-
-def refuse_misspelled(prefix: str, known: Iterable[str]) -> None:
-    """Check for misspelled variables with ``prefix``; unknown names that do not resemble a ``known`` one are ignored.
-
-    Raises:
-        ConfigError: an unknown variable resembles a known one, which the message names.
-    """
-    ends = sorted(name.removeprefix(prefix) for name in known if name.startswith(prefix))
-    for name in environ.snapshot():
-        end = name.removeprefix(prefix)
-        # Compared without the prefix, which would make short names such as ECHELON_HELD and ECHELON_SEED similar.
-        if name.startswith(prefix) and end not in ends and (near := _nearest(end, ends)):
-            raise ConfigError(
-                f"unknown variable {name}",
-                where=f"env {name}",
-                do=f"did you mean {prefix}{near}? Your program's own variables must not have the prefix {prefix}",
-            )
-
-
-def _nearest(word: str, words: list[str]) -> str | None:
-    """Return the word that ``word`` likely misspells: at least 75% similar, or one typo away for short words."""
-    near = get_close_matches(word, words, n=1, cutoff=0.75)
-    return near[0] if near else next((other for other in words if _is_one_typo(word, other)), None)
-
-
-def _is_one_typo(one: str, other: str) -> bool:
-    """Return whether the words differ by one replaced, missing or added letter, or by two swapped neighbors."""
-    if len(one) > len(other):
-        one, other = other, one
-    at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), len(one))
-    if len(one) < len(other):
-        return len(other) - len(one) == 1 and one[at:] == other[at + 1 :]
-    swapped = one[:at] + one[at : at + 2][::-1] + one[at + 2 :]
-    return swapped == other or one[at + 1 :] == other[at + 1 :]
 
 
 @contextmanager

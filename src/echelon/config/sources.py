@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from difflib import get_close_matches
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 from echelon.base import environ
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import warn
-from echelon.compat.variables import parse_flag_from_env, refuse_misspelled
 from echelon.config.key_table import BY_FIELD, KEYS, OTHER_VARIABLES, USE, own_variable
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Layer, Resolved, resolve
@@ -21,6 +21,7 @@ from echelon.config.schema import RunConfig, coerce, field_types
 __all__ = [
     "CHOSEN_THREADS",
     "CONFIG_VARIABLE",
+    "WROTE_VARIABLE",
     "current",
     "decode",
     "encode",
@@ -30,6 +31,7 @@ __all__ = [
     "from_flags",
     "is_debug",
     "refuse_launchers_variables",
+    "refuse_misspelled",
     "without_effect",
 ]
 
@@ -37,6 +39,9 @@ CONFIG_VARIABLE = "ECHELON_CONFIG"
 
 CHOSEN_THREADS = "ECHELON_CHOSEN_THREADS"
 """Variable that holds the OMP_NUM_THREADS chosen by the launcher; ignored if results must not depend on the machine."""
+
+WROTE_VARIABLE = "ECHELON_WROTE_FOR_TRANSFORMERS"
+"""Variable with the names of the variables that echelon set for transformers, which are no settings of the user."""
 
 # Unknown variables with one of the last two prefixes may belong to other programs and are not checked for misspellings.
 _OWN_PREFIX = "ECHELON_"
@@ -83,18 +88,19 @@ def from_environment() -> Layer:
     """
     layer: dict[str, Setting] = {}
     use = []
+    ours = (environ.get(WROTE_VARIABLE) or "").split()
     for variable, text in environ.snapshot().items():
-        if not variable.startswith(_PREFIXES) or not text:
+        if not variable.startswith(_PREFIXES) or not text or variable in ours:
             continue
         field = _FIELDS.get(variable)
         if field is not None:
             if field not in layer or variable == own_variable(field):  # echelon's variable takes precedence
                 layer[field] = Setting(text, Origin(SettingSource.ENV, variable))
         elif variable in USE:
-            use += [variable] if parse_flag_from_env(variable) else []
+            use += [variable] if coerce((bool,), variable, text, where=f"env {variable}") else []
         elif variable not in OTHER_VARIABLES:
             for prefix in _PREFIXES[:2]:
-                refuse_misspelled(prefix, [*_FIELDS, *OTHER_VARIABLES, *USE])
+                _refuse_misspelled(variable, prefix)
     if use and "sharded_by" not in layer:
         if len(use) > 1:
             raise ConfigError(
@@ -102,6 +108,46 @@ def from_environment() -> Layer:
             )
         layer["sharded_by"] = Setting(USE[use[0]], Origin(SettingSource.ENV, use[0]))
     return layer
+
+
+def refuse_misspelled(prefix: str) -> None:
+    """Check for misspelled variables with ``prefix``; unknown names that do not resemble a setting's are ignored.
+
+    Raises:
+        ConfigError: an unknown variable resembles a setting's, which the message names.
+    """
+    for name in environ.snapshot():
+        _refuse_misspelled(name, prefix)
+
+
+def _refuse_misspelled(name: str, prefix: str) -> None:
+    # Compared without the prefix, which would make short names such as ECHELON_HELD and ECHELON_SEED similar.
+    known = (*_FIELDS, *OTHER_VARIABLES, *USE)
+    ends = sorted(one.removeprefix(prefix) for one in known if one.startswith(prefix))
+    end = name.removeprefix(prefix)
+    if name.startswith(prefix) and end not in ends and (near := _nearest(end, ends)):
+        raise ConfigError(
+            f"unknown variable {name}",
+            where=f"env {name}",
+            do=f"did you mean {prefix}{near}? Your program's own variables must not have the prefix {prefix}",
+        )
+
+
+def _nearest(word: str, words: list[str]) -> str | None:
+    """Return the word that ``word`` likely misspells: at least 75% similar, or one typo away for short words."""
+    near = get_close_matches(word, words, n=1, cutoff=0.75)
+    return near[0] if near else next((other for other in words if _is_one_typo(word, other)), None)
+
+
+def _is_one_typo(one: str, other: str) -> bool:
+    """Return whether the words differ by one replaced, missing or added letter, or by two swapped neighbors."""
+    if len(one) > len(other):
+        one, other = other, one
+    at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), len(one))
+    if len(one) < len(other):
+        return len(other) - len(one) == 1 and one[at:] == other[at + 1 :]
+    swapped = one[:at] + one[at : at + 2][::-1] + one[at + 2 :]
+    return swapped == other or one[at + 1 :] == other[at + 1 :]
 
 
 def without_effect() -> str | None:
@@ -158,10 +204,11 @@ def current(code: Layer | None = None) -> Resolved[RunConfig]:
     """Resolve this process's settings: ``code`` overrides the environment, which overrides the launcher's settings."""
     text = environ.get(CONFIG_VARIABLE)
     passed = decode(text) if text else {}
-    # The launcher also exports its settings under accelerate's names. Only a variable with a different value, set for
-    # example by the script, overrides them.
+    # The launcher also exports its settings under accelerate's names. Only a variable with a different value overrides them.
     changed = {
-        name: setting for name, setting in from_environment().items() if not _is_same(passed.get(name), name, setting)
+        name: _after_launch(passed.get(name), name, setting)
+        for name, setting in from_environment().items()
+        if not _is_same(passed.get(name), name, setting)
     }
     if not text and (message := without_effect()) is not None:  # otherwise the launcher has warned
         _warn_once(message)
@@ -217,3 +264,11 @@ def _is_same(passed: Setting | None, name: str, setting: Setting) -> bool:
     if passed is None:
         return False
     return passed.value == coerce(field_types(RunConfig)[name], name, setting.value, where=str(setting.origin))
+
+
+def _after_launch(passed: Setting | None, name: str, setting: Setting) -> Setting:
+    """Return ``setting`` with its origin: code, if the launcher had set its variable to a stronger value and the program changed it."""
+    variable = BY_FIELD[name].variable
+    if passed is None or passed.origin.source <= SettingSource.ENV or setting.origin.detail != variable:
+        return setting
+    return Setting(setting.value, Origin(SettingSource.CODE, f"os.environ[{variable!r}]"))

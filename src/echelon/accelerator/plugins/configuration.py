@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from echelon.accelerator.plugins.kwargs_handlers import KwargsHandler
@@ -57,7 +58,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 @suggest_keywords
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """``torch.compile`` arguments for prepared models. None: use the environment or launcher setting."""
+    """``torch.compile`` arguments for prepared models. None: use the setting ``dynamo_*``."""
 
     backend: DynamoBackend | str | None = None
     """Compiler backend; ``no`` disables compilation. Never None after construction."""
@@ -69,6 +70,10 @@ class TorchDynamoPlugin(KwargsHandler):
     disable: bool = False
     use_regional_compilation: bool | None = None
     """Compile the repeated blocks of a model separately, for a shorter first compilation."""
+
+    _UNSET = MappingProxyType(
+        {"backend": "no", "mode": "default", "fullgraph": False, "dynamic": None, "use_regional_compilation": False}
+    )
 
     def __post_init__(self) -> None:
         config = current().value

@@ -1,4 +1,4 @@
-"""``DeepSpeedPlugin``: DeepSpeed settings under Accelerate's names, from code, the environment or a ``ds_config.json``."""
+"""``DeepSpeedPlugin``: DeepSpeed settings under Accelerate's names, from code, the run's settings or a ``ds_config.json``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.keywords import suggest_keywords
 from echelon.base.logging import get_logger
-from echelon.compat.variables import parse_flag_from_env
 from echelon.config.origin import Origin, Setting, SettingSource
+from echelon.config.plugin_arguments import plugin_arguments
+from echelon.config.schema import coerce
 from echelon.engines.deepspeed.ds_config import HfDeepSpeedConfig
 from echelon.engines.deepspeed.options import DrivenScheduler
 from echelon.engines.deepspeed.training_config import host_optimizer
@@ -36,23 +36,6 @@ __all__ = [
 _logger = get_logger(__name__)
 
 _ZERO = "zero_optimization"
-_PREFIX = "ACCELERATE_DEEPSPEED_"
-# Field -> its environment variable.
-_VARIABLES = MappingProxyType(
-    {
-        "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
-        "zero_stage": f"{_PREFIX}ZERO_STAGE",
-        "offload_optimizer_device": f"{_PREFIX}OFFLOAD_OPTIMIZER_DEVICE",
-        "offload_param_device": f"{_PREFIX}OFFLOAD_PARAM_DEVICE",
-        "offload_optimizer_nvme_path": f"{_PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH",
-        "offload_param_nvme_path": f"{_PREFIX}OFFLOAD_PARAM_NVME_PATH",
-        "zero3_init_flag": f"{_PREFIX}ZERO3_INIT",
-        "zero3_save_16bit_model": f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL",
-        "transformer_moe_cls_names": f"{_PREFIX}MOE_LAYER_CLS_NAMES",
-        "hf_ds_config": f"{_PREFIX}CONFIG_FILE",
-    }
-)
 # Field -> its key in DeepSpeed's config and its default.
 _KEYS: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
@@ -66,13 +49,21 @@ _KEYS: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "zero3_save_16bit_model": (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", False),
     }
 )
+# Argument -> the setting that fills it.
+_SETTINGS = MappingProxyType(
+    {
+        **{name: name for name in (*_KEYS, "zero3_init_flag")},
+        "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
+        "hf_ds_config": "deepspeed_config_file",
+    }
+)
 _DEVICES = ("none", "cpu", "nvme")
 
 
 @suggest_keywords
 @dataclass
 class DeepSpeedPlugin:
-    """DeepSpeed settings. None: use the environment (``ACCELERATE_DEEPSPEED_*``), else the default.
+    """DeepSpeed settings. None: use the setting (flag, ``ACCELERATE_DEEPSPEED_*``, file), else the default.
 
     If ``hf_ds_config`` is given, the other arguments only resolve its ``"auto"`` values.
 
@@ -115,13 +106,17 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         self._selected = False
-        self._given = {name: Origin(SettingSource.CODE, f"DeepSpeedPlugin({name}=)") for name in self._set()}
-        self._refuse_msamp()
-        for name, variable in _VARIABLES.items():
-            text = environ.get(variable)
-            if getattr(self, name) is None and text is not None:
-                setattr(self, name, text)
-                self._given[name] = Origin(SettingSource.ENV, variable)
+        settings = plugin_arguments(self, _SETTINGS)
+        settings.fill(self, _SETTINGS)
+        self._given = {name: settings.origin(name) for name in _SETTINGS if getattr(self, name) is not None}
+        if self.enable_msamp or settings.resolved.value.fp8_backend == "MSAMP":
+            raise ConfigError(
+                "MS-AMP is not supported",
+                where="code DeepSpeedPlugin(enable_msamp=)"
+                if self.enable_msamp
+                else str(settings.resolved.origins["fp8_backend"]),
+                do="use mixed_precision='bf16' or 'fp8'",
+            )
         for name, (_, default) in _KEYS.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
@@ -142,17 +137,6 @@ class DeepSpeedPlugin:
             _logger.warning("zero3_init_flag has no effect with ZeRO stage %s, only with stage 3", self.zero_stage)
             self.zero3_init_flag = False
 
-    def _set(self) -> list[str]:
-        return [name for name in (*_VARIABLES, "enable_msamp", "msamp_opt_level") if getattr(self, name) is not None]
-
-    def _refuse_msamp(self) -> None:
-        if self.enable_msamp or environ.get("ACCELERATE_FP8_BACKEND") == "MSAMP":
-            raise ConfigError(
-                "MS-AMP is not supported",
-                where="DeepSpeedPlugin(enable_msamp=)",
-                do="use mixed_precision='bf16' or 'fp8'",
-            )
-
     def _convert_fields(self) -> None:
         """Convert the fields to their types and check them."""
         for name, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float), ("zero_stage", int)):
@@ -171,7 +155,7 @@ class DeepSpeedPlugin:
         for name in ("zero3_init_flag", "zero3_save_16bit_model"):
             value = getattr(self, name)
             if isinstance(value, str):
-                setattr(self, name, parse_flag_from_env(_VARIABLES[name]))
+                setattr(self, name, coerce((bool,), name, value, where=str(self._given[name])))
         for name in ("offload_optimizer_device", "offload_param_device"):
             value = str(getattr(self, name)).lower()
             if value not in _DEVICES:

@@ -22,13 +22,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from echelon.accelerator.setup.transformers_environment import is_echelons_own
-from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.keywords import suggest_keywords
 from echelon.base.logging import get_logger
 from echelon.compat.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY, FSDP_STATE_DICT_TYPE
-from echelon.compat.variables import parse_flag_from_env, refuse_misspelled, str_to_bool
+from echelon.compat.variables import str_to_bool
+from echelon.config.plugin_arguments import plugin_arguments
+from echelon.config.sources import refuse_misspelled
 from echelon.engines.fsdp.options import ShardingOptions, wrap_nothing
 from echelon.world.world import World
 
@@ -36,19 +36,19 @@ __all__ = ["FullyShardedDataParallelPlugin"]
 
 _logger = get_logger(__name__)
 
-_PREFIX = "FSDP_"
-_OTHER_NAMES = {"cpu_offload": "OFFLOAD_PARAMS", "transformer_cls_names_to_wrap": "TRANSFORMER_CLS_TO_WRAP"}
-_WITHOUT_VARIABLE = frozenset(
+# Arguments without a setting. The setting of each other argument is ``fsdp_<argument>`` or has a different name.
+_WITHOUT_SETTING = frozenset(
     {"mixed_precision_policy", "state_dict_config", "optim_state_dict_config", "limit_all_gathers", "param_init_fn"}
 )
-_FLAGS = (
-    "cpu_offload",
-    "use_orig_params",
-    "sync_module_states",
-    "forward_prefetch",
-    "activation_checkpointing",
-    "activation_checkpointing_offload",
-    "cpu_ram_efficient_loading",
+_OTHER_NAMES = {
+    "fsdp_version": "fsdp_version",
+    "cpu_offload": "fsdp_offload_params",
+    "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+}
+# Arguments that use their setting only together with certain values of other arguments.
+_DEPENDENT = frozenset(
+    ("sharding_strategy", "reshard_after_forward", "auto_wrap_policy", "transformer_cls_names_to_wrap")
+    + ("min_num_params", "state_dict_type")
 )
 # Options without effect: their neutral value, and why other values have no effect.
 _OBSOLETE = {
@@ -76,7 +76,7 @@ _HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHA
 @suggest_keywords
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How the model is sharded across ranks. None: use the environment (``FSDP_*``), else the documented default.
+    """How the model is sharded across ranks. None: use the setting (flag, ``FSDP_*``, file), else the documented default.
 
     Sharding uses ``torch.distributed.fsdp.fully_shard``. FSDP1 arguments are translated; those without effect are
     listed in one warning.
@@ -132,19 +132,14 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         self._is_used = False
         given = frozenset(f.name for f in fields(self) if getattr(self, f.name) is not None)
-        refuse_misspelled(_PREFIX, [_variable(f.name) for f in fields(self) if f.name not in _WITHOUT_VARIABLE])
+        refuse_misspelled("FSDP_")
+        names = [f.name for f in fields(self) if f.name not in _WITHOUT_SETTING]
+        self._settings = plugin_arguments(self, {name: _OTHER_NAMES.get(name, f"fsdp_{name}") for name in names})
+        self._settings.fill(self, [name for name in names if name not in _DEPENDENT])
         if self.fsdp_version is None:
-            self.fsdp_version = _integer("fsdp_version", environ.get(_variable("fsdp_version")) or 1)
+            self.fsdp_version = 1
         if self.fsdp_version not in (1, 2):
             raise ConfigError(f"fsdp_version={self.fsdp_version!r} is unknown", do="set 1 or 2")
-        for name in _FLAGS:
-            variable = _variable(name)
-            if getattr(self, name) is None and environ.get(variable) is not None and not is_echelons_own(variable):
-                setattr(self, name, parse_flag_from_env(variable))
-        if self.backward_prefetch is None:
-            self.backward_prefetch = _text("backward_prefetch")
-        if self.ignored_modules is None:
-            self.ignored_modules = _text("ignored_modules")
         self._check_units(given)
         without_effect = self._resolve()
         self.set_state_dict_type()
@@ -174,6 +169,7 @@ class FullyShardedDataParallelPlugin:
         if self.activation_checkpointing_offload:
             raise ConfigError(
                 "activation_checkpointing_offload is not supported by this version of echelon",
+                where=self._where("activation_checkpointing_offload"),
                 do="remove it: activation_checkpointing=True alone keeps only one activation per unit on the device",
             )
         return self._resolve_precision()
@@ -182,10 +178,11 @@ class FullyShardedDataParallelPlugin:
         strategy, reshard = self.sharding_strategy, self.reshard_after_forward
         if strategy is None and reshard is None:
             first, second = ("sharding_strategy", "reshard_after_forward")[:: 1 if self.fsdp_version == 1 else -1]
-            # A launcher exports both variables, and each version reads its own.
-            name = first if _text(first) or not _text(second) else second
-            default = "FULL_SHARD" if self.fsdp_version == 1 else "true"
-            value = _text(name) or default
+            # accelerate's launcher sets both, and each version reads its own.
+            name = first if first in self._settings.found or second not in self._settings.found else second
+            value = self._settings.value(name)
+            if value is None:
+                value = "FULL_SHARD" if self.fsdp_version == 1 else True
             strategy, reshard = (value, None) if name == "sharding_strategy" else (None, value)
         if strategy is not None:
             strategy = _strategy("sharding_strategy", strategy)
@@ -204,7 +201,7 @@ class FullyShardedDataParallelPlugin:
 
     def _check_units(self, given: frozenset[str]) -> None:
         """Check that the fields set in code (``given``) do not define units in two ways."""
-        policy = self.auto_wrap_policy if self.auto_wrap_policy is not None else _text("auto_wrap_policy")
+        policy = self._value("auto_wrap_policy")
         belongs = {"transformer_cls_names_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
         kind = _shown(policy).upper()
         if policy is transformer_auto_wrap_policy:  # the resolved value of the field
@@ -222,11 +219,11 @@ class FullyShardedDataParallelPlugin:
                 )
 
     def _resolve_units(self) -> None:
-        policy = self.auto_wrap_policy if self.auto_wrap_policy is not None else _text("auto_wrap_policy")
+        policy = self._value("auto_wrap_policy")
         classes: Any = self.transformer_cls_names_to_wrap
         size = self.min_num_params
         if policy is None and not size and classes is None:
-            classes = _text("transformer_cls_names_to_wrap")
+            classes = self._settings.value("transformer_cls_names_to_wrap")
         if policy is None and (classes or size):
             policy = "TRANSFORMER_BASED_WRAP" if classes else "SIZE_BASED_WRAP"
         if isinstance(policy, str):
@@ -237,7 +234,7 @@ class FullyShardedDataParallelPlugin:
                 do="pass a function that takes a module and returns a bool",
             )
         if policy is transformer_auto_wrap_policy:
-            classes = classes if classes is not None else _text("transformer_cls_names_to_wrap")
+            classes = self._value("transformer_cls_names_to_wrap")
             if isinstance(classes, str):
                 classes = [name.strip() for name in classes.split(",") if name.strip()]
             self.transformer_cls_names_to_wrap = None if classes is None else list(classes)
@@ -251,11 +248,11 @@ class FullyShardedDataParallelPlugin:
             return wrap_nothing
         if name.upper() == "TRANSFORMER_BASED_WRAP":
             return transformer_auto_wrap_policy
-        size = self.min_num_params if self.min_num_params is not None else _text("min_num_params")
-        self.min_num_params = _integer("min_num_params", size or 0)
+        self.min_num_params = _integer("min_num_params", self._value("min_num_params") or 0)
         if not self.min_num_params:
             raise ConfigError(
                 "auto_wrap_policy='size_based_wrap' requires a size",
+                where=self._where("auto_wrap_policy"),
                 do="set min_num_params, the number of parameters above which a module becomes a separate unit (such "
                 "as 1_000_000)",
             )
@@ -316,12 +313,19 @@ class FullyShardedDataParallelPlugin:
                 "; ".join(without_effect),
             )
 
+    def _value(self, name: str) -> Any:
+        """Return the value of the argument ``name``, or of the setting that stands for it, or None."""
+        given = getattr(self, name)
+        return self._settings.value(name) if given is None else given
+
+    def _where(self, name: str) -> str:
+        return str(self._settings.origin(name))
+
     # ---- Accelerate's methods -----------------------------------------------------------------------------------------
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose whether state is saved in full or in shards. None: the given value, the environment, or the default."""
-        given = state_dict_type if state_dict_type is not None else self.state_dict_type
-        given = _text("state_dict_type") if given is None else given
+        """Choose whether state is saved in full or in shards. None: the given value, the setting, or the default."""
+        given = state_dict_type if state_dict_type is not None else self._value("state_dict_type")
         value = given or ("FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT")
         kind = value
         if not isinstance(value, StateDictType):
@@ -329,6 +333,7 @@ class FullyShardedDataParallelPlugin:
         if kind is StateDictType.LOCAL_STATE_DICT:
             raise ConfigError(
                 "state_dict_type='LOCAL_STATE_DICT' is not supported with torch's fully_shard",
+                where=self._where("state_dict_type"),
                 do="set SHARDED_STATE_DICT or FULL_STATE_DICT",
             )
         if given is not None and kind is StateDictType.SHARDED_STATE_DICT:
@@ -441,19 +446,9 @@ class FullyShardedDataParallelPlugin:
         return {"wrap_fn": _of_one_module(self.auto_wrap_policy)}
 
 
-def _variable(name: str) -> str:
-    return _PREFIX + _OTHER_NAMES.get(name, name.removeprefix("fsdp_").upper())
-
-
-def _text(name: str) -> str | None:
-    """Return the value of the field's environment variable, or None; launchers write "None" for None."""
-    text = environ.get(_variable(name))
-    return None if text is None or text.lower() == "none" else text
-
-
 def _integer(name: str, value: object) -> int:
     try:
-        number = float(str(value))  # accelerate's launcher exports FSDP_MIN_NUM_PARAMS=100000000.0
+        number = float(str(value))
     except ValueError:
         number = 0.5
     if number != int(number) or number < 0:
@@ -486,7 +481,7 @@ def _resharding(value: object, *, version: int) -> bool | int | ShardingStrategy
         return bool(str_to_bool(text))
     if version == 1 or not text.isdigit():
         return _strategy("reshard_after_forward", value)
-    is_word = isinstance(value, str) and int(text) < 2  # "1" and "0" of the environment
+    is_word = isinstance(value, str) and int(text) < 2  # "1" and "0", written for True and False
     return text == "1" if is_word else int(text)
 
 

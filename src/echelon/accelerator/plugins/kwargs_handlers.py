@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -14,7 +15,9 @@ from echelon.base.errors import ConfigError
 from echelon.base.keywords import suggest_keywords
 from echelon.base.optional import require
 from echelon.compat.enums import DDPCommunicationHookType
-from echelon.compat.variables import clear_environment, parse_choice_from_env, parse_flag_from_env
+from echelon.config.plugin_arguments import plugin_arguments
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
 from echelon.engines.comm_hooks import register_comm_hook
 from echelon.precision.float8 import check_fp8_device
 
@@ -37,14 +40,16 @@ ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
 class KwargsHandler:
     """Base class of handlers, whose fields are keyword arguments."""
 
+    _UNSET: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Values of the fields that are filled from the run's settings, if no setting is given."""
+
     def to_dict(self) -> dict[str, Any]:
         """Return a deep copy of the fields."""
         return copy.deepcopy({f.name: getattr(self, f.name) for f in fields(self)})
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults (without environment variables)."""
-        with clear_environment():
-            default = type(self)().to_dict()
+        """Return the fields that differ from their defaults, including those that settings filled."""
+        default = {**type(self)(**self._UNSET).to_dict(), **self._UNSET}
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
 
@@ -136,31 +141,35 @@ class AORecipeKwargs(KwargsHandler):
     """Function that takes a module and its name, and returns whether to convert the module. None: every Linear except the
     first and last."""
     pad_inner_dim: bool | None = None
-    """Whether to pad inner dimensions to the multiple that fp8 requires. None: use the environment, else True."""
+    """Whether to pad inner dimensions to the multiple that fp8 requires. None: use the setting, else True."""
     enable_fsdp_float8_all_gather: bool | None = None
-    """Whether FSDP all-gathers weights in fp8. None: use the environment, else True."""
+    """Whether FSDP all-gathers weights in fp8. None: use the setting, else True."""
+
+    _UNSET = MappingProxyType({"pad_inner_dim": True, "enable_fsdp_float8_all_gather": True})
 
     def __post_init__(self) -> None:
         float8 = require("torchao.float8", extra="fp8", purpose="mixed_precision='fp8' (AORecipeKwargs)")
         if self.config is not None:
             return
-        if self.pad_inner_dim is None:
-            self.pad_inner_dim = parse_flag_from_env("ACCELERATE_FP8_PAD_INNER_DIM", default=True)
-        if self.enable_fsdp_float8_all_gather is None:
-            name = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
-            self.enable_fsdp_float8_all_gather = parse_flag_from_env(name, default=True)
+        plugin_arguments(self, {name: f"fp8_{name}" for name in self._UNSET}).fill(self, self._UNSET)
+        for name in self._UNSET:
+            if getattr(self, name) is None:
+                setattr(self, name, True)
         self.config = float8.Float8LinearConfig(
             pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
         )
 
 
-def fp8_recipe(given: AORecipeKwargs | None, *, precision: str, device: torch.device) -> AORecipeKwargs | None:
-    """Return the fp8 recipe for ``precision`` on ``device``: ``given``, torchao's default for fp8, or None.
+def fp8_recipe(
+    given: AORecipeKwargs | None, config: Resolved[RunConfig], *, device: torch.device
+) -> AORecipeKwargs | None:
+    """Return the fp8 recipe for the run's precision on ``device``: ``given``, torchao's default for fp8, or None.
 
     Raises:
         ConfigError: the run does not use fp8, the backend is not torchao, or the device does not support fp8.
         MissingExtraError: torchao is not installed.
     """
+    precision, backend = config.value.mixed_precision, config.value.fp8_backend
     if precision != "fp8":
         if given is not None:
             raise ConfigError(
@@ -169,12 +178,11 @@ def fp8_recipe(given: AORecipeKwargs | None, *, precision: str, device: torch.de
                 do="set mixed_precision='fp8', or remove the recipe",
             )
         return None
-    backend = parse_choice_from_env("ACCELERATE_FP8_BACKEND", "AO")
-    if given is None and backend.upper() not in ("AO", "NO"):
+    if given is None and backend not in (None, "AO", "NO"):
         raise ConfigError(
             f"fp8 with {backend} is not supported: echelon only supports torchao for fp8",
-            where="env ACCELERATE_FP8_BACKEND",
-            do="set it to AO, or unset it",
+            where=str(config.origins["fp8_backend"]),
+            do="set it to AO, or remove it",
         )
     recipe = given or AORecipeKwargs()
     check_fp8_device(recipe.config, device=device)

@@ -13,31 +13,22 @@ from echelon.accelerator.plugins.sequence_parallel_config import (
     TorchContextParallelConfig,
 )
 from echelon.accelerator.plugins.tensor_parallel_config import TorchTensorParallelConfig
-from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.keywords import suggest_keywords
-from echelon.compat.variables import refuse_misspelled
+from echelon.config.plugin_arguments import PluginArguments, plugin_arguments
+from echelon.config.sources import refuse_misspelled
 from echelon.world.mesh import AXES, DATA_AXES, LOSS_AXES, MeshLayout
 
 __all__ = ["ParallelismConfig"]
 
-_PREFIX = "PARALLELISM_CONFIG_"
+_SIZES = tuple(f"{axis}_size" for axis in (*AXES, "ep"))
 _BACKENDS = {"cp_backend": "torch", "sp_backend": "deepspeed"}
-_VARIABLES = (
-    *(f"{_PREFIX}{axis.upper()}_SIZE" for axis in (*AXES, "ep")),
-    *(f"{_PREFIX}{name.upper()}" for name in _BACKENDS),
-    # Variables of the handlers.
-    f"{_PREFIX}CP_COMM_STRATEGY",
-    f"{_PREFIX}SP_SEQ_LENGTH",
-    f"{_PREFIX}SP_SEQ_LENGTH_IS_VARIABLE",
-    f"{_PREFIX}SP_ATTN_IMPLEMENTATION",
-)
 
 
 @suggest_keywords
 @dataclass
 class ParallelismConfig:
-    """The number of ranks on each device mesh axis. None: use the environment (``PARALLELISM_CONFIG_*``), else 1.
+    """The number of ranks on each device mesh axis. None: use the setting ``parallelism_config_*``, else 1.
 
     The mesh has the axes ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``sp`` and ``tp``, from the outermost to the innermost one,
     which joins neighbouring ranks. ``ep_size`` is no further axis: the ranks of dp_shard x cp x sp also divide the experts of
@@ -66,13 +57,18 @@ class ParallelismConfig:
         # Not fields, so that comparison and repr ignore them.
         self.device_mesh: DeviceMesh | None = None
         self._joint: dict[str, DeviceMesh] = {}
-        refuse_misspelled(_PREFIX, _VARIABLES)
-        for axis in (*AXES, "ep"):
-            self._resolve_size(f"{axis}_size")
+        refuse_misspelled("PARALLELISM_CONFIG_")
+        names = (*_SIZES, *_BACKENDS)
+        settings = plugin_arguments(self, {name: f"parallelism_config_{name}" for name in names})
+        settings.fill(self, names)
+        for name in _SIZES:
+            self._resolve_size(name, settings)
         for name, only in _BACKENDS.items():
-            backend = getattr(self, name) or environ.get(_PREFIX + name.upper()) or only
+            backend = getattr(self, name) or only
             if backend != only:
-                raise ConfigError(f"{name}={backend!r} is unknown", do=f"use {only!r}, or omit it")
+                raise ConfigError(
+                    f"{name}={backend!r} is unknown", where=str(settings.origin(name)), do=f"use {only!r}, or omit it"
+                )
             setattr(self, name, backend)
         if self.cp_enabled and self.sp_enabled:
             raise ConfigError(
@@ -90,11 +86,9 @@ class ParallelismConfig:
                 do="pass a TorchTensorParallelConfig, or omit it",
             )
 
-    def _resolve_size(self, name: str) -> None:
-        given = getattr(self, name)
-        variable = _PREFIX + name.upper()
-        value = (environ.get(variable) or 1) if given is None else given
-        where = f"env {variable}" if given is None else f"code ParallelismConfig({name}=)"
+    def _resolve_size(self, name: str, settings: PluginArguments) -> None:
+        value = 1 if getattr(self, name) is None else getattr(self, name)
+        where = str(settings.origin(name))
         try:
             size = int(value)
         except (TypeError, ValueError):

@@ -23,7 +23,7 @@ from echelon.accelerator.plugins.kwargs_handlers import (
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.profiling import ProfileKwargs
 from echelon.accelerator.setup.choose_precision import choose_precision
-from echelon.accelerator.setup.transformers_environment import configure_transformers, is_echelons_own
+from echelon.accelerator.setup.transformers_environment import configure_transformers
 from echelon.base.cores import bind, cores_of_node, share_of
 from echelon.base.device import numa_node_of
 from echelon.base.errors import ConfigError
@@ -32,7 +32,6 @@ from echelon.base.logging import get_logger
 from echelon.base.messages.terminal import say
 from echelon.base.rank import known_rank
 from echelon.base.warnings import warn
-from echelon.compat.variables import parse_flag_from_env
 from echelon.config.explain import overridden
 from echelon.config.origin import Origin, SettingSource
 from echelon.config.resolve import Resolved
@@ -188,27 +187,26 @@ def build_sharding(
     config: ParallelismConfig | None,
     *,
     world: World,
-    mixed_precision: str,
+    settings: RunConfig,
     engine: Engine | str | None = None,
 ) -> tuple[FullyShardedDataParallelPlugin | None, ShardingOptions | None, ParallelismConfig | None]:
     """Return the plugin, its engine options, and the layout of the ranks; each is None if not configured.
 
     Args:
-        plugin: sharding plugin. None: build it from the environment if ``ACCELERATE_USE_FSDP`` is set, or with defaults
-            if ``config`` or ``engine`` shards the model.
-        config: mesh sizes. None: use the environment if ``ACCELERATE_USE_PARALLELISM_CONFIG`` is set.
+        plugin: sharding plugin. None: build it from the settings if they shard the model, or with defaults if ``config``
+            or ``engine`` does.
+        config: mesh sizes. None: build it from the settings if they say so.
         world: the ranks that the layout must cover.
-        mixed_precision: the run's precision.
+        settings: the run's settings.
         engine: engine passed to the Accelerator.
 
     Raises:
         ConfigError: an argument has the wrong type, or the ranks cannot be divided as configured.
     """
     _check_kind("parallelism_config", config, ParallelismConfig)
-    is_configured = parse_flag_from_env("ACCELERATE_USE_FSDP") and not is_echelons_own("ACCELERATE_USE_FSDP")
-    if plugin is not None or is_configured:
+    if plugin is not None or settings.sharded_by == "fsdp":
         plugin = _plugin(plugin)
-    if config is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if config is None and settings.use_parallelism_config:
         config = ParallelismConfig()
     replicas = None
     if config is not None:
@@ -221,7 +219,7 @@ def build_sharding(
     if plugin is not None:
         num_holders = world.world_size if config is None else world.world_size // (config.pp_size * config.tp_size)
         sharding = plugin.sharding_options(
-            world, mixed_precision=mixed_precision, replicas=replicas, num_holders=num_holders
+            world, mixed_precision=settings.mixed_precision, replicas=replicas, num_holders=num_holders
         )
         if sharding.ram_efficient_loading and world.world_size > 1:
             configure_transformers()

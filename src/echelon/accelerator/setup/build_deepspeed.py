@@ -1,4 +1,4 @@
-"""Turns ``deepspeed_plugin`` and its environment variables into run settings and engine options.
+"""Turns ``deepspeed_plugin`` into run settings and engine options.
 
 ``echelon.engines.deepspeed`` translates the DeepSpeed config; this module handles the plugins.
 """
@@ -19,7 +19,7 @@ from echelon.base.errors import ConfigError, MissingExtraError
 from echelon.base.logging import get_logger
 from echelon.base.optional import install_command, is_available
 from echelon.base.warnings import warn
-from echelon.compat.variables import parse_flag_from_env
+from echelon.config.derive import section_in_use
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
@@ -52,8 +52,10 @@ _logger = get_logger(__name__)
 _CLIPPING = Setting(1.0, Origin(SettingSource.DEFAULT, "of accelerate"))
 
 
-def choose_plugin(plugin: Any, plugins: Any, *, engine: Engine | str | None) -> DeepSpeedPlugin | None:
-    """Return the given plugin, or one built from the environment; None if DeepSpeed is not requested.
+def choose_plugin(
+    plugin: Any, plugins: Any, config: Resolved[RunConfig], *, engine: Engine | str | None
+) -> DeepSpeedPlugin | None:
+    """Return the given plugin, or one built from the run's settings; None if DeepSpeed is not requested.
 
     Raises:
         ConfigError: the argument is not a plugin, or contains several.
@@ -75,7 +77,7 @@ def choose_plugin(plugin: Any, plugins: Any, *, engine: Engine | str | None) -> 
             )
         (given,) = given.values()
     if given is None:
-        if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        if section_in_use(config) == "deepspeed_config":
             return DeepSpeedPlugin()
         # Selected by engine name: as with the other engines, only the loop clips.
         return DeepSpeedPlugin(gradient_clipping=0.0) if engine in BY_DEEPSPEED else None
@@ -122,7 +124,7 @@ def build_deepspeed(
         ConfigError: the plugin is invalid, settings conflict, or the engine cannot implement them.
         MissingExtraError: DeepSpeed is not installed.
     """
-    chosen = choose_plugin(plugin, plugins, engine=engine)
+    chosen = choose_plugin(plugin, plugins, config, engine=engine)
     if chosen is None:
         return DeepSpeedSettings(engine=engine, fsdp_plugin=fsdp_plugin), config
     config = apply_plugin_settings(config, chosen)
@@ -207,8 +209,10 @@ def apply_plugin_settings(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) 
         present = getattr(config.value, name)
         if setting is None or setting.value == present:
             continue
-        if origins[name].source is SettingSource.CODE and setting.origin.source is SettingSource.ENV:
-            plugin.deepspeed_config[name] = present
+        if any(lost.name == name and lost.origin == setting.origin for lost in config.shadowed):
+            plugin.deepspeed_config[name] = (
+                present  # the plugin has the setting that the Accelerator's argument overrides
+            )
             continue
         if origins[name].source not in (SettingSource.DEFAULT, SettingSource.ENV):
             raise ConfigError(

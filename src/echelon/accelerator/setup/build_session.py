@@ -93,13 +93,13 @@ def build_session(
     agree_on_settings()
     state = GradientState(accumulation or GradientAccumulationPlugin(num_steps=settings.gradient_accumulation_steps))
     precision = _build_precision(settings.mixed_precision, world, kinds[AutocastKwargs])
-    recipe = fp8_recipe(kinds.get(AORecipeKwargs), precision=settings.mixed_precision, device=world.device)
+    recipe = fp8_recipe(kinds.get(AORecipeKwargs), config, device=world.device)
     scaler = _build_scaler(precision, handlers, deepspeed)
     fsdp_plugin, sharding, layout = build_sharding(
         deepspeed.fsdp_plugin,
         parallelism_config,
         world=world,
-        mixed_precision=settings.mixed_precision,
+        settings=settings,
         engine=deepspeed.engine,
     )
     data_world, loss_world = _parts_of(world, layout)
