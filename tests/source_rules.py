@@ -18,7 +18,9 @@ from echelon.compat.transformers_names import TRAINER_MEMBERS
 __all__ = [
     "COMPATIBILITY_MODULES",
     "duplicate_classes",
+    "ENVIRONMENT_USERS",
     "engine_branches",
+    "environment_uses",
     "foreign_private_reads",
     "missing_paths",
     "module_state",
@@ -48,6 +50,20 @@ COMPATIBILITY_MODULES = frozenset(
         "tracking",
         "utils",
     ]
+)
+# The folders that read and write variables, and the other files that may, with the reason.
+_ENVIRONMENT_FOLDERS = ("config", "world", "launch")
+ENVIRONMENT_USERS = {
+    "base/environ.py": "the accessor; the modules of base/ that need one fact call its functions for it",
+    "compat/variables.py": "accelerate's public functions that read, patch and clear variables of any name",
+    "compat/probes.py": "accelerate's is_..._available() depend on variables of their own, and torch's probe needs one",
+    "compat/swap.py": "install() tells the processes that this one starts; compat/ is below launch/",
+    "cli/help/completion.py": "the words that a shell hands to click's completion, and click reads from there",
+    "accelerator/prepare/freed_memory.py": "whether the user has configured the C library's allocator",
+}
+_ACCESSORS = frozenset({"get", "own", "patch", "restored", "snapshot", "write"})
+_VARIABLE_FUNCTIONS = frozenset(
+    ("clear_environment", "get_int_from_env", "parse_choice_from_env", "parse_flag_from_env", "patch_environment")
 )
 ENGINE_NAMES = frozenset({"single", "dp", "ddp", "zero1", "fsdp2", "deepspeed"})
 # Terms that also have other meanings (a mesh axis, for example): an engine only if compared with a variable of an engine.
@@ -107,7 +123,7 @@ _AMBIGUOUS_NAMES = frozenset({"_shutdown", "_world"})
 
 def violations(path: str, source: str) -> list[str]:
     """Return the violations of all rules for one file."""
-    rules = (engine_branches, module_state, more_than_reexports)
+    rules = (engine_branches, environment_uses, module_state, more_than_reexports)
     return [found for rule in rules for found in rule(path, source)]
 
 
@@ -134,6 +150,27 @@ def engine_branches(path: str, source: str) -> list[str]:
             if any(word.endswith("Engine") and word != "Engine" for word in words):
                 lines.append(node.lineno)
     return [f"{path}:{line}: a branch on the engine outside engines/" for line in sorted(lines)]
+
+
+def environment_uses(path: str, source: str) -> list[str]:
+    """Find reads and writes of variables outside ``config/``, ``world/``, ``launch/`` and ``ENVIRONMENT_USERS``."""
+    if _folder(path) in (*_ENVIRONMENT_FOLDERS, *COMPATIBILITY_MODULES) or path in ENVIRONMENT_USERS:
+        return []
+    lines = []
+    for node in ast.walk(_parse(source)):
+        if isinstance(node, ast.Attribute):
+            is_use = _is_name(node.value, {"environ"}) and node.attr in _ACCESSORS
+        elif isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names}
+            is_use = (
+                (node.module == "echelon.base.environ" and bool(names & _ACCESSORS))
+                or (node.module == "echelon.compat.variables" and bool(names & _VARIABLE_FUNCTIONS))
+                or any(alias.name == "environ" and alias.asname not in (None, "environ") for alias in node.names)
+            )
+        else:
+            continue
+        lines += [node.lineno] if is_use else []
+    return [f"{path}:{line}: the environment is used outside config/, world/ and launch/" for line in sorted(lines)]
 
 
 def module_state(path: str, source: str) -> list[str]:

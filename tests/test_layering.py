@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.source_rules import (
+    ENVIRONMENT_USERS,
     duplicate_classes,
     engine_branches,
+    environment_uses,
     missing_paths,
     module_state,
     more_than_reexports,
@@ -34,6 +36,7 @@ TORCH_FREE = (
     "cli/",
     "world/__init__.py",
     "world/environment.py",
+    "world/launch_variables.py",
 ) + tuple(
     f"compat/{name}.py"
     for name in (
@@ -140,6 +143,36 @@ def test_a_branch_on_the_engine_is_reported(source: str) -> None:
 )
 def test_other_uses_of_engine_names_pass(source: str) -> None:
     assert engine_branches("accelerator/accelerator.py", source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from echelon.base import environ; environ.get('A')",
+        "from echelon.base import environ; values = {**environ.snapshot()}",
+        "with environ.patch({'A': '1'}): ...",
+        "names = filter(environ.own, TABLE)",
+        "from echelon.base.environ import get",
+        "from echelon.base import environ as variables",
+        "from echelon.compat.variables import parse_flag_from_env, str_to_bool",
+    ],
+)
+def test_a_use_of_the_environment_is_reported(source: str) -> None:
+    text = "the environment is used outside config/, world/ and launch/"
+    assert environment_uses("engines/ddp.py", source) == [f"engines/ddp.py:1: {text}"]
+    assert environment_uses("world/environment.py", source) == []
+
+
+def test_typed_functions_of_the_environment_pass() -> None:
+    source = (
+        "from echelon.base import environ\nfrom echelon.compat.variables import str_to_bool\nenviron.process_rank()"
+    )
+    assert environment_uses("base/rank.py", source) == []
+
+
+def test_each_file_that_may_use_the_environment_does() -> None:
+    others = [path for path in ENVIRONMENT_USERS if path in SOURCES and path != "base/environ.py"]
+    assert [path for path in others if not environment_uses("engines/ddp.py", SOURCES[path])] == []
 
 
 def test_a_module_that_loads_torch_through_another_one_is_named(

@@ -175,7 +175,8 @@ def _be_rank(request: dict[str, Any], rank: int, port: int) -> NoReturn:
         from echelon.compat import swap
         from echelon.verify import child
 
-        swap.install_from_environment()
+        if libraries := os.environ.get("ECHELON_AS"):
+            swap.install_for_rank(libraries)
         child.main(request["argv"])
         code = 0
     except SystemExit as error:

@@ -44,6 +44,36 @@ def test_a_tutorial_yaml_starts_the_processes_asked_for_and_the_run_can_be_expla
     assert [line.split()[0] for line in compared.out.splitlines()] == ["num_processes"]
 
 
+SETTINGS = """
+import json, os
+from echelon import FullyShardedDataParallelPlugin
+from echelon.config.sources import current
+
+plugin, resolved = FullyShardedDataParallelPlugin(), current()
+names = ("fsdp_version", "fsdp_offload_params", "fsdp_activation_checkpointing", "fsdp_cpu_ram_efficient_loading")
+found = {name: [getattr(resolved.value, name), str(resolved.origins[name])] for name in names}
+found["plugin"] = [plugin.fsdp_version, type(plugin.cpu_offload).__name__, plugin.activation_checkpointing]
+with open(f"settings_{os.environ['RANK']}.json", "w") as file:
+    json.dump(found, file)
+"""
+
+
+def test_settings_of_each_source_arrive_on_the_ranks_with_their_origins(command: Command) -> None:
+    command.write("settings.py", SETTINGS)
+    command.write("run.yaml", "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: false\n")
+    flags = ["--config_file=run.yaml", "--cpu", "--num_processes=2", "--fsdp_offload_params=true"]
+    result = command.launch(*flags, "settings.py", FSDP_ACTIVATION_CHECKPOINTING="true")
+    assert result.code == 0, result.err
+    for rank in range(2):
+        assert json.loads((command.directory / f"settings_{rank}.json").read_text()) == {
+            "fsdp_version": [2, "file run.yaml:3"],
+            "fsdp_offload_params": [True, "flag --fsdp_offload_params"],
+            "fsdp_activation_checkpointing": [True, "env FSDP_ACTIVATION_CHECKPOINTING"],
+            "fsdp_cpu_ram_efficient_loading": [True, "derived from sharded_by: as accelerate's launcher"],
+            "plugin": [2, "CPUOffloadPolicy", True],
+        }
+
+
 def test_deepspeeds_flags_and_the_file_that_accelerate_config_wrote(command: Command) -> None:
     command.write("package/__main__.py", NOTE)
     default = Path(command.write(".huggingface/accelerate/default_config.yaml", ""))

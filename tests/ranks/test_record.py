@@ -13,8 +13,8 @@ from echelon.base import environ
 from echelon.distributed.record.recorder import ProcessRecorder
 from echelon.distributed.record.run_place import RunWithoutLauncher
 from echelon.report.run_folder import read_run
-from echelon.status.run_files import NO_RECORD_VARIABLE
 from echelon.status.step_records import read_step_file
+from echelon.world.launch_variables import NO_RECORD_VARIABLE
 from tests.harness import run_on_ranks
 
 

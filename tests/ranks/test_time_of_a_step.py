@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import Accelerator
 from echelon.base import environ
 from echelon.status.board import Board, StepPart
-from echelon.status.notes import BOARD_VARIABLE
+from echelon.world.launch_variables import BOARD_VARIABLE
 from tests.harness import run_on_ranks
 from tests.quiet import wait_until_quiet
 

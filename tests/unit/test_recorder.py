@@ -26,9 +26,10 @@ from echelon.distributed.record.run_place import RunWithoutLauncher
 from echelon.launch.local import run_recorder
 from echelon.status import step_records
 from echelon.status.notes import notes_of_process
-from echelon.status.run_files import NO_RECORD_VARIABLE, RECORD_VARIABLE, read_info, read_lines, steps_path
+from echelon.status.run_files import read_info, read_lines, steps_path
 from echelon.status.step_records import StepFile, StepRecorder, read_step_file
 from echelon.trainer import Trainer
+from echelon.world.launch_variables import NO_RECORD_VARIABLE, RECORD_VARIABLE
 from tests.trainer_models import DATA, Line, arguments
 
 SAMPLES = torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12.0).reshape(12, 1)

@@ -324,7 +324,7 @@ def test_settings_without_effect_are_reported_once(
         ({"auto_wrap_policy": CustomPolicy(_is_linear)}, "is a CustomPolicy, which is not callable"),
         ({"auto_wrap_policy": "no_wrap", "min_num_params": 5}, "min_num_params has no effect with auto_wrap_policy="),
         ({"transformer_cls_names_to_wrap": ["B"], "min_num_params": 5}, "both define the FSDP units"),
-        ({"min_num_params": 1.5}, "min_num_params=1.5 is not a count"),
+        ({"min_num_params": 1.5}, "fsdp_min_num_params=1.5 is not an integer"),
         ({"cpu_offload": "yes"}, "cpu_offload='yes' is invalid"),
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "is not supported with torch's fully_shard"),
         ({"mixed_precision_policy": "bf61"}, "did you mean 'BF16'?"),

@@ -15,6 +15,7 @@ import pytest
 from echelon.base import environ
 from echelon.status import board as layout, call_site, notes as status_notes, stack_reporter as reporter
 from echelon.status.board import Board, Doing, Phase, Slot, StatusNote, Watch
+from echelon.world.launch_variables import BOARD_VARIABLE
 
 WATCH = Watch(5, 77, 2**63 + 1, 12, Doing.COMMUNICATES | Doing.DUMPS, 3, 41, "/home/me/train.py")
 NOTE = StatusNote(9, 118, 4, 33, Phase.SAVE, True, "gather", "float32[3, 4]", "tokenising", "/home/me/tr\u00e4in.py")
@@ -128,7 +129,7 @@ def test_the_next_launcher_removes_the_board_of_a_killed_one(tmp_path: Path, mon
 
 def test_the_program_records_its_step_phase_and_operations(board: Board) -> None:
     assert status_notes.notes_of_process() is None  # no launcher: no board
-    with environ.patch({status_notes.BOARD_VARIABLE: f"{board.path}:1"}):
+    with environ.patch({BOARD_VARIABLE: f"{board.path}:1"}):
         notes = status_notes.notes_of_process()
         assert notes is not None
         assert notes is status_notes.notes_of_process()
@@ -145,7 +146,7 @@ def test_the_program_records_its_step_phase_and_operations(board: Board) -> None
     assert inside.file == after.file == __file__[-100:]
     assert inside.line == line + 2
     # A variable that was inherited from a run that is over.
-    with environ.patch({status_notes.BOARD_VARIABLE: "/no/such/board:0"}):
+    with environ.patch({BOARD_VARIABLE: "/no/such/board:0"}):
         assert status_notes.notes_of_process() is None
     with status_notes.slow("nothing"), status_notes.waiting("nothing"), status_notes.within(Phase.LOAD):
         pass

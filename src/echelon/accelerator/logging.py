@@ -7,15 +7,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from echelon.base import environ
 from echelon.base.errors import ConfigError
 from echelon.base.logging import Adapter, is_logging_rank
 from echelon.base.rank import known_rank
+from echelon.config import variables
 from echelon.distributed import control
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
-
-_VARIABLES = ("ECHELON_LOG_LEVEL", "ACCELERATE_LOG_LEVEL")
 
 
 class MultiProcessAdapter(Adapter):
@@ -80,9 +78,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         ConfigError: the level is unknown.
     """
     origin = "code get_logger(log_level=)"
-    for variable in _VARIABLES:
-        if log_level is None and (log_level := environ.get(variable)) is not None:
-            origin = f"env {variable}"
+    if log_level is None and (setting := variables.log_level()) is not None:
+        log_level, origin = str(setting.value), str(setting.origin)
     logger = logging.getLogger(name)
     if log_level is not None:
         level = log_level.upper()

@@ -13,12 +13,11 @@ from echelon.accelerator.current import current_accelerator, has_accelerator
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.plugins.deepspeed_plugin import DeepSpeedPlugin
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
-from echelon.base import environ
 from echelon.base.capabilities import Capabilities
 from echelon.base.device import use_device
 from echelon.base.errors import UsageError
 from echelon.compat.enums import DistributedType
-from echelon.config.sources import current, from_code
+from echelon.config.sources import current, from_code, set_debug
 from echelon.distributed import control
 from echelon.distributed.setup import cleanup, setup
 from echelon.world.environment import detect
@@ -106,7 +105,7 @@ class PartialState:
 
     @debug.setter
     def debug(self, debug: bool) -> None:
-        environ.write({"ECHELON_DEBUG": "1" if debug else "0"})
+        set_debug(debug)
 
     @property
     def fork_launched(self) -> bool:

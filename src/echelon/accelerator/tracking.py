@@ -8,6 +8,7 @@ from typing import Any
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
+from echelon.config.variables import library_variable as library_variable
 from echelon.distributed.record.recorder import recorder_of_process
 from echelon.trackers.base import GeneralTracker
 from echelon.trackers.jsonl import JSONLTracker

@@ -80,7 +80,7 @@ def choose_device(*, local_rank: int, local_world_size: int, cpu: bool = False) 
         return torch.device("cpu")
     if local_rank < count:
         return torch.device(accelerator.type, local_rank)
-    if count == 1 and any(environ.get(name) for name in _VISIBLE):
+    if count == 1 and environ.has_visible_devices(_VISIBLE):
         # The scheduler has bound one device to each process (srun --gpus-per-task).
         return torch.device(accelerator.type, 0)
     raise ConfigError(

@@ -16,8 +16,4 @@ def known_rank() -> int | None:
     is_initialized = getattr(distributed, "is_initialized", None)
     if distributed is not None and is_initialized is not None and is_initialized():
         return int(distributed.get_rank())
-    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-        text = environ.get(name)
-        if text is not None and text.isdigit():
-            return int(text)
-    return None
+    return environ.process_rank()

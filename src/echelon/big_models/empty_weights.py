@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from echelon.compat.variables import parse_flag_from_env
+from echelon.config.variables import library_flag
 
 __all__ = ["init_empty_weights", "init_on_device"]
 
@@ -36,7 +36,7 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
     """
     device = torch.device(device)
     if include_buffers is None:
-        include_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS")
+        include_buffers = library_flag("ACCELERATE_INIT_INCLUDE_BUFFERS", default=False)
 
     def place(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.device == device:  # a tied parameter must not be copied again

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from echelon.base import environ
 from echelon.base.errors import CheckpointError
+from echelon.world.launch_variables import run_identity
 
 __all__ = ["STALE_AFTER", "Owner", "RunLock", "is_over"]
 
@@ -28,11 +28,6 @@ STALE_AFTER = timedelta(minutes=10)
 _BEAT_S = STALE_AFTER.total_seconds() / 10
 
 _MAX_BYTES = 4096
-# Environment variables with the run's name and attempt, set by the launcher. A later attempt supersedes an earlier one.
-_RUNS = (
-    ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-    ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +53,7 @@ class Owner:
     @staticmethod
     def current() -> Owner:
         """Return the identity of this process, with a new token."""
-        run, attempt = "", 0
-        for variable, count in _RUNS:
-            name = environ.get(variable)
-            if name is not None and name != "none":  # torchrun's default name
-                text = environ.get(count) or "0"
-                run, attempt = f"{variable}={name}", int(text) if text.isdigit() else 0
-                break
+        run, attempt = run_identity()
         return Owner(
             token=secrets.token_hex(8),
             host=socket.gethostname(),

@@ -21,7 +21,6 @@ from types import MappingProxyType
 from typing import Literal, get_args, get_origin
 
 from echelon._version import __version__
-from echelon.base import environ
 from echelon.base.control_groups import group_folders
 from echelon.base.cores import usable_cores
 from echelon.base.device import accelerators, nccl_version
@@ -31,7 +30,9 @@ from echelon.compat.machine import convert_bytes, get_driver_version
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig, field_names, field_types
+from echelon.launch.environment import inherited, replaced_libraries
 from echelon.world.environment import detect
+from echelon.world.launch_variables import schedulers_and_notebooks
 
 __all__ = [
     "devices",
@@ -123,7 +124,7 @@ def _packages() -> Sequence[str]:
 
 def stands_in_for() -> str:
     """Return which libraries echelon replaces in runs started from this environment, as set by ``ECHELON_AS``."""
-    text = environ.get("ECHELON_AS")
+    text = replaced_libraries()
     if text is None:
         return "nothing (echelon launch --as, echelon.compat.install)"
     from echelon.compat import swap  # noqa: PLC0415 - not loaded without the swap
@@ -279,7 +280,7 @@ def _class_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
 def variables() -> Facts:
     """Return the environment variables that affect a run. Only certain numbers and log levels appear with their values."""
     found = {}
-    for name, value in sorted(environ.snapshot().items()):
+    for name, value in sorted(inherited().items()):
         if _PREFIX.match(name) or name in _NAMES:
             pattern = _SHOWN.get(name)
             found[name] = value if pattern is not None and pattern.fullmatch(value) else "(set)" if value else "(empty)"
@@ -295,17 +296,7 @@ def starters() -> list[str]:
         found.append(f"contradictory variables ({error.where})")
     else:
         found += [] if starter == "single" else [starter]
-    for variable, name in (
-        ("SLURM_JOB_ID", "slurm"),
-        ("KUBERNETES_SERVICE_HOST", "kubernetes"),
-        ("RAY_JOB_ID", "ray"),
-        ("JPY_PARENT_PID", "notebook"),
-        ("COLAB_RELEASE_TAG", "notebook (Colab)"),
-        ("KAGGLE_KERNEL_RUN_TYPE", "notebook (Kaggle)"),
-    ):
-        if environ.get(variable) is not None and name not in found:
-            found.append(name)
-    return found
+    return list(dict.fromkeys([*found, *schedulers_and_notebooks()]))
 
 
 def settings(resolved: Resolved[RunConfig], *, with_addresses: bool = False) -> Facts:

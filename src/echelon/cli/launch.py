@@ -16,7 +16,6 @@ from typing import Any
 
 import click
 
-from echelon.base import environ
 from echelon.base.cores import usable_cores
 from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
@@ -34,7 +33,7 @@ from echelon.config.run_record import RUN_FILE, to_run_file
 from echelon.config.schema import RunConfig
 from echelon.config.search_paths import find_config_file
 from echelon.config.sources import from_environment, without_effect
-from echelon.launch.environment import rank_variables
+from echelon.launch.environment import rank_variables, replaced_libraries
 from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
 from echelon.launch.local.capacity import check_capacity
 from echelon.launch.local.goodput_recorder import process_start_ns
@@ -55,8 +54,9 @@ from echelon.launch.node import Node, RunOver, RunRules
 from echelon.launch.schedulers.slurm import Step, current_step
 from echelon.launch.script import Script, check
 from echelon.launch.supervisor import StallRules
-from echelon.status.run_files import DEFAULT_PARENT, is_recording_off
+from echelon.status.run_files import DEFAULT_PARENT
 from echelon.status.stop_barrier import EXIT_CODE, SIGNALS
+from echelon.world.launch_variables import is_recording_off
 
 __all__ = ["command", "per_machine"]
 
@@ -264,7 +264,7 @@ def _note_misplaced_flags(ctx: click.Context, script: Script, typed: Mapping[str
 
 def _libraries(script: Script, flags: Mapping[str, Any]) -> dict[str, str]:
     """Return the environment variable that tells ranks which libraries echelon replaces, and print those libraries."""
-    requested = flags["libraries"] or environ.get("ECHELON_AS")
+    requested = flags["libraries"] or replaced_libraries()
     if requested is None:
         return {}
     from echelon.compat import swap  # noqa: PLC0415 - runs without it load nothing of it

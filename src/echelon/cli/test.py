@@ -16,16 +16,16 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.messages.terminal import say
 from echelon.base.messages.translation import translate, translate_lines
 from echelon.cli import launch
 from echelon.cli.environment_facts import system, versions
 from echelon.compat.machine import convert_bytes
+from echelon.launch.environment import inherited, is_of_rank
 from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
-from echelon.status.run_files import NO_RECORD_VARIABLE
 from echelon.testing.evidence import OWNED_FILE, CheckFinding, TestStart, read_findings, write_evidence
+from echelon.world.launch_variables import NO_RECORD_VARIABLE
 
 __all__ = ["command"]
 
@@ -38,18 +38,7 @@ _WRONG_SETTING = 2  # the launcher's exit code
 # The user's flags follow these flags and override them.
 _STALL = ("--stall_timeout", "60", "--on_stall", "stop")
 # Variables that make a process part of a larger run.
-_OF_LAYOUT = (
-    "ECHELON_",
-    "ACCELERATE_",
-    "FSDP_",
-    "PARALLELISM_CONFIG_",
-    "TORCHELASTIC_",
-    "SLURM_",
-    "OMPI_",
-    "PMI_",
-    "MV2_",
-)
-_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_LAYOUT = ("ECHELON_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 @click.command("test", context_settings={"ignore_unknown_options": True})
@@ -254,7 +243,7 @@ def _run(layout: Sequence[str], folder: Path, results: _Results, interrupts: Int
         "1",
         *program,
     ]
-    environment = environ.snapshot()
+    environment = inherited()
     output = folder / "layout.txt"
     code = _run_part([*start, "layout", str(folder), *["--quick"] * is_quick], environment, output, results, interrupts)
     if code == _WRONG_SETTING and not results.records:
@@ -268,11 +257,7 @@ def _run(layout: Sequence[str], folder: Path, results: _Results, interrupts: Int
             CheckFinding(name="world", passed=False, text="none of the run's processes is on this machine", do=do)
         )
     elif "bitwise" not in results.names:
-        alone = {
-            name: value
-            for name, value in environment.items()
-            if not name.startswith(_OF_LAYOUT) and name not in _OF_A_RANK
-        }
+        alone = inherited(without=lambda name: name.startswith(_OF_LAYOUT) or is_of_rank(name))
         alone[NO_RECORD_VARIABLE] = "1"
         output = folder / "alone.txt"
         code = _run_part([sys.executable, *program, "alone", str(folder)], alone, output, results, interrupts)

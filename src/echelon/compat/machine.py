@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import subprocess
-from dataclasses import dataclass
 from typing import Any
 
 from echelon.base.versions import at_least
@@ -21,15 +20,12 @@ from echelon.compat.probes import (
     is_sdaa_available,
     is_xpu_available,
 )
-from echelon.compat.variables import get_int_from_env
 
 __all__ = [
-    "CPUInformation",
     "check_cuda_fp8_capability",
     "check_cuda_p2p_ib_support",
     "check_os_kernel",
     "convert_bytes",
-    "get_cpu_distributed_information",
     "get_current_device_type",
     "get_driver_version",
     "get_free_port",
@@ -38,30 +34,6 @@ __all__ = [
     "is_port_in_use",
     "merge_dicts",
 ]
-
-
-@dataclass
-class CPUInformation:
-    """Rank and world size, read from the environment variables set by MPI or torchrun."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-
-
-def get_cpu_distributed_information() -> CPUInformation:
-    """Return rank and world size from the environment."""
-    return CPUInformation(
-        rank=get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
-        world_size=get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
-        local_rank=get_int_from_env(
-            ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"], 0
-        ),
-        local_world_size=get_int_from_env(
-            ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"], 1
-        ),
-    )
 
 
 def get_current_device_type() -> tuple[str, str]:

@@ -92,11 +92,9 @@ def install(*libraries: str) -> None:
         print(f"echelon: {describe(new)} (echelon.compat.install)", file=sys.stderr)
 
 
-def install_from_environment() -> None:
-    """Install the libraries that the launcher requested for this rank, before the program starts."""
-    text = environ.get(VARIABLE)
-    if text is not None:
-        _add(parse_libraries(text.split(","), where=f"env {VARIABLE}"))
+def install_for_rank(text: str) -> None:
+    """Install the libraries that the launcher requested for this rank in ``VARIABLE``, before the program starts."""
+    _add(parse_libraries(text.split(","), where=f"env {VARIABLE}"))
 
 
 def parse_libraries(names: Iterable[str], *, where: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from echelon.config.origin import Origin, SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 
-__all__ = ["SHARDING", "check", "check_installed", "given", "section_in_use", "derive", "with_engine"]
+__all__ = ["SHARDING", "check", "check_installed", "check_sections", "given", "section_in_use", "derive", "with_engine"]
 
 # Sharding settings that each engine accepts; the first is the default.
 _TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -117,7 +117,7 @@ def check(resolved: Resolved[RunConfig], *, world_size: int | None = None) -> No
     """
     _check_offered(resolved)
     _check_engine(resolved)
-    _check_sections(resolved)
+    check_sections(resolved)
     if section_in_use(resolved) == "deepspeed_config" and resolved.value.deepspeed_config_file is not None:
         _check_json(resolved, resolved.value.deepspeed_config_file, world_size)
 
@@ -190,8 +190,12 @@ def _check_engine(resolved: Resolved[RunConfig]) -> None:
     )
 
 
-def _check_sections(resolved: Resolved[RunConfig]) -> None:
-    """Raise an error for settings of a kind of sharding that is not used, because they would be ignored."""
+def check_sections(resolved: Resolved[RunConfig]) -> None:
+    """Raise an error for settings of a kind of sharding that is not used, because they would be ignored.
+
+    Raises:
+        ConfigError: there is such a setting.
+    """
     used = section_in_use(resolved)
     # Sections of overridden values of sharded_by, which the launcher reports already.
     lost = {_SECTION[str(s.value)] for s in resolved.shadowed if s.name == "sharded_by" and s.value is not None}
@@ -199,8 +203,8 @@ def _check_sections(resolved: Resolved[RunConfig]) -> None:
         how = _HOW.get(key.section or "")
         if how is None or key.section in {used, *lost} or key.shared or not given(resolved, key.field):
             continue
-        # The variable may belong to another program (FSDP_...), and has no effect without ACCELERATE_USE_...
-        if resolved.origins[key.field].source is SettingSource.ENV:
+        # accelerate's variable may belong to another program (FSDP_...), and has no effect without ACCELERATE_USE_...
+        if resolved.origins[key.field] == Origin(SettingSource.ENV, key.variable or ""):
             continue
         raise ConfigError(
             f"{key.field}={getattr(resolved.value, key.field)!r} would have no effect: "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Resolved
-from echelon.config.schema import RunConfig
+from echelon.config.schema import RunConfig, coerce, field_types
 from echelon.config.sources import current
 
 __all__ = ["PluginArguments", "plugin_arguments"]
@@ -20,6 +21,8 @@ class PluginArguments:
     owner: str
     """Name of the plugin's class."""
     resolved: Resolved[RunConfig]
+    names: Mapping[str, str]
+    """Name of the setting, by argument."""
     found: Mapping[str, Setting]
     """Settings by argument; contains only arguments that the code left out and for which a setting was given."""
 
@@ -29,14 +32,20 @@ class PluginArguments:
             if argument in self.found:
                 setattr(plugin, argument, self.found[argument].value)
 
-    def value(self, argument: str) -> object:
-        """Return the value of the setting that stands for ``argument``, or None."""
-        return self.found[argument].value if argument in self.found else None
-
     def origin(self, argument: str) -> Origin:
         """Return where the value of ``argument`` came from; without a setting, from the code."""
         setting = self.found.get(argument)
         return Origin(SettingSource.CODE, f"{self.owner}({argument}=)") if setting is None else setting.origin
+
+    def typed(self, argument: str, value: object) -> object:
+        """Return ``value``, given for ``argument``, in a type of its setting other than None.
+
+        Raises:
+            ConfigError: ``value`` does not have such a type, or is out of range.
+        """
+        name = self.names[argument]
+        kinds = tuple(kind for kind in field_types(RunConfig)[name] if kind is not NoneType)
+        return coerce(kinds, name, value, where=str(self.origin(argument)))
 
 
 def plugin_arguments(plugin: object, settings: Mapping[str, str]) -> PluginArguments:
@@ -57,4 +66,4 @@ def plugin_arguments(plugin: object, settings: Mapping[str, str]) -> PluginArgum
         and (value := getattr(resolved.value, name)) is not None
         and resolved.origins[name].source is not SettingSource.DEFAULT
     }
-    return PluginArguments(owner=type(plugin).__name__, resolved=resolved, found=found)
+    return PluginArguments(owner=type(plugin).__name__, resolved=resolved, names=settings, found=found)

@@ -30,8 +30,8 @@ __all__ = [
     "from_environment",
     "from_flags",
     "is_debug",
-    "refuse_launchers_variables",
     "refuse_misspelled",
+    "set_debug",
     "without_effect",
 ]
 
@@ -54,10 +54,6 @@ _FIELDS = MappingProxyType(
         if variable is not None
     }
 )
-_BY_LAUNCHER = frozenset(key.field for key in KEYS if key.section not in (None, "dynamo_config") and not key.shared) | {
-    "sharded_by",
-    "use_parallelism_config",
-}
 # Settings that may differ between machines.
 _PER_MACHINE = frozenset(
     {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "gpu_ids"}
@@ -96,6 +92,9 @@ def from_environment() -> Layer:
         if field is not None:
             if field not in layer or variable == own_variable(field):  # echelon's variable takes precedence
                 layer[field] = Setting(text, Origin(SettingSource.ENV, variable))
+            if field.startswith("parallelism_config_") and variable == own_variable(field):
+                uses_layout = Setting(True, Origin(SettingSource.DERIVED, f"from {field}, env {variable}"))
+                layer.setdefault("use_parallelism_config", uses_layout)
         elif variable in USE:
             use += [variable] if coerce((bool,), variable, text, where=f"env {variable}") else []
         elif variable not in OTHER_VARIABLES:
@@ -230,6 +229,11 @@ def is_debug() -> bool:
     return bool(coerce(field_types(RunConfig)["debug"], "debug", setting.value, where=str(setting.origin)))
 
 
+def set_debug(debug: bool) -> None:
+    """Change ``debug`` for this process and its children."""
+    environ.write({own_variable("debug"): "1" if debug else "0"})
+
+
 def fingerprint(resolved: Resolved[RunConfig]) -> dict[str, tuple[object, str]]:
     """Return the value and origin of each non-default setting that must be the same on all ranks."""
     default = RunConfig()
@@ -238,25 +242,6 @@ def fingerprint(resolved: Resolved[RunConfig]) -> dict[str, tuple[object, str]]:
         for name, origin in resolved.origins.items()
         if name not in _PER_MACHINE and (value := getattr(resolved.value, name)) != getattr(default, name)
     }
-
-
-def refuse_launchers_variables(resolved: Resolved[RunConfig]) -> None:
-    """Raise an error if an ``ECHELON_*`` variable that requires ``echelon launch`` is set in a process that it did not start.
-
-    Raises:
-        ConfigError: one of these variables is set. A process started without ``echelon launch`` reads these settings from
-            accelerate's variables.
-    """
-    if environ.get(CONFIG_VARIABLE) is not None:
-        return
-    for name, origin in resolved.origins.items():
-        if origin.source is SettingSource.ENV and origin.detail == own_variable(name) and name in _BY_LAUNCHER:
-            other = BY_FIELD[name].variable or ", ".join(USE)
-            raise ConfigError(
-                f"{origin.detail} requires echelon launch, which did not start this process",
-                where=str(origin),
-                do=f"start the script with echelon launch, or set {other}",
-            )
 
 
 def _is_same(passed: Setting | None, name: str, setting: Setting) -> bool:

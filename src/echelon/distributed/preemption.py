@@ -23,11 +23,9 @@ from typing import Any, NoReturn, final
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from echelon.base import environ
 from echelon.distributed.peer_responder import Watcher, responder_store
 from echelon.distributed.stores import common_store
 from echelon.status.board import Slot
-from echelon.status.notes import BOARD_VARIABLE
 from echelon.status.stop_barrier import (
     EXIT_CODE,
     SIGNALS,
@@ -37,6 +35,7 @@ from echelon.status.stop_barrier import (
     StopCommand,
     command_word,
 )
+from echelon.world.launch_variables import board_slot
 
 __all__ = ["Preempted", "member_of_launch", "on_signals", "should_stop"]
 
@@ -58,7 +57,7 @@ def member_of_launch() -> BarrierMember | None:
     After the first call, the launcher waits for this rank at a stop barrier, and this rank forwards SIGTERM and SIGUSR1 to
     the launcher (unless the program has its own handlers).
     """
-    place = environ.own(BOARD_VARIABLE)
+    place = board_slot()
     return None if place is None else _member_of_slot(place, os.getpid())
 
 

@@ -28,14 +28,13 @@ from echelon.launch.local.guardian import LAUNCHER_VARIABLE
 from echelon.launch.local.output import Outputs
 from echelon.launch.local.parents import Guardian, own_identity
 from echelon.launch.local.processes import Workers
-from echelon.launch.local.warm_start import WARM_VARIABLE, WarmStarter
+from echelon.launch.local.warm_start import WARM_VARIABLE, WarmStarter, own_warm_server
 from echelon.launch.multinode.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.multinode.rendezvous import NodeRendezvous
 from echelon.launch.node import AttemptRanks, Node, RunOver, RunRules
 from echelon.launch.script import Script
 from echelon.status.board import Board
-from echelon.status.notes import BOARD_VARIABLE
-from echelon.status.run_files import NO_RECORD_VARIABLE, RECORD_VARIABLE
+from echelon.world.launch_variables import BOARD_VARIABLE, NO_RECORD_VARIABLE, RECORD_VARIABLE
 
 __all__ = ["Job", "run_job"]
 
@@ -119,7 +118,7 @@ class _Agent(SimpleElasticAgent):
         self._attempt = -1
         self._workers: Workers | None = None
         self._board: Board | None = None
-        server = environ.get(WARM_VARIABLE)
+        server = own_warm_server()
         self._warm = WarmStarter(None if server is None else int(server))
         self._guardian = Guardian()
         self._environments: dict[int, dict[str, str]] = {}

@@ -1,22 +1,42 @@
-"""The environment variables that the launcher sets for its ranks."""
+"""The environment variables that programs get from the process that starts them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from echelon.base import environ
 from echelon.base.cores import threads_of_each
-from echelon.config.derive import SHARDING, section_in_use
-from echelon.config.key_table import KEYS, USE
-from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import CHOSEN_THREADS, CONFIG_VARIABLE, encode
+from echelon.launch.library_variables import for_accelerate
 
-__all__ = ["loopback_variables", "rank_variables"]
+__all__ = ["inherited", "is_of_rank", "loopback_variables", "rank_variables", "replaced_libraries"]
 
+_OF_A_RANK = frozenset(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "NODE_RANK")
+)
+_OF_A_JOB = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MV2_")
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def inherited(*, without: Callable[[str], bool] = lambda name: False) -> dict[str, str]:
+    """Return this process's environment for a program that it starts, without the variables that ``without`` accepts.
+
+    Never log it, because it contains secrets.
+    """
+    return {name: value for name, value in environ.snapshot().items() if not without(name)}
+
+
+def is_of_rank(name: str) -> bool:
+    """Return whether ``name`` is a variable of a rank, or of the job in which a launcher runs."""
+    return name in _OF_A_RANK or name.startswith(_OF_A_JOB)
+
+
+def replaced_libraries() -> str | None:
+    """Return the libraries that echelon replaces in ranks if no flag says so (``ECHELON_AS``), separated by commas."""
+    return environ.get("ECHELON_AS")
 
 
 def loopback_variables() -> dict[str, str]:
@@ -45,7 +65,7 @@ def rank_variables(
             machine.
     """
     own = loopback_variables() if interface is None else interface
-    variables = {**own, CONFIG_VARIABLE: encode(resolved), **_for_accelerate(resolved)}
+    variables = {**own, CONFIG_VARIABLE: encode(resolved), **for_accelerate(resolved)}
     if num_processes > 1 and not has_accelerator:
         # Without this variable and without accelerators, accelerate runs every process as a separate run.
         variables["ACCELERATE_USE_CPU"] = "true"
@@ -54,32 +74,4 @@ def rank_variables(
     elif num_processes > 1 and environ.get("OMP_NUM_THREADS") is None:
         # Ranks that each use all cores slow each other down; one thread each, as in torchrun, leaves most cores idle.
         variables["OMP_NUM_THREADS"] = variables[CHOSEN_THREADS] = str(threads_of_each(num_processes))
-    return variables
-
-
-def _for_accelerate(resolved: Resolved[RunConfig]) -> Mapping[str, str]:
-    """Return the variables that accelerate's launcher sets, which echelon's plugins also read."""
-    used = section_in_use(resolved)
-    # Defaults are omitted, because a rank would treat them as choices of the user.
-    variables = {
-        key.variable: str(value).lower() if value is None or isinstance(value, bool) else str(value)
-        for key in KEYS
-        if key.variable is not None
-        and resolved.origins[key.field].source is not SettingSource.DEFAULT
-        # If a higher layer sets None, the user's own variable must not win.
-        and ((value := getattr(resolved.value, key.field)) is not None or environ.get(key.variable) is not None)
-        and (key.section not in SHARDING or key.section == used or key.shared)
-    }
-    if used is not None:
-        # Set both variables, because a lower layer may have set the other one.
-        variables.update({name: str(kind == resolved.value.sharded_by).lower() for name, kind in USE.items()})
-    if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in variables:
-        # With this variable, accelerate rejects settings that the JSON file also contains.
-        fields = [
-            key.field
-            for key in KEYS
-            if key.section == used or key.field == "mixed_precision"
-            if resolved.origins[key.field].source is SettingSource.FILE
-        ]
-        variables["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(fields)
     return variables

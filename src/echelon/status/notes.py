@@ -11,13 +11,11 @@ from time import monotonic_ns
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
-from echelon.base import environ
 from echelon.status.board import Mark, Phase, Slot, StatusNote, StepPart, Times
 from echelon.status.call_site import is_user_file
-from echelon.status.run_files import NO_RECORD_VARIABLE, is_recording_off
+from echelon.world.launch_variables import board_slot, is_recording_off
 
 __all__ = [
-    "BOARD_VARIABLE",
     "Notes",
     "communicating",
     "note_loaded",
@@ -31,10 +29,6 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-BOARD_VARIABLE = "ECHELON_BOARD"
-"""Environment variable with the board's path and a slot (``/dev/shm/echelon-board-...:3``), which the launcher sets for its
-ranks."""
 
 # A tuple, because hashing a member of an enum calls a Python function. In the order of the phases.
 _PART_OF = (
@@ -222,10 +216,10 @@ def notes_of_process() -> Notes | None:
 
     None if the board was removed, or if echelon launch did not start this process and it does not record its run.
     """
-    slot = environ.own(BOARD_VARIABLE)
+    slot = board_slot()
     if slot is not None:
         return _open(slot, os.getpid())
-    if environ.own(NO_RECORD_VARIABLE) is not None and is_recording_off():
+    if is_recording_off():
         return None
     return _without_slot(os.getpid())
 

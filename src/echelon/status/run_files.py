@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.base import environ
 from echelon.status import strict_json
 
 __all__ = [
@@ -23,10 +22,7 @@ __all__ = [
     "EVENTS_FILE",
     "INFO_FILE",
     "METRICS_FILE",
-    "NO_RECORD_VARIABLE",
-    "RECORD_VARIABLE",
     "append_line",
-    "is_recording_off",
     "read_info",
     "read_lines",
     "steps_path",
@@ -38,18 +34,8 @@ DEFAULT_PARENT = "echelon-runs"
 INFO_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
-NO_RECORD_VARIABLE = "ECHELON_NO_RECORD"
-"""Environment variable that turns recording off, like ``--no_record``."""
-RECORD_VARIABLE = "ECHELON_RECORD"
-"""Environment variable with the attempt and the run's folder (``1:/home/me/echelon-runs/...``), which the launcher sets for its
-ranks."""
 
 _VERSION = 1
-
-
-def is_recording_off() -> bool:
-    """Return whether the environment turns recording off."""
-    return environ.own(NO_RECORD_VARIABLE) not in (None, "0", "false")
 
 
 def write_info(folder: Path, info: Mapping[str, Any]) -> None:

@@ -10,9 +10,9 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
-from echelon.base import environ
 from echelon.base.messages.translation import translate
 from echelon.distributed.setup import cleanup, setup
+from echelon.world.launch_variables import network_interface
 from echelon.world.world import World
 
 __all__ = ["main"]
@@ -66,8 +66,7 @@ def _measure(world: World, pair: tuple[int, int]) -> tuple[float, float]:
 
 def _print_links(found: dict[tuple[int, int], tuple[float, float]], names: list[str], backend: str) -> None:
     usual = statistics.median(rate for _, rate in found.values()) if found else 0.0
-    by = environ.get("GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME")
-    interface = by or translate("automatic")
+    interface = network_interface("gloo" if backend == "gloo" else "nccl") or translate("automatic")
     print(
         translate(
             f"all {len(names)} machines can communicate ({backend}, network interface on this machine: {interface})"

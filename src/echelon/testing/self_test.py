@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, Dataset
 from echelon.accelerator.accelerator import Accelerator
 from echelon.accelerator.plugins.kwargs_handlers import DistributedDataParallelKwargs
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
-from echelon.base import environ
 from echelon.base.device import nccl_version
 from echelon.base.errors import LaunchError
 from echelon.base.rank import known_rank
@@ -37,6 +36,7 @@ from echelon.compat.machine import convert_bytes
 from echelon.distributed.collectives import broadcast_object_list, gather_object
 from echelon.testing.bandwidth import Measured, measure
 from echelon.testing.evidence import OWNED_FILE, WEIGHTS_FILE, EvidenceWriter
+from echelon.world.launch_variables import attempt_number
 
 __all__ = ["main", "plain", "train"]
 
@@ -324,7 +324,7 @@ def check_bandwidth(accelerator: Accelerator, writer: EvidenceWriter, *, is_quic
 
 def part_layout(folder: Path, *, is_quick: bool) -> None:
     """Run all distributed checks in two attempts. The first attempt ends when a rank is killed. Collective."""
-    if environ.get("TORCHELASTIC_RESTART_COUNT") in (None, "0"):
+    if attempt_number() == "0":
         first_attempt(folder)
     elif (folder / WEIGHTS_FILE).exists():
         second_attempt(folder, is_quick=is_quick)

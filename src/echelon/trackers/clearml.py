@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from echelon.base import environ
 from echelon.base.errors import UsageError
 from echelon.base.optional import require
+from echelon.config.variables import library_variable
 from echelon.trackers.base import GeneralTracker, on_main_process
 from echelon.trackers.values import DroppedValues, hide_secrets, is_number, plain
 
@@ -39,8 +39,8 @@ class ClearMLTracker(GeneralTracker):
         self.task = clearml.Task.current_task()
         if not self.task:
             names = {
-                "project_name": environ.get("CLEARML_PROJECT") or self.run_name,
-                "task_name": environ.get("CLEARML_TASK") or self.run_name,
+                "project_name": library_variable("CLEARML_PROJECT") or self.run_name,
+                "task_name": library_variable("CLEARML_TASK") or self.run_name,
             }
             self.task = clearml.Task.init(**{**names, **self.init_kwargs})
             self._created_task = True

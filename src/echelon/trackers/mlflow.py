@@ -6,18 +6,15 @@ import json
 import os
 from typing import Any
 
-from echelon.base import environ
-from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
+from echelon.config.variables import library_flag, library_variable
 from echelon.trackers.base import GeneralTracker, on_main_process
 from echelon.trackers.values import DroppedValues, hide_secrets, is_number, plain
 
 __all__ = ["MLflowTracker"]
 
 _logger = get_logger(__name__)
-_TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
-_FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
 class MLflowTracker(GeneralTracker):
@@ -50,13 +47,12 @@ class MLflowTracker(GeneralTracker):
         description: str | None = None,
     ) -> None:
         super().__init__()
-        tags = environ.get("MLFLOW_TAGS") or tags
-        nested = environ.get("MLFLOW_NESTED_RUN")
-        self.experiment_name = environ.get("MLFLOW_EXPERIMENT_NAME") or experiment_name
+        tags = library_variable("MLFLOW_TAGS") or tags
+        self.experiment_name = library_variable("MLFLOW_EXPERIMENT_NAME") or experiment_name
         self.logging_dir = logging_dir
-        self.run_id = environ.get("MLFLOW_RUN_ID") or run_id
+        self.run_id = library_variable("MLFLOW_RUN_ID") or run_id
         self.tags = json.loads(tags) if isinstance(tags, str) else tags
-        self.nested_run = bool(nested_run) if nested is None else _as_bool(nested)
+        self.nested_run = library_flag("MLFLOW_NESTED_RUN", default=bool(nested_run))
         self.run_name = run_name
         self.description = description
         self.active_run: Any = None
@@ -138,10 +134,3 @@ class MLflowTracker(GeneralTracker):
 
 def _mlflow() -> Any:
     return require("mlflow", extra="mlflow", purpose="log_with='mlflow'")
-
-
-def _as_bool(text: str) -> bool:
-    word = text.lower()
-    if word not in _TRUE | _FALSE:
-        raise ConfigError(f"MLFLOW_NESTED_RUN={text!r} is not a valid boolean value", where="env MLFLOW_NESTED_RUN")
-    return word in _TRUE

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from echelon.base import environ
 from echelon.base.errors import EchelonError
+from echelon.launch.environment import inherited
 from echelon.report.run_folder import find_run, read_run
 from echelon.report.step_series import StepSeries, step_series
-from echelon.status.run_files import NO_RECORD_VARIABLE
 from echelon.tune.candidates import Candidate
+from echelon.world.launch_variables import NO_RECORD_VARIABLE
 
 __all__ = ["START_S", "TriedRun", "measure", "relative_loss", "too_few_steps"]
 
@@ -86,7 +86,7 @@ def measure(candidate: Candidate, script: str, args: Sequence[str], *, seconds: 
 
 def _environment() -> dict[str, str]:
     """Return this program's environment, in which runs are recorded."""
-    return {name: value for name, value in environ.snapshot().items() if name != NO_RECORD_VARIABLE}
+    return inherited(without=lambda name: name == NO_RECORD_VARIABLE)
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path, *, seconds: float) -> int | None:

@@ -2,10 +2,8 @@
 
 from echelon.compat import unsupported as _unsupported
 from echelon.compat.machine import (
-    CPUInformation as CPUInformation,
     check_cuda_fp8_capability as check_cuda_fp8_capability,
     check_cuda_p2p_ib_support as check_cuda_p2p_ib_support,
-    get_cpu_distributed_information as get_cpu_distributed_information,
     get_current_device_type as get_current_device_type,
     get_driver_version as get_driver_version,
     get_gpu_info as get_gpu_info,
@@ -20,6 +18,10 @@ from echelon.compat.variables import (
     patch_environment as patch_environment,
     purge_accelerate_environment as purge_accelerate_environment,
     str_to_bool as str_to_bool,
+)
+from echelon.world.environment import (
+    CPUInformation as CPUInformation,
+    get_cpu_distributed_information as get_cpu_distributed_information,
 )
 
 _unsupported.add_names(globals())

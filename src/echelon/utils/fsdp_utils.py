@@ -1,10 +1,10 @@
 """Provides the names in ``accelerate.utils.fsdp_utils``, implemented by echelon."""
 
-from echelon.accelerator.setup.transformers_environment import (
+from echelon.checkpoint.formats.merged_weights import merge_fsdp_weights as merge_fsdp_weights
+from echelon.compat import unsupported as _unsupported
+from echelon.launch.library_variables import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
 )
-from echelon.checkpoint.formats.merged_weights import merge_fsdp_weights as merge_fsdp_weights
-from echelon.compat import unsupported as _unsupported
 
 _unsupported.add_names(globals())

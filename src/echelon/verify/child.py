@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from echelon.base import environ
 from echelon.verify.recorders.parts import default_parts
 from echelon.verify.recording import recording
+from echelon.world.environment import detect
 
 __all__ = ["main"]
 
@@ -31,8 +31,8 @@ _POLL_S = 0.02
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the script. Leaves the process after the last update."""
     options = _parse(sys.argv[1:] if argv is None else argv)
-    environ.write({"TORCHDYNAMO_DISABLE": "1"})
-    rank, world_size = int(environ.get("RANK") or 0), int(environ.get("WORLD_SIZE") or 1)
+    place = detect()
+    rank, world_size = place.rank, place.world_size
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"rank_{rank}.stacks").open("w", encoding="utf-8") as stacks:

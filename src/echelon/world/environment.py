@@ -10,9 +10,11 @@ from echelon.base import environ
 from echelon.base.errors import ConfigError
 
 __all__ = [
+    "CPUInformation",
     "LaunchEnvironment",
     "check_rank",
     "detect",
+    "get_cpu_distributed_information",
     "integer",
     "slurm_first_host",
     "slurm_port",
@@ -164,6 +166,22 @@ def _from_mpi(rank_name: str, size_name: str, local_name: str, local_size_name: 
         master_addr=environ.get("MASTER_ADDR") or ("127.0.0.1" if one_machine else None),
         master_port=integer("MASTER_PORT", 29500),
     )
+
+
+@dataclass
+class CPUInformation:
+    """Rank and world size, read from the environment variables set by the launcher, as accelerate shows them."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Return rank and world size from the environment."""
+    place = detect()
+    return CPUInformation(place.rank, place.world_size, place.local_rank, place.local_world_size)
 
 
 def integer(name: str, default: int | None = None) -> int:

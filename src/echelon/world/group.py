@@ -16,6 +16,7 @@ from echelon.base import environ
 from echelon.base.device import use_device
 from echelon.base.errors import SetupError
 from echelon.world.environment import LaunchEnvironment
+from echelon.world.launch_variables import attempt_number
 from echelon.world.world import World
 
 __all__ = ["DEFAULT_TIMEOUT", "close_group", "open_group", "serve_store"]
@@ -167,7 +168,7 @@ def _open_store(world: World, environment: LaunchEnvironment, timeout: timedelta
         store = serve_store(listener, world_size=world.world_size, timeout=timeout)
     # A group must not read addresses that an earlier group has left in the same store, before a restart or before
     # close_group. Therefore every rank counts its groups in the store.
-    restart = f"echelon/group/{environ.get('TORCHELASTIC_RESTART_COUNT') or 0}"
+    restart = f"echelon/group/{attempt_number()}"
     turn = store.add(f"{restart}/turn/{world.rank}", 1)
     return dist.PrefixStore(f"{restart}/{turn}", store)
 

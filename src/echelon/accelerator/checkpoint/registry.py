@@ -10,10 +10,10 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.accelerator.checkpoint.accelerate_layout import require_plain
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
-from echelon.base import environ
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.protocols import SupportsStateDict
 from echelon.checkpoint import typed_json
+from echelon.config.variables import checkpoint_format as checkpoint_format
 
 __all__ = ["CheckpointRegistry"]
 
@@ -30,7 +30,7 @@ class CheckpointRegistry:
 
     def chosen_format(self) -> str:
         """Return the run's checkpoint format, ``echelon`` or ``accelerate``."""
-        chosen = self._project.checkpoint_format or environ.get("ECHELON_CHECKPOINT_FORMAT") or "echelon"
+        chosen = self._project.checkpoint_format or checkpoint_format() or "echelon"
         if chosen == "transformers" and self._project.checkpoint_format is None:
             chosen = "accelerate"  # the variable is for both levels of a program
         if chosen not in ("echelon", "accelerate"):

@@ -19,7 +19,6 @@ from echelon.base.keywords import suggest_keywords
 from echelon.base.logging import get_logger
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.plugin_arguments import plugin_arguments
-from echelon.config.schema import coerce
 from echelon.engines.deepspeed.ds_config import HfDeepSpeedConfig
 from echelon.engines.deepspeed.options import DrivenScheduler
 from echelon.engines.deepspeed.training_config import host_optimizer
@@ -57,7 +56,6 @@ _SETTINGS = MappingProxyType(
         "hf_ds_config": "deepspeed_config_file",
     }
 )
-_DEVICES = ("none", "cpu", "nvme")
 
 
 @suggest_keywords
@@ -118,9 +116,10 @@ class DeepSpeedPlugin:
                 do="use mixed_precision='bf16' or 'fp8'",
             )
         for name, (_, default) in _KEYS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, default)
-        self._convert_fields()
+            value = getattr(self, name)
+            setattr(self, name, default if value in (None, default) else settings.typed(name, value))
+        if self.zero3_init_flag is not None:
+            self.zero3_init_flag = bool(settings.typed("zero3_init_flag", self.zero3_init_flag))
         if self.hf_ds_config in (None, "none"):
             self.hf_ds_config = HfDeepSpeedConfig(self._own_config())
         else:
@@ -136,35 +135,6 @@ class DeepSpeedPlugin:
         if self.zero3_init_flag and not is_zero3:
             _logger.warning("zero3_init_flag has no effect with ZeRO stage %s, only with stage 3", self.zero_stage)
             self.zero3_init_flag = False
-
-    def _convert_fields(self) -> None:
-        """Convert the fields to their types and check them."""
-        for name, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float), ("zero_stage", int)):
-            value: Any = getattr(self, name)
-            if value != "auto":
-                try:
-                    setattr(self, name, kind(value))
-                except (TypeError, ValueError):
-                    raise ConfigError(
-                        f"{name}={value!r} is not a number", where=str(self._given.get(name, "")), do="set a number"
-                    ) from None
-        if self.zero_stage not in range(4):
-            raise ConfigError(
-                f"zero_stage={self.zero_stage} is invalid", where=str(self._given.get("zero_stage")), do="set 0 to 3"
-            )
-        for name in ("zero3_init_flag", "zero3_save_16bit_model"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                setattr(self, name, coerce((bool,), name, value, where=str(self._given[name])))
-        for name in ("offload_optimizer_device", "offload_param_device"):
-            value = str(getattr(self, name)).lower()
-            if value not in _DEVICES:
-                raise ConfigError(
-                    f"{name}={value!r} is invalid",
-                    where=str(self._given.get(name, "")),
-                    do=f"choose one of {', '.join(_DEVICES)}",
-                )
-            setattr(self, name, value)
 
     def _own_config(self) -> dict[str, Any]:
         """Return a config built only from the arguments."""

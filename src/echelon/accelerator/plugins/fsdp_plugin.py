@@ -179,10 +179,9 @@ class FullyShardedDataParallelPlugin:
         if strategy is None and reshard is None:
             first, second = ("sharding_strategy", "reshard_after_forward")[:: 1 if self.fsdp_version == 1 else -1]
             # accelerate's launcher sets both, and each version reads its own.
-            name = first if first in self._settings.found or second not in self._settings.found else second
-            value = self._settings.value(name)
-            if value is None:
-                value = "FULL_SHARD" if self.fsdp_version == 1 else True
+            name = second if second in self._settings.found and first not in self._settings.found else first
+            default = "FULL_SHARD" if self.fsdp_version == 1 else True
+            value = self._settings.found[name].value if name in self._settings.found else default
             strategy, reshard = (value, None) if name == "sharding_strategy" else (None, value)
         if strategy is not None:
             strategy = _strategy("sharding_strategy", strategy)
@@ -223,7 +222,7 @@ class FullyShardedDataParallelPlugin:
         classes: Any = self.transformer_cls_names_to_wrap
         size = self.min_num_params
         if policy is None and not size and classes is None:
-            classes = self._settings.value("transformer_cls_names_to_wrap")
+            classes = self._value("transformer_cls_names_to_wrap")
         if policy is None and (classes or size):
             policy = "TRANSFORMER_BASED_WRAP" if classes else "SIZE_BASED_WRAP"
         if isinstance(policy, str):
@@ -248,8 +247,9 @@ class FullyShardedDataParallelPlugin:
             return wrap_nothing
         if name.upper() == "TRANSFORMER_BASED_WRAP":
             return transformer_auto_wrap_policy
-        self.min_num_params = _integer("min_num_params", self._value("min_num_params") or 0)
-        if not self.min_num_params:
+        size: Any = self._settings.typed("min_num_params", self._value("min_num_params") or 0)
+        self.min_num_params = size
+        if not size:
             raise ConfigError(
                 "auto_wrap_policy='size_based_wrap' requires a size",
                 where=self._where("auto_wrap_policy"),
@@ -316,7 +316,7 @@ class FullyShardedDataParallelPlugin:
     def _value(self, name: str) -> Any:
         """Return the value of the argument ``name``, or of the setting that stands for it, or None."""
         given = getattr(self, name)
-        return self._settings.value(name) if given is None else given
+        return self._settings.found[name].value if given is None and name in self._settings.found else given
 
     def _where(self, name: str) -> str:
         return str(self._settings.origin(name))
@@ -444,16 +444,6 @@ class FullyShardedDataParallelPlugin:
             default = inspect.signature(size_based_auto_wrap_policy).parameters["min_num_params"].default
             return {"min_num_params": max(1, keywords.get("min_num_params", self.min_num_params or default))}
         return {"wrap_fn": _of_one_module(self.auto_wrap_policy)}
-
-
-def _integer(name: str, value: object) -> int:
-    try:
-        number = float(str(value))
-    except ValueError:
-        number = 0.5
-    if number != int(number) or number < 0:
-        raise ConfigError(f"{name}={value!r} is not a count", do="set a non-negative integer")
-    return int(number)
 
 
 def _numbered(name: str, value: object, names: list[str], members: tuple[Any, ...]) -> Any:

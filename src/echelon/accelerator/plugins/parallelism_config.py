@@ -15,7 +15,7 @@ from echelon.accelerator.plugins.sequence_parallel_config import (
 from echelon.accelerator.plugins.tensor_parallel_config import TorchTensorParallelConfig
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.keywords import suggest_keywords
-from echelon.config.plugin_arguments import PluginArguments, plugin_arguments
+from echelon.config.plugin_arguments import plugin_arguments
 from echelon.config.sources import refuse_misspelled
 from echelon.world.mesh import AXES, DATA_AXES, LOSS_AXES, MeshLayout
 
@@ -62,7 +62,8 @@ class ParallelismConfig:
         settings = plugin_arguments(self, {name: f"parallelism_config_{name}" for name in names})
         settings.fill(self, names)
         for name in _SIZES:
-            self._resolve_size(name, settings)
+            given = getattr(self, name)
+            setattr(self, name, settings.typed(name, 1 if given is None else given))
         for name, only in _BACKENDS.items():
             backend = getattr(self, name) or only
             if backend != only:
@@ -85,17 +86,6 @@ class ParallelismConfig:
                 where="code ParallelismConfig(tp_handler=)",
                 do="pass a TorchTensorParallelConfig, or omit it",
             )
-
-    def _resolve_size(self, name: str, settings: PluginArguments) -> None:
-        value = 1 if getattr(self, name) is None else getattr(self, name)
-        where = str(settings.origin(name))
-        try:
-            size = int(value)
-        except (TypeError, ValueError):
-            raise ConfigError(f"{name}={value!r} is not an integer", where=where, do="set a number of ranks") from None
-        if size < 1:
-            raise ConfigError(f"{name}={size} is below 1", where=where, do="set it to 1 to disable this axis")
-        setattr(self, name, size)
 
     def __repr__(self) -> str:
         shown = {**asdict(self), "total_size": self.total_size}

@@ -23,7 +23,6 @@ from echelon.accelerator.plugins.kwargs_handlers import (
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.profiling import ProfileKwargs
 from echelon.accelerator.setup.choose_precision import choose_precision
-from echelon.accelerator.setup.transformers_environment import configure_transformers
 from echelon.base.cores import bind, cores_of_node, share_of
 from echelon.base.device import numa_node_of
 from echelon.base.errors import ConfigError
@@ -36,12 +35,13 @@ from echelon.config.explain import overridden
 from echelon.config.origin import Origin, SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
-from echelon.config.sources import current, from_code, refuse_launchers_variables
+from echelon.config.sources import current, from_code
 from echelon.distributed.checks.coalescing import guard_coalescing
 from echelon.distributed.setup import setup
 from echelon.engines.base import Engine
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.engines.registry import GROUPLESS, SHARDING, default_engine, load_engine
+from echelon.launch.library_variables import configure_transformers
 from echelon.world.environment import detect
 from echelon.world.world import World
 
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 
 __all__ = [
-    "dynamo_plugin_of",
     "dynamo_settings",
     "handlers_by_kind",
     "build_engine",
@@ -83,7 +82,6 @@ def resolve_settings(
         **more,
     }
     resolved = current(from_code("Accelerator", given))
-    refuse_launchers_variables(resolved)
     _report_overridden_requests(resolved)
     return choose_precision(resolved)
 
@@ -116,17 +114,6 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str,
         "dynamo_use_dynamic": plugin.dynamic,
         "dynamo_use_regional_compilation": plugin.use_regional_compilation,
     }
-
-
-def dynamo_plugin_of(config: RunConfig) -> TorchDynamoPlugin:
-    """Return the ``torch.compile`` settings as a plugin."""
-    return TorchDynamoPlugin(
-        backend=config.dynamo_backend,
-        mode=config.dynamo_mode,
-        fullgraph=config.dynamo_use_fullgraph,
-        dynamic=config.dynamo_use_dynamic,
-        use_regional_compilation=config.dynamo_use_regional_compilation,
-    )
 
 
 def handlers_by_kind(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:

@@ -36,7 +36,6 @@ from echelon.accelerator.setup.build import (
     build_engine,
     build_sharding,
     build_world,
-    dynamo_plugin_of,
     handlers_by_kind,
 )
 from echelon.accelerator.setup.build_deepspeed import DeepSpeedSettings, build_deepspeed
@@ -46,6 +45,7 @@ from echelon.accelerator.update.plain_update import PlainUpdate
 from echelon.accelerator.update.update_policy import UpdateParts, UpdatePolicy
 from echelon.base.errors import ConfigError
 from echelon.base.progress import Progress
+from echelon.config.derive import check_sections
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import Precision, RunConfig
@@ -102,6 +102,8 @@ def build_session(
         settings=settings,
         engine=deepspeed.engine,
     )
+    if sharding is None and deepspeed.plugin is None:
+        check_sections(config)
     data_world, loss_world = _parts_of(world, layout)
     of_ddp: DistributedDataParallelKwargs = kinds[DistributedDataParallelKwargs]
     num_chunks = canonical_chunks_of(config, layout)
@@ -133,7 +135,7 @@ def build_session(
         handlers=tuple(handlers),
         layout=layout,
         fsdp_plugin=fsdp_plugin,
-        dynamo_plugin=dynamo_plugin or dynamo_plugin_of(settings),
+        dynamo_plugin=dynamo_plugin or TorchDynamoPlugin(backend=settings.dynamo_backend),
         ao_recipe_handler=recipe,
         dataloader_config=dataloader_config,
         project=project,

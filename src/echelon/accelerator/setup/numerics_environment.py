@@ -18,13 +18,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from echelon.accelerator.prepare.compile import is_compiled_module
-from echelon.base import environ
 from echelon.base.errors import CheckpointError, ConfigError, UsageError
 from echelon.base.warnings import warn
-from echelon.compat.variables import get_int_from_env
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
-from echelon.config.sources import CHOSEN_THREADS
+from echelon.config.variables import library_variable, users_threads
 from echelon.distributed.collectives import gather_object
 
 __all__ = [
@@ -112,8 +110,7 @@ def build_numerics_environment(
         ConfigError: the environment differs between ranks, or torch may choose kernels whose results vary between runs.
     """
     # torch's default depends on how a process was started, the launcher's on the machine and the number of processes.
-    is_users_choice = environ.get("OMP_NUM_THREADS") != environ.get(CHOSEN_THREADS)
-    torch.set_num_threads(get_int_from_env(["OMP_NUM_THREADS"], 1) if is_users_choice else 1)
+    torch.set_num_threads(users_threads() or 1)
     own = NumericsEnvironment.here(config.value.canonical_shards, device, num_chunks)
     if dist.is_initialized() and dist.get_world_size() > 1:
         by_rank = gather_object([asdict(own)])
@@ -158,7 +155,7 @@ def refuse_kernels(device: torch.device, *, threads: int) -> None:
         found["nondeterministic operations"] = f"call torch.use_deterministic_algorithms(True){alternative}"
     if device.type == "cuda":
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-        if environ.get("CUBLAS_WORKSPACE_CONFIG") not in _DETERMINISTIC_WORKSPACES:
+        if library_variable("CUBLAS_WORKSPACE_CONFIG") not in _DETERMINISTIC_WORKSPACES:
             found["cuBLAS workspaces of any size"] = "set the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8"
         if matmul.allow_tf32:
             found["tf32 in matrix products"] = "set torch.backends.cuda.matmul.allow_tf32 = False"

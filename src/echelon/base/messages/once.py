@@ -13,8 +13,7 @@ __all__ = ["cache_folder", "is_first_time"]
 
 def cache_folder() -> Path:
     """Return this user's cache folder for echelon."""
-    home = environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "echelon"
+    return environ.cache_home() / "echelon"
 
 
 def is_first_time(note: str) -> bool:

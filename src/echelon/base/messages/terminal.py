@@ -50,11 +50,8 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def has_colour(stream: IO[str]) -> bool:
     """Return whether to write colours to ``stream``; NO_COLOR, FORCE_COLOR and TERM count as in Python's own tracebacks."""
-    if environ.get("NO_COLOR"):
-        return False
-    if environ.get("FORCE_COLOR"):
-        return True
-    return environ.get("TERM") != "dumb" and _is_terminal(stream)
+    wanted = environ.wants_colour()
+    return environ.has_cursor() and _is_terminal(stream) if wanted is None else wanted
 
 
 def on_own_line(stream: IO[str]) -> str:
@@ -64,7 +61,7 @@ def on_own_line(stream: IO[str]) -> str:
     """
     try:
         if _is_terminal(stream):
-            return "" if environ.get("TERM") == "dumb" else "\r\x1b[K"
+            return "\r\x1b[K" if environ.has_cursor() else ""
         return "\n" if _ends_in_line(stream.fileno()) else ""
     except (OSError, ValueError):  # closed, or not a file
         return ""

@@ -17,15 +17,12 @@ __all__ = ["LOCALES", "format_error", "language", "translate", "translate_lines"
 LOCALES = Path(__file__).resolve().parent.parent.parent / "locale"
 """Folder with ``<language>/LC_MESSAGES/echelon.po`` and, in an installed package, the compiled ``echelon.mo``."""
 
-# As in gettext: the first variable that is set decides.
-_VARIABLES = ("LANGUAGE", "LC_ALL", "LC_MESSAGES", "LANG")
 _SIMPLIFIED_CHINESE = frozenset({"zh", "zh_cn", "zh_sg", "zh_hans", "zh_hans_cn"})
 
 
 def language() -> str | None:
     """Return the catalogue for the locale that the environment names, or None for English."""
-    names = next(filter(None, map(environ.get, _VARIABLES)), "")
-    for name in names.split(":"):
+    for name in environ.locale_names().split(":"):
         code = name.partition(".")[0].partition("@")[0].replace("-", "_").lower()
         if code in _SIMPLIFIED_CHINESE:
             return "zh_CN" if _can_print("\u4e2d") else None

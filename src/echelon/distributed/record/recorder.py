@@ -17,7 +17,6 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
-from echelon.base import environ
 from echelon.base.device import used_memory_mb
 from echelon.base.rank import known_rank
 from echelon.base.warnings import warn_here
@@ -29,12 +28,11 @@ from echelon.status.notes import Notes, notes_of_process
 from echelon.status.run_files import (
     EVENTS_FILE,
     METRICS_FILE,
-    RECORD_VARIABLE,
     append_line,
-    is_recording_off,
     steps_path,
 )
 from echelon.status.step_records import StepRecorder
+from echelon.world.launch_variables import is_recording_off, recorded_run
 
 __all__ = ["ProcessRecorder", "recorder_of_process"]
 
@@ -306,7 +304,7 @@ def recorder_of_process() -> ProcessRecorder | None:
     """Return this process's recorder, or None if its run is not recorded."""
     if is_recording_off():
         return None
-    return _open(os.getpid(), environ.own(RECORD_VARIABLE))
+    return _open(os.getpid(), recorded_run())
 
 
 # One per process, because its counts are those of the process.

@@ -14,7 +14,6 @@ from typing import final
 
 import torch.distributed as dist
 
-from echelon.base import environ
 from echelon.diagnose.goodput import Attempt, RankTimes, break_down_time
 from echelon.distributed.stores import store_of
 from echelon.launch.local.goodput_recorder import process_start_ns
@@ -23,6 +22,7 @@ from echelon.launch.script import Script
 from echelon.status.notes import notes_of_process
 from echelon.status.run_files import DEFAULT_PARENT
 from echelon.world.environment import LaunchEnvironment, detect
+from echelon.world.launch_variables import has_elastic_agent
 
 __all__ = ["LaunchedRun", "Run", "RunPlace", "RunWithoutLauncher"]
 
@@ -199,5 +199,5 @@ def _launcher(here: LaunchEnvironment) -> str:
     if parent_process() is not None:
         return "python" if hasattr(sys.modules["__main__"], "__file__") else "notebook_launcher"
     if here.starter == "torchrun":
-        return "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "python"
+        return "torchrun" if has_elastic_agent() else "python"
     return "srun" if here.starter == "slurm" else "mpirun" if here.starter == "mpi" else "python"

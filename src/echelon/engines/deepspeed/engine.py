@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from echelon.base import environ
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import warn
@@ -35,6 +34,7 @@ from echelon.engines.deepspeed.training_config import (
 from echelon.engines.output_hooks import OutputFlattener, flatten_outputs_for_hooks
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
 from echelon.engines.stepper import Stepper, drop_scheduler_groups, repoint_scheduler, require_graph, zero_backward
+from echelon.launch.library_variables import deepspeed_knows_rank
 from echelon.world.world import World
 
 __all__ = ["DeepSpeedEngine"]
@@ -238,9 +238,7 @@ class DeepSpeedEngine(Engine):
             for module in model.modules() if self._stage == 3 else ():
                 if not type(module).__module__.startswith("torch.nn.modules."):  # these return tensors
                     stack.enter_context(flatten_outputs_for_hooks(module))
-            # The library wants to know it, also from a program that was started without a launcher.
-            place = {"LOCAL_RANK": str(self._world.local_rank)} if environ.get("LOCAL_RANK") is None else {}
-            stack.enter_context(environ.patch(place))
+            stack.enter_context(deepspeed_knows_rank(self._world.local_rank))
             return library.initialize(model=model, **arguments)
 
     def _evaluate(self, library: Any, model: nn.Module) -> nn.Module:

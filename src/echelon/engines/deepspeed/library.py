@@ -12,11 +12,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils import cpp_extension
 
-from echelon.base import environ
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
+from echelon.config.variables import library_variable
 from echelon.distributed.small_messages import gather_counts
+from echelon.launch.library_variables import deepspeed_on
 from echelon.world.world import World
 
 __all__ = ["announce_kernels", "import_deepspeed"]
@@ -35,9 +36,8 @@ def import_deepspeed(world: World) -> Any:
         MissingExtraError: DeepSpeed is not installed.
         UsageError: DeepSpeed already uses another device type in this process.
     """
-    on_cpu = world.device.type == "cpu"
     # For a CPU run (cpu=True) on a machine with an accelerator, this must be set before the library detects devices.
-    with environ.patch({"DS_ACCELERATOR": "cpu"} if on_cpu else {}), warnings.catch_warnings():
+    with deepspeed_on(world.device.type), warnings.catch_warnings():
         # ZeRO imports a part of torch that uses the deprecated torch.jit.script.
         warnings.simplefilter("ignore", DeprecationWarning)
         deepspeed: Any = require("deepspeed", extra="deepspeed", purpose="engine='deepspeed'")
@@ -49,7 +49,7 @@ def import_deepspeed(world: World) -> Any:
             do=f"create the Accelerator before importing deepspeed, or set DS_ACCELERATOR={world.device.type}",
         )
     if not dist.is_initialized():  # DeepSpeed requires a group even for one process
-        backend = "gloo" if on_cpu else None
+        backend = "gloo" if world.device.type == "cpu" else None
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     _reset_ended_group()
     is_first = import_module("deepspeed.comm.comm").cdb is None
@@ -114,7 +114,7 @@ def announce_kernels(config: Mapping[str, Any], *, optimizer: str | None) -> Non
 
     ``optimizer`` is the type of optimizer that DeepSpeed creates, or None if it creates none.
     """
-    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    root = Path(library_variable("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     missing = [name for name in _kernels(config, optimizer) if not any(root.glob(f"**/{name}/{name}.so"))]
     if missing:
         _logger.warning(

@@ -14,16 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, final
 
+from echelon.base import environ
 from echelon.launch.local import warm_server
 from echelon.launch.local.parents import own_identity
 
-__all__ = ["WARM_VARIABLE", "Process", "WarmStarter"]
+__all__ = ["WARM_VARIABLE", "Process", "WarmStarter", "own_warm_server"]
 
 WARM_VARIABLE = "ECHELON_WARM_SERVER"
 """File descriptor of the socket of ``WarmStarter.lend``, for a launcher; its ranks do not see it."""
 
 _START_S = 30.0
 _POLL_S = 0.01
+
+
+def own_warm_server() -> str | None:
+    """Return the file number of the server that forks this launcher's ranks, if the program that started it has one."""
+    return environ.get(WARM_VARIABLE)
 
 
 class Process(Protocol):

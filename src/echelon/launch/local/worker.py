@@ -199,8 +199,8 @@ def main(argv: list[str]) -> None:
     if reporter is not None:
         atexit.register(lambda: reporter.close(finished=not recorder.has_failed))
     try:
-        if os.environ.get("ECHELON_AS"):  # noqa: TID251 - this file imports only the standard library
-            _stand_in()
+        if libraries := os.environ.get("ECHELON_AS"):  # noqa: TID251 - this file imports only the standard library
+            _stand_in(libraries)
         if kind == "module":
             _run_module(target, args)
         else:
@@ -311,11 +311,11 @@ def _progress_bars_cleared() -> Any:
     return contextlib.nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(sys.stderr)
 
 
-def _stand_in() -> None:
+def _stand_in(libraries: str) -> None:
     """Replace the libraries that ``echelon launch --as`` names with echelon before the program can import them."""
-    from echelon.compat.swap import install_from_environment  # noqa: PLC0415 - other programs do not need echelon
+    from echelon.compat.swap import install_for_rank  # noqa: PLC0415 - other programs do not need echelon
 
-    install_from_environment()
+    install_for_rank(libraries)
 
 
 def _debug_post_mortem(error: BaseException) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
-from echelon.base import environ
+from echelon.accelerator.tracking import library_variable
 from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
 from echelon.trainer.callbacks.callback_handler import TrainerCallback
 
@@ -40,7 +40,7 @@ def run_folder(args: TrainingArguments) -> Path:
     """Return this run's log directory: ``logging_dir``, or ``output_dir/runs/<time>_<machine>``."""
     if args.logging_dir is not None:
         return resolve_path(args, args.logging_dir)
-    given = environ.get("TENSORBOARD_LOGGING_DIR")
+    given = library_variable("TENSORBOARD_LOGGING_DIR")
     if given:
         return resolve_path(args, given)
     name = args.run_name or f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
@@ -87,7 +87,7 @@ class TrackerCallback(TrainerCallback):
             config |= {f"model/{name}": str(value) for name, value in to_dict().items()}
         in_folders = all(name in _IN_FOLDERS for name in names)
         # Services group runs in projects; file trackers use a directory per run.
-        project = self._folder.name if in_folders else environ.get("WANDB_PROJECT") or args.project
+        project = self._folder.name if in_folders else library_variable("WANDB_PROJECT") or args.project
         more = {"wandb": {"name": args.run_name}} if args.run_name and "wandb" in names else {}
         spaces = {"space_id": args.trackio_space_id, "bucket_id": args.trackio_bucket_id, "name": args.run_name}
         if "trackio" in names:

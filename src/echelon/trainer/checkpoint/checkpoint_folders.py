@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from echelon.accelerator.checkpoint.folders import checkpoints_in, problems_in, remove_checkpoints
-from echelon.base import environ
+from echelon.accelerator.checkpoint.registry import checkpoint_format as format_of_environment
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.base.warnings import warn
@@ -52,7 +52,7 @@ def checkpoint_format(args: TrainingArguments) -> str:
     """
     chosen, where = args.checkpoint_format, "TrainingArguments.checkpoint_format"
     if chosen is None:
-        chosen, where = environ.get("ECHELON_CHECKPOINT_FORMAT"), "env ECHELON_CHECKPOINT_FORMAT"
+        chosen, where = format_of_environment(), "env ECHELON_CHECKPOINT_FORMAT"
         if chosen == "accelerate":
             chosen = "transformers"  # the variable is for both levels of a program
     if (chosen or "echelon") not in FORMATS:

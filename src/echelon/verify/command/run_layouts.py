@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.base import environ
 from echelon.base.printable import printable
+from echelon.launch.environment import inherited, is_of_rank
 from echelon.launch.interrupts import Interrupts
 from echelon.launch.local.warm_start import WARM_VARIABLE, WarmStarter
-from echelon.status.run_files import NO_RECORD_VARIABLE
 from echelon.verify.command.layouts import Layout
 from echelon.verify.trace import file_of_rank
+from echelon.world.launch_variables import NO_RECORD_VARIABLE
 
 __all__ = [
     "PLACEHOLDER",
@@ -46,18 +46,6 @@ _STALL_S = 60.0
 _SHOWN_LINES = 24
 _STACKS_BEFORE_S = 3.0
 _OUTPUT = "output.txt"
-# Variables of a rank or a job in which the command itself runs.
-_OF_A_RANK = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GROUP_RANK",
-    "NODE_RANK",
-)
-_OF_A_JOB = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MV2_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,12 +256,8 @@ _UPDATE = re.compile(rb'"update":(\d+)')
 
 def run_environment() -> dict[str, str]:
     """Return this program's environment without the variables of a rank, and with what makes runs repeatable."""
-    values = {
-        name: value
-        for name, value in environ.snapshot().items()
-        if name not in _OF_A_RANK and not name.startswith(_OF_A_JOB)
-    }
-    values[NO_RECORD_VARIABLE] = "1"
+    values = inherited(without=is_of_rank)
+    values |= {NO_RECORD_VARIABLE: "1", "TORCHDYNAMO_DISABLE": "1"}
     values.setdefault("PYTHONHASHSEED", "0")
     return values
 
