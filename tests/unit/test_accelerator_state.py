@@ -53,7 +53,8 @@ def test_after_deletion_of_the_most_recent_accelerator_the_previous_one_is_used(
 
 
 def test_setting_debug_applies_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ECHELON_DEBUG", "0")  # put back at the end
+    for name in ("ECHELON_DEBUG", "ACCELERATE_DEBUG_MODE"):
+        monkeypatch.setenv(name, "0")  # put back at the end
     state = PartialState()
     assert state.debug is False
     state.debug = True

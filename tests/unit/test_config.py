@@ -14,7 +14,16 @@ from echelon.config.files import from_file
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig, field_names
-from echelon.config.sources import current, decode, encode, from_code, from_environment, from_flags
+from echelon.config.sources import (
+    current,
+    decode,
+    encode,
+    from_code,
+    from_environment,
+    from_flags,
+    is_debug,
+    set_debug,
+)
 
 
 def _layer(name: str, value: object, source: SettingSource) -> dict[str, Setting]:
@@ -85,6 +94,16 @@ def test_the_ranks_receive_the_launchers_flags() -> None:
     assert again.value.mixed_precision == "bf16"
     assert str(again.origins["mixed_precision"]) == "flag --mixed-precision"
     assert again.shadowed == ()
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_the_program_overrides_debug_of_a_flag(debug: bool) -> None:
+    resolved = resolve(RunConfig, [from_flags({"debug": (not debug, "--debug")})])
+    exported = {"ACCELERATE_DEBUG_MODE": str(not debug).lower(), "ECHELON_DEBUG": None}
+    with environ.patch({"ECHELON_CONFIG": encode(resolved), **exported}):
+        assert (is_debug(), current().value.debug) == (not debug, not debug)
+        set_debug(debug)
+        assert (is_debug(), current().value.debug) == (debug, debug)
 
 
 def test_a_value_from_a_file_keeps_its_origin_in_the_ranks(tmp_path: Path) -> None:

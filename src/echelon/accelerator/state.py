@@ -100,7 +100,7 @@ class PartialState:
 
     @property
     def debug(self) -> bool:
-        """Whether every collective checks shapes first. Setting this sets ``ECHELON_DEBUG`` for this process."""
+        """Whether every collective checks shapes first. Setting this applies to this process and its children."""
         return current().value.debug
 
     @debug.setter

@@ -231,7 +231,8 @@ def is_debug() -> bool:
 
 def set_debug(debug: bool) -> None:
     """Change ``debug`` for this process and its children."""
-    environ.write({own_variable("debug"): "1" if debug else "0"})
+    # accelerate's variable, because changing it overrides a flag.
+    environ.write({own_variable("debug"): None, str(BY_FIELD["debug"].variable): "1" if debug else "0"})
 
 
 def fingerprint(resolved: Resolved[RunConfig]) -> dict[str, tuple[object, str]]:
