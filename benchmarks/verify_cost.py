@@ -23,7 +23,7 @@ from overhead import processor
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon.verify.recorders.parts import default_parts
+from echelon.verify.parts import default_parts
 from echelon.verify.recording import recording
 
 RESULTS = Path(__file__).with_name("RESULTS.md")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from echelon.data.exact.global_batch_slices import contributions, num_micro_steps
+from echelon.data.global_batch_slices import contributions, num_micro_steps
 
 DOCS = Path(__file__).resolve().parent
 WORLDS = (1, 2, 3)

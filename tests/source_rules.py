@@ -59,7 +59,6 @@ ENVIRONMENT_USERS = {
     "compat/probes.py": "accelerate's is_..._available() depend on variables of their own, and torch's probe needs one",
     "compat/swap.py": "install() tells the processes that this one starts; compat/ is below launch/",
     "cli/help/completion.py": "the words that a shell hands to click's completion, and click reads from there",
-    "accelerator/prepare/freed_memory.py": "whether the user has configured the C library's allocator",
 }
 _ACCESSORS = frozenset({"get", "own", "patch", "restored", "snapshot", "write"})
 _VARIABLE_FUNCTIONS = frozenset(

@@ -51,7 +51,7 @@ TORCH_FREE = (
     )
 )
 # These use torch's elastic agent; the rest of launch/ imports them when it starts processes.
-TORCH_AT_IMPORT = ("launch/agent.py", "launch/multinode/rendezvous.py")
+TORCH_AT_IMPORT = ("launch/agent.py", "launch/loopback_store.py", "launch/multinode/rendezvous.py")
 
 
 @pytest.mark.parametrize("path", SOURCES)

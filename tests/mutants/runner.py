@@ -17,7 +17,7 @@ import torch
 from echelon.verify.command.layouts import Layout
 from echelon.verify.command.run_layouts import LayoutRun, RunFailure, RunRequest
 from echelon.verify.command.verification import LayoutResult, VerifyPlan, verify
-from echelon.verify.recorders.parts import default_parts
+from echelon.verify.parts import default_parts
 from echelon.verify.recording import recording
 from echelon.verify.trace import OptimizerStep, read_trace
 from tests.harness import RanksFailed, RanksHung, run_on_ranks

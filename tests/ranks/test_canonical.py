@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.data.exact.global_batch_slices import shards_of
+from echelon.data.global_batch_slices import shards_of
 from echelon.engines.bitwise import tree_sum as canonical
 from echelon.engines.bitwise.tree_sum import SumNode, TreeSum, roots_of
 from tests.harness import run_on_ranks

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from echelon import Accelerator
-from echelon.accelerator.setup.build_deepspeed import resolve_plugin_config, translate_plugin_to_fsdp2
+from echelon.accelerator.prepare.build_deepspeed import resolve_plugin_config, translate_plugin_to_fsdp2
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
 from echelon.config.origin import Origin, Setting, SettingSource

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from echelon import Accelerator
-from echelon.accelerator.setup.build_deepspeed import build_deepspeed
+from echelon.accelerator.prepare.build_deepspeed import build_deepspeed
 from echelon.base import environ
 from echelon.base.errors import LaunchError, MissingExtraError
 from echelon.cli.main import _run

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
-from echelon.accelerator.setup.numerics_environment import (
+from echelon.accelerator.update.numerics_environment import (
     NumericsEnvironment,
     refuse_kernels,
     refuse_modules,

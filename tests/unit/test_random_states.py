@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.accelerator.checkpoint.rng_states import RandomStates, current_random_states, restore_random_states
+from echelon.accelerator.rng_states import RandomStates, current_random_states, restore_random_states
 
 RANDOM: Any = np.random
 

@@ -1,4 +1,4 @@
-"""What the launcher reads from the records of the ranks (launch/failures/rank_errors.py)."""
+"""What the launcher reads from the records of the ranks (launch/local/rank_errors.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launch.failures.rank_errors import read_answer, read_last_words
+from echelon.launch.local.rank_errors import read_answer, read_last_words
 
 SCRIPT = """\
 def step(x):

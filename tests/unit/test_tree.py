@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from echelon.accelerator.metrics import gather_samples, own_samples
 from echelon.base.errors import UsageError
 from echelon.data.batch import join_batches, num_samples, slice_batch
-from echelon.data.exact.global_batch_slices import LastStep
+from echelon.data.global_batch_slices import LastStep
 from echelon.data.to_device import to_device
 from echelon.distributed.tree import describe, leaves, map_tensors
 from echelon.testing.model_outputs import OUTPUT_KINDS, OutputNote, items_of

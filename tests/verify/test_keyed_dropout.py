@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from echelon.verify.parts import default_parts
 from echelon.verify.recorders.batches import Batches
 from echelon.verify.recorders.keyed_dropout import KeyedDropout, keyed_mask
-from echelon.verify.recorders.parts import default_parts
 from echelon.verify.recorders.rng_states import RngStates
 from echelon.verify.recording import recording
 from echelon.verify.trace import Note, Rng, read_trace

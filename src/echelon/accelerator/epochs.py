@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from echelon.accelerator.checkpoint.rng_states import RandomStates, restore_random_states
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.preemption import PreemptionHandler
-from echelon.accelerator.prepare.prepared_objects import PreparedObjects
+from echelon.accelerator.prepared_objects import PreparedObjects
+from echelon.accelerator.rng_states import RandomStates, restore_random_states
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.base.progress import Progress

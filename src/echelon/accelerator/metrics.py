@@ -10,14 +10,14 @@ import torch
 
 from echelon.accelerator.gradient_state import GradientState
 from echelon.base.errors import UsageError
-from echelon.data.batch import is_column
-from echelon.data.exact.global_batch_slices import LastStep
+from echelon.data.batch import is_column, num_samples
+from echelon.data.global_batch_slices import LastStep
 from echelon.distributed.collectives import gather, gather_object
 from echelon.distributed.small_messages import gather_bytes
 from echelon.distributed.tree import contents, is_record, leaves, map_tensors, rebuild_like
 from echelon.world.world import World
 
-__all__ = ["gather_samples", "own_samples", "trim_for_metrics"]
+__all__ = ["gather_samples", "is_column", "num_samples", "own_samples", "trim_for_metrics"]
 
 
 def gather_samples(data: Any, last: LastStep | None, *, world: World, objects: bool = False) -> Any:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.accelerator.agreement import agree_on_models
 from echelon.accelerator.prepare.prepare_objects import prepare_stages
 from echelon.accelerator.sequences import attach_sequence_parallel
 from echelon.accelerator.session import Session
-from echelon.accelerator.setup.agreement import agree_on_models
 from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import warn

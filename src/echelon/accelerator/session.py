@@ -13,9 +13,9 @@ from echelon.accelerator.plugins.kwargs_handlers import AORecipeKwargs, KwargsHa
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.accelerator.preemption import PreemptionHandler
-from echelon.accelerator.prepare.prepared_objects import PreparedObjects
-from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
-from echelon.accelerator.setup.build_deepspeed import DeepSpeedSettings
+from echelon.accelerator.prepare.build_deepspeed import DeepSpeedSettings
+from echelon.accelerator.prepared_objects import PreparedObjects
+from echelon.accelerator.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.update.direct_backward import DirectBackwardCheck
 from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard

@@ -16,8 +16,8 @@ from echelon.base.printable import printable
 from echelon.cli.help.completion import complete_runs
 from echelon.diagnose.stall import name_ranks
 from echelon.launch.failures.failure import ErrorRecord
-from echelon.launch.failures.rank_errors import read_record
 from echelon.launch.local.goodput_recorder import read_goodput
+from echelon.launch.local.rank_errors import read_record
 from echelon.launch.local.ranks import STALL_FILE
 from echelon.launch.local.worker import ERROR_FILE
 from echelon.report.run_folder import find_run, read_run

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from echelon.base.messages.translation import translate
-from echelon.launch.multinode.job_token import default_token_file, find_token, make_token_file
+from echelon.launch.job_token import default_token_file, find_token, make_token_file
 
 __all__ = ["command"]
 

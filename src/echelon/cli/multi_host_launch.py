@@ -13,8 +13,8 @@ from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.launch.interrupts import Interrupts
+from echelon.launch.job_token import find_token
 from echelon.launch.local.slots import is_this_machine
-from echelon.launch.multinode.job_token import find_token
 from echelon.launch.ssh.hostfile import Host, excluding, included, including, read_hostfile
 from echelon.launch.ssh.ssh_launcher import run_on_hosts
 

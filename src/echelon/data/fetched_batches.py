@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch
 
-from echelon.data.exact.global_batch_slices import Contribution
+from echelon.data.global_batch_slices import Contribution
 
 __all__ = ["FetchedBatch", "FetchedBatches"]
 

@@ -18,8 +18,8 @@ from echelon.data.active_loaders import ActiveLoaders, LoaderOptions, PassFacts
 from echelon.data.batch import agreed_num_samples
 from echelon.data.data_facts import DataFacts, facts_of_data
 from echelon.data.exact.exact_batches import PassPlan
-from echelon.data.exact.global_batch_slices import Contribution, LastStep
 from echelon.data.fetched_batches import FetchedBatches
+from echelon.data.global_batch_slices import Contribution, LastStep
 from echelon.data.pass_observers import PassObservers
 from echelon.data.pass_position import END, PassPosition
 from echelon.data.rng.host_rng import synchronize_rng_states

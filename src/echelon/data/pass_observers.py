@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from echelon.data.exact.global_batch_slices import Contribution, LastStep
+from echelon.data.global_batch_slices import Contribution, LastStep
 from echelon.data.rng.host_rng import HostDraws
 from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
 from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process

@@ -16,7 +16,7 @@ from echelon.base.warnings import warn
 from echelon.data.active_loaders import PassFacts
 from echelon.data.exact.exact_batches import PassPlan
 from echelon.data.exact.exact_sources import ExactSource
-from echelon.data.exact.global_batch_slices import Contribution
+from echelon.data.global_batch_slices import Contribution
 from echelon.data.rng.host_rng import HostDraws, OtherDraws
 from echelon.data.sharding.batch_source import BatchSource, Steps
 from echelon.world.world import World

@@ -23,13 +23,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from echelon.base import environ
 from echelon.launch.failures.failure import RankEnd
 from echelon.launch.interrupts import Interrupted, Interrupts
+from echelon.launch.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.local.goodput_recorder import GOODPUT_FILE, GoodputRecorder, GoodputReport, times_on
 from echelon.launch.local.guardian import LAUNCHER_VARIABLE
 from echelon.launch.local.output import Outputs
 from echelon.launch.local.parents import Guardian, own_identity
 from echelon.launch.local.processes import Workers
 from echelon.launch.local.warm_start import WARM_VARIABLE, WarmStarter, own_warm_server
-from echelon.launch.multinode.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.multinode.rendezvous import NodeRendezvous
 from echelon.launch.node import AttemptRanks, Node, RunOver, RunRules
 from echelon.launch.script import Script

@@ -17,8 +17,8 @@ from echelon.base import environ
 from echelon.base.errors import LaunchError, UsageError
 from echelon.launch.environment import loopback_variables
 from echelon.launch.failures.failure import RankEnd, explain, first_failure
-from echelon.launch.failures.rank_errors import read_record
 from echelon.launch.local.parents import own_identity
+from echelon.launch.local.rank_errors import read_record
 from echelon.launch.local.worker import ERROR_FILE, Recorder, die_with
 from echelon.launch.rank_arguments import arguments_of_rank
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch.multiprocessing import ProcessContext
 
-    from echelon.launch.multinode.rendezvous import LoopbackStore
+    from echelon.launch.loopback_store import LoopbackStore
 
 __all__ = ["SpawnContext", "StartMethod", "spawn"]
 
@@ -78,7 +78,7 @@ def spawn(
     arguments_of_rank(fn, args, rank=0, world_size=nprocs, caller="spawn", rank_first=True)  # validates args
     import torch.multiprocessing as mp  # noqa: PLC0415 - imports torch
 
-    from echelon.launch.multinode.rendezvous import LOOPBACK, LoopbackStore  # noqa: PLC0415 - imports torch
+    from echelon.launch.loopback_store import LOOPBACK, LoopbackStore  # noqa: PLC0415 - imports torch
 
     store = LoopbackStore()
     directory = Path(tempfile.mkdtemp(prefix="echelon-spawn-"))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.accelerator.checkpoint.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.memory import clear_device_cache
 from echelon.accelerator.preemption import Preempted
+from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.update.step_timing import record_planned_steps
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch

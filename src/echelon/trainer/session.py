@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
@@ -13,15 +13,11 @@ from echelon.trainer.features.hub import HubUpload
 from echelon.trainer.features.hyperparameter_search import SearchState
 from echelon.trainer.features.memory_metrics import MemoryMeter
 from echelon.trainer.hooks import TrainerHooks
+from echelon.trainer.loss_window import MeanLoss
 from echelon.trainer.model_interface import ModelInterface
 from echelon.trainer.optim.prepared_optimizer import PreparedOptimizer
+from echelon.trainer.running import LoadedCheckpoint, RunningCall, RunningLoop
 from echelon.trainer.training_plan import TrainingPlan
-
-if TYPE_CHECKING:
-    from echelon.trainer.checkpoint.resume_point import ResumedTraining
-    from echelon.trainer.loop import TrainingLoop
-    from echelon.trainer.loss_window import MeanLoss
-    from echelon.trainer.training_run import TrainingRun
 
 __all__ = ["EvaluationState", "TrainerSession", "UpdateSize", "global_batch_size"]
 
@@ -59,11 +55,11 @@ class TrainerSession:
     """The class whose methods do not count as overridden."""
     internals: type[Any]
     """The base class of ``base`` that defines transformers' private methods."""
-    run: TrainingRun | None = None
+    run: RunningCall | None = None
     """The running ``Trainer.train`` call; None outside training, like ``resumed`` and ``loop``."""
-    resumed: ResumedTraining | None = None
+    resumed: LoadedCheckpoint | None = None
     """The checkpoint that the running call resumes from."""
-    loop: TrainingLoop | None = None
+    loop: RunningLoop | None = None
     """The running call's loop, once it is prepared."""
     losses: MeanLoss | None = None
     """The losses of the latest training run; None before the first run."""

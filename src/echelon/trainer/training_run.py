@@ -58,6 +58,7 @@ class TrainingRun:
         self._ignore_keys = ignore_keys
         self._folder: Path | None = None  # the checkpoint to resume from
         self._start = ResumePoint()
+        self._resumed: ResumedTraining | None = None
         self._plan: TrainingPlan | None = None
         self._total = 0  # samples of one update of this process
         self._allows_changed_data = False
@@ -194,13 +195,13 @@ class TrainingRun:
         values = hooks.set_initial_training_values(hooks.args, loader)
         plan = session.plan or plan_training(hooks, session, loader)
         plan = plan.with_initial_values(values)
-        session.resumed = None
+        session.resumed = self._resumed = None
         session.saved_steps.clear()
         if self._folder is not None:
-            session.resumed = ResumedTraining(
+            session.resumed = self._resumed = ResumedTraining(
                 hooks, session, self._folder, allows_changed_data=self._allows_changed_data
             )
-            plan = session.resumed.extend_plan(plan)
+            plan = self._resumed.extend_plan(plan)
         self._plan = session.plan = plan
         checkpoint = None if self._folder is None else str(self._folder)
         position = hooks._init_training_state(
@@ -234,10 +235,10 @@ class TrainingRun:
         plan = self._plan = replace(
             self._plan, max_steps=max_steps, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs
         )
-        if session.resumed is None:
+        if self._resumed is None:
             hooks.state = self._new_state(plan)
         else:
-            hooks.state = session.resumed.restore_state(plan)
+            hooks.state = self._resumed.restore_state(plan)
             if checkpoint is not None and Path(checkpoint).resolve().parent == session.output_dir(hooks.args).resolve():
                 session.saved_steps.add(hooks.state.global_step)
             hooks._load_callback_state()
@@ -259,7 +260,7 @@ class TrainingRun:
         session.optimizer.prepare(hooks, max_steps)
         hooks.callback_handler.train_dataloader = loader
         session.cursor.load_state_dict(TrainCursor().state_dict())
-        self._start = ResumePoint() if session.resumed is None else session.resumed.load(loader, self._plan)
+        self._start = ResumePoint() if self._resumed is None else self._resumed.load(loader, self._plan)
         return hooks.model_wrapped, loader
 
     def _new_state(self, plan: TrainingPlan) -> TrainerState:

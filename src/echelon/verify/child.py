@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from echelon.verify.recorders.parts import default_parts
+from echelon.verify.parts import default_parts
 from echelon.verify.recording import recording
 from echelon.world.environment import detect
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from echelon.accelerator.checkpoint.changed_data import DataPolicy, reconcile_data
-from echelon.accelerator.checkpoint.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.models.save_weights import load_weights
+from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import warn

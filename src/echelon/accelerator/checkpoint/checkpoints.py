@@ -22,12 +22,12 @@ from echelon.accelerator.checkpoint.changed_data import DataPolicy
 from echelon.accelerator.checkpoint.checkpoint_store import PREFIX, CheckpointStore, no_folder_error
 from echelon.accelerator.checkpoint.folders import has_checkpoint, newest_whole
 from echelon.accelerator.checkpoint.registry import CheckpointRegistry
-from echelon.accelerator.checkpoint.rng_states import current_random_states
-from echelon.accelerator.checkpoint.state_names import Allowed
 from echelon.accelerator.checkpoint.training_state import content_of, load_content
 from echelon.accelerator.models.save_objects import offloaded_state
 from echelon.accelerator.models.weight_check import shortened, trained_outside_state_dict
+from echelon.accelerator.rng_states import current_random_states
 from echelon.accelerator.session import Session
+from echelon.accelerator.state_names import Allowed
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.progress import progress_bar

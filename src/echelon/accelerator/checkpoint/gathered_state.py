@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.accelerator.checkpoint.state_names import (
+from echelon.accelerator.state_names import (
     Allowed,
     NamedOptimizer,
     optional_names,

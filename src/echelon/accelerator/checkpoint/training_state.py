@@ -15,16 +15,16 @@ from echelon.accelerator.checkpoint.gathered_state import (
     load_gathered_model,
     load_gathered_optimizer,
 )
-from echelon.accelerator.checkpoint.rng_states import current_random_states, restore_random_states
-from echelon.accelerator.checkpoint.state_names import (
+from echelon.accelerator.models.weight_check import require_model_of_checkpoint
+from echelon.accelerator.rng_states import current_random_states, restore_random_states
+from echelon.accelerator.session import Session
+from echelon.accelerator.state_names import (
     Allowed,
     NamedOptimizer,
     frozen_names,
     names_of,
     optional_names,
 )
-from echelon.accelerator.models.weight_check import require_model_of_checkpoint
-from echelon.accelerator.session import Session
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.progress import progress_bar
 from echelon.base.sharded import is_dtensor

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.accelerator.prepare.compile import is_compiled_module, moved_to, uncompiled
+from echelon.accelerator.compile import is_compiled_module, moved_to, uncompiled
 from echelon.base.sharded import is_old_fsdp
 from echelon.base.warnings import warn
 from echelon.checkpoint.formats.weight_files import aliases_in, contiguous_copy, write_tensors

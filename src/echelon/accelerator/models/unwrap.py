@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from echelon.accelerator.compile import moved_to, uncompiled
 from echelon.accelerator.models.save_objects import without_wrappers
-from echelon.accelerator.prepare.compile import moved_to, uncompiled
 from echelon.accelerator.session import Session
 from echelon.base.protocols import HasDeviceMap
 from echelon.distributed.monitored_barrier import monitored_barrier

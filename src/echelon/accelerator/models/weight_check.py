@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from echelon.accelerator.checkpoint.state_names import Allowed, optional_names
+from echelon.accelerator.state_names import Allowed, optional_names
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from echelon.accelerator.compile import is_compiled
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
-from echelon.accelerator.prepare.compile import is_compiled
 from echelon.accelerator.session import Session
 from echelon.base.errors import ConfigError, UsageError
 from echelon.config.resolve import Resolved

@@ -16,7 +16,7 @@ from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.prepare.data_loaders import rng_type_names
 from echelon.base.errors import UsageError
 from echelon.data.active_loaders import LoaderOptions
-from echelon.data.exact.global_batch_slices import LastStep
+from echelon.data.global_batch_slices import LastStep
 from echelon.data.loader import DispatchedLoader, PreparedLoader
 from echelon.data.pass_position import BatchPosition
 from echelon.data.rebuild_loader import stateful_loader

@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from echelon.accelerator.compile import compile_regions, compile_whole, compiles, is_compiled, uncompiled
 from echelon.accelerator.current import living_accelerators
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
+from echelon.accelerator.prepare.build_deepspeed import reject_placeholders
 from echelon.accelerator.prepare.canonical_chunks import prepare_canonical_chunks
-from echelon.accelerator.prepare.compile import compile_regions, compile_whole, compiles, is_compiled, uncompiled
 from echelon.accelerator.prepare.data_loaders import rng_type_names
 from echelon.accelerator.prepare.experts import prepare_experts
 from echelon.accelerator.prepare.low_precision_weights import upcast_trained_weights, warn_of_low_precision_weights
@@ -22,7 +23,6 @@ from echelon.accelerator.prepare.prepare_arguments import check_unprepared_data,
 from echelon.accelerator.prepare.speed import choose_kernels, choose_memory_format
 from echelon.accelerator.sequences import attach_sequence_parallel
 from echelon.accelerator.session import Session
-from echelon.accelerator.setup.build_deepspeed import reject_placeholders
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler, steps_with_metric
 from echelon.accelerator.update.step_timing import time_forward

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from echelon.accelerator.agreement import agree_on_settings
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.plugins.configuration import (
     DataLoaderConfiguration,
@@ -27,18 +28,17 @@ from echelon.accelerator.plugins.kwargs_handlers import (
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.accelerator.plugins.tensor_parallel_config import TorchTensorParallelConfig
+from echelon.accelerator.prepare.build_deepspeed import DeepSpeedSettings, build_deepspeed
 from echelon.accelerator.prepare.canonical_chunks import canonical_chunks_of
-from echelon.accelerator.prepare.prepared_objects import PreparedObjects
-from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
+from echelon.accelerator.prepared_objects import PreparedObjects
 from echelon.accelerator.session import Session
-from echelon.accelerator.setup.agreement import agree_on_settings
 from echelon.accelerator.setup.build import (
     build_engine,
     build_sharding,
     build_world,
     handlers_by_kind,
 )
-from echelon.accelerator.setup.build_deepspeed import DeepSpeedSettings, build_deepspeed
+from echelon.accelerator.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.update.bitwise_update import build_bitwise_update
 from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.accelerator.update.plain_update import PlainUpdate

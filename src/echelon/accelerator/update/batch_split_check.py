@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from echelon.base.warnings import warn
-from echelon.data.exact.global_batch_slices import Contribution
+from echelon.data.global_batch_slices import Contribution
 
 __all__ = ["BatchSplitCheck"]
 

@@ -15,7 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
-from echelon.accelerator.setup.numerics_environment import (
+from echelon.accelerator.update.exact_update import CHANGED, HOW_TO_CHANGE, ExactUpdate
+from echelon.accelerator.update.kept_gradients import KeptGradients
+from echelon.accelerator.update.numerics_environment import (
     NumericsEnvironment,
     build_numerics_environment,
     refuse_changed_buffers,
@@ -23,13 +25,11 @@ from echelon.accelerator.setup.numerics_environment import (
     refuse_optimizers,
     refuse_sparse_gradients,
 )
-from echelon.accelerator.update.exact_update import CHANGED, HOW_TO_CHANGE, ExactUpdate
-from echelon.accelerator.update.kept_gradients import KeptGradients
 from echelon.accelerator.update.update_policy import UpdateParts
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.data.exact.exact_batches import ExactOptions, PassPlan
-from echelon.data.exact.global_batch_slices import Contribution
+from echelon.data.global_batch_slices import Contribution
 from echelon.data.loader import PreparedLoader
 from echelon.data.rng.per_sample_rng import key_of
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from echelon.accelerator.gradient_state import GradientState
 from echelon.base.errors import UsageError
 from echelon.base.warnings import user_line, warn
-from echelon.data.exact.global_batch_slices import Contribution
+from echelon.data.global_batch_slices import Contribution
 
 __all__ = ["NO_STEP", "DirectBackwardCheck", "UsedGradients"]
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.optim import Optimizer
 
-from echelon.accelerator.checkpoint.rng_states import current_random_states
+from echelon.accelerator.agreement import agree_on_models
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
-from echelon.accelerator.setup.agreement import agree_on_models
+from echelon.accelerator.rng_states import current_random_states
 from echelon.accelerator.update.batch_split_check import BatchSplitCheck
 from echelon.accelerator.update.kept_gradients import KeptGradients
 from echelon.accelerator.update.multiple_loaders import UpdateLoaders
@@ -24,7 +24,7 @@ from echelon.base.logging import get_logger
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import PassDriver
 from echelon.data.exact.exact_batches import ExactOptions, PassPlan
-from echelon.data.exact.global_batch_slices import Contribution, num_micro_steps
+from echelon.data.global_batch_slices import Contribution, num_micro_steps
 from echelon.data.loader import PreparedLoader
 from echelon.data.rng.per_sample_rng import key_of
 from echelon.distributed.small_messages import gather_counts

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
-from echelon.data.exact.global_batch_slices import Contribution
+from echelon.data.global_batch_slices import Contribution
 from echelon.data.loader import PreparedLoader
 
 __all__ = ["UpdateLoaders"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
-from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
+from echelon.accelerator.unprepared_model import UnpreparedModelCheck
 from echelon.base.errors import UsageError
 from echelon.base.warnings import user_line, warn
 from echelon.distributed.checks.raw_ddp_guard import RawDDPGuard

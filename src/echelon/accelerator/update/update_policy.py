@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from echelon.accelerator.epochs import Epochs
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
-from echelon.accelerator.prepare.prepared_objects import PreparedObjects
-from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
+from echelon.accelerator.prepared_objects import PreparedObjects
+from echelon.accelerator.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.update.gradient_normalization import AccumulationWindow
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.step_timing import begin_backward

@@ -20,14 +20,14 @@ from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
-from echelon.data.exact.global_batch_slices import (
+from echelon.data.exact.permutation import ExplicitPermutation, FeistelPermutation, Permutation
+from echelon.data.global_batch_slices import (
     Contribution,
     canonical_contributions,
     contributions,
     join_small_batches,
     num_micro_steps,
 )
-from echelon.data.exact.permutation import ExplicitPermutation, FeistelPermutation, Permutation
 from echelon.data.rng.per_sample_rng import KeyedSamples
 from echelon.data.sharding.order_check import OrderCheck
 from echelon.data.sharding.sample_order import SampleOrder, SeedableRandomSampler

@@ -26,7 +26,7 @@ from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.data.batch import require_rows_per_sample, slice_batch
 from echelon.data.data_facts import DataFacts, known_length
 from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, make_order, partial_update_error
-from echelon.data.exact.global_batch_slices import Contribution, join_small_batches
+from echelon.data.global_batch_slices import Contribution, join_small_batches
 from echelon.data.rebuild_loader import FollowedBatches, copy_loader, has_own_reading
 from echelon.data.rng.per_sample_rng import OF_COLLATE, OF_WORKERS, KeyedCollate, KeyedDataset, draws_of, key_of
 from echelon.data.sharding.batch_source import (

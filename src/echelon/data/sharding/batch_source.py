@@ -18,7 +18,7 @@ from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.data.active_loaders import LoaderOptions
 from echelon.data.batch import require_divisible, require_rows_per_sample
 from echelon.data.data_facts import DataFacts, known_length
-from echelon.data.exact.global_batch_slices import Contribution, LastStep
+from echelon.data.global_batch_slices import Contribution, LastStep
 from echelon.data.rebuild_loader import FollowedBatches, copy_loader, has_own_reading, stateful_loader
 from echelon.data.rng.worker_rng import WorkerDraws
 from echelon.data.sharding.dispatch import CountedCollate, ReadBatch, SliceFn, dispatch, global_batches

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from echelon.base.errors import UsageError
 from echelon.data.batch import join_batches, num_samples, slice_batch
-from echelon.data.exact.global_batch_slices import LastStep
+from echelon.data.global_batch_slices import LastStep
 from echelon.data.sharding.batch_wire import END, announce_failure, pack_batch, receive_batch, send_batch
 from echelon.data.to_device import to_device
 from echelon.distributed.alone import is_alone

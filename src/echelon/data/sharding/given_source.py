@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.active_loaders import LoaderOptions
-from echelon.data.exact.global_batch_slices import LastStep
+from echelon.data.global_batch_slices import LastStep
 from echelon.data.sharding.batch_source import BatchSource, PlainSource, Steps, batches_of
 from echelon.data.sharding.sharded_batches import RankBatchSampler
 

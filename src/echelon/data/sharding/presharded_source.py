@@ -13,7 +13,7 @@ from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import LoaderOptions
 from echelon.data.data_facts import DataFacts
-from echelon.data.exact.global_batch_slices import LastStep
+from echelon.data.global_batch_slices import LastStep
 from echelon.data.sharding.batch_source import BatchSource, PlainSource, Steps, batches_of
 from echelon.data.sharding.sharded_stream import read_own_shards
 from echelon.distributed.checks.already_sharded import SamplerEpochs, samplers_of

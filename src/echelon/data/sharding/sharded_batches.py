@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler
 
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.batch import require_divisible
-from echelon.data.exact.global_batch_slices import LastStep
+from echelon.data.global_batch_slices import LastStep
 from echelon.data.sharding.sample_order import SharedBatches
 
 __all__ = ["RankBatchSampler"]

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from echelon.base.errors import UsageError
-from echelon.data.exact.global_batch_slices import Contribution
+from echelon.data.global_batch_slices import Contribution
 from echelon.distributed.uncompiled import uncompiled
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate, SumNode, top_of
-from echelon.engines.fsdp.param_groups import fsdp_groups
+from echelon.engines.param_groups import fsdp_groups
 
 __all__ = ["ShardedTreeSum"]
 

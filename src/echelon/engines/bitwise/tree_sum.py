@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from echelon.data.exact.global_batch_slices import Contribution, shards_of
+from echelon.data.global_batch_slices import Contribution, shards_of
 from echelon.engines.shards import local_as, local_tensors
 
 __all__ = ["SumNode", "ReplicatedUpdate", "ShardedUpdate", "TreeSum", "roots_of", "top_of"]

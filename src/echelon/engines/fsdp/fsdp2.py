@@ -37,18 +37,6 @@ from echelon.engines.fsdp.optimizer_support import (
     require_elementwise,
 )
 from echelon.engines.fsdp.options import ShardingOptions
-from echelon.engines.fsdp.param_groups import (
-    clear_unreduced_gradients,
-    fsdp_params,
-    has_unreduced_gradients,
-    reduce_accumulated_gradients,
-    reduce_once,
-    require_one_dtype,
-    reshard,
-    reshard_after_evaluation,
-    sharded_parameters,
-    unsharded_parameters,
-)
 from echelon.engines.fsdp.pipeline_state import (
     gather_model,
     gather_optimizer,
@@ -60,6 +48,18 @@ from echelon.engines.fsdp.unsharded_parameters import UnshardedParameters
 from echelon.engines.fsdp.wrap_policy import checkpoint_activations, ignored_parameters, modules_to_shard, reject_sparse
 from echelon.engines.fsdp.zero_outputs import ZeroOutputGradients
 from echelon.engines.output_hooks import flatten_outputs_for_hooks
+from echelon.engines.param_groups import (
+    clear_unreduced_gradients,
+    fsdp_params,
+    has_unreduced_gradients,
+    reduce_accumulated_gradients,
+    reduce_once,
+    require_one_dtype,
+    reshard,
+    reshard_after_evaluation,
+    sharded_parameters,
+    unsharded_parameters,
+)
 from echelon.engines.pipeline_parallel.tied_weights import add_gradients
 from echelon.engines.shards import describe_shard, gather_full, local_tensors, restore_shard, shard_like
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_name, plain_state_dict

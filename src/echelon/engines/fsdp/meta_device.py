@@ -16,7 +16,7 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.base.sharded import is_dtensor
 from echelon.distributed.small_messages import broadcast_bytes, gather_counts
-from echelon.engines.fsdp.param_groups import fsdp_groups
+from echelon.engines.param_groups import fsdp_groups
 from echelon.engines.shards import local_slices
 
 __all__ = [

@@ -20,7 +20,7 @@ from echelon.launch.supervisor import STALLED, Supervisor
 from echelon.status.stop_barrier import EXIT_CODE, BarrierCoordinator, BarrierOutcome
 
 if TYPE_CHECKING:
-    from echelon.launch.multinode.rendezvous import LoopbackStore
+    from echelon.launch.loopback_store import LoopbackStore
 
 __all__ = ["LocalNode"]
 
@@ -52,7 +52,7 @@ class LocalNode(Node):
 
     def next_generation(self) -> NodeGeneration:
         """Open a new store on loopback, because in the old one gloo would find the addresses of dead ranks."""
-        from echelon.launch.multinode.rendezvous import LoopbackStore  # noqa: PLC0415 - imports torch
+        from echelon.launch.loopback_store import LoopbackStore  # noqa: PLC0415 - imports torch
 
         self._number += 1
         if self._number:

@@ -18,10 +18,10 @@ from typing import BinaryIO, Literal
 from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
 from echelon.launch.failures.failure import RankEnd
-from echelon.launch.failures.rank_errors import read_last_words, read_record, read_stack
 from echelon.launch.local import worker
 from echelon.launch.local.output import Outputs, log_file, relay
 from echelon.launch.local.parents import Guardian, own_identity
+from echelon.launch.local.rank_errors import read_last_words, read_record, read_stack
 from echelon.launch.local.warm_start import Process, WarmStarter
 from echelon.launch.script import Script
 from echelon.status.board import Board, Doing

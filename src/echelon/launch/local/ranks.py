@@ -14,7 +14,7 @@ from typing import Protocol, final
 
 from echelon.diagnose.stall import Answer, RankView
 from echelon.launch.failures.failure import Frame, RankEnd, is_settled, lost_each_other
-from echelon.launch.failures.rank_errors import read_answer, read_stack
+from echelon.launch.local.rank_errors import read_answer, read_stack
 from echelon.launch.local.worker import STACK_FILE
 from echelon.status.board import Board, Doing
 from echelon.status.call_site import CallSite

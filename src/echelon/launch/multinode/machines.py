@@ -20,7 +20,7 @@ from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import fingerprint
-from echelon.launch.multinode.job_token import find_token
+from echelon.launch.job_token import find_token
 from echelon.launch.multinode.network import (
     addresses_of,
     interface_of,

@@ -55,6 +55,6 @@ def multinode_session(plan: MultinodePlan, rules: RunRules, interrupts: Interrup
 
 
 def _new_store() -> RendezvousStore:
-    from echelon.launch.multinode.rendezvous import LoopbackStore  # noqa: PLC0415 - imports torch
+    from echelon.launch.loopback_store import LoopbackStore  # noqa: PLC0415 - imports torch
 
     return LoopbackStore()

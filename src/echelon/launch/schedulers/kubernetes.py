@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from echelon.base.errors import ConfigError
-from echelon.launch.multinode.job_token import TOKEN_VARIABLE
+from echelon.launch.job_token import TOKEN_VARIABLE
 from echelon.launch.script import Script
 from echelon.status.stop_barrier import EXIT_CODE
 

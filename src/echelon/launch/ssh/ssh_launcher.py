@@ -25,9 +25,9 @@ from typing import Literal
 from echelon.base import environ
 from echelon.base.errors import ConfigError, LaunchError
 from echelon.launch.interrupts import Interrupts
+from echelon.launch.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.local.output import relay
 from echelon.launch.local.slots import is_this_machine
-from echelon.launch.multinode.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.ssh import remote_end
 from echelon.launch.ssh.hostfile import Host
 from echelon.status.stop_barrier import EXIT_CODE

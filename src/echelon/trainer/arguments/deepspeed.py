@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from echelon.accelerator import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from echelon.accelerator.setup.build_deepspeed import build_plugin
+from echelon.accelerator.prepare.build_deepspeed import build_plugin
 
 __all__ = ["deepspeed_optimizer", "deepspeed_plugin", "deepspeed_schedule"]
 

@@ -30,9 +30,9 @@ from echelon.accelerator.checkpoint.folders import (
     registered_state,
     require_whole,
 )
-from echelon.accelerator.checkpoint.rng_states import current_random_states
 from echelon.accelerator.models.save_objects import bare_module
 from echelon.accelerator.models.save_weights import load_weights
+from echelon.accelerator.rng_states import current_random_states
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch

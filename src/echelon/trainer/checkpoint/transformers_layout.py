@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.accelerator.checkpoint.changed_data import stored_facts
-from echelon.accelerator.checkpoint.rng_states import current_random_states
+from echelon.accelerator.rng_states import current_random_states
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.formats.transformers import (
     ECHELON_DATA,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from echelon.accelerator.metrics import is_column
 from echelon.accelerator.prepare.prepare_arguments import contents, is_record, leaves, map_tensors, rebuild_like
-from echelon.data.batch import is_column
 
 __all__ = ["batch_size", "concatenate", "cut", "detach", "fill", "map_tensors", "to_device", "to_numpy"]
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from echelon.accelerator.prepare.compile import uncompiled
+from echelon.accelerator.compile import uncompiled
 from echelon.base.errors import UsageError
 from echelon.trainer.signatures import parameters_of, takes_anything
 

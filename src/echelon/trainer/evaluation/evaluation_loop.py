@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from echelon.accelerator.metrics import num_samples
 from echelon.accelerator.preemption import Preempted
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.logging import get_logger
-from echelon.data.batch import num_samples
 from echelon.trainer.data import batches
 from echelon.trainer.data.epoch_batches import EpochBatches
 from echelon.trainer.evaluation.prediction_step import evaluation_dtype

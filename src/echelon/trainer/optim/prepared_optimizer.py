@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from echelon.accelerator import AcceleratedOptimizer, AcceleratedScheduler, DummyOptim, DummyScheduler
 from echelon.accelerator.pipeline import Pipeline
-from echelon.accelerator.setup.build_deepspeed import parameters_by_group
+from echelon.accelerator.prepare.build_deepspeed import parameters_by_group
 from echelon.accelerator.update.scheduler import steps_with_metric
 from echelon.trainer.arguments.deepspeed import deepspeed_optimizer, deepspeed_schedule
 from echelon.trainer.features.pipeline_steps import refuse_own_losses, splits_layers

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.base.sharded import is_fsdp_module
-from echelon.engines.fsdp.param_groups import fsdp_groups
+from echelon.engines.param_groups import fsdp_groups
 from echelon.verify.recorders.user_code import lines_of_modules
 from echelon.verify.trace import Model
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
-from echelon.accelerator.prepare.prepared_objects import PreparedObjects
+from echelon.accelerator.prepared_objects import PreparedObjects
 from echelon.accelerator.update.live_check.comparison import UpdateComparison
 from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger, watched_parameters
 from echelon.accelerator.update.live_check.mismatch import Mismatch, allowed_factor, roundoff, those
@@ -37,7 +37,7 @@ from echelon.base.warnings import user_line, warn
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.data.active_loaders import PassFacts, PassTracker
-from echelon.data.exact.global_batch_slices import Contribution
+from echelon.data.global_batch_slices import Contribution
 from echelon.data.loader import PreparedLoader
 from echelon.distributed.checks.data_fingerprint import row_fingerprints
 from echelon.distributed.checks.linear_sketch import NUM_BUCKETS, LinearSketch

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
-from echelon.accelerator.prepare.compile import is_compiled_module
+from echelon.accelerator.compile import is_compiled_module
 from echelon.base.errors import CheckpointError, ConfigError, UsageError
 from echelon.base.warnings import warn
 from echelon.config.resolve import Resolved

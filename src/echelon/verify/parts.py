@@ -1,4 +1,4 @@
-"""All parts of a recording. The parts are in this folder, because a folder holds at most 20 files."""
+"""All parts of a recording, and which of them a child process installs."""
 
 from __future__ import annotations
 
