@@ -223,6 +223,7 @@ def _facts() -> dict[str, Any]:
     facts["devices"] = [str(one) for one in (state.device, partial.default_device, accelerator.device)]
     partial.set_device()
     group = dist.new_group()
+    dist.barrier(group)  # both have connected before one of them leaves
     partial.destroy_process_group(group)
     PartialState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -170,33 +170,6 @@ def _evaluate(parity: str, share: str, asked: str) -> list[str]:
     return _said(passes)
 
 
-def _divide_by_another_name(parity: str, is_reduced: bool) -> list[str]:
-    accelerator = Accelerator(parity=parity)
-    given = _numbers(10, 4)
-    whole: Any = given.dataset
-    test = accelerator.prepare(given)
-
-    def passes() -> None:
-        total = torch.zeros(())
-        with torch.no_grad():
-            for (x,) in test:
-                total += x.sum()
-        if is_reduced:
-            total = accelerator.reduce(total)
-        if accelerator.is_main_process:
-            print(f"mean: {float(total) / len(whole)}")
-        accelerator.end_training()
-
-    return _said(passes)
-
-
-@pytest.mark.parametrize("parity", ["off", "exact"])
-def test_the_length_of_the_dataset_is_known_under_another_name(parity: str) -> None:
-    mine, others = run_on_ranks(_divide_by_another_name, parity, False, world_size=2)
-    assert (len(mine), others) == (1, [])
-    assert run_on_ranks(_divide_by_another_name, parity, True, world_size=2) == [[], []]
-
-
 @pytest.mark.parametrize("parity", ["off", "exact"])
 def test_dividing_a_ranks_sum_by_the_total_length_is_reported(parity: str) -> None:
     for asked in ("before", "after"):
