@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -97,6 +98,10 @@ def windows_of_copies(loader: Any) -> Iterator[torch.Tensor]:
     batches = iter(loader)
     while window := [x + 0 for (x,) in itertools.islice(batches, 4)]:
         yield from window
+
+
+def copies_of_all(loader: Any) -> Iterator[torch.Tensor]:
+    yield from [x + 0 for (x,) in loader]
 
 
 def split_in_two(loader: Any) -> Iterator[torch.Tensor]:
@@ -221,12 +226,26 @@ def test_exact_updates_of_one_micro_step_that_were_fetched_ahead_are_refused(
     assert "several batches were fetched before the first of them is trained" in text
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("num", [2, 3])
+def test_an_exact_pass_of_fewer_batches_than_a_window_that_was_fetched_ahead_is_refused(num: int, steps: int) -> None:
+    for layout in ((1, "single"), (2, "ddp")):
+        text = _refused(layout, windows_fetched_ahead, "exact", num, SIZE, 1, steps)
+        assert "several batches were fetched before the first of them is trained" in text
+
+
+def test_an_exact_pass_of_copies_that_was_fetched_ahead_is_refused() -> None:
+    for layout in ((1, "single"), (2, "ddp")):
+        text = _refused(layout, copies_of_all, "exact", 1, layout[0], 1, 4)
+        assert "accumulate() was entered again after the last batch of a loader" in text
+
+
 def test_an_unevenly_divided_exact_batch_that_was_fetched_ahead_is_refused() -> None:
     text = _refused((2, "ddp"), one_fetched_ahead, "exact", 4, 5, 1, 1)
     assert "several batches were fetched before the first of them is trained" in text
 
 
-def _one_batch(num_samples: int, count: bool) -> float:
+def _one_batch(num_samples: int, count: bool, is_in_accumulate: bool = False) -> float:
     """Train one batch three times, as loops do to see whether a model can learn at all."""
     accelerator = Accelerator(cpu=True, parity="exact")
     model = nn.Linear(1, 1, bias=False).double()
@@ -237,7 +256,8 @@ def _one_batch(num_samples: int, count: bool) -> float:
     x = next(iter(loader))
     for _ in range(3):
         loss = (model(x) - x).square().mean() / num_samples**2
-        accelerator.backward(loss, num_items=len(x) if count else None)
+        with accelerator.accumulate(model) if is_in_accumulate else nullcontext():
+            accelerator.backward(loss, num_items=len(x) if count else None)
         optimizer.step()
         optimizer.zero_grad()
     return float(accelerator.unwrap_model(model).weight.item())
@@ -250,16 +270,18 @@ def _one_batch_plainly(num_samples: int) -> float:
     return weight
 
 
+@pytest.mark.parametrize("is_in_accumulate", [False, True])
 @pytest.mark.parametrize(("num_samples", "count"), [(4, False), (4, True), (5, True)])
-def test_one_batch_may_be_trained_outside_of_its_loop(num_samples: int, count: bool) -> None:
+def test_one_batch_may_be_trained_outside_of_its_loop(num_samples: int, count: bool, is_in_accumulate: bool) -> None:
     for world_size in (1, 2):
-        for found in run_on_ranks(_one_batch, num_samples, count, world_size=world_size):
+        for found in run_on_ranks(_one_batch, num_samples, count, is_in_accumulate, world_size=world_size):
             assert found == pytest.approx(_one_batch_plainly(num_samples), rel=1e-12)  # float64, sums of 5 numbers
 
 
-def test_one_uneven_batch_outside_of_its_loop_is_refused() -> None:
+@pytest.mark.parametrize("is_in_accumulate", [False, True])
+def test_one_uneven_batch_outside_of_its_loop_is_refused(is_in_accumulate: bool) -> None:
     """3 + 2 samples: without numbers of items, the ranks' means would have equal weights."""
     with pytest.raises(
         RanksFailed, match="different numbers of samples of a batch that is trained outside of its loader's loop"
     ):
-        run_on_ranks(_one_batch, 5, False, world_size=2)
+        run_on_ranks(_one_batch, 5, False, is_in_accumulate, world_size=2)

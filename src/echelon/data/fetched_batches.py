@@ -108,13 +108,17 @@ class FetchedBatches:
             self.current.num_uses += 1
         return self.current
 
-    def take_held(self) -> list[Contribution]:
-        """Return the contributions of the batch that a loss trains, and of those that the loop still holds for later."""
+    def take_held(self, *, is_taken: bool) -> list[Contribution]:
+        """Return the contributions of the batch that a loss trains, and of those that the loop still holds for later.
+
+        Args:
+            is_taken: whether ``take`` has returned the batch that the loss trains.
+        """
         self._waiting = deque(batch for batch in self._waiting if batch.is_held)
-        found = [batch.contribution for batch in self._waiting if batch.contribution is not None]
-        if self._waiting:
+        batches = [*([self.current] if is_taken and self.current is not None else []), *self._waiting]
+        if self._waiting and not is_taken:
             self._waiting.popleft()
-        return found
+        return [batch.contribution for batch in batches if batch.contribution is not None]
 
 
 def _first_tensor(batch: Any) -> torch.Tensor | None:

@@ -357,7 +357,9 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             # The copies of batches that were fetched ahead cannot be recognized, but each of them is followed by a step.
             is_wrong = self._misses_losses and self._step_counts() != self._step_counts_before
         else:
-            held = loader.fetched.take_held()
+            # Outside of a loader's loop, accumulate() has taken the batch that is trained.
+            is_taken = contribution is None and self.accumulating is not None and self.state.plugin.sync_with_dataloader
+            held = loader.fetched.take_held(is_taken=is_taken)
             is_wrong = len(held) > 1 if contribution is None else bool(held) and held[0] is not contribution
             if contribution is None and not is_counted and any(one.step is not None for one in held):
                 raise UsageError(

@@ -175,7 +175,7 @@ class UpdatePolicy(ABC):
         return is_last
 
     def _report_micro_step_after_last(self, *, is_being_read: bool) -> None:
-        if is_being_read:
+        if is_being_read or self.driver is not None:  # an exact mode promises the update of a plain loop
             raise UsageError(
                 "accumulate() was entered again after the last batch of a loader, which had ended an accumulation window that was not "
                 "complete: the batches are fetched ahead and replaced by copies, or split among several accumulate() blocks, so it is "
