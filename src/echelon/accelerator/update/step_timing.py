@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,19 +27,26 @@ def time_forward(model: nn.Module) -> None:
     """Time each forward pass of ``model``; if the process records nothing, no hook is registered."""
     notes = notes_of_process()
     if notes is not None:
-        model.register_forward_pre_hook(_begin_forward, prepend=True)
-        model.register_forward_hook(_end_forward, always_call=True)
+        model.register_forward_pre_hook(_TimingHook(Notes.begin_forward), prepend=True)
+        model.register_forward_hook(_TimingHook(Notes.end_forward), always_call=True)
 
 
-def _begin_forward(_model: nn.Module, _inputs: Any) -> None:
-    # A torch.compile around the model also traces its hooks.
-    if not torch.compiler.is_compiling() and (notes := notes_of_process()) is not None:
-        notes.begin_forward()
+class _TimingHook:
+    """A hook of the user's model. It is copied with the model; a pickle of the model can be read without echelon."""
 
+    def __init__(self, record: Callable[[Notes], object]) -> None:
+        self._record = record
 
-def _end_forward(_model: nn.Module, _inputs: Any, _outputs: Any) -> None:
-    if not torch.compiler.is_compiling() and (notes := notes_of_process()) is not None:
-        notes.end_forward()
+    def __call__(self, *_: object) -> None:
+        # A torch.compile around the model also traces its hooks.
+        if not torch.compiler.is_compiling() and (notes := notes_of_process()) is not None:
+            self._record(notes)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _TimingHook:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments, and does nothing
 
 
 def begin_backward(loss: torch.Tensor, notes: Notes, *, communicates: bool) -> Callable[[], object]:
