@@ -166,3 +166,32 @@ def _waits_for_a_late_rank(folder: str) -> list[str]:
 
 def test_the_main_process_waits_for_a_rank_that_is_late(tmp_path: Path) -> None:
     assert run_on_ranks(_waits_for_a_late_rank, str(tmp_path), world_size=2, init_group=False) == [[], []]
+
+
+def _saves_while_the_others_wait_for_it(folder: str) -> tuple[list[str], str]:
+    """Save in a block that the other ranks enter later, and call there what needs every rank."""
+    accelerator, model, _ = _prepared("ddp")
+    text = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with accelerator.main_process_first():
+            if accelerator.is_main_process:
+                accelerator.save_state(folder + "/state")
+                accelerator.save_model(model, folder + "/model")
+                with pytest.raises(DesyncError) as error:
+                    accelerator.wait_for_everyone()
+                text = str(error.value)
+    accelerator.wait_for_everyone()
+    cleanup()
+    return [str(one.message).split(",")[0] for one in caught], text
+
+
+def test_the_main_process_saves_in_a_block_that_the_others_wait_for(tmp_path: Path) -> None:
+    (warned, text), others = run_on_ranks(
+        _saves_while_the_others_wait_for_it, str(tmp_path), world_size=2, init_group=False
+    )
+    assert warned == ["save_state() runs on the main process only"]
+    assert "the other ranks wait for this one to leave the block of main_first() or main_process_first()" in text
+    assert others == ([], "")
+    assert (tmp_path / "state" / "manifest.json").exists()
+    assert (tmp_path / "model" / "model.safetensors").exists()

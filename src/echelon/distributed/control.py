@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Literal, ParamSpec, TypeVar
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.base.errors import DesyncError
 from echelon.base.rank import known_rank
-from echelon.distributed.alone import is_alone
+from echelon.distributed.alone import is_alone, while_others_wait
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.stores import store_of
 from echelon.distributed.structure_check import ranks_of, wire_device
@@ -135,7 +135,8 @@ def main_first(
     key = f"main_first/{name}/{turn}/outcome"
     if rank == first:
         try:
-            with slow("main_first"):
+            # Ranks outside of the mesh do not wait.
+            with slow("main_first"), while_others_wait() if mesh is None else nullcontext():
                 yield
         except BaseException as error:
             store.set(key, f"failed: {type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from echelon.base.errors import DesyncError, RankTimeoutError
 from echelon.base.logging import get_logger
-from echelon.distributed.alone import is_alone
+from echelon.distributed.alone import is_alone, is_awaited
 from echelon.distributed.peer_responder import count_collectives, groups_of_process, responder_store
 from echelon.distributed.stores import common_store, store_of
 from echelon.distributed.structure_check import ranks_of
@@ -71,11 +71,18 @@ def monitored_barrier(
     backend, so it has started no collective when it raises.
 
     Raises:
-        DesyncError: a rank will not arrive; the message gives each rank's line in the user's code.
+        DesyncError: a rank will not arrive (the message gives each rank's line in the user's code), or the others wait for
+            this one in ``main_first``.
         RankTimeoutError: some ranks did not arrive in time; the message names them.
     """
     if is_alone(group):
         return
+    if group is None and is_awaited():
+        raise DesyncError(
+            f"{operation} waits for every rank, but the other ranks wait for this one to leave the block of main_first() or "
+            "main_process_first()",
+            do=f"call it {_EVERY_RANK}, after the block",
+        )
     pg = group if group is not None else dist.group.WORLD
     assert pg is not None
     with waiting(operation):
@@ -85,13 +92,13 @@ def monitored_barrier(
 def is_passed_by(operation: str) -> bool:
     """Wait until another rank has reached the barrier of ``operation``, or none ever will; return whether none will.
 
-    A rank never will if it is at another operation that needs all ranks, has started a torch collective that this rank has not, or
-    has exited without an error. If this returns False, call ``monitored_barrier(operation)``.
+    A rank never will if it is at another operation that needs all ranks, waits until this rank leaves a block of ``main_first``, has
+    started a torch collective that this rank has not, or has exited without an error. If this returns False, call ``monitored_barrier(operation)``.
 
     Args:
         operation: the name that the other ranks pass to ``monitored_barrier``, if they call it.
     """
-    if is_alone():
+    if is_alone() or is_awaited():
         return True
     world = dist.group.WORLD
     assert world is not None
