@@ -195,3 +195,23 @@ def test_the_main_process_saves_in_a_block_that_the_others_wait_for(tmp_path: Pa
     assert others == ([], "")
     assert (tmp_path / "state" / "manifest.json").exists()
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def _saves_alone_and_together(folder: str) -> list[str]:
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, seed=0, project_config=project)
+    bare = nn.Linear(3, 1)
+    accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EchelonWarning)
+        if accelerator.is_main_process:
+            accelerator.save_state()
+        accelerator.wait_for_everyone()
+    saved = [accelerator.save_state().name for _ in range(2)]
+    cleanup()
+    return saved
+
+
+def test_checkpoints_are_numbered_alike_after_the_main_process_has_saved_alone(tmp_path: Path) -> None:
+    results = run_on_ranks(_saves_alone_and_together, str(tmp_path), world_size=2, init_group=False)
+    assert results == [["checkpoint_1", "checkpoint_2"]] * 2

@@ -159,6 +159,8 @@ class Checkpoints:
         if not is_alone():
             session.guard.compare_models("at save_state()")
         with saving(session.progress.step):
+            if self._project.automatic_checkpoint_naming:  # rank zero may have saved alone
+                self._project.iteration = max(gather_object([self._project.iteration]))
             target = self.store.next_folder(_one_folder(output_dir, session.world, "save_state"))
             session.engine.update_loss_scale()
             self.warn_of_weights_left_out()
