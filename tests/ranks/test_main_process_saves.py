@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
@@ -17,6 +21,7 @@ from torch.utils.data import DataLoader
 from echelon import Accelerator
 from echelon.base.errors import DesyncError
 from echelon.base.warnings import EchelonWarning
+from echelon.distributed import monitored_barrier
 from echelon.distributed.setup import cleanup
 from echelon.utils import ProjectConfiguration
 from tests.harness import run_on_ranks
@@ -215,3 +220,37 @@ def _saves_alone_and_together(folder: str) -> list[str]:
 def test_checkpoints_are_numbered_alike_after_the_main_process_has_saved_alone(tmp_path: Path) -> None:
     results = run_on_ranks(_saves_alone_and_together, str(tmp_path), world_size=2, init_group=False)
     assert results == [["checkpoint_1", "checkpoint_2"]] * 2
+
+
+class _SendsWhenItHears(logging.Handler):
+    """Keeps the messages, and sends what rank one waits for after the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        dist.send(torch.ones(1), dst=1)
+
+
+def _saves_before_the_others_receive(folder: str) -> list[str]:
+    accelerator, _, _ = _prepared("ddp")
+    handler = _SendsWhenItHears()
+    logger = logging.getLogger("echelon.distributed.monitored_barrier")
+    if accelerator.is_main_process:
+        logger.addHandler(handler)
+    else:
+        dist.recv(torch.zeros(1), src=0)
+    with patch.object(monitored_barrier, "_REMINDER", timedelta(seconds=1.5)):
+        accelerator.save_state(folder)
+    logger.removeHandler(handler)
+    cleanup()
+    return handler.texts
+
+
+def test_a_main_process_that_others_wait_for_unseen_says_what_to_do(tmp_path: Path) -> None:
+    (text,), others = run_on_ranks(_saves_before_the_others_receive, str(tmp_path), world_size=2, init_group=False)
+    assert "dist.recv(torch.zeros(1), src=0)" in text
+    assert "If they wait for this rank in another way (recv(), a file), call it on every rank" in text
+    assert others == []

@@ -32,6 +32,10 @@ _SLEEP_PER_RANK_S = 0.0005  # limits the ranks together to 2000 requests per sec
 _NOTIFY_WITHIN_S = 0.5
 _NUM_LISTED = 8
 _EVERY_RANK = "on every rank, in the same order, outside `if accelerator.is_main_process:` and similar conditions"
+_UNTIL_GONE_ON = (
+    "they arrive, come to another operation that needs all ranks, or end. If they wait for this rank in another way (recv(), a file), "
+    "call it on every rank"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +188,7 @@ class _BarrierCall:
                 return not absent.failed and len(absent.elsewhere) == len(self._ranks) - 1
             if now >= remind_at:
                 remind_at = math.inf
-                self._log_reminder(absent.late, now - started)
+                self._log_reminder(absent.late, now - started, until=_UNTIL_GONE_ON)
             check_at = time.monotonic() + _CHECK_EVERY_S
         return False
 
@@ -280,13 +284,14 @@ class _BarrierCall:
             do="check these ranks' logs: the ranks may hang elsewhere, need more time, or have exited",
         )
 
-    def _log_reminder(self, late: Mapping[int, str], waited_s: float) -> None:
+    def _log_reminder(self, late: Mapping[int, str], waited_s: float, *, until: str = "they arrive") -> None:
         if self._rank == min(set(self._ranks) - set(late)):
             _logger.warning(
-                "%s at %s has waited %.0f s for %s and continues when they arrive",
+                "%s at %s has waited %.0f s for %s and continues when %s",
                 self._operation,
                 self._call_site,
                 waited_s,
                 "; ".join(f"rank {rank} ({place})" for rank, place in late.items()),
+                until,
                 all_ranks=True,
             )
