@@ -254,3 +254,36 @@ def test_a_main_process_that_others_wait_for_unseen_says_what_to_do(tmp_path: Pa
     assert "dist.recv(torch.zeros(1), src=0)" in text
     assert "If they wait for this rank in another way (recv(), a file), call it on every rank" in text
     assert others == []
+
+
+def _saves_before_a_block_of_the_main_process(folder: str) -> tuple[int, str]:
+    """Save on the main process only, while the others wait at the next block of main_process_first()."""
+    accelerator, model, _ = _prepared("ddp")
+    text = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(2):
+            if accelerator.is_main_process:
+                accelerator.save_state(f"{folder}/alone{i}")
+                accelerator.save_model(model, f"{folder}/model{i}")
+            with accelerator.main_process_first():
+                pass
+            accelerator.save_state(f"{folder}/together{i}")  # the finished block counts no more
+        if accelerator.is_main_process:
+            with pytest.raises(DesyncError) as error:
+                accelerator.wait_for_everyone()
+            text = str(error.value)
+        with accelerator.local_main_process_first():
+            pass
+    cleanup()
+    return len(caught), text
+
+
+def test_the_main_process_saves_before_a_block_that_the_others_wait_to_enter(tmp_path: Path) -> None:
+    (num_warnings, text), (others, _) = run_on_ranks(
+        _saves_before_a_block_of_the_main_process, str(tmp_path), world_size=2, init_group=False
+    )
+    assert (num_warnings, others) == (1, 0)
+    assert "rank 1: waits in main_first() for this rank at " in text
+    manifests = [tmp_path / f"{name}{i}" / "manifest.json" for name in ("alone", "together") for i in range(2)]
+    assert all(path.exists() for path in manifests)

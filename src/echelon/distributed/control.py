@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from echelon.base.errors import DesyncError
 from echelon.base.rank import known_rank
 from echelon.distributed.alone import is_alone, while_others_wait
-from echelon.distributed.monitored_barrier import monitored_barrier
-from echelon.distributed.stores import store_of
+from echelon.distributed.monitored_barrier import monitored_barrier, note_wait
+from echelon.distributed.stores import control_store
 from echelon.distributed.structure_check import ranks_of, wire_device
 from echelon.distributed.uncompiled import uncompiled
 from echelon.status.notes import slow, waiting
@@ -130,7 +130,7 @@ def main_first(
     if scope == "machine":
         place = detect()
         first = rank - place.local_rank  # every launcher numbers the ranks of one machine consecutively
-        store = dist.PrefixStore(f"machine/{place.node_rank}", store)
+        name = f"machine/{place.node_rank}/{name}"
     turn = store.add(f"main_first/{name}/turn/{rank}", 1)
     key = f"main_first/{name}/{turn}/outcome"
     if rank == first:
@@ -143,6 +143,8 @@ def main_first(
             raise
         store.set(key, "done")
         return
+    if mesh is None:
+        note_wait(store, rank, first=first, outcome=key)
     with waiting("main_first"):
         while not _wait_for_key(store, key, within=timedelta(seconds=10)):
             continue
@@ -169,4 +171,4 @@ def _store(group: dist.ProcessGroup | None) -> dist.Store:
     """Return the store of ``group`` with the group's own prefix (which keeps groups apart) and echelon's."""
     pg = group if group is not None else dist.group.WORLD
     assert pg is not None
-    return dist.PrefixStore("echelon/control", store_of(pg))
+    return control_store(pg)

@@ -15,12 +15,12 @@ from echelon.base.errors import DesyncError, RankTimeoutError
 from echelon.base.logging import get_logger
 from echelon.distributed.alone import is_alone, is_awaited
 from echelon.distributed.peer_responder import count_collectives, groups_of_process, responder_store
-from echelon.distributed.stores import common_store, store_of
+from echelon.distributed.stores import common_store, control_store, store_of
 from echelon.distributed.structure_check import ranks_of
 from echelon.status.call_site import current_call_site
 from echelon.status.notes import waiting
 
-__all__ = ["is_passed_by", "monitored_barrier"]
+__all__ = ["is_passed_by", "monitored_barrier", "note_wait"]
 
 _logger = get_logger(__name__)
 PATIENCE = timedelta(seconds=0.5)
@@ -96,7 +96,7 @@ def monitored_barrier(
 def is_passed_by(operation: str) -> bool:
     """Wait until another rank has reached the barrier of ``operation``, or none ever will; return whether none will.
 
-    A rank never will if it is at another operation that needs all ranks, waits until this rank leaves a block of ``main_first``, has
+    A rank never will if it is at another operation that needs all ranks, waits for this rank in ``main_first``, has
     started a torch collective that this rank has not, or has exited without an error. If this returns False, call ``monitored_barrier(operation)``.
 
     Args:
@@ -108,6 +108,16 @@ def is_passed_by(operation: str) -> bool:
     assert world is not None
     with waiting(operation):
         return _BarrierCall(world, operation, "").is_passed_by(patience=PATIENCE, reminder=_REMINDER)
+
+
+def note_wait(store: dist.Store, rank: int, *, first: int, outcome: str) -> None:
+    """Note that ``rank`` waits in ``main_first`` until rank ``first`` sets the key ``outcome``, for barriers of that rank.
+
+    Args:
+        store: the ``control_store`` of all ranks.
+    """
+    wait = {"first": first, "outcome": outcome, "place": str(current_call_site())}
+    store.set(f"wait/{rank}", json.dumps(wait))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +148,7 @@ class _BarrierCall:
         assert world is not None
         self._store = dist.PrefixStore("echelon/monitored_barrier", store_of(group))
         self._responder = responder_store(common_store(world))
+        self._control = control_store(world)
         self._rank = dist.get_rank()
         self._ranks = ranks_of(group)
         self._operation, self._advice = operation, advice
@@ -237,6 +248,8 @@ class _BarrierCall:
                     if ended["failed"]:
                         failed.append(rank)
                         advice.append(f"First fix the error of rank {rank}.")
+                elif (awaiting := self._place_of_wait(rank)) is not None:
+                    elsewhere[rank] = f"waits in main_first() for this rank at {awaiting}"
                 elif place and self._has_run_past(answer["started"]):
                     elsewhere[rank] = f"in another collective at {place}"
                     unaware.append(rank)
@@ -251,6 +264,14 @@ class _BarrierCall:
     def _arrival_of(self, rank: int) -> _Arrival | None:
         key = f"arrival/{rank}"
         return _Arrival(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def _place_of_wait(self, rank: int) -> str | None:
+        """Return where ``rank`` waits in ``main_first`` for this rank, which has not come there yet."""
+        key = f"wait/{rank}"
+        wait = json.loads(self._control.get(key)) if self._control.check([key]) else None
+        if wait is None or wait["first"] != self._rank or self._control.check([wait["outcome"]]):
+            return None
+        return str(wait["place"])
 
     def _has_run_past(self, started: Mapping[str, int]) -> bool:
         """Return whether ``started`` counts a collective that this rank, still at the barrier, has not started."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-__all__ = ["base_store", "common_store", "store_of"]
+__all__ = ["base_store", "common_store", "control_store", "store_of"]
 
 _CAN_CLONE = hasattr(dist.Store, "clone")
 
@@ -16,6 +16,11 @@ _CAN_CLONE = hasattr(dist.Store, "clone")
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """Return the store of ``group`` with the group's prefix, over this process's existing connection."""
     return _get_process_group_store(group)
+
+
+def control_store(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store of ``group`` with the prefix of ``main_first``."""
+    return dist.PrefixStore("echelon/control", store_of(group))
 
 
 def base_store(store: dist.Store) -> dist.Store:
