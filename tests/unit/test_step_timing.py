@@ -8,8 +8,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from echelon.accelerator.update import step_timing
+from echelon import Accelerator
+from echelon.accelerator.update import step_timing, update_policy
+from echelon.data import pass_observers
 from echelon.status import notes as status_notes
 from echelon.status.board import Phase, StepPart
 from echelon.status.notes import Notes
@@ -79,5 +82,25 @@ def test_no_hook_is_registered_if_nothing_is_recorded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(step_timing, "notes_of_process", lambda: None)
     model = nn.Linear(2, 2)
     step_timing.time_forward(model)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_on_one_process_no_hook_is_added_and_the_time_until_backward_counts_as_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes = Notes(None)
+    for module in (update_policy, pass_observers, step_timing):
+        monkeypatch.setattr(module, "notes_of_process", lambda: notes)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters()), loader)  # type: ignore[arg-type]
+    for (x,) in loader:
+        accelerator.backward(model(x).sum())
+        assert notes.times.part is StepPart.OTHER
+        optimizer.step()
+    accelerator.end_training()
+    assert min(notes.spent_ns[StepPart.FORWARD], notes.spent_ns[StepPart.BACKWARD]) > 0
     assert not model._forward_hooks
     assert not model._forward_pre_hooks

@@ -556,6 +556,7 @@ class PreparedLoader(DataLoader[Any]):
                 first_pass=first_pass,
                 begin_batch=None if tracker is None else partial(tracker.begin_batch, self),
                 draws=position.draws if position.draws is not None and position.draws.is_of_a_batch else None,
+                is_alone=self._world.is_alone,
             )
             position.is_open = True
             varies = self._counts_samples() and type(batches_of(self.original)) is not BatchSampler

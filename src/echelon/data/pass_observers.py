@@ -13,13 +13,13 @@ from echelon.data.rng.host_rng import HostDraws
 from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
 from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
 from echelon.distributed.structure import ignorant_find_batch_size
-from echelon.status.board import Phase
+from echelon.status.board import Phase, StepPart
 from echelon.status.notes import Notes, notes_of_process
 
 __all__ = ["PassObservers"]
 
 # Looking up a member of an enum takes a tenth of a microsecond.
-_DATA, _TRAIN, _EVALUATE = Phase.DATA, Phase.TRAIN, Phase.EVALUATE
+_DATA, _TRAIN, _EVALUATE, _FORWARD = Phase.DATA, Phase.TRAIN, Phase.EVALUATE, StepPart.FORWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class PassObservers:
         first_pass: DuplicateSamplesCheck | None,
         begin_batch: Callable[[Any], object] | None,
         draws: HostDraws | None,
+        is_alone: bool,
     ) -> PassObservers:
         """Return the observers of a pass that begins.
 
@@ -47,6 +48,7 @@ class PassObservers:
             first_pass: check of the samples in the first pass.
             begin_batch: the tracker's function, if one follows the run's progress.
             draws: where the states of the random number generators are recorded before each batch, if they are.
+            is_alone: whether one process trains: then the time until ``backward()`` counts as the forward pass.
         """
         begin = [] if first_pass is None else [first_pass.add]
         before: list[Callable[[], object]] = []
@@ -55,7 +57,7 @@ class PassObservers:
         if draws is not None:
             before.append(draws.take)
         if notes is not None:
-            phases = _Phases(notes)
+            phases = _Phases(notes, times_forward=is_alone)
             before.append(phases.before_reading)
             after.append(phases.after_reading)
         if recorder is not None:
@@ -72,14 +74,18 @@ class PassObservers:
 class _Phases:
     """Records whether this process reads data, trains or evaluates."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Notes, *, times_forward: bool) -> None:
         self._notes = notes
+        self._times_forward = times_forward
 
     def before_reading(self) -> None:
         self._notes.phase(_DATA)
 
     def after_reading(self, _batch: Any, _facts: object) -> None:
-        self._notes.phase(_TRAIN if torch.is_grad_enabled() else _EVALUATE)
+        trains = torch.is_grad_enabled()
+        self._notes.phase(_TRAIN if trains else _EVALUATE)
+        if trains and self._times_forward:
+            self._notes.part(_FORWARD)
 
 
 class _SampleCounter:

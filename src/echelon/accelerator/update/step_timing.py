@@ -27,20 +27,19 @@ def time_forward(model: nn.Module) -> None:
     """Time each forward pass of ``model``; if the process records nothing, no hook is registered."""
     notes = notes_of_process()
     if notes is not None:
-        model.register_forward_pre_hook(_TimingHook(Notes.begin_forward), prepend=True)
-        model.register_forward_hook(_TimingHook(Notes.end_forward), always_call=True)
+        model.register_forward_pre_hook(_TimingHook(notes.begin_forward), prepend=True)
+        model.register_forward_hook(_TimingHook(notes.end_forward), always_call=True)
 
 
 class _TimingHook:
     """A hook of the user's model. It is copied with the model; a pickle of the model can be read without echelon."""
 
-    def __init__(self, record: Callable[[Notes], object]) -> None:
+    def __init__(self, record: Callable[[], object]) -> None:
         self._record = record
 
     def __call__(self, *_: object) -> None:
-        # A torch.compile around the model also traces its hooks.
-        if not torch.compiler.is_compiling() and (notes := notes_of_process()) is not None:
-            self._record(notes)
+        if not torch.compiler.is_compiling():  # a torch.compile around the model also traces its hooks
+            self._record()
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> _TimingHook:
         return self
@@ -57,6 +56,8 @@ def begin_backward(loss: torch.Tensor, notes: Notes, *, communicates: bool) -> C
     the backward pass, runs before it.
     """
     before = notes.part(StepPart.BACKWARD)
+    if before is StepPart.FORWARD:  # on one process, it lasts until the backward pass
+        before = StepPart.OTHER
     if not communicates:
         return partial(notes.part, before)
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
