@@ -202,6 +202,28 @@ def test_the_main_process_saves_in_a_block_that_the_others_wait_for(tmp_path: Pa
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
+def _saves_alone_then_elsewhere_together(folder: str) -> list[str]:
+    accelerator, _, _ = _prepared("ddp")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if accelerator.is_main_process:
+            accelerator.save_state(folder + "/first")
+        accelerator.save_state(folder + "/second")
+    accelerator.end_training()
+    cleanup()
+    return [str(one.message).split(",")[0] for one in caught]
+
+
+def test_a_save_on_the_main_process_is_told_from_the_next_save_on_all_ranks(tmp_path: Path) -> None:
+    warned = run_on_ranks(_saves_alone_then_elsewhere_together, str(tmp_path), world_size=2, init_group=False)
+    assert warned == [["save_state() runs on the main process only"], []]
+    sizes = [
+        json.loads((tmp_path / name / "manifest.json").read_text())["manifest"]["world_size"]
+        for name in ("first", "second")
+    ]
+    assert sizes == [1, 2]
+
+
 def _saves_alone_and_together(folder: str) -> list[str]:
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, seed=0, project_config=project)

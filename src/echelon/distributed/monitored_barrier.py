@@ -96,8 +96,8 @@ def monitored_barrier(
 def is_passed_by(operation: str) -> bool:
     """Wait until another rank has reached the barrier of ``operation``, or none ever will; return whether none will.
 
-    A rank never will if it is at another operation that needs all ranks, waits for this rank in ``main_first``, has
-    started a torch collective that this rank has not, or has exited without an error. If this returns False, call ``monitored_barrier(operation)``.
+    A rank never will if it is at another operation that needs all ranks or at another line with the same one, waits for
+    this rank in ``main_first``, has started a torch collective that this rank has not, or has exited without an error. If this returns False, call ``monitored_barrier(operation)``.
 
     Args:
         operation: the name that the other ranks pass to ``monitored_barrier``, if they call it.
@@ -189,12 +189,12 @@ class _BarrierCall:
         started = time.monotonic()
         self._turn = self._store.add(f"turn/{self._rank}", 0) + 1
         check_at, remind_at = started + patience.total_seconds(), started + reminder.total_seconds()
-        while not self._store.check([self._arrived]):
+        while not (self._store.check([self._arrived]) and self._are_at_this_line()):
             now = time.monotonic()
             if now < check_at:
                 self._sleep(now - started, at_most=check_at - now)
                 continue
-            absent = self._find_absent_ranks()
+            absent = self._find_absent_ranks(tells_lines_apart=True)
             if not absent.late:
                 return not absent.failed and len(absent.elsewhere) == len(self._ranks) - 1
             if now >= remind_at:
@@ -202,6 +202,18 @@ class _BarrierCall:
                 self._log_reminder(absent.late, now - started, until=_UNTIL_GONE_ON)
             check_at = time.monotonic() + _CHECK_EVERY_S
         return False
+
+    def _are_at_this_line(self) -> bool:
+        """Return whether a rank that has arrived called the operation at the same line as this one.
+
+        One at another line is past this call (``if accelerator.is_main_process: save_state(a)``, then ``save_state(b)``).
+        """
+        arrivals = (self._arrival_of(rank) for rank in self._ranks if rank != self._rank)
+        return any(one is not None and one.turn == self._turn and self._is_this_line(one.place) for one in arrivals)
+
+    def _is_this_line(self, place: str) -> bool:
+        # The program may be in another folder on another machine.
+        return place.rpartition("/")[2] == self._call_site.rpartition("/")[2]
 
     def _sleep(self, waited_s: float, *, at_most: float) -> None:
         longest = max(_LONGEST_SLEEP_S, _SLEEP_PER_RANK_S * len(self._ranks))
@@ -221,8 +233,10 @@ class _BarrierCall:
             raise self._report_absent_ranks(absent)
         return absent.late
 
-    def _find_absent_ranks(self) -> _Absent:
+    def _find_absent_ranks(self, *, tells_lines_apart: bool = False) -> _Absent:
         """Return the ranks that have not arrived, and ask those that may still arrive for their positions.
+
+        With ``tells_lines_apart``, a rank that called the same operation at another line has not arrived.
 
         A rank's collective counts are read before its arrival. In the opposite order, a rank that arrives between the two
         reads would seem to have passed the barrier.
@@ -238,7 +252,12 @@ class _BarrierCall:
             ended = json.loads(self._read(f"ended/{rank}") or "null")
             answer = json.loads(self._read(f"place/{rank}") or "{}")
             arrival = self._arrival_of(rank)
-            if arrival is not None and arrival.turn == self._turn and arrival.operation != self._operation:
+            at_other_line = tells_lines_apart and arrival is not None and not self._is_this_line(arrival.place)
+            if (
+                arrival is not None
+                and arrival.turn == self._turn
+                and (arrival.operation != self._operation or at_other_line)
+            ):
                 elsewhere[rank] = f"{arrival.operation} at {arrival.place}"
                 advice.append(arrival.advice)
             elif arrival is None or arrival.turn < self._turn:
