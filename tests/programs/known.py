@@ -138,7 +138,7 @@ _REFUSALS: list[_Refusal] = [
         "several batches were fetched before the first of them is trained|was called outside a prepared DataLoader's loop|"
         "yielded a batch in the middle|earlier micro-steps' gradients were|after a loader's iterator was closed|"
         "a second loss for the same batch was computed after|the other batches would be ignored|"
-        "no loss has been recorded yet|of a batch that is trained outside of its loader's loop",
+        "of a batch that is trained outside of its loader's loop|the latest one was trained outside of it",
     ),
     _Refusal(
         "ZeRO stages 1 and 2 take no group of frozen parameters",
@@ -149,11 +149,6 @@ _REFUSALS: list[_Refusal] = [
         "windows of split batches that the end of a pass would leave open",
         lambda p, at: p.splits == "counted" and p.accumulation > 1,
         "the last update of this pass has only . of . micro-steps|accumulate\\(\\) was entered again after the last batch of a loader",
-    ),
-    _Refusal(
-        "bitwise sums are of gradients without a loss scale",
-        lambda p, at: p.fp16 and at.parity == "bitwise",
-        "fp16",
     ),
     _Refusal(
         "ranks with other numbers of batches",

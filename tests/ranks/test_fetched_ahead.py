@@ -263,6 +263,27 @@ def _one_batch(num_samples: int, count: bool, is_in_accumulate: bool = False) ->
     return float(accelerator.unwrap_model(model).weight.item())
 
 
+def _loss_of_one_batch() -> str:
+    """Train a batch in its loop, so that there is a loss, and then another one outside."""
+    accelerator = Accelerator(cpu=True, parity="exact")
+    model = nn.Linear(1, 1).double()
+    data = torch.ones(4, 1, dtype=torch.float64)
+    model, loader = accelerator.prepare(model, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    for x in loader:
+        accelerator.backward(model(x).sum(), num_items=len(x))
+        assert accelerator.update_loss() == pytest.approx(model(x).sum().item(), rel=1e-12)
+    x = next(iter(loader))
+    accelerator.backward(model(x).sum(), num_items=len(x))
+    with pytest.raises(UsageError) as error:
+        accelerator.update_loss()
+    return str(error.value)
+
+
+def test_the_loss_of_a_batch_outside_of_its_loop_is_not_known() -> None:
+    for text in run_on_ranks(_loss_of_one_batch, world_size=1):
+        assert "the latest one was trained outside of it" in text
+
+
 def _one_batch_plainly(num_samples: int) -> float:
     x, weight = torch.arange(1, num_samples + 1, dtype=torch.float64), 0.0
     for _ in range(3):

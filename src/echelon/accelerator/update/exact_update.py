@@ -60,6 +60,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         self._num_items = 0.0  # in this update on this rank
         self._is_counted = False  # whether _num_items includes this micro-step
         self._has_had_loss = False  # in any update
+        self._is_outside = False  # the latest loss was of a batch trained outside of its loader's loop
         self._micro_step_items: float | None = None  # items of this micro-step
         self._is_reevaluating = False  # a closure is being re-evaluated at other parameters
         self._misses_losses = False  # whether an earlier micro-step of this update has had no loss
@@ -307,6 +308,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         if state.sync_gradients:
             self.require_every_rank("backward()")
         contribution, scale, factor = self.contribution(), None, 1.0
+        self._is_outside = contribution is None
         if contribution is None and self._is_mid_update:
             raise UsageError(
                 "backward() was called after a loader's iterator was closed in the middle of an update with several "
@@ -515,7 +517,19 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             warn(f"{CHANGED}. {HOW_TO_CHANGE}")
 
     def update_loss(self) -> float:
-        """Return the mean loss since the update started; nan if there were no items. Collective."""
+        """Return the mean loss since the update started; nan if there were no items. Collective.
+
+        Raises:
+            UsageError: the loss was computed outside of a loader's loop, or there has been none.
+        """
+        if self._is_outside:
+            raise UsageError(
+                "update_loss() knows the losses of batches that are trained in the loop over their loader, and the latest one was "
+                "trained outside of it",
+                where=f"parity={self.config.value.parity!r}",
+                do="train each batch in the loop, right after it was fetched, or average the loss with accelerator.reduce(loss.detach(), "
+                "'mean')",
+            )
         mine = sum(float(loss) * num_items for loss, num_items in self._losses)
         loss, num_items = self._sum_over_ranks([mine, self._num_items])
         return self._mean(loss, num_items)
