@@ -185,6 +185,41 @@ def test_ranks_that_use_different_layers_are_averaged_or_refused(stage: int) -> 
             assert moved == {f"layers.{n}.{p}": 0.0 if n == "c" else 0.5 for n in LAYERS for p in ("weight", "bias")}
 
 
+def _use_layers_in_orders(stage: int, orders: list[str]) -> Any:
+    """Use the layers in the order ``orders[rank]`` in the first update, and in one order in the second, except with stage 3."""
+    accelerator = _accelerator(stage)
+    model: Any = Branches()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = share_of(_batches()[0])
+    said = None
+    for used in (orders[accelerator.process_index], LAYERS)[: 1 if stage == 3 else 2]:  # it keeps to its first order
+        accelerator.backward(model(x, used).square().mean())
+        try:
+            optimizer.step()
+        except UsageError as error:
+            said = str(error)
+        optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    accelerator.free_memory()
+    return said, state
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_that_use_layers_in_different_orders_are_averaged_or_refused(stage: int) -> None:
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range([2, 2, 1, 0][stage]):  # those that are not refused
+        optimizer.zero_grad()
+        model(_batches()[0], LAYERS).square().mean().backward()
+        optimizer.step()
+    results = run_on_ranks(_use_layers_in_orders, stage, ["abc", "cab"], world_size=2)
+    for said, _ in results:
+        assert (stage < 2) == (said is None), said
+        assert said is None or "used the model's layers in different orders" in said
+    for name, value in model.state_dict().items():  # float32, updates of about 0.05
+        torch.testing.assert_close(results[0][1][name], value, rtol=1e-5, atol=1e-6)
+
+
 def _step_without_clipping(stage: int, config: dict[str, float]) -> float:
     with environ.patch({"LOCAL_RANK": None}):  # as in a program that was started without a launcher
         accelerator = _accelerator(stage, **config)

@@ -76,7 +76,10 @@ class DeepSpeedModel:
             self.shards = FlatShards(library, engine, trained, rank=world.rank, world_size=world.world_size)
             names = {id(p): name for name, p in plain_parameters(engine.module)}
             self._used = UsedParameters(
-                engine.optimizer, self.shards, [(names[id(p)], p) for own in trained for p in own if id(p) in names]
+                engine.optimizer,
+                self.shards,
+                [(names[id(p)], p) for own in trained for p in own if id(p) in names],
+                is_ordered=self._stage >= 2,
             )
 
     def release(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from echelon.engines.deepspeed.flat_shards import FlatShard, FlatShards
 __all__ = ["UsedParameters", "count_ranks"]
 
 _REMEDY = "use every layer in each update (for example, add 0 times its output to the loss), or use engine='fsdp2', 'ddp' or ZeRO stage 0"
+_DIGEST_BITS = 32
 
 
 class UsedParameters:
@@ -25,13 +27,23 @@ class UsedParameters:
 
     A plain loop leaves a parameter without a gradient as it is. The library steps flat tensors that contain it, which decays it or
     moves it by its momentum or, in stage 3, by its previous gradient. If ranks use different parameters, it adds up gradients of
-    different parameters. (0.19.8.)
+    different parameters. With ``is_ordered`` (stages 2 and 3), it also does so if ranks use the same parameters in different
+    orders, because it sends gradients in the order in which a backward pass computes them. (0.19.8.)
     """
 
-    def __init__(self, optimizer: Any, shards: FlatShards, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        shards: FlatShards,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        *,
+        is_ordered: bool,
+    ) -> None:
         self._optimizer = optimizer
         self._shards = shards
         self._parameters = parameters
+        self._is_ordered = is_ordered
+        self._order = 0  # digest of the order in which this rank's backward passes have computed gradients
         self._used: set[int] = set()  # indices of parameters, on this rank
         self._unused: list[int] = []  # on all ranks, in the update that is finished
         self._left_out: set[int] = set()  # in an earlier update
@@ -50,16 +62,20 @@ class UsedParameters:
 
     def _note(self, index: int, _parameter: torch.Tensor) -> None:
         self._used.add(index)
+        if self._is_ordered:
+            self._order = zlib.crc32(index.to_bytes(4, "little"), self._order)
 
     def finish(self) -> None:
         """Compare the ranks, and clear what the library left in place of gradients. Collective: call on every rank.
 
         Raises:
-            UsageError: ranks used different parameters, or one that an earlier update left out is used again and the optimizer counts
-                its steps.
+            UsageError: ranks used different parameters, or used them in different orders, or one that an earlier update left out is
+                used again and the optimizer counts its steps.
         """
-        counts = count_ranks([index in self._used for index in range(len(self._parameters))] + [self._counts_steps()])
-        *used, counts_steps = counts
+        order = [bool(self._order >> bit & 1) for bit in range(_DIGEST_BITS)]
+        used_here = [index in self._used for index in range(len(self._parameters))]
+        counts = count_ranks([*order, self._counts_steps(), *used_here])
+        of_order, counts_steps, used = counts[:_DIGEST_BITS], counts[_DIGEST_BITS], counts[_DIGEST_BITS + 1 :]
         world_size = 1 if is_alone() else dist.get_world_size()
         names = [name for name, _ in self._parameters]
         differing = [name for name, count in zip(names, used) if 0 < count < world_size]
@@ -68,6 +84,12 @@ class UsedParameters:
                 f"some ranks used {_listed(differing)} in this update, and others did not, but DeepSpeed would mix up the gradients",
                 where="optimizer step, deepspeed engine",
                 do=_REMEDY,
+            )
+        if any(0 < count < world_size for count in of_order):
+            raise UsageError(
+                "ranks used the model's layers in different orders in this update, but DeepSpeed would mix up the gradients",
+                where="optimizer step, deepspeed engine",
+                do="use the layers in the same order on every rank, or use engine='fsdp2', 'ddp' or ZeRO stage 0 or 1",
             )
         again = [names[index] for index in sorted(self._left_out) if used[index]]
         if again and counts_steps:
@@ -84,6 +106,7 @@ class UsedParameters:
         """Begin the next update; ``is_taken`` says whether the optimizer has stepped."""
         if is_taken:
             self._left_out |= set(self._unused)
+        self._order = 0
         self._used.clear()
         self._unused.clear()
 
