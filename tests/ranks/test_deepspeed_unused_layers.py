@@ -16,7 +16,7 @@ from echelon import Accelerator
 from echelon.base import environ
 from echelon.base.errors import UsageError
 from echelon.utils import DeepSpeedPlugin, GatheredParameters
-from tests.harness import run_on_ranks
+from tests.harness import run_on_ranks, shut_down
 from tests.prepared_loop import share_of
 from tests.reference import gaussian
 
@@ -218,6 +218,30 @@ def test_ranks_that_use_layers_in_different_orders_are_averaged_or_refused(stage
         assert said is None or "used the model's layers in different orders" in said
     for name, value in model.state_dict().items():  # float32, updates of about 0.05
         torch.testing.assert_close(results[0][1][name], value, rtol=1e-5, atol=1e-6)
+
+
+def _train_alike(stage: int) -> Any:
+    accelerator = _accelerator(stage)
+    model: Any = Branches()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in _batches():
+        accelerator.backward(model(share_of(x), LAYERS).square().mean())
+        optimizer.step()
+    return accelerator.get_state_dict(model)
+
+
+def test_what_stage_3_left_in_the_process_of_one_rank_ends_with_its_group() -> None:
+    shut_down()  # no rank has used stage 3
+    run_on_ranks(_train_alike, 3, world_size=1)  # in the process of rank zero
+    found = run_on_ranks(_train_alike, 2, world_size=2)[0]
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in _batches():
+        optimizer.zero_grad()
+        model(x, LAYERS).square().mean().backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():  # float32, updates of about 0.05
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 def _step_without_clipping(stage: int, config: dict[str, float]) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.utils import cpp_extension
 
 from echelon.base.errors import UsageError
@@ -57,6 +58,7 @@ def import_deepspeed(world: World) -> Any:
         deepspeed.init_distributed(verbose=False)
     _replace_deprecated_names()
     if is_first:
+        _restore_linear()
         _synchronize_counters()
     return deepspeed
 
@@ -68,6 +70,17 @@ def _reset_ended_group() -> None:
         groups._release_process_group_references()
         library: Any = import_module("deepspeed.comm.comm")
         library.cdb = None
+
+
+def _restore_linear() -> None:
+    """Undo the library's replacement of ``torch.nn.functional.linear``, which is for ZeRO stage 3 and stays in the process.
+
+    It computes the gradients of a weight and a bias in the other order. Stage 2 adds up gradients in the order in which ranks
+    compute them (0.19.8), but a rank whose process has not used stage 3 has torch's function.
+    """
+    saved = getattr(import_module("deepspeed.runtime.zero.partition_parameters").Init, "linear_bk", None)
+    if saved is not None and nn.functional.linear is import_module("deepspeed.runtime.zero.linear").zero3_linear_wrap:
+        nn.functional.linear = saved
 
 
 def _synchronize_counters() -> None:
