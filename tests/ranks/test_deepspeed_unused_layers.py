@@ -97,7 +97,7 @@ def _plain(drawn: Drawn) -> dict[str, torch.Tensor]:
 
 
 def _accelerator(stage: int, offload: str = "none", **config: Any) -> Accelerator:
-    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0, **config.pop("zero", {})}
     if offload != "none":
         zero["offload_optimizer"] = {"device": offload}
     more = {name: config.pop(name) for name in ("gradient_accumulation_steps",) if name in config}
@@ -220,8 +220,8 @@ def test_ranks_that_use_layers_in_different_orders_are_averaged_or_refused(stage
         torch.testing.assert_close(results[0][1][name], value, rtol=1e-5, atol=1e-6)
 
 
-def _train_alike(stage: int) -> Any:
-    accelerator = _accelerator(stage)
+def _train_alike(stage: int, offload: str = "none", zero: dict[str, Any] | None = None) -> Any:
+    accelerator = _accelerator(stage, offload, zero=zero or {})
     model: Any = Branches()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for x in _batches():
@@ -230,10 +230,7 @@ def _train_alike(stage: int) -> Any:
     return accelerator.get_state_dict(model)
 
 
-def test_what_stage_3_left_in_the_process_of_one_rank_ends_with_its_group() -> None:
-    shut_down()  # no rank has used stage 3
-    run_on_ranks(_train_alike, 3, world_size=1)  # in the process of rank zero
-    found = run_on_ranks(_train_alike, 2, world_size=2)[0]
+def _require_plain_loop(found: dict[str, torch.Tensor]) -> None:
     model = Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x in _batches():
@@ -242,6 +239,19 @@ def test_what_stage_3_left_in_the_process_of_one_rank_ends_with_its_group() -> N
         optimizer.step()
     for name, value in model.state_dict().items():  # float32, updates of about 0.05
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_what_stage_3_left_in_the_process_of_one_rank_ends_with_its_group() -> None:
+    shut_down()  # no rank has used stage 3
+    run_on_ranks(_train_alike, 3, world_size=1)  # in the process of rank zero
+    _require_plain_loop(run_on_ranks(_train_alike, 2, world_size=2)[0])
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("setting", ["overlap_comm", "round_robin_gradients", "parameter_alignment"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_settings_for_speed_do_not_change_the_weights(stage: int, setting: str, offload: str) -> None:
+    _require_plain_loop(run_on_ranks(_train_alike, stage, offload, {setting: True}, world_size=2)[0])
 
 
 def _step_without_clipping(stage: int, config: dict[str, float]) -> float:

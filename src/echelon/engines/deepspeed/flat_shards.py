@@ -56,6 +56,14 @@ class FlatShards:
         self._world_size = world_size
         self._stage = int(engine.zero_optimization_stage())
         self._module: nn.Module = engine.module
+        self._places: dict[
+            int, tuple[int, int]
+        ] = {}  # of parameters by id: group, and offset in its flat tensor on all ranks
+        if self._stage < 3:
+            # The library's own mapping (_hp_mapping) is wrong with round_robin_gradients (0.19.8).
+            layout = zip(engine.optimizer.round_robin_bit16_groups, engine.optimizer.round_robin_bit16_offsets)
+            for number, (group, offsets) in enumerate(layout):
+                self._places |= {id(p): (number, offset) for p, offset in zip(group, offsets)}
         self._hooks = hook_loading(self._module, self.load_parameter)
 
     def release(self) -> None:
@@ -80,12 +88,13 @@ class FlatShards:
         if not parameter.requires_grad:
             return None
         if self._stage < 3:
-            mapping = own._hp_mapping
-            if mapping is None:
+            number, begin = self._places[id(parameter)]
+            flat = self._optimizer.single_partition_of_fp32_groups[number]
+            start = self._rank * flat.numel()
+            first, end = max(begin, start), min(begin + parameter.numel(), start + flat.numel())
+            if first >= end:
                 return None
-            high, low = mapping.hp_fragment_address, mapping.lp_fragment_address
-            flat = self._optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
-            return FlatShard(flat=flat, flat_offset=high.start, offset=low.start, numel=high.numel)
+            return FlatShard(flat=flat, flat_offset=first - start, offset=first - begin, numel=end - first)
         number, start, size = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
         offset = self._rank * own.partition_numel()
         numel = max(0, min(size, own.ds_numel - offset))  # the rest is padding

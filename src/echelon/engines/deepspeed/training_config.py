@@ -77,6 +77,9 @@ def training_config(
         # In stage 0 the library keeps no float32 weights for bf16. Use autocast instead, like other engines.
         own.pop("fp16", None)
         own.pop("bf16", None)
+    if stage_of(own) == 1:
+        # Gradients are reduced after the backward passes. With this setting, the library then skips the reduction (0.19.8).
+        own["zero_optimization"]["overlap_comm"] = False
     if is_on(own, "fp16") and scaler is not None:
         _copy_scaler_settings(scaler, own["fp16"])
     if not isinstance(optimizer, DummyOptim):
