@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import torch.distributed as dist
@@ -14,14 +14,9 @@ _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 _AWAITED: ContextVar[bool] = ContextVar("awaited", default=False)
 
 
-@contextmanager
-def alone() -> Iterator[None]:
+def alone() -> AbstractContextManager[None]:
     """Within the block, let echelon's collectives in this thread treat this process as the only rank."""
-    token = _ALONE.set(True)
-    try:
-        yield
-    finally:
-        _ALONE.reset(token)
+    return _true_within(_ALONE)
 
 
 def is_alone(group: dist.ProcessGroup | None = None) -> bool:
@@ -29,16 +24,20 @@ def is_alone(group: dist.ProcessGroup | None = None) -> bool:
     return not dist.is_initialized() or _ALONE.get() or dist.get_world_size(group) == 1
 
 
-@contextmanager
-def while_others_wait() -> Iterator[None]:
+def while_others_wait() -> AbstractContextManager[None]:
     """Within the block, which the other ranks wait for, let echelon expect none of them in an operation of all ranks."""
-    token = _AWAITED.set(True)
-    try:
-        yield
-    finally:
-        _AWAITED.reset(token)
+    return _true_within(_AWAITED)
 
 
 def is_awaited() -> bool:
     """Return whether this thread is in a block that the other ranks wait for."""
     return _AWAITED.get()
+
+
+@contextmanager
+def _true_within(variable: ContextVar[bool]) -> Iterator[None]:
+    token = variable.set(True)
+    try:
+        yield
+    finally:
+        variable.reset(token)

@@ -210,9 +210,8 @@ def apply_plugin_settings(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) 
         if setting is None or setting.value == present:
             continue
         if any(lost.name == name and lost.origin == setting.origin for lost in config.shadowed):
-            plugin.deepspeed_config[name] = (
-                present  # the plugin has the setting that the Accelerator's argument overrides
-            )
+            # The plugin has the setting that the Accelerator's argument overrides.
+            plugin.deepspeed_config[name] = present
             continue
         if origins[name].source not in (SettingSource.DEFAULT, SettingSource.ENV):
             raise ConfigError(
