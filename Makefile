@@ -94,7 +94,7 @@ other-torch: ## run the tests with another torch: make other-torch OTHER_TORCH=2
 # Uses the environment of `make peers` if it exists; otherwise the benchmarks list the libraries that they skip.
 bench: $(VENV)/.stamp ## run the benchmarks (after make peers, compared with accelerate, transformers, lightning)
 	@set -e; python=$(BIN)/python; test ! -e $(PEERS)/.stamp || python=$(PEERS)/bin/python; \
-	for file in $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py)); do echo "== $$file"; $$python $$file; done
+	for file in $(filter-out benchmarks/gpu_% benchmarks/results.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $$python $$file; done
 
 bench-check: $(VENV)/.stamp ## compare the Python calls that echelon adds to a training step with those in benchmarks/hot_path.json
 	@$(BIN)/python benchmarks/hot_path.py --check

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import gc
 import json
-import platform
 import statistics
-import time
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from overhead import processor
-from parity import CPU, RANKS, WALL, Found, main
+from parity import CPU, RANKS, WALL, Found, main, timed_updates
+from results import footer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -73,22 +69,13 @@ def turn(model_name: str, variant: str, steps: int) -> tuple[float, float]:
     data = TensorDataset(torch.randn(num_samples, 3, 32, 32), torch.randint(10, (num_samples,)))
     size = BATCH // RANKS if parity == "off" else BATCH
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=size, shuffle=True))
-    updates, wall, cpu = 0, 0.0, 0.0
-    for inputs, labels in loader:
-        if updates == WARM_UP and not wall:
-            dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-        with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        updates += accelerator.sync_gradients
-    ended = time.perf_counter(), time.process_time()
-    assert updates == WARM_UP + steps, (variant, updates)
-    accelerator.free_memory()
-    return 1e3 * (ended[0] - wall) / steps, 1e3 * (ended[1] - cpu) / steps
+    return timed_updates(
+        accelerator,
+        (model, optimizer, loader),
+        lambda batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        steps=steps,
+        warm_up=WARM_UP,
+    )
 
 
 def measure(rank: int, rounds: int, steps: int, result: str) -> None:
@@ -143,9 +130,7 @@ updates. The ratios are bitwise over the other variant in the same half of a rou
 
 - bitwise takes {worst:.3f} times as long as exact in the same micro-batches, in the worst case (wall time; target: {LIMIT}, {"met" if worst <= LIMIT else "missed"})
 
-{date.today()}, {processor()}, Python {platform.python_version()}; torch {version("torch")}, echelon {version("echelon")}.
-Repeat: `.venv/bin/python benchmarks/bitwise.py --write`.
-"""
+{footer("bitwise.py")}"""
 
 
 if __name__ == "__main__":

@@ -11,20 +11,16 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import tempfile
-import time
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from overhead import processor, write
-from parity import CPU, WALL, Found
+from parity import CPU, WALL, Found, timed_updates
+from results import footer, publish
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -97,24 +93,12 @@ def turn(width: int, variant: str, steps: int) -> tuple[float, float]:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = TensorDataset(torch.randint(VOCABULARY, (BATCH * (WARM_UP + steps), LENGTH + 1)))
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=BATCH))
-    updates, wall, cpu = 0, 0.0, 0.0
-    for (tokens,) in loader:
-        if updates == WARM_UP and not wall:
-            if world_size > 1:
-                dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-        with accelerator.accumulate(model):
-            logits = model(tokens[:, :-1])
-            accelerator.backward(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        updates += accelerator.sync_gradients
-    ended = time.perf_counter(), time.process_time()
-    assert updates == WARM_UP + steps, (variant, updates)
-    accelerator.free_memory()
-    return 1e3 * (ended[0] - wall) / steps, 1e3 * (ended[1] - cpu) / steps
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        logits = model(batch[0][:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten())
+
+    return timed_updates(accelerator, (model, optimizer, loader), loss_of, steps=steps, warm_up=WARM_UP)
 
 
 def measure(rank: int, world_size: int, steps: int, result: str) -> None:
@@ -166,9 +150,7 @@ the other variant, are those of CPU time in turns of the same half of a round, w
 |---|---:|---:|---:|---:|---|---|
 {chr(10).join(rows)}
 
-{date.today()}, {processor()}, Python {platform.python_version()}; torch {version("torch")}, echelon {version("echelon")}.
-Repeat: `.venv/bin/python benchmarks/bitwise_tp.py --write`.
-"""
+{footer("bitwise_tp.py")}"""
 
 
 def main() -> None:
@@ -187,9 +169,7 @@ def main() -> None:
                 for name, turns in json.loads(result.read_text()).items():
                     found.setdefault(name, []).extend(turns)
     section = report(found, options.rounds, options.steps)
-    print(section)
-    if options.write:
-        write(section)
+    publish(section, is_written=options.write)
 
 
 if __name__ == "__main__":

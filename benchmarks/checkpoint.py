@@ -12,19 +12,17 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import io
-import os
-import platform
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from results import footer, publish
 
 import echelon.checkpoint.tensor_file as tensor_file
 from echelon.checkpoint.background_save import BackgroundSaver
@@ -33,7 +31,6 @@ from echelon.checkpoint.save import Content, begin_save, save
 from echelon.world.world import World
 
 TURNS = 7
-RESULTS = Path(__file__).with_name("RESULTS.md")
 TITLE = "## Saving a checkpoint"
 Times = dict[str, list[float]]
 
@@ -185,8 +182,6 @@ def section(times: Times, tensors: dict[str, torch.Tensor], turns: int) -> str:
     low, checksums, high = (quartile - 1 for quartile in statistics.quantiles(pairs))
     blocked = _ratio(times, "blocked by a background save", "copy in memory")
     slower = _ratio(times, "step during a save", "step alone")
-    names = [name for name in ("torch", "accelerate") if importlib.util.find_spec(name) is not None]
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return "\n".join(
         [
             TITLE,
@@ -207,19 +202,9 @@ def section(times: Times, tensors: dict[str, torch.Tensor], turns: int) -> str:
             f"{times['blocked by a background save'][0] / statistics.median(times['copy in memory'][1:]):.2f} times",
             f"- a training step takes {slower:.2f} times as long during the save",
             "",
-            f"{date.today()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}; {versions}.",
-            "Repeat: `make peers`, then `.venv-peers/bin/python benchmarks/checkpoint.py --write`.",
-            "",
+            footer("checkpoint.py", "accelerate", needs_peers=True),
         ]
     )
-
-
-def write(text: str) -> None:
-    """Replace the section in RESULTS.md."""
-    before, title, rest = RESULTS.read_text().partition(TITLE)
-    _, heading, after = rest.partition("\n## ")
-    following = f"\n{heading.lstrip()}{after}" if title and heading else ""
-    RESULTS.write_text(f"{before.rstrip()}\n\n{text}{following}")
 
 
 def main() -> None:
@@ -234,9 +219,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         times = measure(Path(scratch), tensors, arguments.turns, arguments.pairs)
     text = section(times, tensors, arguments.turns)
-    print(text)
-    if arguments.write:
-        write(text)
+    publish(text, is_written=arguments.write)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import gc
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import parity
 import torch
 import torch.distributed as dist
-from overhead import processor
 from parity import BATCH, CPU, RANKS, WALL, Found, Samples, net
+from results import footer, verdict
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -108,9 +105,8 @@ def report(found: Found, rounds: int, steps: int) -> str:
             low, ratio, high = statistics.quantiles([one[column] / one[2 + column] for one in pairs], n=4)
             cells.append(f"{ratio:.3f} ({low:.3f} - {high:.3f})")
             if name in LIMITS:
-                verdict = "met" if ratio <= LIMITS[name] else "missed"
                 verdicts.append(
-                    f'- `parity="{name}"` takes {ratio:.3f} times the {kind} time of DDP by hand (target: {LIMITS[name]}, {verdict})'
+                    f'- `parity="{name}"` takes {ratio:.3f} times the {kind} time of DDP by hand (target: {LIMITS[name]}, {verdict(ratio <= LIMITS[name])})'
                 )
         times = " | ".join(f"{statistics.median(one[i] for one in pairs):.1f}" for i in (WALL, 2 + WALL, CPU, 2 + CPU))
         label = f"echelon, {name}" if name in LIMITS else name
@@ -127,9 +123,7 @@ Each loop alternates, update by update, with one by hand in the same processes: 
 
 {chr(10).join(verdicts)}
 
-{date.today()}, {processor()}, Python {platform.python_version()}; torch {version("torch")}, echelon {version("echelon")}.
-Repeat: `.venv/bin/python benchmarks/ddp.py --write`.
-"""
+{footer("ddp.py")}"""
 
 
 if __name__ == "__main__":

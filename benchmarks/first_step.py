@@ -10,17 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
-from overhead import installed, processor, write
+from results import footer, installed, publish, verdict
 
 HEADING = "## Time to the first step"
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -79,11 +76,9 @@ def report(found: dict[str, list[tuple[float, float]]], *, rounds: int) -> str:
     lines = []
     if len(found) == len(LIBRARIES):
         wall, cpu = (statistics.median(a[i] / b[i] for a, b in zip(*found.values(), strict=True)) for i in (0, 1))
-        verdict = "met" if wall <= LIMIT else "missed"
         lines = [
-            f"- echelon takes {wall:.2f} times as long as transformers (target: {LIMIT}, {verdict}), and {cpu:.2f} times the CPU time"
+            f"- echelon takes {wall:.2f} times as long as transformers (target: {LIMIT}, {verdict(wall <= LIMIT)}), and {cpu:.2f} times the CPU time"
         ]
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", *LIBRARIES) if installed(name))
     return f"""{HEADING}
 
 The time from the start of the process of examples/mnist_trainer.py to its first forward pass, with the complete MNIST. The
@@ -93,9 +88,7 @@ libraries alternate for {rounds} rounds, and the ratio is the median over the ro
 
 {chr(10).join(lines)}
 
-{date.today()}, {processor()}, Python {platform.python_version()}; {versions}.
-Repeat: `make peers`, then `.venv-peers/bin/python benchmarks/first_step.py --write`.
-"""
+{footer("first_step.py", "transformers", needs_peers=True)}"""
 
 
 def main() -> None:
@@ -116,9 +109,7 @@ def main() -> None:
                 if number > 0:  # the first round fills the disk and bytecode caches
                     found[library].append(seconds)
     section = report(found, rounds=options.rounds)
-    print(section)
-    if options.write:
-        write(section)
+    publish(section, is_written=options.write)
 
 
 if __name__ == "__main__":

@@ -23,17 +23,18 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from results import installed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -258,7 +259,7 @@ def by_hand(run: Run) -> None:
     reader, clip = dist.get_rank() if world_size > 1 else 0, nn.utils.clip_grad_norm_
     is_sharded = math.prod(run.mesh.values()) > 1
     if is_sharded:
-        reader, clip = _on_a_mesh(model, run), _clip_on_meshes
+        reader, clip = _on_a_mesh(model, run), clip_on_meshes
     elif world_size > 1:
         model = nn.parallel.DistributedDataParallel(model, device_ids=None if run.is_cpu else [device.index])
     if run.compiles:
@@ -312,7 +313,7 @@ def _on_a_mesh(model: Any, run: Run) -> int:
     return dist.get_rank() // sizes["tp"]
 
 
-def _clip_on_meshes(parameters: Iterator[Any], limit: float) -> None:
+def clip_on_meshes(parameters: Iterable[Any], limit: float) -> None:
     """As ``clip_grad_norm_``, which torch refuses for DTensors of different meshes: one all_reduce per set of sharded axes."""
     gradients = [p.grad for p in parameters]
     parts: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
@@ -439,11 +440,8 @@ def is_installed(variant: str) -> bool:
     package = variant.split()[0]
     if package in ("by", "echelon"):
         return True
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return package != "transformers" or is_installed("accelerate")  # its Trainer needs it
+    # The Trainer of transformers needs accelerate.
+    return installed(package) and (package != "transformers" or installed("accelerate"))
 
 
 def device_name(is_cpu: bool) -> str:
@@ -581,17 +579,11 @@ def main() -> None:
     print(f"## Language models on {num_processes} x {device_name(arguments.cpu)}\n")
     for model in arguments.model or MODELS:
         print("\n".join(table(model, num_processes, arguments)) + "\n", flush=True)
-    versions = [f"{name} {version(name)}" for name in ("torch", "echelon", "accelerate", "transformers") if _has(name)]
+    versions = [
+        f"{name} {version(name)}" for name in ("torch", "echelon", "accelerate", "transformers") if installed(name)
+    ]
     print(f"{date.today()}, Python {platform.python_version()}; {', '.join(versions)}.")
     print(f"Repeat: `python {' '.join(['benchmarks/gpu.py', *sys.argv[1:]])}`.")
-
-
-def _has(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

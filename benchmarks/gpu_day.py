@@ -305,13 +305,9 @@ def main() -> None:
                 f"--read {arguments.read}: there is no such file; name the results.jsonl in the folder of --out"
             )
         from gpu_report import section
+        from results import publish
 
-        text = section(arguments.read)
-        print(text)
-        if arguments.write:
-            from overhead import write
-
-            write(text)
+        publish(section(arguments.read), is_written=arguments.write)
         return
     if not arguments.cpu and not _has_accelerator():
         raise SystemExit("there is no accelerator: nothing to measure (--cpu --tiny runs the code on this machine)")

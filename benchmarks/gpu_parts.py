@@ -18,12 +18,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu import CLIP, MODELS, RATE, TINY, Decoder, Tokens, append_result, build, device_name
+from results import installed
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -70,7 +71,11 @@ class Part:
 def facts(part: Part) -> None:
     """The device, the versions, and two ceilings: a copy on the device, and a matrix product in bf16."""
     names = ("torch", "accelerate", "transformers", "lightning", "peft", "torchao", "triton", "tomli_w")
-    part.report("versions", python=platform.python_version(), **{name: _version(name) for name in names})
+    part.report(
+        "versions",
+        python=platform.python_version(),
+        **{name: version(name) if installed(name) else None for name in names},
+    )
     about: dict[str, Any] = {"device": device_name(part.is_cpu), "cpus": os.cpu_count()}
     if not part.is_cpu:
         from echelon.base.device import nccl_version
@@ -103,13 +108,6 @@ def _median_s(part: Part, run: Callable[[], Any], times: int = 10) -> float:
         run()
         found.append(part.now() - began)
     return statistics.median(found)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 # ---- 2: the contract and the tests -----------------------------------------------------------------------------------

@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
-from overhead import processor, write
+from results import footer, middle_half, publish, verdict
 from tqdm import tqdm
 
 ECHELON, COLD, TORCHRUN = "echelon launch", "echelon launch --no_warm", "torchrun"
@@ -203,9 +200,7 @@ def quantile(values: Sequence[float], part: float) -> float:
 
 def in_words(found: list[tuple[float, float]]) -> tuple[float, str]:
     ratios = [mine / its for mine, its in found]
-    middle = statistics.median(ratios)
-    low, _, high = statistics.quantiles(ratios, n=4)
-    return middle, f"{middle:.3f} ({low:.3f} - {high:.3f})"
+    return statistics.median(ratios), middle_half(ratios)
 
 
 def recovery_rows(kills: int, rounds: int) -> Iterator[tuple[str, list[float], int]]:
@@ -247,9 +242,6 @@ def main() -> None:
     warm, cold, torchruns = tails[ECHELON], medians[COLD], medians[TORCHRUN]
     mine, its = ([pair[i] for pair in launches] for i in (0, 1))
 
-    def verdict(holds: bool) -> str:
-        return "met" if holds else "missed"
-
     section = f"""## Launching, monitoring, restarting
 
 torchrun and `echelon launch` alternate with the same scripts, on 2 processes of one machine. The ratios are echelon's over torchrun's,
@@ -266,12 +258,8 @@ with the median and the middle half of the pairs.
 
 - warm, p95: {warm:.2f} s (target: {WARM_LIMIT_S}, {verdict(warm <= WARM_LIMIT_S)}); cold, p50: {cold:.2f} s, compared with torchrun's {torchruns:.2f} s (target: no more, {verdict(cold <= torchruns)})
 
-{date.today()}, {processor()}, Python {platform.python_version()}; torch {version("torch")}, echelon {version("echelon")}.
-Repeat: `.venv/bin/python benchmarks/launch.py --write`.
-"""
-    print(section)
-    if options.write:
-        write(section)
+{footer("launch.py")}"""
+    publish(section, is_written=options.write)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,25 @@
-"""Measures the overhead of echelon in a training step with split layers, compared with ``parallelize_module`` and ``fully_shard`` by hand.
+"""Measures the overhead of echelon in a training step of sharded and split models, compared with torch's functions by hand.
 
-Both train the same transformer on the same tokens, with AdamW and clipping, alternating in the same processes. The ratio is the median
-over the turns. Both must end with the same weights.
+Both train the same transformer on the same tokens, with AdamW and clipping, alternating in the same processes: by hand with
+``parallelize_module`` and ``fully_shard``. The ratio is the median over the turns. Both must end with the same weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
-from datetime import date
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from overhead import processor, write
+from gpu import PLAN, Shape, build, clip_on_meshes
+from results import footer, middle_half, publish, verdict
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,108 +30,79 @@ from echelon import Accelerator, FullyShardedDataParallelPlugin, ParallelismConf
 from echelon.distributed import process_group
 from echelon.utils import TorchTensorParallelConfig
 
-HEADING = "## A step with split layers"
-VOCABULARY, WIDTH, HEADS, DEPTH, BATCH, LENGTH = 512, 128, 4, 4, 8, 32
+SHAPE = Shape(vocabulary=512, width=128, hidden=512, heads=4, kv_heads=4, layers=4, length=32, batch=8, is_llama=True)
 STEPS, TURNS, WARM_UP = 5, 30, 2
 LIMIT = 1.03
-LAYOUTS = {"tp 2": (1, 2), "shard 2 x tp 2": (2, 2), "tp 4": (1, 4)}  # sizes of dp_shard and tp
-PLAN = {
-    "embed": "embedding_rowwise",
-    "blocks.*.[qkv]": "colwise",
-    "blocks.*.o": "rowwise",
-    "blocks.*.up": "colwise",
-    "blocks.*.down": "rowwise",
-    "head": "colwise_gather_output",
+Variant = tuple[Any, Callable[[torch.Tensor], None]]
+"""A model, and the function that makes a step with a batch."""
+
+
+class Layout(NamedTuple):
+    """Sizes of the axes, and whether parameters are resharded after the forward pass (ZeRO stage 3)."""
+
+    shards: int
+    parts: int
+    reshards: bool = True
+
+
+SHARDED, SPLIT = "## A step of sharded models", "## A step with split layers"
+LAYOUTS = {
+    SHARDED: {"ZeRO stage 2": Layout(2, 1, reshards=False), "ZeRO stage 3": Layout(2, 1)},
+    SPLIT: {"tp 2": Layout(1, 2), "shard 2 x tp 2": Layout(2, 2), "tp 4": Layout(1, 4)},
+}
+INTRODUCTIONS = {
+    SHARDED: "`fully_shard` by hand, compared with echelon, on 2 processes:",
+    SPLIT: "`parallelize_module` + `fully_shard` by hand (clipping, which torch refuses for mixed meshes, included), compared with echelon,\n"
+    "ZeRO stage 3 over `dp_shard`:",
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=i != 1) for i in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.first(x)
-        q, k, v = (f(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(mixed.transpose(1, 2).flatten(2))
-        out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.second(x))))
-        return out
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.blocks(self.embed(ids)))
-        return out
-
-
 def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+    loss: torch.Tensor = model(ids[:, :-1], labels=ids[:, 1:])["loss"]
+    return loss
 
 
-def net() -> Any:
-    torch.manual_seed(0)
-    return Net()
-
-
-def clip_by_hand(parameters: list[Any], limit: float) -> None:
-    """As ``clip_grad_norm_``, which torch refuses for DTensors of different meshes: one all_reduce per set of sharded axes."""
-    gradients = [p.grad for p in parameters]
-    parts: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        mesh = gradient.device_mesh
-        axes = enumerate(gradient.placements)
-        parts[tuple(mesh.get_group(axis) for axis, p in axes if not p.is_replicate())].append(gradient.to_local())
-    total = torch.zeros(())
-    for groups, locals_ in parts.items():
-        squares = torch.stack(torch._foreach_norm(locals_)).square().sum()
-        for group in groups:
-            dist.all_reduce(squares, group=group)
-        total = total + squares
-    factor = (limit / (total.sqrt() + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([gradient.to_local() for gradient in gradients], factor)
-
-
-def by_hand(shards: int, parts: int) -> tuple[Any, Callable[[torch.Tensor], None]]:
-    model = net()
-    mesh: Any = init_device_mesh("cpu", (shards, parts), mesh_dim_names=("dp_shard", "tp"))
-    plan: dict[str, Any] = {"embed": RowwiseParallel(input_layouts=Replicate())}
-    for i in range(DEPTH):
-        plan |= {f"blocks.{i}.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
-        plan |= {f"blocks.{i}.{name}": RowwiseParallel() for name in ("o", "down")}
-    plan["head"] = ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(model, mesh["tp"], plan)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp_shard"])
+def by_hand(layout: Layout) -> Variant:
+    model: Any = build(SHAPE)
+    mesh: Any = init_device_mesh("cpu", (layout.shards, layout.parts), mesh_dim_names=("dp_shard", "tp"))
+    clip: Callable[[list[Any], float], object] = nn.utils.clip_grad_norm_
+    if layout.parts > 1:
+        plan: dict[str, Any] = {"embed": RowwiseParallel(input_layouts=Replicate())}
+        for i in range(SHAPE.layers):
+            plan |= {f"blocks.{i}.{name}": ColwiseParallel() for name in ("q", "k", "v", "up", "gate")}
+            plan |= {f"blocks.{i}.{name}": RowwiseParallel() for name in ("o", "down")}
+        plan["head"] = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh["tp"], plan)
+        clip = clip_on_meshes
     # As echelon (and Accelerate) on ZeRO stage 3; torch's default keeps the outermost unit gathered.
-    fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=True)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh["dp_shard"], reshard_after_forward=layout.reshards)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
 
     def step(ids: torch.Tensor) -> None:
         loss_of(model, ids).backward()
-        clip_by_hand(parameters, 1.0)
+        clip(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
     return model, step
 
 
-def through_echelon(shards: int, parts: int) -> tuple[Any, Callable[[torch.Tensor], None]]:
-    config = ParallelismConfig(dp_shard_size=shards, tp_size=parts, tp_handler=TorchTensorParallelConfig(plan=PLAN))
+def through_echelon(layout: Layout) -> Variant:
+    options: dict[str, Any] = {}
+    if layout.parts > 1:
+        handler = TorchTensorParallelConfig(plan=PLAN)
+        config = ParallelismConfig(dp_shard_size=layout.shards, tp_size=layout.parts, tp_handler=handler)
+        options["parallelism_config"] = config
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+        fsdp_version=2,
+        reshard_after_forward=layout.reshards,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
     )
-    accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
-    model: Any = net()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, **options)
+    model: Any = build(SHAPE)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
     def step(ids: torch.Tensor) -> None:
@@ -157,83 +126,72 @@ def milliseconds(step: Callable[[torch.Tensor], None], batches: list[torch.Tenso
     return wall, cpu
 
 
-def measure(layout: str, turns: int) -> str:
+def measure(name: str, layout: Layout, turns: int) -> str:
     """Return a row of the table. Collective: every rank."""
-    shards, parts = LAYOUTS[layout]
-    generator = torch.Generator().manual_seed(dist.get_rank() // parts)
-    variants = {"by hand": by_hand(shards, parts), "echelon": through_echelon(shards, parts)}
+    generator = torch.Generator().manual_seed(dist.get_rank() // layout.parts)
+    variants = {"by hand": by_hand(layout), "echelon": through_echelon(layout)}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for turn in range(WARM_UP + turns):
-        batches = [torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator) for _ in range(STEPS)]
-        for name in list(variants) if turn % 2 else reversed(list(variants)):
-            took = milliseconds(variants[name][1], batches)
+        batches = [
+            torch.randint(SHAPE.vocabulary, (SHAPE.batch, SHAPE.length), generator=generator) for _ in range(STEPS)
+        ]
+        for variant in list(variants) if turn % 2 else reversed(list(variants)):
+            took = milliseconds(variants[variant][1], batches)
             if turn >= WARM_UP:
-                times[name].append(took)
-    pairs = zip(*(variants[name][0].parameters() for name in variants))
+                times[variant].append(took)
+    pairs = zip(*(model.parameters() for model, _ in variants.values()))
     off = max(float((p.full_tensor() - q.full_tensor()).abs().max()) for p, q in pairs)
     assert off <= 3e-4, f"the variants do not train alike: {off}"  # AdamW amplifies float32 rounding
-    cells = []
+    cells, ratios = [], [0.0]
     for kind in range(2):  # wall, CPU
-        hand, ours = ([one[kind] for one in times[name]] for name in ("by hand", "echelon"))
+        hand, ours = ([one[kind] for one in times[variant]] for variant in ("by hand", "echelon"))
         ratios = [b / a for a, b in zip(hand, ours)]
-        quarter, middle, three_quarters = statistics.quantiles(ratios, n=4)
-        cells += [
-            f"{statistics.median(hand):.1f}",
-            f"{statistics.median(ours):.1f}",
-            f"{middle:.3f} ({quarter:.3f} - {three_quarters:.3f})",
-        ]
-    verdict = "met" if middle <= LIMIT else "missed"
-    return f"| {layout} | {' | '.join(cells)} | {LIMIT}, {verdict} | {off:.0e} |"
+        cells += [f"{statistics.median(hand):.1f}", f"{statistics.median(ours):.1f}", middle_half(ratios)]
+    met = verdict(statistics.median(ratios) <= LIMIT)
+    return f"| {name} | {' | '.join(cells)} | {LIMIT}, {met} | {off:.0e} |"
 
 
-def section(rows: list[str], turns: int) -> str:
-    return "\n".join(
-        [
-            HEADING,
-            "",
-            "`parallelize_module` + `fully_shard` by hand (clipping, which torch refuses for mixed meshes, included), compared with echelon:",
-            f"{DEPTH} transformer blocks of width {WIDTH}, {BATCH} x {LENGTH} tokens, AdamW, clipping, float32, ZeRO stage 3 over `dp_shard`. The",
-            f"values are milliseconds per step, medians of {turns} turns of {STEPS} steps that alternate in the same processes; CPU is the mean",
-            "of the ranks. The ratios are medians over the turns, with their middle half; the target is for CPU time, which a busy machine",
-            "disturbs less. Off: the largest final difference of a weight.",
-            "",
-            "| layout | wall, by hand | echelon | ratio | CPU, by hand | echelon | ratio | target | off |",
-            "|---|---:|---:|---|---:|---:|---|---|---:|",
-            *rows,
-            "",
-            f"{date.today()}, {processor()}, load {os.getloadavg()[0]:.0f}, Python {platform.python_version()}; torch {torch.__version__}.",
-            "Repeat: `.venv/bin/python benchmarks/meshes.py --write`.",
-            "",
-        ]
-    )
+def section(heading: str, rows: list[str], turns: int) -> str:
+    return f"""{heading}
+
+{INTRODUCTIONS[heading]}
+{SHAPE.layers} Llama blocks of width {SHAPE.width}, {SHAPE.batch} x {SHAPE.length} tokens, AdamW, clipping, float32. The values are milliseconds per step, medians
+of {turns} turns of {STEPS} steps that alternate in the same processes; CPU is the mean of the ranks. The ratios are medians over the
+turns, with their middle half; the target is for CPU time, which a busy machine disturbs less. Off: the largest final difference of a weight.
+
+| layout | wall, by hand | echelon | ratio | CPU, by hand | echelon | ratio | target | off |
+|---|---:|---:|---|---:|---:|---|---|---:|
+{chr(10).join(rows)}
+
+{footer("meshes.py")}"""
 
 
 def main() -> None:
+    layouts = {name: layout for table in LAYOUTS.values() for name, layout in table.items()}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--layout", choices=list(LAYOUTS), action="append", help="only this one; may be repeated")
-    parser.add_argument("--write", action="store_true", help="replace the section in RESULTS.md")
+    parser.add_argument("--layout", choices=list(layouts), action="append", help="only this one; may be repeated")
+    parser.add_argument("--write", action="store_true", help="replace the sections in RESULTS.md")
     arguments = parser.parse_args()
-    layouts = arguments.layout or list(LAYOUTS)
+    chosen = arguments.layout or list(layouts)
     if "RANK" in os.environ:
         warnings.simplefilter("ignore")
         with process_group():
-            row = measure(layouts[0], arguments.turns)
+            row = measure(chosen[0], layouts[chosen[0]], arguments.turns)
             if dist.get_rank() == 0:
                 print(row)
         return
-    rows = []
-    for layout in layouts:
-        shards, parts = LAYOUTS[layout]
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={shards * parts}"]
-        command = [*start, __file__, "--layout", layout, "--turns", str(arguments.turns)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-        rows += [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    text = section(rows, arguments.turns)
-    print(text)
-    if arguments.write:
-        write(text)
+    for heading, table in LAYOUTS.items():
+        rows = []
+        for name in (name for name in table if name in chosen):
+            num_ranks = table[name].shards * table[name].parts
+            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+            command = [*start, __file__, "--layout", name, "--turns", str(arguments.turns)]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+            rows += [line for line in done.stdout.splitlines() if line.startswith("| ")]
+        if rows:
+            publish(section(heading, rows, arguments.turns), is_written=arguments.write)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -24,14 +23,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from overhead import installed, processor, write
+from results import footer, installed, publish
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, TensorDataset
 
@@ -241,9 +239,7 @@ the steps alone. Ratios are the medians of those of the runs with the same seed.
 
 {chr(10).join(verdicts)}
 
-{date.today()}, {processor()}, load {os.getloadavg()[0]:.0f}, Python {platform.python_version()}; torch {torch.__version__}.
-Repeat: `make peers`, then `.venv-peers/bin/python benchmarks/mnist_time.py --write`.
-"""
+{footer("mnist_time.py", needs_peers=True)}"""
 
 
 def main() -> None:
@@ -278,9 +274,7 @@ def main() -> None:
             found[variant].append(run(variant, seed, options.steps))
             print(seed, variant, found[variant][-1], flush=True)
     section = report(found, options.steps)
-    print(section)
-    if options.write:
-        write(section)
+    publish(section, is_written=options.write)
 
 
 if __name__ == "__main__":

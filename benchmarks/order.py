@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from overhead import installed, processor, write
+from results import footer, installed, publish
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from echelon.data.exact.permutation import ExplicitPermutation, FeistelPermutation, Permutation
@@ -163,8 +160,6 @@ def report(names: list[str], *, sizes: tuple[int, ...], rounds: int) -> str:
         found = {name: best(name, n, rounds if n < LARGE else 1) for name in names}
         rows += [row(name, n, values, found[FEISTEL]) for name, values in found.items()]
     rows += [row(FEISTEL, n, best(FEISTEL, n, rounds), None) for n in BEYOND]
-    packages = ("torch", "accelerate", "torchdata", "numpy", "echelon")
-    versions = ", ".join(f"{name} {version(name)}" for name in packages if installed(name))
     return f"""## Order
 
 Index lists of {BATCH}; no sample is read. One thread, milliseconds of CPU time, the best of {rounds} new processes ({LARGE:,} samples: one
@@ -177,9 +172,7 @@ is that of "middle" to the first row.
 |---:|---|---:|---:|---:|---:|---:|
 {chr(10).join(rows)}
 
-{date.today()}, {processor()}, Python {platform.python_version()}; {versions}.
-Repeat: `make peers`, then `.venv-peers/bin/python benchmarks/order.py --large --write`.
-"""
+{footer("order.py --large", "accelerate", "torchdata", "numpy", needs_peers=True)}"""
 
 
 def main() -> None:
@@ -200,9 +193,7 @@ def main() -> None:
         sys.exit("--write needs all peers: a table without them says nothing")
     names = [name for name, (package, _) in CONTENDERS.items() if package not in missing]
     section = report(names, sizes=(SIZE, LARGE) if options.large else (SIZE,), rounds=options.rounds)
-    print(section)
-    if options.write:
-        write(section)
+    publish(section, is_written=options.write)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import argparse
 import gc
 import multiprocessing
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -21,21 +20,18 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from datetime import date
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from multiprocessing import util
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
+from results import footer, installed, publish
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
 HEADING = "## Overhead of a training step"
 PEERS = ("accelerate", "lightning", "transformers")
 BATCH = 8
@@ -326,8 +322,6 @@ def ratio_of(ours: list[float], theirs: list[float], base: list[float]) -> float
 
 
 def report(found: dict[str, list[float]], *, rounds: int) -> str:
-    packages = ("torch", *PEERS, "echelon")
-    versions = ", ".join(f"{name} {version(name)}" for name in packages if installed(name))
     return f"""{HEADING}
 
 A 16-32-4 MLP, batches of {BATCH}, AdamW, a scheduler; one process per variant, one thread, all on one processor.
@@ -341,35 +335,7 @@ transformers computes the norm in both cases. Accumulating loops update once eve
 
 {ratios(found)}
 
-{date.today()}, {processor()}, Python {platform.python_version()}; {versions}.
-Repeat: `make peers`, then `.venv-peers/bin/python benchmarks/overhead.py --write`.
-"""
-
-
-def processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
-
-
-def write(section: str) -> None:
-    """Replace the section of RESULTS.md that has the same heading by ``section``."""
-    text = RESULTS.read_text() if RESULTS.exists() else "# Benchmark results\n"
-    before, _, rest = text.partition(section.partition("\n")[0] + "\n")
-    end = rest.find("\n## ")
-    after = rest[end + 1 :] if end >= 0 else ""
-    RESULTS.write_text(before.rstrip() + "\n\n" + section + ("\n" + after if after else ""))
-
-
-def installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
+{footer("overhead.py", *PEERS, needs_peers=True)}"""
 
 
 def main() -> None:
@@ -390,9 +356,7 @@ def main() -> None:
         and (not options.only or name in (PLAIN, CLIPPING, ACCUMULATING) or any(o in name for o in options.only))
     ]
     section = report(measure(chosen, rounds=options.rounds), rounds=options.rounds)
-    print(section)
-    if options.write:
-        write(section)
+    publish(section, is_written=options.write)
 
 
 if __name__ == "__main__":

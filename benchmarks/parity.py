@@ -9,20 +9,17 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from overhead import processor, write
+from results import footer, publish
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -117,6 +114,43 @@ def turn(variant: Variant, steps: int) -> tuple[float, float]:
     return 1e3 * (ended[0] - wall) / steps, 1e3 * (ended[1] - cpu) / steps
 
 
+def timed_updates(
+    accelerator: Accelerator,
+    prepared: tuple[Any, Any, Any],
+    loss_of: Callable[[Any], torch.Tensor],
+    *,
+    steps: int,
+    warm_up: int,
+) -> tuple[float, float]:
+    """Train with clipping; return milliseconds per update after ``warm_up``: wall time, and CPU time of this process.
+
+    Args:
+        accelerator: frees its memory at the end.
+        prepared: the model, the optimizer and the loader.
+        loss_of: returns the loss of a batch.
+        steps: number of updates that are measured.
+        warm_up: number of updates before them.
+    """
+    model, optimizer, loader = prepared
+    updates, wall, cpu = 0, 0.0, 0.0
+    for batch in loader:
+        if updates == warm_up and not wall:
+            if dist.is_initialized():
+                dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(batch))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        updates += accelerator.sync_gradients
+    ended = time.perf_counter(), time.process_time()
+    assert updates == warm_up + steps, updates
+    accelerator.free_memory()
+    return 1e3 * (ended[0] - wall) / steps, 1e3 * (ended[1] - cpu) / steps
+
+
 def measure(rank: int, rounds: int, steps: int, result: str) -> None:
     """Run every variant once per round, in alternating order, so that neither side of a pair is always first."""
     torch.set_num_threads(1)
@@ -172,9 +206,7 @@ range over the rounds.
 
 - exact takes {costs[worst]:.3f} times as long as off in the worst case ({worst}; target: {LIMIT}, {verdict})
 
-{date.today()}, {processor()}, Python {platform.python_version()}; torch {version("torch")}, echelon {version("echelon")}.
-Repeat: `.venv/bin/python benchmarks/parity.py --write`.
-"""
+{footer("parity.py")}"""
 
 
 def main(description: str | None, work: Work, report: Report, *, rounds: int, steps: int) -> None:
@@ -190,9 +222,7 @@ def main(description: str | None, work: Work, report: Report, *, rounds: int, st
         spawn(work, args=(options.rounds, options.steps, str(result)), nprocs=RANKS)
         found = json.loads(result.read_text())
     section = report(found, options.rounds, options.steps)
-    print(section)
-    if options.write:
-        write(section)
+    publish(section, is_written=options.write)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,14 @@ The measure is the sum of PSS over the ranks (/proc/self/smaps_rollup): a page m
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import tempfile
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from overhead import processor, write
+from results import footer, publish
 from torch.utils.data import TensorDataset
 
 from echelon import share_dataset
@@ -77,12 +74,8 @@ The growth of the sum of PSS over {RANKS} ranks of one machine that all read a t
 
 - one copy takes {ratio:.2f} x the size of the data (target: {LIMIT}, {"met" if ratio < LIMIT else "missed"})
 
-{date.today()}, {processor()}, Python {platform.python_version()}; torch {version("torch")}, echelon {version("echelon")}.
-Repeat: `.venv/bin/python benchmarks/shared_memory.py --write`.
-"""
-    print(section)
-    if options.write:
-        write(section)
+{footer("shared_memory.py")}"""
+    publish(section, is_written=options.write)
     sys.exit(ratio >= LIMIT)
 
 

@@ -7,26 +7,23 @@ over the fastest turns: other programs only ever add time. The steps are plain P
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from overhead import processor
+from results import footer, publish
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon.verify.parts import default_parts
 from echelon.verify.recording import recording
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
 HEADING = "## Cost of recording steps for `echelon verify`"
 TARGET = 3.0
 NUM_TURNS = 12
@@ -73,11 +70,7 @@ def main() -> None:
     if options.profile:
         return
     text = _table(rows)
-    print(text)
-    if options.write:
-        before, _, after = RESULTS.read_text().partition(HEADING)
-        rest = after.partition("\n## ")
-        RESULTS.write_text(f"{before}{text}" + (f"\n## {rest[2]}" if rest[1] else ""))
+    publish(text, is_written=options.write)
 
 
 class _Loop:
@@ -174,9 +167,7 @@ def _table(rows: list[tuple[Any, ...]]) -> str:
         f"- a recorded step takes at most {TARGET:g} times the time of an unrecorded one in {len(met)} of {len(rows)} rows (target: all)",
         "- without `echelon verify`, nothing of this runs: no module of `echelon.verify` is imported",
         "",
-        f"{date.today()}, {processor()}, Python {platform.python_version()}; torch {torch.__version__}.",
-        "Repeat: `.venv/bin/python benchmarks/verify_cost.py --write`.",
-        "",
+        footer("verify_cost.py"),
     ]
     return "\n".join(lines)
 

@@ -8,25 +8,21 @@ time in which a rank waits for the others.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from overhead import processor
+from results import footer, publish
 from torch import nn
 
 from echelon import Accelerator
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
 HEADING = "## Cost of checking live updates"
 EVERY = 20  # in this benchmark, to see many checks; the costs are then given for every 1,000th
 TARGET = 0.002
@@ -60,11 +56,7 @@ def main() -> None:
             rows.append((name, world_size, *times))
             print(rows[-1], flush=True)
     text = _table(rows, arguments, _counting())
-    print(text)
-    if arguments.write:
-        before, _, after = RESULTS.read_text().partition(HEADING)
-        rest = after.partition("\n## ")
-        RESULTS.write_text(f"{before}{text}" + (f"\n## {rest[2]}" if rest[1] else ""))
+    publish(text, is_written=arguments.write)
 
 
 def _measure(rank: int, world_size: int, shape: Sequence[int], num_turns: int, folder: str) -> None:
@@ -156,9 +148,7 @@ def _table(rows: list[tuple[Any, ...]], arguments: argparse.Namespace, counting:
         "  the Python around them, of which the optimizer's repeated step is about a fifth, hooks and sketches of local gradients a fifth, sketches",
         "  of the reduced and the clipped gradient a quarter, and the comparison a sixth",
         "",
-        f"{date.today()}, {processor()}, Python {platform.python_version()}; torch {torch.__version__}.",
-        f"Repeat: `.venv/bin/python benchmarks/verify_every.py --turns {arguments.turns} --models {arguments.models} --write`.",
-        "",
+        footer(f"verify_every.py --turns {arguments.turns} --models {arguments.models}"),
     ]
     return "\n".join(lines)
 
