@@ -57,7 +57,7 @@ ENVIRONMENT_USERS = {
     "base/environ.py": "the accessor; the modules of base/ that need one fact call its functions for it",
     "compat/variables.py": "accelerate's public functions that read, patch and clear variables of any name",
     "compat/probes.py": "accelerate's is_..._available() depend on variables of their own, and torch's probe needs one",
-    "compat/swap.py": "install() tells the processes that this one starts; compat/ is below launch/",
+    "ecosystem/swap.py": "install() tells the processes that this one starts, which echelon does not launch",
     "cli/help/completion.py": "the words that a shell hands to click's completion, and click reads from there",
 }
 _ACCESSORS = frozenset({"get", "own", "patch", "restored", "snapshot", "write"})

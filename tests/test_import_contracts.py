@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -125,6 +126,25 @@ def test_there_are_no_import_cycles() -> None:
     assert {folder: count for folder, count in counts.items() if count > CYCLES_LEFT.get(folder, 0)} == {}
 
 
+def test_modules_imported_by_their_names_are_in_lower_layers_too() -> None:
+    """import-linter does not see ``import_module("echelon.trainer")``."""
+    heights = {folder: number for number, layer in enumerate(reversed(LAYERS)) for folder in layer}
+    found = []
+    for path, name in _named_imports(ROOT / "src" / "echelon"):
+        ours, theirs = path.parts[0], name.split(".")[1]
+        if ours in heights and ours != theirs and heights.get(theirs, 0) >= heights[ours]:
+            found.append(f"{path}: {name}")
+    assert found == []
+
+
+def test_a_module_imported_by_its_name_is_found(tmp_path: Path) -> None:
+    source = (
+        "import importlib\ndef f(name):\n    importlib.import_module('echelon.trainer.loop')\n    import_module(name)\n"
+    )
+    (tmp_path / "a.py").write_text(source)
+    assert list(_named_imports(tmp_path)) == [(Path("a.py"), "echelon.trainer.loop")]
+
+
 def test_an_import_cycle_is_reported() -> None:
     graph = grimp.ImportGraph()
     for importer, imported in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
@@ -158,6 +178,16 @@ def test_a_banned_name_is_reported(source: str) -> None:
 def test_other_names_pass() -> None:
     source = "import os\nimport torch\nfrom echelon.base import environ\nos.getpid()\nenviron.get('A')\ntorch.accelerator.synchronize()\nx.cuda()"
     assert "TID251" not in _lint(source, "src/echelon/world/environment.py")
+
+
+def _named_imports(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the file and the module of each ``import_module`` call in ``folder`` with the name of one of echelon's modules."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module":
+                name = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
+                if isinstance(name, str) and name.startswith("echelon."):
+                    yield path.relative_to(folder), name
 
 
 def _is_in_cycle(graph: grimp.ImportGraph, module: str) -> bool:

@@ -29,7 +29,7 @@ def test_the_errors_load_no_torch() -> None:
 @pytest.mark.slow
 def test_every_public_name_can_be_loaded_without_the_libraries_that_echelon_stands_in_for() -> None:
     program = "import sys, echelon; print([n for n in echelon.__all__ if getattr(echelon, n) is None])\n"
-    absent = "{'echelon.compat.swap', 'accelerate', 'transformers'}"
+    absent = "{'echelon.ecosystem.swap', 'accelerate', 'transformers'}"
     assert _run(f"{program}print(sorted({absent} & {{*sys.modules}}))") == "[]\n[]"
 
 

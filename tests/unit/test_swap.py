@@ -19,7 +19,7 @@ from echelon.base import environ
 from echelon.base.errors import LaunchError
 from echelon.cli.main import _run
 from echelon.commands.launch import launch_command, launch_command_parser
-from echelon.compat import swap
+from echelon.ecosystem import swap
 from echelon.launch.node import GenerationResult, RunOver
 
 FILES = {
@@ -178,15 +178,15 @@ def test_launch_as_covers_a_program_without_a_change(site: Path) -> None:
 
 
 def test_accelerate_need_not_be_installed(tmp_path: Path) -> None:
+    source = Path(swap.__file__).parents[2]
     program = (
-        "import sys; sys.path = [folder for folder in sys.path if 'site-packages' not in folder]\n"
+        f"import sys; sys.path = [{str(source)!r}] + [folder for folder in sys.path if 'site-packages' not in folder]\n"
         "import importlib.util; assert importlib.util.find_spec('accelerate') is None\n"
-        "from echelon.compat import swap; swap._add(('accelerate',))\n"
+        "from echelon.ecosystem import swap; swap._add(('accelerate',))\n"
         "import importlib.metadata, accelerate, accelerate.commands\n"
         "print(accelerate.__version__, importlib.metadata.version('accelerate'), accelerate.__file__)"
     )
-    source = Path(swap.__file__).parents[2]
-    done = _python(tmp_path, "-c", program.replace("not in folder]", f"not in folder] + [{str(source)!r}]"))
+    done = _python(tmp_path, "-c", program)
     assert done.stdout.split()[:2] == ["1.15.0", "1.15.0"], done.stderr
     assert done.stdout.split()[2] == str(source / "echelon" / "__init__.py")
 
@@ -208,7 +208,7 @@ def test_nothing_of_it_is_loaded_without_a_call(site: Path) -> None:
     program = (
         "import sys, echelon, echelon.compat, echelon.cli.launch, echelon.cli.env; from echelon.compat import enums\n"
         "print(len(sys.meta_path), 'install' in dir(echelon.compat),\n"
-        "  sorted({'echelon.compat.swap', 'importlib.metadata', 'accelerate'} & {*sys.modules} - loaded))"
+        "  sorted({'echelon.ecosystem.swap', 'importlib.metadata', 'accelerate'} & {*sys.modules} - loaded))"
     )
     known = "import click, sys, importlib.metadata; loaded = {*sys.modules}; before = len(sys.meta_path)\n"
     done = _python(site, "-c", known + program.replace("len(sys.meta_path)", "len(sys.meta_path) - before"))

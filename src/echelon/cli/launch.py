@@ -105,7 +105,7 @@ class _Request:
     file: Path | None
     """Config file found on the search path; None if ``--config_file`` was given or no file was found."""
     libraries: Mapping[str, str]
-    """The environment variable that tells ranks which libraries echelon replaces; empty if it replaces none."""
+    """The environment variables that tell ranks which libraries echelon replaces; empty if it replaces none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,11 +263,11 @@ def _note_misplaced_flags(ctx: click.Context, script: Script, typed: Mapping[str
 
 
 def _libraries(script: Script, flags: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variable that tells ranks which libraries echelon replaces, and print those libraries."""
+    """Return the environment variables that tell ranks which libraries echelon replaces, and print those libraries."""
     requested = flags["libraries"] or replaced_libraries()
     if requested is None:
         return {}
-    from echelon.compat import swap  # noqa: PLC0415 - runs without it load nothing of it
+    from echelon.ecosystem import swap  # noqa: PLC0415 - runs without it load nothing of it
 
     where = "flag --as" if flags["libraries"] else f"env {swap.VARIABLE}"
     libraries = swap.parse_libraries(requested.split(","), where=where)
@@ -275,7 +275,7 @@ def _libraries(script: Script, flags: Mapping[str, Any]) -> dict[str, str]:
         raise ConfigError(f"{where} requires a Python script", where="flag --no_python", do="remove one of the two")
     if not flags["quiet"]:
         say(f"{swap.describe(libraries)} ({where})")
-    return {swap.VARIABLE: ",".join(libraries)}
+    return swap.rank_variables(libraries)
 
 
 def _resolve(layer: Layer, flags: Mapping[str, Any]) -> tuple[Path | None, Resolved[RunConfig]]:

@@ -1,3 +1,3 @@
 """Public names, which `__init__.py` imports on first use."""
 
-from echelon.compat.swap import install as install
+from echelon.ecosystem.swap import install as install

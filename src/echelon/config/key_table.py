@@ -186,6 +186,7 @@ KEYS = (
     *_keys("fp8_config", "ACCELERATE_FP8_", *("backend", "enable_fsdp_float8_all_gather", "pad_inner_dim")),
 )
 
+        "ECHELON_STARTER",
 BY_FIELD = MappingProxyType({key.field: key for key in KEYS})
 
 # Known variables that are not in this table. Any other unknown variable is checked for misspellings.

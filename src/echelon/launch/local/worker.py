@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import faulthandler
 import hashlib
+import importlib
 import importlib.util
 import io
 import json
@@ -199,8 +200,9 @@ def main(argv: list[str]) -> None:
     if reporter is not None:
         atexit.register(lambda: reporter.close(finished=not recorder.has_failed))
     try:
-        if libraries := os.environ.get("ECHELON_AS"):  # noqa: TID251 - this file imports only the standard library
-            _stand_in(libraries)
+        # The module that replaces libraries with echelon (echelon launch --as), before the program can import them.
+        if module := os.environ.get("ECHELON_STARTER"):  # noqa: TID251 - this file imports only the standard library
+            importlib.import_module(module).install_for_rank(os.environ["ECHELON_AS"])  # noqa: TID251
         if kind == "module":
             _run_module(target, args)
         else:
@@ -309,13 +311,6 @@ def _progress_bars_cleared() -> Any:
     """Return a context in which tqdm's bars are cleared, so that a traceback does not begin on the line of a bar."""
     tqdm = sys.modules.get("tqdm.std")
     return contextlib.nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(sys.stderr)
-
-
-def _stand_in(libraries: str) -> None:
-    """Replace the libraries that ``echelon launch --as`` names with echelon before the program can import them."""
-    from echelon.compat.swap import install_for_rank  # noqa: PLC0415 - other programs do not need echelon
-
-    install_for_rank(libraries)
 
 
 def _debug_post_mortem(error: BaseException) -> None:

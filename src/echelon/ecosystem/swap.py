@@ -26,12 +26,24 @@ from echelon.base.warnings import user_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["ACCELERATE_VERSION", "LIBRARIES", "VARIABLE", "describe", "install", "parse_libraries"]
+__all__ = [
+    "ACCELERATE_VERSION",
+    "LIBRARIES",
+    "VARIABLE",
+    "describe",
+    "install",
+    "install_for_rank",
+    "parse_libraries",
+    "rank_variables",
+]
 
 ACCELERATE_VERSION = "1.15.0"
 """The accelerate release whose names echelon provides."""
 
 LIBRARIES = ("accelerate", "transformers")
+
+STARTER = "ECHELON_STARTER"
+"""Environment variable with which the launcher tells its ranks to start this module, which stands above the launcher."""
 
 VARIABLE = "ECHELON_AS"
 """Environment variable that lists the libraries echelon stands in for; set by the launcher for its ranks, and by
@@ -90,6 +102,11 @@ def install(*libraries: str) -> None:
     new = _add(parse_libraries(libraries or LIBRARIES, where=str(user_line())))
     if new and known_rank() in (None, 0):
         print(f"echelon: {describe(new)} (echelon.compat.install)", file=sys.stderr)
+
+
+def rank_variables(libraries: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables with which a rank installs ``libraries`` before its program starts."""
+    return {VARIABLE: ",".join(libraries), STARTER: __name__}
 
 
 def install_for_rank(text: str) -> None:

@@ -1,0 +1,1 @@
+"""Lets programs and libraries written for accelerate and transformers run on echelon unchanged."""
