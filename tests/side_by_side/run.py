@@ -25,6 +25,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from echelon import __version__  # noqa: E402 - this module is also a program
+from tests.fork_server import ForkServer  # noqa: E402
 from tests.harness import rendezvous  # noqa: E402
 from tests.side_by_side.coverage import BEHAVIOURS, NAMES, uses  # noqa: E402
 from tests.side_by_side.differences import DIFFERENCES, Difference  # noqa: E402
@@ -59,11 +60,8 @@ class Forks:
     def __init__(self, package: str) -> None:
         self.package = package
         environ = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
-        self._process = subprocess.Popen(
+        self._server = ForkServer(
             [str(PEERS), str(HERE / "forks.py"), package],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
             env={
                 **environ,
                 "ACCELERATE_USE_CPU": "true",
@@ -86,33 +84,22 @@ class Forks:
             copy.write_text(with_package(script.read_text(), self.package))
             ranks = range(world_size)
             outputs = [Path(folder) / f"rank{rank}.out" for rank in ranks]
-            job = {
-                "script": str(copy),
-                "folder": folder,
-                "sys_path": [str(HERE / "scripts")],
-                "timeout_s": timeout_s,
-                "outputs": [str(path) for path in outputs],
-                "environs": [_environ(rank, world_size, variables) for rank in ranks],
-            }
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            self._process.stdin.write(json.dumps(job) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-            assert answer, f"the process that runs {self.package}'s scripts ended: {self._process.wait()}"
+            codes = self._server.run(
+                [_environ(rank, world_size, variables) for rank in ranks],
+                outputs=[str(path) for path in outputs],
+                folder=folder,
+                timeout_s=timeout_s,
+                grace_s=30.0,
+                script=str(copy),
+                sys_path=[str(HERE / "scripts")],
+            )
             texts = [path.read_text(errors="replace") if path.exists() else "" for path in outputs]
         values = {f"{rank} {name}": value for rank, text in enumerate(texts) for name, value in _values(text)}
-        return Run(
-            codes=json.loads(answer), values=values, output="".join(f"-- rank {r}\n{t}" for r, t in enumerate(texts))
-        )
+        return Run(codes=codes, values=values, output="".join(f"-- rank {r}\n{t}" for r, t in enumerate(texts)))
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait()
+        self._server.close()
 
 
 def _environ(rank: int, world_size: int, variables: Mapping[str, str]) -> dict[str, str]:
