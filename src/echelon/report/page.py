@@ -13,7 +13,7 @@ from typing import Any
 
 from echelon.base.messages.translation import language, translate, translated_template
 
-__all__ = ["page_texts", "render_page"]
+__all__ = ["asset", "page_texts", "render_page"]
 
 
 def render_page(data: Mapping[str, Any], *, live_url: str | None = None) -> str:
@@ -24,7 +24,7 @@ def render_page(data: Mapping[str, Any], *, live_url: str | None = None) -> str:
         live_url: address on the page's own server from which the page gets new data every two seconds; None for a page that
             makes no request. A content security policy forbids all others.
     """
-    scripts = [_asset("uPlot.iife.min.js"), _asset("page.js")]
+    scripts = [asset("uPlot.iife.min.js"), asset("page.js")]
     hashes = " ".join(f"'sha256-{_hash(script)}'" for script in scripts)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:"
     if live_url is not None:
@@ -38,12 +38,12 @@ def render_page(data: Mapping[str, Any], *, live_url: str | None = None) -> str:
         "title": _escape(str(data["title"])),
         **{name: _escape(translate(text)) for name, text in _HTML_TEXTS.items()},
         "live": "" if live_url is None else f' data-live="{_escape(live_url)}"',
-        "style": _asset("uPlot.min.css") + _asset("page.css"),
+        "style": asset("uPlot.min.css") + asset("page.css"),
         "data": text,
         "uplot": scripts[0],
         "script": scripts[1],
     }
-    page = _asset("page.html")
+    page = asset("page.html")
     # One pass: a value may contain the mark of another part.
     pieces = page.split("@@")
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
@@ -59,56 +59,84 @@ _HTML_TEXTS = MappingProxyType(
     }
 )
 # What page.js shows besides the sentences in it: the names of phases, of parts of the wall time, events, outcomes and facts.
-_NAMES = (
-    *("forward", "backward", "optimizer", "rest of the loop", "communication", "wait for slower ranks", "data wait"),
-    *(
-        "evaluation",
-        "checkpoint",
-        "whole step",
-        "compute",
-        "program",
-        "init",
-        "restart",
-        "lost steps",
-        "detection",
-        "end",
-    ),
-    *("failure", "stall", "straggler", "preemption", "running", "succeeded", "failed", "preempted", "interrupted"),
-    *("ended without a record", "horizontal axis", "configuration", "speed", "results", "command", "code", "machine"),
-    *(
-        "versions",
-        "settings",
-        "outcome",
-        "duration",
-        "restarts",
-        "steps",
-        "last loss",
-        "largest memory of a rank",
-        "goodput",
-    ),
-    *("script", "arguments", "launcher", "working directory", "branch", "processes", "machines", "host", "system"),
-    *(
-        "processor",
-        "CPU cores",
-        "memory (MB)",
-        "memory",
-        "accelerators",
-        "began",
-        "ended",
-        "exit code",
-        "folder",
-        "commit",
-    ),
-)
+_NAMES = [
+    "forward",
+    "backward",
+    "optimizer",
+    "rest of the loop",
+    "communication",
+    "wait for slower ranks",
+    "data wait",
+    "evaluation",
+    "checkpoint",
+    "whole step",
+    "compute",
+    "program",
+    "init",
+    "restart",
+    "lost steps",
+    "detection",
+    "end",
+    "failure",
+    "stall",
+    "straggler",
+    "preemption",
+    "running",
+    "succeeded",
+    "failed",
+    "preempted",
+    "interrupted",
+    "ended without a record",
+    "horizontal axis",
+    "configuration",
+    "speed",
+    "results",
+    "command",
+    "code",
+    "machine",
+    "versions",
+    "settings",
+    "outcome",
+    "duration",
+    "restarts",
+    "steps",
+    "last loss",
+    "largest memory of a rank",
+    "goodput",
+    "script",
+    "arguments",
+    "launcher",
+    "working directory",
+    "branch",
+    "processes",
+    "machines",
+    "host",
+    "system",
+    "processor",
+    "CPU cores",
+    "memory (MB)",
+    "memory",
+    "accelerators",
+    "began",
+    "ended",
+    "exit code",
+    "folder",
+    "commit",
+]
 _SENTENCE = re.compile(r"""\bt\((?:[^"()]*\? )?"((?:[^"\\]|\\.)*)"(?: : "((?:[^"\\]|\\.)*)")?""")
 _COUNTED = re.compile(r"""\bcount\([^"]*"([^"]*)", "([^"]*)"\)""")
 
 
 def page_texts() -> list[str]:
     """Return the sentences and names that page.js shows, in English, with ``{name}`` for values."""
-    script = _asset("page.js")
+    script = asset("page.js")
     found = [text for pair in [*_SENTENCE.findall(script), *_COUNTED.findall(script)] for text in pair if text]
     return list(dict.fromkeys((*found, *_NAMES)))
+
+
+def asset(name: str) -> str:
+    """Return the text of a file in the folder ``assets``."""
+    return (resources.files("echelon.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _translations() -> dict[str, str]:
@@ -117,10 +145,6 @@ def _translations() -> dict[str, str]:
         return {}
     pairs = ((text, translated_template(text)) for text in page_texts())
     return {text: translated for text, translated in pairs if translated is not None}
-
-
-def _asset(name: str) -> str:
-    return (resources.files("echelon.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:

@@ -116,7 +116,6 @@ class RowTracker:
         """Return a row for each rank, those that differ first.
 
         Args:
-            samples: all ranks of this machine.
             now: time on the clock of the heartbeats (``time.monotonic``), in seconds.
         """
         self._remember(samples, now)
@@ -307,12 +306,7 @@ def _phase(sample: RankSample) -> str:
 
 
 def fold_rows(rows: Sequence[RankRow], room: int) -> tuple[list[RankRow], str]:
-    """Return the rows to show, and a line for the others (empty if there are none).
-
-    Args:
-        rows: the rows, those that differ first.
-        room: the number of lines that are available.
-    """
+    """Return the rows to show, and a line for the others (empty if there are none)."""
     if len(rows) <= room:
         return list(rows), ""
     differing = [row for row in rows if row.difference is not Difference.NONE]

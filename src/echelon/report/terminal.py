@@ -44,7 +44,6 @@ def draw(snapshot: Snapshot, console: Console, *, height: int | None = None) -> 
     """Return the picture of ``snapshot`` for ``console``.
 
     Args:
-        snapshot: the state of the run.
         console: the terminal; its width decides which columns are drawn.
         height: number of lines that are available; None for no limit.
     """

@@ -18,9 +18,8 @@ from typing import final
 from urllib.parse import parse_qs, urlsplit
 
 from echelon.base.errors import UsageError
-from echelon.report.live_page import PAGE
 from echelon.report.live_run import LiveRun
-from echelon.report.page import render_page
+from echelon.report.page import asset, render_page
 from echelon.report.page_data import page_data
 from echelon.report.run_folder import read_run
 
@@ -49,10 +48,6 @@ _HEADERS = (
 @final
 class WebServer:
     """Serves a run on a port of 127.0.0.1.
-
-    Args:
-        live: the run.
-        port: the port; 0 for a free one.
 
     Raises:
         UsageError: the port is not available.
@@ -118,7 +113,7 @@ class WebServer:
             page = render_page(json.loads(self._report()), live_url=f"report.json?token={self._token}")
             return "text/html; charset=utf-8", page.encode()
         if path == "/ranks":
-            return "text/html; charset=utf-8", PAGE.encode()
+            return "text/html; charset=utf-8", asset("ranks.html").encode()
         if path == "/report.json":
             return "application/json", self._report()
         if path == "/ranks.json":
