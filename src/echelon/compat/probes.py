@@ -60,6 +60,16 @@ def _device(kind: str, brought_by: str | None = None) -> bool:
     return module is not None and bool(module.is_available())
 
 
+def _device_probe(kind: str, what: str, brought_by: str | None = None) -> Callable[..., bool]:
+    """Return a probe for a device type; see ``_device`` for the arguments."""
+
+    def is_detected(check_device: bool = False) -> bool:
+        return _device(kind, brought_by)
+
+    is_detected.__doc__ = f"Return whether torch detects {what}{f' (package {brought_by})' if brought_by else ''}."
+    return is_detected
+
+
 # Devices
 
 
@@ -83,29 +93,12 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     return at_least(torch.__version__, min_version) and torch.backends.mps.is_available()
 
 
-def is_xpu_available(check_device: bool = False) -> bool:
-    """Return whether torch detects an Intel GPU."""
-    return _device("xpu")
-
-
-def is_npu_available(check_device: bool = False) -> bool:
-    """Return whether torch detects an Ascend NPU (package torch_npu)."""
-    return _device("npu", "torch_npu")
-
-
-def is_mlu_available(check_device: bool = False) -> bool:
-    """Return whether torch detects a Cambricon MLU (package torch_mlu)."""
-    return _device("mlu", "torch_mlu")
-
-
-def is_musa_available(check_device: bool = False) -> bool:
-    """Return whether torch detects a Moore Threads GPU (package torch_musa)."""
-    return _device("musa", "torch_musa")
-
-
-def is_sdaa_available(check_device: bool = False) -> bool:
-    """Return whether torch detects a Tecorigin device (package torch_sdaa)."""
-    return _device("sdaa", "torch_sdaa")
+is_xpu_available = _device_probe("xpu", "an Intel GPU")
+is_npu_available = _device_probe("npu", "an Ascend NPU", "torch_npu")
+is_mlu_available = _device_probe("mlu", "a Cambricon MLU", "torch_mlu")
+is_musa_available = _device_probe("musa", "a Moore Threads GPU", "torch_musa")
+is_sdaa_available = _device_probe("sdaa", "a Tecorigin device", "torch_sdaa")
+is_neuron_available = _device_probe("neuron", "an AWS Neuron core", "torch_neuronx")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
@@ -119,11 +112,6 @@ def is_habana_gaudi1() -> bool:
         return False
     experimental: Any = import_module("habana_frameworks.torch.utils.experimental")
     return bool(experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi)
-
-
-def is_neuron_available(check_device: bool = False) -> bool:
-    """Return whether torch detects an AWS Neuron core (package torch_neuronx)."""
-    return _device("neuron", "torch_neuronx")
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
