@@ -18,8 +18,6 @@ from echelon.config.sources import (
     current,
     decode,
     encode,
-    from_code,
-    from_environment,
     from_flags,
     is_debug,
     set_debug,
@@ -28,14 +26,6 @@ from echelon.config.sources import (
 
 def _layer(name: str, value: object, source: SettingSource) -> dict[str, Setting]:
     return {name: Setting(value, Origin(source, f"from-{source.name}"))}
-
-
-def test_text_and_number_are_the_same_value_and_no_conflict() -> None:
-    layers = [
-        _layer("gradient_accumulation_steps", "8", SettingSource.ENV),
-        _layer("gradient_accumulation_steps", 8, SettingSource.CODE),
-    ]
-    assert resolve(RunConfig, layers, strict=True).value.gradient_accumulation_steps == 8
 
 
 def test_an_unset_setting_has_its_default() -> None:
@@ -66,36 +56,6 @@ def test_an_invalid_setting_is_rejected(name: str, value: object, texts: list[st
     assert raised.value.do
 
 
-def test_the_error_names_the_origin() -> None:
-    with pytest.raises(ConfigError, match="env ECHELON_SEED"), environ.patch({"ECHELON_SEED": "x"}):
-        resolve(RunConfig, [from_environment()])
-
-
-def test_echelons_variable_overrides_accelerates() -> None:
-    with environ.patch({"ACCELERATE_MIXED_PRECISION": "fp16", "ECHELON_MIXED_PRECISION": "bf16"}):
-        assert current().value.mixed_precision == "bf16"
-    with environ.patch({"ACCELERATE_MIXED_PRECISION": "fp16"}):
-        assert current().value.mixed_precision == "fp16"
-        assert str(current().origins["mixed_precision"]) == "env ACCELERATE_MIXED_PRECISION"
-
-
-def test_code_overrides_the_environment() -> None:
-    with environ.patch({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}):
-        resolved = current(from_code("Accelerator", {"gradient_accumulation_steps": 2, "seed": None}))
-    assert resolved.value.gradient_accumulation_steps == 2
-    assert str(resolved.origins["gradient_accumulation_steps"]) == "code Accelerator(gradient_accumulation_steps=)"
-    assert resolved.origins["seed"].source is SettingSource.DEFAULT
-
-
-def test_the_ranks_receive_the_launchers_flags() -> None:
-    resolved = resolve(RunConfig, [from_flags({"mixed_precision": ("bf16", "--mixed-precision")})])
-    with environ.patch({"ECHELON_CONFIG": encode(resolved), "ACCELERATE_MIXED_PRECISION": "bf16"}):
-        again = current()
-    assert again.value.mixed_precision == "bf16"
-    assert str(again.origins["mixed_precision"]) == "flag --mixed-precision"
-    assert again.shadowed == ()
-
-
 @pytest.mark.parametrize("debug", [True, False])
 def test_the_program_overrides_debug_of_a_flag(debug: bool) -> None:
     resolved = resolve(RunConfig, [from_flags({"debug": (not debug, "--debug")})])
@@ -106,36 +66,10 @@ def test_the_program_overrides_debug_of_a_flag(debug: bool) -> None:
         assert (is_debug(), current().value.debug) == (debug, debug)
 
 
-def test_a_value_from_a_file_keeps_its_origin_in_the_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("mixed_precision: bf16\n")
-    resolved = resolve(RunConfig, [from_file(path)])
-    with environ.patch({"ECHELON_CONFIG": encode(resolved), "ACCELERATE_MIXED_PRECISION": "bf16"}):
-        assert str(current().origins["mixed_precision"]) == f"file {path}:1"
-    with environ.patch({"ECHELON_CONFIG": encode(resolved), "ACCELERATE_MIXED_PRECISION": "fp16"}):
-        assert current().value.mixed_precision == "fp16"  # set after the launch, in the script
-
-
 @pytest.mark.parametrize("text", ["{", "[1]", '{"seed": 3}', '{"seed": [1, 99, "x"]}'])
 def test_invalid_settings_from_the_launcher_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="ECHELON_CONFIG does not contain"):
         decode(text)
-
-
-def test_a_file_gives_line_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("# comment\nmixed_precision: no\nseed: 5\n")
-    resolved = resolve(RunConfig, [from_file(path)])
-    assert (resolved.value.mixed_precision, resolved.value.seed) == ("no", 5)
-    assert str(resolved.origins["seed"]) == f"file {path}:3"
-
-
-@pytest.mark.parametrize("text", ["- 1\n", "a: [", "!!python/object/apply:os.getcwd []"])
-def test_a_file_that_is_not_a_mapping_is_rejected(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"run\.yaml"):
-        from_file(path)
 
 
 def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
