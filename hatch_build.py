@@ -1,4 +1,4 @@
-"""Makes the package's description from README.md, as a package index shows it, and compiles the messages in other languages.
+"""Makes the package's description from README.md, as a package index shows it.
 
 An index shows the README without the repository around it, so relative links would be broken there. If pyproject.toml has the
 URL `Source`, they become links to the files of this version; without it, only their text remains.
@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from runpy import run_path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<path>(?!\w+:|#)[^)\s]+)\)")
@@ -34,27 +31,6 @@ class ReadmeHook(MetadataHookInterface):
             "content-type": "text/markdown",
             "text": readme_of_index(text, repository, f"v{version[0]}"),
         }
-
-
-class CatalogueHook(BuildHookInterface[Any]):
-    """Put the compiled catalogues (.mo) into the wheel instead of their sources (.po), which a clone reads directly."""
-
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile the catalogues into the wheel; an editable installation needs none."""
-        if version == "editable":
-            return
-        self._folder = TemporaryDirectory()
-        source = Path(self.root) / "src"
-        catalogue = run_path(str(source / "echelon/base/messages/catalogue.py"))
-        for path in sorted((source / "echelon/locale").glob("*/LC_MESSAGES/echelon.po")):
-            compiled = Path(self._folder.name) / f"{path.parent.parent.name}.mo"
-            compiled.write_bytes(catalogue["to_mo"](catalogue["read_po"](path.read_text(encoding="utf-8"))))
-            build_data["force_include"][str(compiled)] = path.with_suffix(".mo").relative_to(source).as_posix()
-
-    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove the compiled files, which are in the wheel now."""
-        if version != "editable":
-            self._folder.cleanup()
 
 
 def readme_of_index(text: str, repository: str, tag: str) -> str:

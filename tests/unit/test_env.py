@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from echelon._version import __version__
-from echelon.cli.environment_facts import system, without_home
+from echelon.cli.env import system, without_home
 from echelon.cli.main import cli
 
 SECRET = "s3cret"

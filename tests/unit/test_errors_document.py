@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from echelon.base.errors import ConfigError, EchelonError
-from echelon.base.messages.catalogue import load_catalogue
+from echelon.base.messages.catalogue import Catalogue, read_po
 from echelon.base.messages.translation import LOCALES
 from echelon.config.files import from_file
 
@@ -80,7 +80,7 @@ def written() -> str:
 
 def written_in_chinese() -> str:
     """Return the Chinese page with each message beside its translation from the catalogue."""
-    chinese = load_catalogue(LOCALES / "zh_CN" / "LC_MESSAGES")
+    chinese = Catalogue(read_po((LOCALES / "zh_CN" / "LC_MESSAGES" / "echelon.po").read_text(encoding="utf-8")))
     page = CHINESE_PAGE.read_text(encoding="utf-8")
     before, begin, rest = page.partition("<!-- messages: ")
     table, end, after = rest.partition("<!-- end of messages -->")

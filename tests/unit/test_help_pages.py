@@ -13,12 +13,14 @@ from pathlib import Path
 import click
 import pytest
 
-from echelon.base.messages import once, terminal
-from echelon.base.messages.wrapping import wrap
+from echelon.base.messages import terminal
+from echelon.base.messages.terminal import wrap
+from echelon.cli import launch
 from echelon.cli.help.completion import VARIABLE, complete_engines
-from echelon.cli.help.launch_groups import ALL, COMMON, LAUNCHER_FIELDS
 from echelon.cli.launch import command
+from echelon.cli.launch_options import COMMON, PROCESS_FLAGS
 from echelon.cli.main import _run, cli
+from echelon.config.key_table import KEYS
 from echelon.engines.registry import ENGINES
 
 _COMMON = [name for names in COMMON.values() for name in names if not name.startswith("help")]
@@ -47,12 +49,8 @@ def test_help_all_shows_each_option_once_in_its_group(capsys: pytest.CaptureFixt
     page = _page(capsys, "launch", "--help-all")
     shown = re.findall(r"^  ((?:-\w, )?--[\w-]+(?:, --[\w-]+)*)", page, flags=re.MULTILINE)
     first = [names.split(", ") for names in shown]
-    hidden = {name for name, option in _options().items() if option.hidden}
-    assert len(first) == len(_options()) - len(hidden) + 1  # with --help
-    assert "Other options" not in page, "put the new option into a group of cli/help/launch_groups.py"
-    grouped = " ".join(ALL.values()).split()
-    assert len(grouped) == len(set(grouped))
-    assert set(grouped) == {*_options(), "help"} - hidden
+    assert len(first) == len([one for one in _options().values() if not one.hidden]) + 1  # with --help
+    assert {key.field for key in KEYS if key.flags} <= _options().keys(), "put the setting into launch_options.GROUPS"
 
 
 def test_flags_are_spelled_as_in_the_documents(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,8 +158,8 @@ def test_every_description_is_a_sentence_of_its_own() -> None:
 
 
 def test_the_flags_of_the_launcher_are_those_that_scripts_seldom_have() -> None:
-    assert {"num_processes", "stall_timeout", "num_machines", "multi_gpu"} <= LAUNCHER_FIELDS
-    assert not {"engine", "log_dir", "debug"} & LAUNCHER_FIELDS
+    assert {"num_processes", "stall_timeout", "num_machines", "multi_gpu"} <= PROCESS_FLAGS
+    assert not {"engine", "log_dir", "debug", "cpu"} & PROCESS_FLAGS
 
 
 class _Terminal(io.StringIO):
@@ -220,11 +218,11 @@ def test_a_message_starts_on_a_new_line_of_a_file(tmp_path: Path) -> None:
 
 def test_a_note_is_printed_once_per_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert [once.is_first_time("a"), once.is_first_time("a"), once.is_first_time("b")] == [True, False, True]
-    monkeypatch.setattr(once.platform, "node", lambda: "another")
-    assert once.is_first_time("a")
+    assert [launch._is_first_time("a"), launch._is_first_time("a"), launch._is_first_time("b")] == [True, False, True]
+    monkeypatch.setattr(launch.platform, "node", lambda: "another")
+    assert launch._is_first_time("a")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    assert [once.is_first_time("a"), once.is_first_time("a")] == [True, True]
+    assert [launch._is_first_time("a"), launch._is_first_time("a")] == [True, True]
 
 
 def test_lines_are_wrapped_by_columns() -> None:

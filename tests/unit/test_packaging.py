@@ -14,7 +14,6 @@ import yaml
 from hatchling.builders.wheel import WheelBuilder
 
 from echelon._version import __version__
-from echelon.base.messages.catalogue import read_mo, read_po
 from echelon.base.optional import EXTRAS, install_command
 
 if sys.version_info >= (3, 11):
@@ -121,22 +120,9 @@ def test_a_wheel_contains_the_package_and_nothing_else() -> None:
     packed = {file.distribution_path: file.path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
     source = [path for path in ROOT.glob("src/**/*") if path.is_file() and "__pycache__" not in path.parts]
     tracked = {path.relative_to(ROOT / "src").as_posix() for path in source if ".egg-info" not in str(path)}
-    assert tracked - set(packed) == {"echelon/locale/zh_CN/LC_MESSAGES/echelon.po"}  # compiled: the next test
+    assert tracked - set(packed) == set()
     assert "echelon/py.typed" in packed
     assert {name.partition("/")[0] for name in packed} == {"echelon"}
-
-
-def test_a_wheel_contains_the_compiled_messages(tmp_path: Path) -> None:
-    hook = run_path(str(ROOT / "hatch_build.py"))["CatalogueHook"](str(ROOT), {}, None, None, str(tmp_path), "wheel")
-    data: dict[str, Any] = {"force_include": {}}
-    hook.initialize("standard", data)
-    ((compiled, inside),) = data["force_include"].items()
-    assert inside == "echelon/locale/zh_CN/LC_MESSAGES/echelon.mo"
-    assert read_mo(Path(compiled).read_bytes()) == read_po(
-        (ROOT / "src" / inside).with_suffix(".po").read_text(encoding="utf-8")
-    )
-    hook.finalize("standard", data, "")
-    assert not Path(compiled).exists()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from echelon.base.control_groups import group_folders
 from echelon.base.errors import ConfigError
+from echelon.base.limits import group_folders
 
 __all__ = ["bind", "cores_of_node", "share_of", "threads_of_each", "usable_cores"]
 
@@ -21,11 +21,7 @@ def threads_of_each(num_processes: int) -> int:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that this process may use, given its affinity mask and its container's CPU quota.
-
-    Args:
-        root: root of the file system.
-    """
+    """Return the number of cores that this process may use, given its affinity mask and its container's CPU quota."""
     # os.cpu_count() considers neither: in a container with 2 cores on a machine with 64 it returns 64.
     return max(1, min([len(_affinity_mask()), *_quotas(root)]))
 

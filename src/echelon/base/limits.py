@@ -6,11 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from echelon.base.control_groups import group_folders
-
-__all__ = ["Room", "room_for_files", "room_for_memory", "room_for_tasks"]
+__all__ = ["Room", "group_folders", "room_for_files", "room_for_memory", "room_for_tasks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +21,7 @@ class Room:
 
 
 def room_for_memory(root: Path = Path("/")) -> Room | None:
-    """Return how many bytes can be allocated before the kernel kills processes, or None if unknown.
-
-    Args:
-        root: root of the file system.
-    """
+    """Return how many bytes can be allocated before the kernel kills processes, or None if unknown."""
     return _smallest([*_memory_of_machine(root), *_memory_of_groups(root)])
 
 
@@ -46,6 +40,31 @@ def room_for_files() -> Room | None:
     if limit == resource.RLIM_INFINITY:
         return None
     return Room(left=limit, source=f"ulimit -n is {limit}")
+
+
+def group_folders(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the folder and version (1 or 2) of each of this process's control groups; yields nothing on systems other than
+    Linux.
+
+    Args:
+        controller: name of the controller: ``cpu``, ``memory`` or ``pids``.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        number, controllers, group = line.split(":", 2)
+        if number == "0":
+            folder, version = root / "sys/fs/cgroup", 2
+        elif controller in controllers.split(","):
+            folder, version = root / "sys/fs/cgroup" / controller, 1
+        else:
+            continue
+        path = PurePosixPath(group)
+        # The limits of parent groups apply, too. In a container its own group may appear as the root.
+        for name in (path, *path.parents):
+            yield folder / str(name).lstrip("/"), version
 
 
 def _smallest(rooms: list[Room]) -> Room | None:

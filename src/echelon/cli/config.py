@@ -11,15 +11,14 @@ from echelon.base.errors import UsageError
 from echelon.base.messages.translation import translate, translate_lines
 from echelon.config.derive import check, derive, with_engine
 from echelon.config.explain import differences, show, show_changed, show_json
-from echelon.config.files import from_file
+from echelon.config.files import PROJECT_FILE, find_config_file, from_file
 from echelon.config.questions import ask_settings, ask_yes_no
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.run_record import of_run
 from echelon.config.schema import RunConfig
-from echelon.config.search_paths import PROJECT_FILE, find_config_file
 from echelon.config.sources import from_environment
 from echelon.config.speed_choices import speed_table
-from echelon.config.write import chosen, unknown_to_accelerate, write
+from echelon.config.write import chosen, unknown_to_accelerate, write, write_basic_config
 from echelon.report.run_folder import find_run
 
 __all__ = ["command"]
@@ -66,8 +65,6 @@ def _pass_on(ctx: click.Context, subcommand: str, config_file: str | None) -> No
 @click.option("--mixed-precision", metavar="[no|fp16|bf16|fp8]", default="no", help="Autocast dtype (default: no).")
 def default(config_file: str | None, mixed_precision: str) -> None:
     """Write a config file with one process per accelerator, without asking questions."""
-    from echelon.config.first_config import write_basic_config  # noqa: PLC0415 - counts devices with torch
-
     write_basic_config(mixed_precision, config_file)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import signal
@@ -16,22 +17,21 @@ from typing import Any
 
 import click
 
+from echelon.base import environ
 from echelon.base.cores import usable_cores
 from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
-from echelon.base.messages.once import is_first_time
 from echelon.base.messages.terminal import say
 from echelon.cli.help.completion import complete_paths
 from echelon.cli.help.misplaced_flags import note_about_flags
-from echelon.cli.launch_options import ARGV, NUMBERS, LaunchCommand, flag_layer, options, typed_flags
+from echelon.cli.launch_options import ARGV, NUMBERS, OPTIONS, LaunchCommand, flag_layer, typed_flags
 from echelon.config.derive import check as check_settings, check_installed, derive
 from echelon.config.explain import overridden
-from echelon.config.files import find_accelerator_request, from_file
+from echelon.config.files import find_accelerator_request, find_config_file, from_file
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Layer, Resolved, resolve
 from echelon.config.run_record import RUN_FILE, to_run_file
 from echelon.config.schema import RunConfig
-from echelon.config.search_paths import find_config_file
 from echelon.config.sources import from_environment, without_effect
 from echelon.launch.environment import rank_variables, replaced_libraries
 from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
@@ -65,8 +65,7 @@ _OF_ACCELERATORS = re.compile("gpus|accelerators")
 _USAGE_ERROR = 2  # exit code of argparse and click
 
 
-@click.command("launch", cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
-@options
+@click.command("launch", cls=LaunchCommand, params=[*OPTIONS], context_settings={"allow_interspersed_args": False})
 @click.argument("script", metavar="SCRIPT", shell_complete=complete_paths)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=complete_paths)
 @click.pass_context
@@ -498,12 +497,29 @@ def _print_notes(request: _Request, chosen_threads: str | None) -> None:
         say(f"using settings from {request.file}; pass --config_file to use a different file")
     for lost in request.resolved.shadowed:
         say(overridden(request.resolved, lost))
-    if chosen_threads is not None and is_first_time("omp-num-threads"):
+    if chosen_threads is not None and _is_first_time("omp-num-threads"):
         say(
             f"OMP_NUM_THREADS={chosen_threads} for each process ({usable_cores()} usable cores), because processes that "
             "each use all cores slow each other down; set OMP_NUM_THREADS or pass --num_cpu_threads_per_process N to change it "
             "(this note is printed once per machine)"
         )
+
+
+def _is_first_time(note: str) -> bool:
+    """Return whether ``note`` has not been printed on this machine, and mark it as printed.
+
+    Home folders are often shared by machines, so that the mark contains the machine's name. If it cannot be written, the
+    note is printed each time.
+    """
+    try:
+        mark = environ.cache_home() / "echelon" / "notes" / f"{note}-{platform.node() or 'machine'}"
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    except (OSError, RuntimeError):  # no home folder, or a read-only one
+        return True
+    return True
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from echelon.base.errors import ConfigError
-from echelon.cli.launch_options import ARGV
+from echelon.cli.launch_options import ARGV, flag_entries
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
@@ -139,16 +139,10 @@ def _names(text: str) -> list[str]:
 
 def _without(flags: Sequence[str], params: Sequence[click.Parameter]) -> list[str]:
     """Return ``flags`` without those in ``_REPLACED`` and their values."""
-    by_name = {name: option for option in params if isinstance(option, click.Option) for name in option.opts}
+    replaced = {name for option in params if option.name in _REPLACED for name in option.opts}
     left: list[str] = []
-    i = 0
-    while i < len(flags):
-        name, has_value, _ = flags[i].partition("=")
-        is_long = name.startswith("--")
-        option = by_name.get(name.replace("_", "-") if is_long else name[:2])
-        has_value_after = option is not None and not option.is_flag and not has_value and (is_long or len(name) == 2)
-        entry = flags[i : i + 1 + has_value_after]
-        if (option is None or option.name not in _REPLACED) and entry != ["--"]:
+    for entry in flag_entries(flags, params):
+        name = entry[0].partition("=")[0]
+        if (name.replace("_", "-") if name.startswith("--") else name[:2]) not in replaced and entry != ["--"]:
             left += entry
-        i += len(entry)
     return left

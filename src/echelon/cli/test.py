@@ -17,13 +17,13 @@ import click
 from tqdm import tqdm
 
 from echelon.base.errors import ConfigError, UsageError
-from echelon.base.messages.terminal import say
 from echelon.base.messages.translation import translate, translate_lines
 from echelon.cli import launch
-from echelon.cli.environment_facts import system, versions
+from echelon.cli.env import system, versions
+from echelon.cli.stoppable import stoppable
 from echelon.compat.machine import convert_bytes
 from echelon.launch.environment import inherited, is_of_rank
-from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
+from echelon.launch.interrupts import Interrupts
 from echelon.testing.evidence import OWNED_FILE, CheckFinding, TestStart, read_findings, write_evidence
 from echelon.world.launch_variables import NO_RECORD_VARIABLE
 
@@ -75,12 +75,9 @@ def command(ctx: click.Context, gpus: str | None, quick: bool, output: Path | No
     (folder / OWNED_FILE).touch()
     results = _Results(folder)
     try:
-        with handle_signals() as interrupts, results:
+        with stoppable(ctx) as interrupts, results:
             interrupts.hold()
             _run(layout, folder, results, interrupts, is_quick=quick)
-    except Interrupted as stop:
-        say(f"stopped by {signal.Signals(stop.number).name}; all processes have ended")
-        ctx.exit(128 + stop.number)
     finally:
         if not results.failed:  # otherwise it contains the output of the processes
             shutil.rmtree(folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from echelon.base.errors import UsageError
 from echelon.base.messages.terminal import align_columns, say
 from echelon.base.messages.translation import translate
 from echelon.cli.help.completion import complete_paths
-from echelon.launch.interrupts import Interrupted, handle_signals
+from echelon.cli.stoppable import stoppable
 from echelon.launch.script import Script, check
 from echelon.status.strict_json import dumps
 
@@ -61,12 +60,8 @@ def command(ctx: click.Context, script: str, args: tuple[str, ...], *, seconds: 
     tried, skipped = candidates(cpu=cpu)
     folder = Path(tempfile.mkdtemp(prefix="echelon-tune-"))
     try:
-        with handle_signals() as interrupts:
+        with stoppable(ctx):
             found = _measure_all(tried, script, args, seconds=seconds, folder=folder, is_shown=not json)
-            del interrupts
-    except Interrupted as stop:
-        say(f"stopped by {signal.Signals(stop.number).name}; all processes have ended")
-        ctx.exit(128 + stop.number)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     best = _best(found)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,8 +19,10 @@ from echelon.base.errors import UsageError
 from echelon.base.messages.terminal import has_colour, say
 from echelon.base.printable import printable
 from echelon.cli.help.completion import complete_folders, complete_paths
-from echelon.cli.help.pages import spelled
-from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
+from echelon.cli.help.pages import option_name, spelled, write_groups
+from echelon.cli.launch_options import flag_entries
+from echelon.cli.stoppable import stoppable
+from echelon.launch.interrupts import Interrupts
 from echelon.launch.script import Script, check
 from echelon.status.strict_json import dumps
 
@@ -57,36 +57,20 @@ class VerifyCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Move flags behind the script's arguments to the front."""
-        start = self._position_of_script(args)
+        start = sum(map(len, flag_entries(args, self.params)))
         later = (i for i, word in enumerate(args) if i > start and word.partition("=")[0] in ("--procs", "--engines"))
         end = next(later, len(args))
         return super().parse_args(ctx, [*args[end:], *args[:end]])
 
-    def _position_of_script(self, args: list[str]) -> int:
-        switches = {name for one in self.params if isinstance(one, click.Option) and one.is_flag for name in one.opts}
-        i = 0
-        while i < len(args) and args[i].startswith("-"):
-            is_whole = "=" in args[i] or args[i].replace("_", "-") in switches | {"-h", "--help"}
-            i += 1 if is_whole else 2
-        return i
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in groups, and examples."""
-        options = {_name(one): one for one in self.get_params(ctx) if isinstance(one, click.Option)}
-        records = {name: one.get_help_record(ctx) for name, one in options.items()}
-        rows = {name: (spelled(record[0]), record[1]) for name, record in records.items() if record is not None}
-        left = max(len(first) for first, _ in rows.values())
-        for heading, names in GROUPS.items():
-            with formatter.section(heading):
-                formatter.write_dl([(rows[name][0].ljust(left), rows[name][1]) for name in names])
-        with formatter.section("Examples"):
-            for line, text in _EXAMPLES:
-                formatter.write_text(text)
-                formatter.write(f"    {line}\n")
-
-
-def _name(option: click.Option) -> str:
-    return "help" if "--help" in option.opts else str(option.name)
+        options = {option_name(one): one for one in self.get_params(ctx) if isinstance(one, click.Option)}
+        records = {name: one.get_help_record(ctx) or ("", "") for name, one in options.items()}
+        groups = {
+            heading: [(spelled(records[name][0]), records[name][1]) for name in names]
+            for heading, names in GROUPS.items()
+        }
+        write_groups(formatter, groups, _EXAMPLES)
 
 
 @click.command("verify", cls=VerifyCommand, context_settings={"allow_interspersed_args": False})
@@ -173,15 +157,12 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
     folder = Path(tempfile.mkdtemp(prefix="echelon-verify-")) if flags["keep"] is None else _empty(flags["keep"])
     is_needed = flags["keep"] is not None
     try:
-        with handle_signals() as interrupts, _progress(is_shown=not flags["json"]) as bars:
+        with stoppable(ctx) as interrupts, closing(_Bars(is_shown=not flags["json"])) as bars:
             interrupts.hold()
             plan = _plan(script, args, flags, folder)
             found = _verify(plan, flags, interrupts, bars)
         is_needed |= found.reference_failure is not None or any(one.failure for one in found.layouts)
         _show(found, flags)
-    except Interrupted as stop:
-        say(f"stopped by {signal.Signals(stop.number).name}; all processes have ended")
-        ctx.exit(128 + stop.number)
     finally:
         if not is_needed:
             shutil.rmtree(folder, ignore_errors=True)
@@ -328,12 +309,3 @@ class _Bars:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
-
-
-@contextmanager
-def _progress(*, is_shown: bool) -> Iterator[_Bars]:
-    bars = _Bars(is_shown=is_shown)
-    try:
-        yield bars
-    finally:
-        bars.close()

@@ -8,10 +8,9 @@ from typing import Any
 
 from echelon.base.errors import ConfigError
 from echelon.config.derive import derive
-from echelon.config.files import from_file
+from echelon.config.files import find_config_file, from_file
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
-from echelon.config.search_paths import find_config_file
 from echelon.config.write import chosen, for_accelerate, write_mapping
 
 __all__ = ["ClusterConfig", "load_config_from_file"]

@@ -108,10 +108,6 @@ def with_engine(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
 def check(resolved: Resolved[RunConfig], *, world_size: int | None = None) -> None:
     """Raise an error for unsupported and conflicting settings.
 
-    Args:
-        resolved: settings from ``derive``.
-        world_size: number of processes, or None if unknown.
-
     Raises:
         ConfigError: a setting is unsupported or has no effect, or two settings contradict each other.
     """
@@ -126,7 +122,6 @@ def check_installed(resolved: Resolved[RunConfig], script: Path | None) -> None:
     """Raise an error if the package that the engine needs is not installed.
 
     Args:
-        resolved: settings from ``derive``.
         script: script that the ranks run. If it names another engine that accepts these settings, the check is left to the
             ranks.
 

@@ -1,4 +1,4 @@
-"""Converts a config file (echelon's, accelerate's, or a DeepSpeed JSON file) to a layer of settings."""
+"""Finds config files, and converts one (echelon's, accelerate's, or a DeepSpeed JSON file) to a layer of settings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from echelon.base import environ
 from echelon.base.errors import ConfigError
 from echelon.compat.unsupported import TPU_ALTERNATIVE
 from echelon.config.documents import DocumentEntry, read
@@ -14,7 +15,9 @@ from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Layer
 
-__all__ = ["find_accelerator_request", "from_file"]
+__all__ = ["PROJECT_FILE", "find_accelerator_request", "find_config_file", "from_file", "own_file"]
+
+PROJECT_FILE = "echelon.toml"
 
 # accelerate's `distributed_type` -> the field that it sets, or None.
 _ON_ACCELERATORS = tuple(f"MULTI_{device}" for device in ("GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))
@@ -67,6 +70,23 @@ _FIRST = (
 _DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "steps_per_print"})
 
 
+def own_file() -> Path:
+    """Return the path of this user's echelon config file."""
+    home = environ.get("XDG_CONFIG_HOME")
+    return (Path(home) if home else Path.home() / ".config") / "echelon" / "default_config.toml"
+
+
+def find_config_file() -> Path | None:
+    """Return the project's config file, else the user's echelon file, else accelerate's; None if none of them exists."""
+    own, theirs = own_file(), _accelerate_file()
+    candidates = (
+        Path(PROJECT_FILE),
+        *(own.with_suffix(suffix) for suffix in (".toml", ".yaml", ".json")),
+        *(theirs.with_suffix(suffix) for suffix in (".yaml", ".json")),
+    )
+    return next((path for path in candidates if path.is_file()), None)
+
+
 def from_file(path: str | Path) -> Layer:
     """Return a layer with a file's settings and their line numbers.
 
@@ -101,6 +121,14 @@ def find_accelerator_request(path: str | Path) -> Setting | None:
     if kind is None or str(kind.value).upper() not in _ON_ACCELERATORS or ("num_processes",) not in entries:
         return None
     return Setting(kind.value, Origin(SettingSource.FILE, kind.place))
+
+
+def _accelerate_file() -> Path:
+    """Return the path of the file that ``accelerate config`` writes."""
+    home = environ.get("HF_HOME")
+    if home is None:
+        home = f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
 
 
 def _add(layer: dict[str, Setting], entry: DocumentEntry) -> None:

@@ -24,10 +24,15 @@ class Key:
     """Section in accelerate's config file; None for the top level."""
     names: tuple[str, ...] = ()
     """Other names that config files may use. If accelerate's name differs from the field's name, it comes first."""
-    flags: tuple[str, ...] = ()
-    """Command-line flags; empty if the setting has none."""
+    other_flags: tuple[str, ...] = ()
+    """Command-line flags besides the one with the field's name."""
     shared: bool = False
     """Whether the setting also applies if the feature that its section configures is not used."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Command-line flags; empty if the setting has none."""
+        return () if self.field in _WITHOUT_FLAG else (f"--{self.field.replace('_', '-')}", *self.other_flags)
 
     @property
     def written(self) -> str:
@@ -46,6 +51,7 @@ SECTIONS = MappingProxyType(
     }
 )
 _RENAMED = frozenset({"cpu"})
+_WITHOUT_FLAG = frozenset({"sharded_by", "seed"})
 
 # accelerate has no `sharded_by`, but a separate variable (and flag --use_...) for each of its values.
 USE = MappingProxyType({"ACCELERATE_USE_FSDP": "fsdp", "ACCELERATE_USE_DEEPSPEED": "deepspeed"})
@@ -56,10 +62,6 @@ def own_variable(field: str) -> str:
     return f"ECHELON_{field.upper()}"
 
 
-def _flag(field: str, *others: str) -> tuple[str, ...]:
-    return (f"--{field.replace('_', '-')}", *others)
-
-
 def _keys(section: str, variables: str, *fields: str) -> tuple[Key, ...]:
     """Return one key per field, using the variable prefix ``variables`` and the field prefix of ``section``."""
     prefix = SECTIONS[section]
@@ -68,56 +70,37 @@ def _keys(section: str, variables: str, *fields: str) -> tuple[Key, ...]:
             field=prefix + name,
             variable=variables + name.removeprefix("deepspeed_").upper(),
             section=section,
-            flags=_flag(prefix + name),
         )
         for name in fields
     )
 
 
 KEYS = (
-    Key(field="num_processes", flags=("--num-processes", "--nproc-per-node", "--num-gpus", "--num-accelerators")),
-    Key(field="num_machines", flags=("--num-machines", "--nnodes", "--num-nodes")),
-    Key(field="machine_rank", flags=("--machine-rank", "--node-rank")),
-    Key(field="main_process_ip", flags=("--main-process-ip", "--master-addr")),
-    Key(field="main_process_port", flags=("--main-process-port", "--master-port")),
-    Key(field="rdzv_backend", flags=_flag("rdzv_backend")),
-    Key(field="same_network", flags=_flag("same_network")),
-    Key(field="gpu_ids", flags=_flag("gpu_ids")),
-    Key(field="enable_cpu_affinity", variable="ACCELERATE_CPU_AFFINITY", flags=_flag("enable_cpu_affinity")),
-    Key(field="stall_timeout", flags=_flag("stall_timeout")),
-    Key(field="slow_timeout", flags=_flag("slow_timeout")),
-    Key(field="on_stall", flags=_flag("on_stall")),
-    Key(field="engine", flags=_flag("engine")),
-    Key(field="sharded_by"),
-    Key(field="cpu", variable="ACCELERATE_USE_CPU", names=("use_cpu",), flags=("--cpu", "--use-cpu")),
-    Key(field="mixed_precision", variable="ACCELERATE_MIXED_PRECISION", flags=_flag("mixed_precision")),
+    Key(field="num_processes", other_flags=("--nproc-per-node", "--num-gpus", "--num-accelerators")),
+    Key(field="num_machines", other_flags=("--nnodes", "--num-nodes")),
+    Key(field="machine_rank", other_flags=("--node-rank",)),
+    Key(field="main_process_ip", other_flags=("--master-addr",)),
+    Key(field="main_process_port", other_flags=("--master-port",)),
+    *(Key(field=field) for field in ("rdzv_backend", "same_network", "gpu_ids")),
+    Key(field="enable_cpu_affinity", variable="ACCELERATE_CPU_AFFINITY"),
+    *(Key(field=field) for field in ("stall_timeout", "slow_timeout", "on_stall", "engine", "sharded_by")),
+    Key(field="cpu", variable="ACCELERATE_USE_CPU", names=("use_cpu",), other_flags=("--use-cpu",)),
+    Key(field="mixed_precision", variable="ACCELERATE_MIXED_PRECISION"),
     Key(
         field="gradient_accumulation_steps",
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         section="deepspeed_config",
-        flags=_flag("gradient_accumulation_steps"),
         shared=True,
     ),
-    Key(
-        field="gradient_clipping",
-        variable="ACCELERATE_GRADIENT_CLIPPING",
-        section="deepspeed_config",
-        flags=_flag("gradient_clipping"),
-    ),
+    Key(field="gradient_clipping", variable="ACCELERATE_GRADIENT_CLIPPING", section="deepspeed_config"),
     *_keys(
         "dynamo_config",
         "ACCELERATE_DYNAMO_",
         *("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation"),
     ),
-    Key(field="parity", flags=_flag("parity")),
-    Key(field="max_micro_batch_size", flags=_flag("max_micro_batch_size")),
-    Key(field="canonical_shards", flags=_flag("canonical_shards")),
-    Key(field="verify_every", flags=_flag("verify_every")),
-    Key(field="verify_action", flags=_flag("verify_action")),
-    Key(field="speed", flags=_flag("speed")),
-    Key(field="seed"),
-    Key(field="allow_changed_data", flags=_flag("allow_changed_data")),
-    Key(field="debug", variable="ACCELERATE_DEBUG_MODE", flags=_flag("debug")),
+    *(Key(field=field) for field in ("parity", "max_micro_batch_size", "canonical_shards", "verify_every")),
+    *(Key(field=field) for field in ("verify_action", "speed", "seed", "allow_changed_data")),
+    Key(field="debug", variable="ACCELERATE_DEBUG_MODE"),
     *_keys(
         "fsdp_config",
         "FSDP_",
@@ -128,14 +111,13 @@ KEYS = (
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
         section="fsdp_config",
         names=("fsdp_transformer_cls_names_to_wrap",),
-        flags=_flag("fsdp_transformer_layer_cls_to_wrap"),
     ),
     Key(
         field="fsdp_backward_prefetch",
         variable="FSDP_BACKWARD_PREFETCH",
         section="fsdp_config",
         names=("fsdp_backward_prefetch_policy",),
-        flags=_flag("fsdp_backward_prefetch", "--fsdp-backward-prefetch-policy"),
+        other_flags=("--fsdp-backward-prefetch-policy",),
     ),
     *_keys(
         "fsdp_config",
@@ -147,7 +129,7 @@ KEYS = (
         field="deepspeed_config_file",
         variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
         section="deepspeed_config",
-        flags=_flag("deepspeed_config_file", "--deepspeed"),
+        other_flags=("--deepspeed",),
     ),
     *_keys(
         "deepspeed_config",
@@ -155,15 +137,10 @@ KEYS = (
         *("zero_stage", "offload_optimizer_device", "offload_param_device"),
         *("offload_optimizer_nvme_path", "offload_param_nvme_path"),
     ),
-    Key(
-        field="zero3_init_flag",
-        variable="ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        section="deepspeed_config",
-        flags=_flag("zero3_init_flag"),
-    ),
+    Key(field="zero3_init_flag", variable="ACCELERATE_DEEPSPEED_ZERO3_INIT", section="deepspeed_config"),
     *_keys("deepspeed_config", "ACCELERATE_DEEPSPEED_", "zero3_save_16bit_model", "deepspeed_moe_layer_cls_names"),
     *(
-        Key(field=field, section="deepspeed_config", flags=_flag(field, *others), shared=True)
+        Key(field=field, section="deepspeed_config", other_flags=tuple(others), shared=True)
         for field, *others in (
             ("deepspeed_hostfile", "--hostfile", "-H"),
             ("deepspeed_multinode_launcher", "--launcher"),
@@ -171,11 +148,7 @@ KEYS = (
             ("deepspeed_exclusion_filter", "--exclude", "-e"),
         )
     ),
-    Key(
-        field="use_parallelism_config",
-        variable="ACCELERATE_USE_PARALLELISM_CONFIG",
-        flags=_flag("use_parallelism_config"),
-    ),
+    Key(field="use_parallelism_config", variable="ACCELERATE_USE_PARALLELISM_CONFIG"),
     *_keys(
         "parallelism_config",
         "PARALLELISM_CONFIG_",
@@ -186,7 +159,6 @@ KEYS = (
     *_keys("fp8_config", "ACCELERATE_FP8_", *("backend", "enable_fsdp_float8_all_gather", "pad_inner_dim")),
 )
 
-        "ECHELON_STARTER",
 BY_FIELD = MappingProxyType({key.field: key for key in KEYS})
 
 # Known variables that are not in this table. Any other unknown variable is checked for misspellings.
@@ -214,6 +186,7 @@ OTHER_VARIABLES = frozenset(
         "ECHELON_CHOSEN_THREADS",
         "ECHELON_CONFIG",
         "ECHELON_LAUNCHER",
+        "ECHELON_STARTER",
         "ECHELON_WARM_SERVER",
         "ECHELON_RECORD",
         "ECHELON_SET_GLOO_SOCKET_IFNAME",

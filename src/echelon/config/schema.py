@@ -276,9 +276,6 @@ def coerce(kinds: tuple[object, ...], name: str, value: object, *, where: str) -
 
     Args:
         kinds: the field's types, from ``field_types``.
-        name: name of the field.
-        value: text from a flag or the environment, or a typed value.
-        where: origin of the value, for the error message.
 
     Raises:
         ConfigError: no type accepts ``value``, or it is out of range.

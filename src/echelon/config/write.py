@@ -6,15 +6,29 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
+from echelon.base.device import num_devices
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import translate
 from echelon.config.derive import given
+from echelon.config.files import own_file
 from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS
 from echelon.config.resolve import Resolved
-from echelon.config.schema import RunConfig
+from echelon.config.schema import Precision, RunConfig
 
-__all__ = ["chosen", "for_accelerate", "unknown_to_accelerate", "write", "write_mapping"]
+__all__ = [
+    "chosen",
+    "default_config_file",
+    "for_accelerate",
+    "unknown_to_accelerate",
+    "write",
+    "write_basic_config",
+    "write_mapping",
+]
+
+default_config_file = str(own_file())
+"""Default path of ``write_basic_config``, determined when this module is imported."""
 
 # Settings that accelerate's files do not have. echelon reads them at the top level; accelerate rejects a file with them.
 _OWN = (
@@ -48,6 +62,39 @@ def write(path: str | Path, values: Mapping[str, Any]) -> None:
     write_mapping(path, _sections(values) if path.suffix == ".toml" else for_accelerate(values), comment=comment)
 
 
+def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | bool:
+    """Write a config file with one process per accelerator, and print how to launch with it.
+
+    Args:
+        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
+        save_location: path of the file. Its suffix selects the format: .toml, or .yaml or .json with accelerate's names. If
+            None, the file is written to the path where the launcher looks for it.
+
+    Returns:
+        The path, or False if the file already exists, in which case it is left unchanged.
+
+    Raises:
+        ConfigError: the precision or the file format is unknown.
+
+    Source: accelerate.utils.write_basic_config.
+    """
+    path = own_file() if save_location is None else Path(save_location)
+    if path.exists():
+        print(translate(f"{path} already exists and was not changed; pass another save_location to write a new file"))
+        return False
+    precision = mixed_precision.lower()
+    if precision not in get_args(Precision):
+        raise ConfigError(
+            f"unknown mixed_precision={mixed_precision!r}", do=f"pass one of {', '.join(get_args(Precision))}"
+        )
+    count = num_devices()
+    values = {"mixed_precision": precision, "num_processes": max(1, count), "cpu": count == 0}
+    write(path, values)
+    how = "" if save_location is None else f" --config_file {path}"
+    print(translate(f"wrote {path}; launch with: echelon launch{how} SCRIPT"))
+    return path
+
+
 _ALL_DEFAULT = (
     "All settings have their defaults. `echelon config explain` lists them; docs/configuration.md describes them."
 )
@@ -57,9 +104,6 @@ def write_mapping(path: Path, data: Mapping[str, Any], *, suffix: str | None = N
     """Write ``data`` to ``path`` in the format given by ``suffix`` (default: the suffix of ``path``).
 
     Args:
-        path: the file.
-        data: its content.
-        suffix: .toml, .json, .yaml or .yml.
         comment: first line of the file; not in JSON, which has no comments.
 
     Raises:

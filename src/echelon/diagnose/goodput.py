@@ -107,13 +107,7 @@ def goodput_of(seconds: Mapping[str, float], *, wall_s: float) -> float | None:
 
 
 def break_down_time(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int) -> TimeBreakdown:
-    """Return a run's time breakdown.
-
-    Args:
-        attempts: the run's attempts, in order.
-        began_ns: time at which the launcher started, in nanoseconds.
-        ended_ns: time at which the launcher ended, in nanoseconds.
-    """
+    """Return a run's time breakdown."""
     totals = dict.fromkeys(ITEMS, 0.0)
     is_recorded = any(one.times is not None and one.times.begun_ns for attempt in attempts for one in attempt.ranks)
     edge = began_ns

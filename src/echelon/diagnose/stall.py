@@ -337,9 +337,7 @@ def diagnose(
 
     Args:
         views: views of all ranks, taken after the answers.
-        answers: the answers from the ranks that answered.
         clock: a clock that has been updated with ``views``.
-        now: the current time, as passed to ``clock.update``.
     """
     running = [view for view in views if view.exit_code is None]
     waiting = [view for view in running if view.waits and not view.is_stopped and not clock.is_silent(view, now)]

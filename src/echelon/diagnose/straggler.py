@@ -86,10 +86,6 @@ def steps_of(spent_ms: Mapping[int, Sequence[float]], *, num_steps: int) -> Step
 
     Fast ranks wait for slow ranks during communication. Therefore, communication time beyond the shortest on any rank counts
     as ``wait``.
-
-    Args:
-        spent_ms: time that each rank spent in each ``StepPart``, by rank.
-        num_steps: number of steps that each rank took.
     """
     if not num_steps or not spent_ms:
         return None

@@ -29,11 +29,7 @@ class Skipped:
 
 
 def candidates(*, cpu: bool) -> tuple[list[Candidate], list[Skipped]]:
-    """Return what to try and what not; the first candidate is the default.
-
-    Args:
-        cpu: use the CPU even if there are accelerators.
-    """
+    """Return what to try and what not; the first candidate is the default."""
     devices = 0 if cpu else num_devices()
     on_cpu = devices == 0
     most = usable_cores() if on_cpu else devices

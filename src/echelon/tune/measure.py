@@ -52,11 +52,7 @@ def measure(candidate: Candidate, script: str, args: Sequence[str], *, seconds: 
     """Run ``script`` with the candidate's settings for ``seconds``, or until it ends; everything is stopped then.
 
     Args:
-        candidate: the settings.
-        script: path of the script.
-        args: its arguments.
         seconds: time limit from the first recorded step on. The start may take ``START_S`` more.
-        folder: folder for the record and the output, which is created.
     """
     folder.mkdir(parents=True)
     command = [

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig as ParallelismConfig
 from echelon.compat import reexports as _reexports, unsupported as _unsupported
-from echelon.config.first_config import write_basic_config as write_basic_config
+from echelon.config.write import write_basic_config as write_basic_config
 from echelon.engines.context_parallel.sequence_mask import shift_labels as shift_labels
 from echelon.utils import rich as rich
 from echelon.utils.ao import *

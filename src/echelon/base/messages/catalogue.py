@@ -1,24 +1,21 @@
-"""Message catalogues in gettext's formats, and translation of finished messages by their templates.
+"""Message catalogues in gettext's format, and translation of finished messages by their templates.
 
 The source builds messages with f-strings, so that a message is known only when it is complete. A catalogue therefore contains
-templates (``{number} processes on {cores} cores``), and a finished message is matched with them when it is displayed. This
-module imports only the standard library; the build runs it to compile the catalogues.
+templates (``{number} processes on {cores} cores``), and a finished message is matched with them when it is displayed.
 """
 
 from __future__ import annotations
 
-import ast
+import json
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import final
 
-__all__ = ["Catalogue", "compile_catalogues", "load_catalogue", "placeholders", "read_mo", "read_po", "to_mo"]
+__all__ = ["Catalogue", "placeholders", "read_po"]
 
-_MAGIC = 0x950412DE
+_ENTRY = re.compile(r'^msgid (".*"(?:\n".*")*)\nmsgstr (".*"(?:\n".*")*)', re.MULTILINE)
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w*)\}")
 # Labels of lines in errors and reports, and the lines that they start.
 _LABEL = re.compile(r"(\s*(?:echelon: )?)((?:where|do|logs|others|stacks|note|warning):)( +)(.*)", re.DOTALL)
@@ -75,70 +72,12 @@ _FUNCTION_WORDS = frozenset(
 def read_po(text: str) -> dict[str, str]:
     """Return msgid -> msgstr for the entries of a .po file that are translated and not fuzzy."""
     entries: dict[str, str] = {}
-    parts: dict[str, str] = {}
-    key, is_fuzzy = "", False
-    for line in [*text.splitlines(), ""]:
-        if line.startswith("#,"):
-            is_fuzzy = is_fuzzy or "fuzzy" in line
-        elif line.startswith(("msgid ", "msgstr ")):
-            key, _, quoted = line.partition(" ")
-            parts[key] = ast.literal_eval(quoted)
-        elif line.startswith('"'):
-            parts[key] += ast.literal_eval(line)
-        elif not line.strip():
-            if parts.get("msgid") and parts.get("msgstr") and not is_fuzzy:
-                entries[parts["msgid"]] = parts["msgstr"]
-            parts, is_fuzzy = {}, False
-    return entries
-
-
-def to_mo(entries: Mapping[str, str]) -> bytes:
-    """Return ``entries`` in the format of .mo files (GNU gettext manual, "The Format of GNU MO Files"), without a hash table."""
-    header = {"": "Content-Type: text/plain; charset=UTF-8\n"}
-    pairs = sorted((key.encode(), value.encode()) for key, value in {**header, **entries}.items())
-    tables: tuple[list[int], list[int]] = ([], [])
-    texts = b""
-    begin = 28 + 16 * len(pairs)
-    for table, column in zip(tables, (0, 1)):
-        for pair in pairs:
-            table += [len(pair[column]), begin + len(texts)]
-            texts += pair[column] + b"\0"
-    head = struct.pack("<7I", _MAGIC, 0, len(pairs), 28, 28 + 8 * len(pairs), 0, begin)
-    return head + struct.pack(f"<{4 * len(pairs)}I", *tables[0], *tables[1]) + texts
-
-
-def read_mo(data: bytes) -> dict[str, str]:
-    """Return msgid -> msgstr of a .mo file that ``to_mo`` wrote."""
-    magic, _, number, ids, strings = struct.unpack_from("<5I", data)
-    if magic != _MAGIC:
-        raise ValueError("not a little-endian .mo file")
-    entries = {}
-    for i in range(number):
-        pair = []
-        for table in (ids, strings):
-            length, offset = struct.unpack_from("<2I", data, table + 8 * i)
-            pair.append(data[offset : offset + length].decode())
-        entries[pair[0]] = pair[1]
-    entries.pop("", None)
-    return entries
-
-
-def compile_catalogues(folder: Path) -> list[Path]:
-    """Write ``echelon.mo`` beside each ``echelon.po`` below ``folder``, and return the paths written."""
-    written = []
-    for source in sorted(folder.glob("*/LC_MESSAGES/echelon.po")):
-        target = source.with_suffix(".mo")
-        target.write_bytes(to_mo(read_po(source.read_text(encoding="utf-8"))))
-        written.append(target)
-    return written
-
-
-def load_catalogue(folder: Path) -> Catalogue:
-    """Return the catalogue in ``folder``: from the .po file in a clone, where the .mo may be missing or older, else the .mo."""
-    source = folder / "echelon.po"
-    if source.exists():
-        return Catalogue(read_po(source.read_text(encoding="utf-8")))
-    return Catalogue(read_mo((folder / "echelon.mo").read_bytes()))
+    for block in text.split("\n\n"):
+        found = None if "#, fuzzy" in block else _ENTRY.search(block)
+        if found is not None:
+            msgid, msgstr = ("".join(map(json.loads, part.split("\n"))) for part in found.groups())
+            entries[msgid] = msgstr
+    return {msgid: msgstr for msgid, msgstr in entries.items() if msgid and msgstr}
 
 
 def placeholders(template: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""Prints the launcher's messages: in colour where the terminal has it, and never on the line of a progress bar."""
+"""Prints the launcher's messages: in colour where the terminal has it, never on the line of a progress bar, and in columns and lines
+of the width that their characters take.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,19 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import IO, Literal
+from unicodedata import east_asian_width
 
 from echelon.base import environ
 from echelon.base.messages.translation import translate_lines
-from echelon.base.messages.wrapping import num_columns
 from echelon.base.printable import printable
 
-__all__ = ["align_columns", "beside_progress_bars", "has_colour", "on_own_line", "pad", "say"]
+__all__ = ["align_columns", "beside_progress_bars", "has_colour", "num_columns", "on_own_line", "pad", "say", "wrap"]
 
 Kind = Literal["note", "warning", "error"]
 
 _STYLES = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "note": "\x1b[1m"}
 _LABEL_STYLE, _RESET = "\x1b[1m", "\x1b[0m"
+_STYLE = re.compile(r"\x1b\[[\d;]*m")
 _LABELS = re.compile(r"^(  )(\S[^\s:\uff1a]*[:\uff1a])", re.MULTILINE)
 
 
@@ -46,6 +49,34 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line for each row, with the cells of each column below each other."""
     widths = [max(map(num_columns, column)) for column in zip(*rows)]
     return ["  ".join(map(pad, row, widths)).rstrip() for row in rows]
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Return ``text`` as lines of at most ``width`` columns; a line may end after each Chinese character, except before punctuation."""
+    lines, line = [], ""
+    for token in _TOKEN.findall(text):
+        if line and num_columns(line) + num_columns(token.rstrip()) > width:
+            lines.append(line.rstrip())
+            line = token.lstrip()
+        else:
+            line += token
+    return [*lines, line.rstrip()] if line.strip() else lines
+
+
+_WIDE = r"\u4e00-\u9fff\u3000-\u303f\uff00-\uffef"
+_OPENING = r"[\u300a\u300c\uff08\u201c(]*"
+_CLOSING = r"[\u3001\u3002\uff0c\uff1b\uff1a\uff09\uff01\uff1f\u300d\u300b\u201d]*"
+# A word or a wide character, with the brackets before it and the punctuation and spaces after it.
+_TOKEN = re.compile(rf"{_OPENING}(?:[{_WIDE}]|[^\s{_WIDE}]+){_CLOSING}\s*|\s+")
+
+
+def num_columns(text: str) -> int:
+    """Return the width of ``text`` in a terminal, in which a Chinese character takes two columns, and colours none."""
+    return (
+        len(text)
+        if text.isascii() and "\x1b" not in text
+        else sum(2 if east_asian_width(one) in "WF" else 1 for one in _STYLE.sub("", text))
+    )
 
 
 def has_colour(stream: IO[str]) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["LOCALES", "format_error", "language", "translate", "translate_lines", "translated_template"]
 
 LOCALES = Path(__file__).resolve().parent.parent.parent / "locale"
-"""Folder with ``<language>/LC_MESSAGES/echelon.po`` and, in an installed package, the compiled ``echelon.mo``."""
+"""Folder with ``<language>/LC_MESSAGES/echelon.po``."""
 
 _SIMPLIFIED_CHINESE = frozenset({"zh", "zh_cn", "zh_sg", "zh_hans", "zh_hans_cn"})
 
@@ -70,6 +70,6 @@ def _can_print(character: str) -> bool:
 
 @cache
 def _catalogue(code: str) -> Catalogue:
-    from echelon.base.messages.catalogue import load_catalogue  # noqa: PLC0415 - not needed in English
+    from echelon.base.messages.catalogue import Catalogue, read_po  # noqa: PLC0415 - not needed in English
 
-    return load_catalogue(LOCALES / code / "LC_MESSAGES")
+    return Catalogue(read_po((LOCALES / code / "LC_MESSAGES" / "echelon.po").read_text(encoding="utf-8")))

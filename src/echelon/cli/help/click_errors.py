@@ -41,14 +41,7 @@ def unknown_command(name: str, *, path: str, names: Sequence[str]) -> UsageError
 def explain_click_error(
     error: click.ClickException, *, path: str, command: click.Command, argv: Sequence[str]
 ) -> UsageError:
-    """Return ``error`` as an error of echelon.
-
-    Args:
-        error: what click raised.
-        path: the command that was called, such as ``echelon runs``.
-        command: the same command.
-        argv: the whole command line.
-    """
+    """Return ``error`` as an error of echelon."""
     page = f"see {path} --help"
     if isinstance(error, click.NoSuchOption):
         near = error.possibilities

@@ -33,9 +33,6 @@ def note_about_flags(ctx: click.Context, script: Script, *, typed: Mapping[str, 
     seem to define. After a usage error in the script, it lists all flags.
 
     Args:
-        ctx: the parsed command line.
-        script: the script and its arguments.
-        typed: parameters given before the script.
         failed: whether the script exited with code 2, as argparse and click do for unknown arguments.
     """
     flags = {

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import click
 from click.shell_completion import CompletionItem
 
-from echelon.base.messages.terminal import has_colour
+from echelon.base.messages.terminal import has_colour, num_columns, wrap
 from echelon.base.messages.translation import translate
-from echelon.base.messages.wrapping import num_columns, wrap
 
-__all__ = ["HelpPage", "PageContext", "page_colour", "spelled", "with_pages"]
+__all__ = ["HelpPage", "PageContext", "option_name", "page_colour", "spelled", "with_pages", "write_groups"]
 
 _EXTRA = re.compile(r"(.*?)(\s+\[[^\]]*\])?", re.DOTALL)
 _FLAG = re.compile(r"(?<![^\s/])--[a-z0-9-]+")
@@ -57,6 +56,25 @@ class HelpPage(click.HelpFormatter):
             head = f"{name}{' ' * gap}" if gap >= col_spacing else f"{name}\n{' ' * (left + self.current_indent)}"
             self.write(f"{head}{lines[0]}\n")
             self.write("".join(f"{' ' * (left + self.current_indent)}{line}\n" for line in lines[1:]))
+
+
+def write_groups(
+    formatter: click.HelpFormatter, groups: Mapping[str, Sequence[tuple[str, str]]], examples: Sequence[tuple[str, str]]
+) -> None:
+    """Write sections of options, whose descriptions begin in the same column, and command lines as examples."""
+    left = min(30, max(len(names) for rows in groups.values() for names, _ in rows))
+    for heading, rows in groups.items():
+        with formatter.section(heading):
+            formatter.write_dl([(names.ljust(left), text) for names, text in rows])
+    with formatter.section("Examples"):
+        for line, text in examples:
+            formatter.write_text(text)
+            formatter.write(f"    {line}\n")
+
+
+def option_name(option: click.Parameter) -> str:
+    """Return the name of the option's parameter; of ``--help``, for which versions of click differ, ``help``."""
+    return "help" if "--help" in option.opts else str(option.name)
 
 
 class PageContext(click.Context):

@@ -1,3 +1,3 @@
 """Provides the names in ``accelerate.commands.config.default``, implemented by echelon."""
 
-from echelon.config.first_config import write_basic_config as write_basic_config
+from echelon.config.write import write_basic_config as write_basic_config

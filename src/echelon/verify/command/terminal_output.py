@@ -9,9 +9,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from echelon.base.messages.terminal import pad
+from echelon.base.messages.terminal import num_columns, pad, wrap
 from echelon.base.messages.translation import language, translate
-from echelon.base.messages.wrapping import num_columns, wrap
 from echelon.base.printable import printable
 from echelon.verify.command.layouts import Layout
 from echelon.verify.command.run_layouts import RunFailure
