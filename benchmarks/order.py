@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from echelon.data.exact.permutation import ExplicitPermutation, FeistelPermutation, Permutation
 
 BATCH = 32
+BLOCK = 4096  # positions that are computed at once
 NEXT = 8192  # batches over which the steady cost is measured
 REPLICAS = 8
 SIZE, LARGE = 10**7, 10**8
@@ -45,20 +46,22 @@ class Numbers:
 
 
 class From:
-    def __init__(self, order: Permutation, start: int) -> None:
+    def __init__(self, order: Permutation, n: int, start: int) -> None:
         self.order = order
+        self.n = n
         self.start = start
 
     def __iter__(self) -> Iterator[int]:
-        return self.order.iterate(self.start)
+        for begin in range(self.start, self.n, BLOCK):
+            yield from self.order.indices(range(begin, min(begin + BLOCK, self.n))).tolist()
 
 
 def feistel(n: int, start: int) -> Batches:
-    return iter(BatchSampler(From(FeistelPermutation(n, 1), start), BATCH, False))
+    return iter(BatchSampler(From(FeistelPermutation(n, 1), n, start), BATCH, False))
 
 
 def explicit(n: int, start: int) -> Batches:
-    return iter(BatchSampler(From(ExplicitPermutation(n, 1), start), BATCH, False))
+    return iter(BatchSampler(From(ExplicitPermutation(n, 1), n, start), BATCH, False))
 
 
 def random_sampler(n: int, start: int) -> Batches:

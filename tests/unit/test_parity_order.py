@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings, strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from echelon.base.errors import UsageError
-from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, make_order
+from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, UpdateSplitter, make_order
 
 
 def _one_process(n: int, batch_size: int, drop_last: bool, seed: int, epoch: int) -> list[list[int]]:
@@ -24,7 +24,7 @@ def _ranks(n: int, batch_size: int, drop_last: bool, *, world_size: int, options
     batches = BatchSampler(RandomSampler(range(n)), batch_size, drop_last)
     order = make_order(batches, range(n), options, alone=True)
     return [
-        ExactBatches(order, rank=rank, world_size=world_size, options=options, batch_size=batch_size)
+        ExactBatches(order, UpdateSplitter(rank=rank, world_size=world_size, options=options, batch_size=batch_size))
         for rank in range(world_size)
     ]
 
@@ -117,7 +117,9 @@ def test_length_is_the_number_of_micro_steps(
     batches = BatchSampler(SequentialSampler(range(n)), batch_size, drop_last)
     order = make_order(batches, range(n), options, alone=True)
     for rank in range(world_size):
-        one = ExactBatches(order, rank=rank, world_size=world_size, options=options, batch_size=batch_size)
+        one = ExactBatches(
+            order, UpdateSplitter(rank=rank, world_size=world_size, options=options, batch_size=batch_size)
+        )
         for one.plan in (PassPlan(num_micro_steps=accumulation), PassPlan(trains=False)):
             pieces = list(one)
             assert len(pieces) == len(one)
@@ -135,7 +137,9 @@ def test_evaluation_gives_the_order_of_the_data_step_by_step(
     ranks = []
     for rank in range(world_size):
         order = make_order(batches, range(n), options, alone=True)
-        one = ExactBatches(order, rank=rank, world_size=world_size, options=options, batch_size=batch_size)
+        one = ExactBatches(
+            order, UpdateSplitter(rank=rank, world_size=world_size, options=options, batch_size=batch_size)
+        )
         one.plan = PassPlan(trains=False)
         ranks.append((iter(one), one.ahead))
     gathered = []
@@ -167,7 +171,7 @@ def test_share_of_a_rank_differs_by_one_sample_at_most() -> None:
 def _drawn(sampler: Any, n: int, batch_size: int = 4, *, start: int = 0) -> list[list[int]]:
     options = ExactOptions(seed=0)
     order = make_order(BatchSampler(sampler, batch_size, drop_last=False), range(n), options, alone=True)
-    one = ExactBatches(order, rank=0, world_size=1, options=options, batch_size=batch_size)
+    one = ExactBatches(order, UpdateSplitter(rank=0, world_size=1, options=options, batch_size=batch_size))
     one.start = start
     return [list(piece) for piece in one]
 
@@ -196,7 +200,7 @@ def test_a_dataset_that_changes_its_length_is_rejected() -> None:
     options = ExactOptions(seed=0)
     loader = DataLoader(data, batch_size=4, shuffle=True)  # type: ignore[arg-type]
     order = make_order(loader.batch_sampler, data, options, alone=True)
-    one = ExactBatches(order, rank=0, world_size=1, options=options, batch_size=4)
+    one = ExactBatches(order, UpdateSplitter(rank=0, world_size=1, options=options, batch_size=4))
     assert len(list(one)) == 3
     data.append(9)
     with pytest.raises(UsageError, match="had 9 samples when its loader was prepared, but now has 10"):
@@ -208,7 +212,7 @@ def test_seeking_far_into_an_order_is_immediate() -> None:
     options = ExactOptions(seed=3, order="feistel")
     sampler = RandomSampler(range(n))  # its own order is never drawn
     order = make_order(BatchSampler(sampler, 8, drop_last=False), range(n), options, alone=True)
-    one = ExactBatches(order, rank=1, world_size=2, options=options, batch_size=8)
+    one = ExactBatches(order, UpdateSplitter(rank=1, world_size=2, options=options, batch_size=8))
     one.start = n - 16
     last = [list(piece) for piece in islice(one, 4)]
     assert [len(piece) for piece in last] == [4, 4]

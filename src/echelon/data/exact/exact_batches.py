@@ -33,7 +33,16 @@ from echelon.data.sharding.order_check import OrderCheck
 from echelon.data.sharding.sample_order import SampleOrder, SeedableRandomSampler
 from echelon.distributed.checks.already_sharded import can_undo_sharding
 
-__all__ = ["ExactBatches", "ExactOptions", "GlobalOrder", "OrderKind", "PassPlan", "partial_update_error", "make_order"]
+__all__ = [
+    "ExactBatches",
+    "ExactOptions",
+    "GlobalOrder",
+    "OrderKind",
+    "PassPlan",
+    "UpdateSplitter",
+    "make_order",
+    "partial_update_error",
+]
 
 OrderKind = Literal["randperm", "feistel"]
 _MANY = 50_000_000
@@ -70,68 +79,79 @@ class PassPlan:
     """Whether this is a training pass, which balances samples across ranks. In other passes, gathered results keep the data's
     order."""
 
-    def num_micro(
-        self, num_samples: int, batch_size: int | None = None, *, world_size: int, options: ExactOptions
-    ) -> int:
-        """Return the number of micro-steps for a global batch, given the loader's ``batch_size`` (None if it varies)."""
-        wanted = self.num_micro_steps
-        if options.canonical_shards is not None:
-            return -(-options.canonical_shards // world_size)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSplitter:
+    """Splits global batches into what one rank contributes in each micro-step."""
+
+    rank: int
+    world_size: int
+    options: ExactOptions
+    batch_size: int | None
+    """The user's batch size, which is the total across all ranks; None if it varies."""
+
+    def num_micro(self, num_samples: int, plan: PassPlan) -> int:
+        """Return the number of micro-steps for a global batch of ``num_samples`` samples."""
+        wanted = plan.num_micro_steps
+        if self.options.canonical_shards is not None:
+            return -(-self.options.canonical_shards // self.world_size)
         # A rank's part of a joined batch is not larger than its part of one of the user's batches, unless another rank would
         # have no samples.
-        if not self.trains:
-            largest, usual = (-(-number // world_size) for number in (num_samples, batch_size or num_samples))
-            wanted = max(min(-(-largest // usual), num_samples // world_size), 1)
+        if not plan.trains:
+            largest, usual = (-(-number // self.world_size) for number in (num_samples, self.batch_size or num_samples))
+            wanted = max(min(-(-largest // usual), num_samples // self.world_size), 1)
         return num_micro_steps(
-            num_samples, world_size=world_size, wanted=wanted, max_micro_batch_size=options.max_micro_batch_size
+            num_samples,
+            world_size=self.world_size,
+            wanted=wanted,
+            max_micro_batch_size=self.options.max_micro_batch_size,
         )
 
-    def split(
-        self, update: range, *, rank: int, world_size: int, batch_size: int | None, options: ExactOptions
-    ) -> Iterator[Contribution]:
-        """Yield what ``rank`` contributes to a global batch in each micro-step."""
-        if options.canonical_shards is not None:
+    def split(self, update: range, plan: PassPlan) -> Iterator[Contribution]:
+        """Yield what the rank contributes to a global batch in each micro-step."""
+        if self.options.canonical_shards is not None:
             return canonical_contributions(
                 update,
-                rank=rank,
-                world_size=world_size,
-                num_shards=options.canonical_shards,
-                by_rank=self.trains,
+                rank=self.rank,
+                world_size=self.world_size,
+                num_shards=self.options.canonical_shards,
+                by_rank=plan.trains,
             )
-        num_micro = self.num_micro(len(update), batch_size, world_size=world_size, options=options)
-        return contributions(update, rank=rank, world_size=world_size, num_micro=num_micro, by_rank=self.trains)
-
-    def joined_size(self, batch_size: int, *, least: int) -> int:
-        """Return the size of a global batch. Evaluation passes join batches until there are at least ``least`` samples."""
-        return batch_size if self.trains else batch_size * -(-least // batch_size)
-
-    def num_steps(self, num_samples: int, batch_size: int, *, world_size: int, options: ExactOptions) -> int:
-        """Return the number of micro-steps in a pass over ``num_samples`` samples."""
-        least = options.canonical_shards or world_size
-        size = self.joined_size(batch_size, least=least)
-        whole, rest = divmod(num_samples, size)
-        if not self.trains and whole and 0 < rest < least:
-            whole, rest = whole - 1, size + rest
-        return sum(
-            count * self.num_micro(number, batch_size, world_size=world_size, options=options)
-            for count, number in ((whole, size), (1, rest))
-            if count and number
+        num_micro = self.num_micro(len(update), plan)
+        return contributions(
+            update, rank=self.rank, world_size=self.world_size, num_micro=num_micro, by_rank=plan.trains
         )
 
-    def num_steps_of_batches(self, num_batches: int, *, world_size: int, options: ExactOptions) -> int:
-        """Return the number of micro-steps in a pass over batches of unknown size.
+    def num_steps(self, plan: PassPlan, *, num_samples: int, num_batches: int) -> int:
+        """Return the number of micro-steps in a pass over a number of samples, in a number of global batches; -1 means unknown.
 
         Raises:
             TypeError: the number depends on the batch sizes.
         """
-        if options.canonical_shards is not None and num_batches >= 0:
-            return num_batches * -(-options.canonical_shards // world_size)
-        if num_batches < 0 or (self.trains and self.num_micro_steps > 1) or options.max_micro_batch_size is not None:
+        shards = self.options.canonical_shards
+        if self.batch_size is not None and num_samples >= 0:
+            least = shards or self.world_size
+            size = joined_size(self.batch_size, plan, least=least)
+            whole, rest = divmod(num_samples, size)
+            if not plan.trains and whole and 0 < rest < least:
+                whole, rest = whole - 1, size + rest
+            return sum(
+                count * self.num_micro(number, plan) for count, number in ((whole, size), (1, rest)) if count and number
+            )
+        if shards is not None and num_batches >= 0:
+            return num_batches * -(-shards // self.world_size)
+        varies = (plan.trains and plan.num_micro_steps > 1) or self.options.max_micro_batch_size is not None
+        if num_batches < 0 or varies:
             raise TypeError(
                 "the number of micro-steps is unknown until the batches are drawn, because their sizes vary and they "
                 "are split according to gradient_accumulation_steps or max_micro_batch_size"
             )
         return num_batches
+
+
+def joined_size(batch_size: int, plan: PassPlan, *, least: int) -> int:
+    """Return the size of a global batch. Evaluation passes join batches until there are at least ``least`` samples."""
+    return batch_size if plan.trains else batch_size * -(-least // batch_size)
 
 
 class GlobalOrder(ABC):
@@ -320,26 +340,18 @@ def _check_indices(batch: Sequence[int], num_samples: int) -> None:
 
 
 class ExactBatches(Sampler[KeyedSamples]):
-    """One rank's batch sampler. Yields the samples for each micro-step, and queues their contributions in ``ahead``."""
+    """One rank's batch sampler. Yields the samples for each micro-step, and queues their contributions in ``ahead``.
 
-    def __init__(
-        self,
-        order: GlobalOrder,
-        *,
-        rank: int,
-        world_size: int,
-        options: ExactOptions,
-        batch_size: int | None,
-        smallest: int | None = None,
-    ) -> None:
+    Args:
+        order: the global batches.
+        splitter: splits them.
+        smallest: minimum size to which batches in an evaluation pass are joined, so that every rank has samples.
+    """
+
+    def __init__(self, order: GlobalOrder, splitter: UpdateSplitter, *, smallest: int | None = None) -> None:
         self.order = order
-        self.rank = rank
-        self.world_size = world_size
-        self.options = options
-        self.batch_size = batch_size
-        """The user's batch size, which is the total across all ranks; None if it varies."""
-        self.smallest = options.canonical_shards or smallest or world_size
-        """Minimum size to which batches in an evaluation pass are joined, so that every rank has samples."""
+        self.splitter = splitter
+        self.smallest = splitter.options.canonical_shards or smallest or splitter.world_size
         self.epoch = 0
         self.start = 0
         """Position where the next pass starts."""
@@ -350,13 +362,14 @@ class ExactBatches(Sampler[KeyedSamples]):
         self.ahead: deque[Contribution] = deque()
         """Contributions in the latest pass that were drawn but not yet consumed, because loaders with workers prefetch."""
 
+    @property
+    def batch_size(self) -> int | None:
+        """The user's batch size, which is the total across all ranks; None if it varies."""
+        return self.splitter.batch_size
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch for the next pass."""
         self.epoch = epoch
-
-    def num_micro(self, num_samples: int, plan: PassPlan) -> int:
-        """Return the number of micro-steps for a global batch of ``num_samples`` samples."""
-        return plan.num_micro(num_samples, self.batch_size, world_size=self.world_size, options=self.options)
 
     def num_steps(self, plan: PassPlan) -> int:
         """Return the number of micro-steps in a pass.
@@ -364,10 +377,7 @@ class ExactBatches(Sampler[KeyedSamples]):
         Raises:
             TypeError: the number is unknown.
         """
-        num_samples = self.order.num_samples()
-        if self.batch_size is None or num_samples < 0:
-            return plan.num_steps_of_batches(self.order.num_batches(), world_size=self.world_size, options=self.options)
-        return plan.num_steps(num_samples, self.batch_size, world_size=self.world_size, options=self.options)
+        return self.splitter.num_steps(plan, num_samples=self.order.num_samples(), num_batches=self.order.num_batches())
 
     def __len__(self) -> int:
         return self.num_steps(self.plan)
@@ -381,31 +391,25 @@ class ExactBatches(Sampler[KeyedSamples]):
     def _pieces(
         self, ahead: deque[Contribution], plan: PassPlan, epoch: int, start: int, skip: int
     ) -> Iterator[KeyedSamples]:
-        left = skip
-        if self.order.is_seekable and self.batch_size is not None:
-            size = plan.joined_size(self.batch_size, least=self.smallest)
-            num_micro = self.num_micro(size, plan)
+        left, splitter = skip, self.splitter
+        if self.order.is_seekable and splitter.batch_size is not None:
+            size = joined_size(splitter.batch_size, plan, least=self.smallest)
+            num_micro = splitter.num_micro(size, plan)
             # The last global batches may have a different size; the loop below skips them.
             whole = min(left // num_micro, max((self.order.num_samples() - start) // size - 1, 0))
             start, left = start + whole * size, left - whole * num_micro
         for update, indices in self._batches(plan, epoch, start):
-            num_micro = self.num_micro(len(update), plan)
+            num_micro = splitter.num_micro(len(update), plan)
             if left >= num_micro:
                 left -= num_micro
                 continue
             if left:
                 raise partial_update_error(skip)
-            for one in plan.split(
-                update,
-                rank=self.rank,
-                world_size=self.world_size,
-                batch_size=self.batch_size,
-                options=self.options,
-            ):
+            for one in splitter.split(update, plan):
                 ahead.append(one)
                 first = one.samples.start - update.start
                 found = list(indices[first : first + len(one.samples)])
-                yield KeyedSamples(found, seed=self.options.seed, epoch=epoch, start=one.samples.start)
+                yield KeyedSamples(found, seed=splitter.options.seed, epoch=epoch, start=one.samples.start)
 
     def _batches(self, plan: PassPlan, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:
         batches = self.order.batches(epoch, start)

@@ -25,7 +25,14 @@ from echelon.base.lengths import length_of
 from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.data.batch import require_rows_per_sample, slice_batch
 from echelon.data.data_facts import DataFacts, known_length
-from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, make_order, partial_update_error
+from echelon.data.exact.exact_batches import (
+    ExactBatches,
+    ExactOptions,
+    PassPlan,
+    UpdateSplitter,
+    make_order,
+    partial_update_error,
+)
 from echelon.data.global_batch_slices import Contribution, join_small_batches
 from echelon.data.rebuild_loader import FollowedBatches, copy_loader, has_own_reading
 from echelon.data.rng.per_sample_rng import OF_COLLATE, OF_WORKERS, KeyedCollate, KeyedDataset, draws_of, key_of
@@ -115,14 +122,8 @@ class IndexedExactSource(ExactSource):
             )
         order = make_order(batches, loader.dataset, options, alone=world.is_alone, check=check)
         self.batch_size = getattr(batches, "batch_size", None) if order.may_join else None
-        self.batches = ExactBatches(
-            order,
-            rank=world.rank,
-            world_size=world.world_size,
-            options=options,
-            batch_size=self.batch_size if num_ranks is None else None,
-            smallest=num_ranks,
-        )
+        size = self.batch_size if num_ranks is None else None
+        self.batches = ExactBatches(order, _splitter(world, options, size), smallest=num_ranks)
         draws_nothing = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
         dataset = None if draws_nothing else KeyedDataset(loader.dataset)
         batches = followed(loader, self.batches)
@@ -162,28 +163,6 @@ class IndexedExactSource(ExactSource):
         return self.batches.order.num_samples(), self.batches.order.num_batches()
 
 
-class _UpdateSplitter:
-    """Splits updates of any size for this rank. This is a class so that it can be pickled for DataLoader workers."""
-
-    def __init__(self, world: World, options: ExactOptions, batch_size: int | None) -> None:
-        self.rank, self.world_size = world.rank, world.world_size
-        self.options = options
-        self.batch_size = batch_size
-
-    def __call__(self, num_samples: int, plan: PassPlan) -> Iterator[Contribution]:
-        return plan.split(
-            range(num_samples),
-            rank=self.rank,
-            world_size=self.world_size,
-            batch_size=self.batch_size,
-            options=self.options,
-        )
-
-    def num_micro(self, num_samples: int, plan: PassPlan) -> int:
-        """Return the number of micro-steps for a global batch."""
-        return plan.num_micro(num_samples, self.batch_size, world_size=self.world_size, options=self.options)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GlobalBatch:
     """One rank's part of a global batch from a stream."""
@@ -203,10 +182,10 @@ class _RankStream(IterableDataset[Any]):
     rank reads the same samples, even after resuming, and the RNG stream for dropout is unaffected.
     """
 
-    def __init__(self, loader: DataLoader[Any], split: _UpdateSplitter, *, smallest: int) -> None:
+    def __init__(self, loader: DataLoader[Any], splitter: UpdateSplitter, *, smallest: int) -> None:
         assert loader.batch_size is not None
         self.dataset: Any = loader.dataset
-        self.split = split
+        self.splitter = splitter
         self.batch_size: int = loader.batch_size
         self.drop_last = loader.drop_last
         self.collate_fn: Callable[[Any], Any] = loader.collate_fn
@@ -235,7 +214,7 @@ class _RankStream(IterableDataset[Any]):
             with draws_of(*key, OF_COLLATE):
                 pieces = [
                     (self.collate_fn(samples[one.samples.start : one.samples.stop]), one)
-                    for one in self.split(len(samples), plan)
+                    for one in self.splitter.split(range(len(samples)), plan)
                 ]
             yield _GlobalBatch(pieces=pieces, state=state, columns=columns)
 
@@ -244,7 +223,7 @@ class _RankStream(IterableDataset[Any]):
         source: Iterator[Any] | None = None
         keeps_state = isinstance(self.dataset, SupportsStateDict) and get_worker_info() is None
         while True:
-            key = (self.split.options.seed, epoch, worker, position)
+            key = (self.splitter.options.seed, epoch, worker, position)
             with draws_of(*key):
                 source = iter(self.dataset) if source is None else source
                 samples = list(islice(source, self.batch_size))
@@ -286,7 +265,7 @@ class ExactStreamSource(ExactSource):
                 do="give the DataLoader a batch_size",
             )
         self._is_alone = world.is_alone
-        self._splitter = _UpdateSplitter(world, options, self.batch_size if num_ranks is None else None)
+        self._splitter = _splitter(world, options, self.batch_size if num_ranks is None else None)
         least = options.canonical_shards or num_ranks or world.world_size
         self._stream = _RankStream(loader, self._splitter, smallest=least)
         self._drawn_from = loader.generator
@@ -366,12 +345,10 @@ class ExactStreamSource(ExactSource):
             position = end
 
     def num_planned(self, plan: PassPlan) -> int:
-        num_samples, _ = self.lengths()
+        num_samples, num_batches = self.lengths()
         if num_samples < 0:
             raise TypeError(f"object of type {type(self._stream.dataset).__name__} has no len()")
-        assert self.batch_size is not None
-        split = self._splitter
-        return plan.num_steps(num_samples, self.batch_size, world_size=split.world_size, options=split.options)
+        return self._splitter.num_steps(plan, num_samples=num_samples, num_batches=num_batches)
 
     def lengths(self) -> tuple[int, int]:
         """Return the number of samples and the number of global batches in a pass; -1 means unknown."""
@@ -429,7 +406,7 @@ class ExactDispatchSource(ExactSource):
         self.total_samples, self._num_samples, self._num_batches, batch_size = of_rank_zero
         """Sizes of rank zero's dataset and of a pass; -1 means unknown."""
         self.batch_size = None if batch_size < 0 else batch_size
-        self._splitter = _UpdateSplitter(world, options, self.batch_size)
+        self._splitter = _splitter(world, options, self.batch_size)
 
     def begin(self, plan: PassPlan, *, epoch: int, position: int, resumed: dict[str, Any] | None) -> None:
         self._plan = plan
@@ -464,7 +441,7 @@ class ExactDispatchSource(ExactSource):
             device=self._device,
             non_blocking=self._non_blocking,
         ):
-            for one in self._splitter(count, plan):
+            for one in self._splitter.split(range(count), plan):
                 part = slice(one.samples.start, one.samples.stop)
                 part_batch = split(batch, part, process_index=world.rank, num_processes=world.world_size)
                 yield part_batch, one.shifted(position)
@@ -479,13 +456,11 @@ class ExactDispatchSource(ExactSource):
         return DataFacts(num_samples=known_length(self.total_samples), batch_size=self.batch_size)
 
     def num_planned(self, plan: PassPlan) -> int:
-        if self.batch_size is None or self._num_samples < 0:
-            return plan.num_steps_of_batches(
-                self._num_batches, world_size=self._splitter.world_size, options=self._splitter.options
-            )
-        return plan.num_steps(
-            self._num_samples, self.batch_size, world_size=self._world.world_size, options=self._splitter.options
-        )
+        return self._splitter.num_steps(plan, num_samples=self._num_samples, num_batches=self._num_batches)
+
+
+def _splitter(world: World, options: ExactOptions, batch_size: int | None) -> UpdateSplitter:
+    return UpdateSplitter(rank=world.rank, world_size=world.world_size, options=options, batch_size=batch_size)
 
 
 def _skip_steps(steps: Iterator[tuple[Any, Contribution]], skip: int) -> Iterator[tuple[Any, Contribution]]:

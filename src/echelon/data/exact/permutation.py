@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from math import isqrt
 from typing import TypeAlias, final
 
@@ -14,10 +13,7 @@ import torch
 from echelon.base.errors import UsageError
 from echelon.data.rng.per_sample_rng import key_of
 
-__all__ = ["BLOCK", "ExplicitPermutation", "FeistelPermutation", "Permutation"]
-
-BLOCK = 4096
-"""Number of positions per NumPy call. At this size, the call overhead is a tenth of the work."""
+__all__ = ["ExplicitPermutation", "FeistelPermutation", "Permutation"]
 
 # After 4 rounds, neighbors in a column are correlated (test_the_statistical_test_detects_four_rounds); after 6, for n up to 97.
 _ROUNDS = 8
@@ -28,35 +24,14 @@ _Words: TypeAlias = "npt.NDArray[np.uint64]"
 
 
 class Permutation(ABC):
-    """A permutation of ``range(n)`` for one epoch.
-
-    To resume, a run needs only ``state`` and a position.
-    """
+    """A permutation of ``range(n)`` for one epoch. To resume, a run needs only its arguments and a position."""
 
     def __init__(self, n: int, seed: int, epoch: int = 0) -> None:
-        self.state = (n, seed, epoch)
-        """Arguments that recreate this permutation."""
+        self._n = n
 
     @abstractmethod
     def indices(self, positions: torch.Tensor | range) -> torch.Tensor:
         """Return the indices at ``positions`` (int64, any shape, in any order) as int64 with the same shape."""
-
-    def blocks(self, start: int = 0) -> Iterator[torch.Tensor]:
-        """Yield the indices from position ``start`` to the end, ``BLOCK`` at a time."""
-        n = len(self)
-        for begin in range(start, n, BLOCK):
-            yield self.indices(range(begin, min(begin + BLOCK, n)))
-
-    def iterate(self, start: int = 0) -> Iterator[int]:
-        """Yield the indices from position ``start`` to the end."""
-        for block in self.blocks(start):
-            yield from block.tolist()
-
-    def __iter__(self) -> Iterator[int]:
-        return self.iterate()
-
-    def __len__(self) -> int:
-        return self.state[0]
 
 
 @final
@@ -76,7 +51,7 @@ class ExplicitPermutation(Permutation):
         )
 
     def indices(self, positions: torch.Tensor | range) -> torch.Tensor:
-        return self._order[_checked(positions, len(self))].to(torch.int64)
+        return self._order[_checked(positions, self._n)].to(torch.int64)
 
 
 @final
@@ -106,10 +81,10 @@ class FeistelPermutation(Permutation):
         self._order = torch.from_numpy(_sorted_by_hash(n, self._keys[0])) if n <= _EXPLICIT_UP_TO else None
 
     def indices(self, positions: torch.Tensor | range) -> torch.Tensor:
-        inside = _checked(positions, len(self))
+        inside = _checked(positions, self._n)
         if self._order is not None:
             return self._order[inside].to(torch.int64)
-        words = _permute(inside.reshape(-1).numpy().astype(np.uint64), len(self), self._keys)
+        words = _permute(inside.reshape(-1).numpy().astype(np.uint64), self._n, self._keys)
         return torch.from_numpy(words.view(np.int64)).reshape(inside.shape)
 
 
