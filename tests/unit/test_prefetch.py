@@ -17,7 +17,7 @@ from echelon import disk_offload
 from echelon.base.warnings import EchelonWarning
 from echelon.big_models import prefetch
 from echelon.big_models.align_devices import attach_align_device_hook
-from echelon.big_models.mapped_file import MappedFile
+from echelon.big_models.offload_store import OffloadedWeightsLoader
 from echelon.big_models.prefetch import Prefetcher, Prefetchers
 
 
@@ -158,8 +158,10 @@ def test_on_the_cpu_the_system_is_asked_to_read_the_next_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    original = MappedFile.read_ahead
-    monkeypatch.setattr(MappedFile, "read_ahead", lambda self, name: (asked.append(name), original(self, name)))
+    original = OffloadedWeightsLoader.read_ahead
+    monkeypatch.setattr(
+        OffloadedWeightsLoader, "read_ahead", lambda self, name: (asked.append(name), original(self, name))
+    )
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
     expected = model(torch.ones(2))
     disk_offload(model, tmp_path)

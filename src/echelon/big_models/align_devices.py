@@ -213,7 +213,6 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
     """Put the direct parameters of ``module`` on ``execution_device`` inside the block.
 
     Args:
-        module: the module.
         execution_device: target device. None: the device on which the hook runs the module; if no weights are
             offloaded, nothing is moved.
     """
@@ -253,11 +252,8 @@ def attach_execution_device_hook(
     """Attach a hook to each submodule that has none; the hook moves inputs and tensors to ``execution_device``.
 
     Args:
-        module: the module.
-        execution_device: device on which the module runs.
         skip_keys: keyword arguments that are not moved.
         preload_module_classes: class names of modules whose submodules get no hook.
-        tied_params_map: copies of tied parameters.
     """
     if hook_of(module) is None and module.state_dict():
         add_hook_to_module(
@@ -285,16 +281,10 @@ def attach_align_device_hook(
     """Attach an ``AlignDevicesHook`` to each submodule with direct tensors, to run after any existing hook.
 
     Args:
-        module: the module.
-        execution_device: device on which the module runs.
         offload: keep the weights in ``weights_map``.
-        weights_map: weights by full name.
         offload_buffers: also offload buffers.
-        module_name: the module's full name in the model.
-        skip_keys: keyword arguments that are not moved.
         preload_module_classes: class names of modules whose weights, including submodules, are loaded together, because
             the modules use submodules' weights without calling the submodules.
-        tied_params_map: copies of tied parameters.
         prefetchers: load weights ahead.
     """
     as_whole = offload and type(module).__name__ in (preload_module_classes or ())
@@ -313,19 +303,15 @@ def attach_align_device_hook(
         add_hook_to_module(module, hook, append=True)
     if as_whole:
         return
+    options: dict[str, Any] = {
+        "skip_keys": skip_keys,
+        "preload_module_classes": preload_module_classes,
+        "tied_params_map": tied_params_map,
+        "prefetchers": prefetchers,
+    }
     for name, child in module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            f"{prefix}{name}",
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-            prefetchers=prefetchers,
-        )
+        child_name = f"{prefix}{name}"
+        attach_align_device_hook(child, execution_device, offload, weights_map, offload_buffers, child_name, **options)
 
 
 def attach_align_device_hook_on_blocks(
@@ -344,66 +330,35 @@ def attach_align_device_hook_on_blocks(
     """Attach ``AlignDevicesHook`` to a model's blocks, each with a separate device and offload setting.
 
     Args:
-        module: the model.
         execution_device: one device, or a device for each block by name.
         offload: whether weights are offloaded, for all blocks or for each block by name.
-        weights_map: weights by full name.
-        offload_buffers: also offload buffers.
-        module_name: the module's full name in the model.
-        skip_keys: keyword arguments that are not moved.
-        preload_module_classes: see ``attach_align_device_hook``.
-        tied_params_map: copies of tied parameters.
-        prefetchers: load weights ahead.
     """
-    whole = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
-    offloading = {"weights_map": weights_map, "offload_buffers": offload_buffers, "prefetchers": prefetchers, **whole}
+    common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    offloading = {"weights_map": weights_map, "offload_buffers": offload_buffers, "prefetchers": prefetchers, **common}
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         if offload:
-            attach_align_device_hook(
-                module,
-                execution_device,
-                offload=True,
-                module_name=module_name,
-                **offloading,  # type: ignore[arg-type]
-            )
+            attach_align_device_hook(module, execution_device, True, module_name=module_name, **offloading)
         else:
-            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **whole)  # type: ignore[arg-type]
+            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **common)
             add_hook_to_module(module, hook)
         return
     devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
     offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    offloading["preload_module_classes"] = preload_module_classes
     device, is_root = devices.get(module_name), module_name == ""
     if module_name in devices and module_name in offloads:
-        if offloads[module_name]:
-            attach_align_device_hook(
-                module,
-                device,
-                offload=True,
-                module_name=module_name,
-                preload_module_classes=preload_module_classes,
-                **offloading,  # type: ignore[arg-type]
+        is_offloaded = offloads[module_name]
+        if is_offloaded:
+            attach_align_device_hook(module, device, True, module_name=module_name, **offloading)
+        if not is_offloaded or hook_of(module) is None:
+            options: dict[str, Any] = (
+                {} if is_offloaded else {"offload_buffers": offload_buffers, "place_submodules": True}
             )
-            if hook_of(module) is None:
-                add_hook_to_module(module, AlignDevicesHook(device, io_same_device=is_root, **whole))  # type: ignore[arg-type]
-        else:
-            hook = AlignDevicesHook(
-                device,
-                offload_buffers=offload_buffers,
-                io_same_device=is_root,
-                place_submodules=True,
-                **whole,  # type: ignore[arg-type]
-            )
-            add_hook_to_module(module, hook)
-        here = preload_module_classes if offloads[module_name] else None
-        attach_execution_device_hook(module, device, preload_module_classes=here, **whole)  # type: ignore[arg-type]
+            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=is_root, **options, **common))
+        here = preload_module_classes if is_offloaded else None
+        attach_execution_device_hook(module, device, preload_module_classes=here, **common)  # type: ignore[arg-type]
     elif is_root:
-        add_hook_to_module(module, AlignDevicesHook(device, io_same_device=True, **whole))  # type: ignore[arg-type]
+        add_hook_to_module(module, AlignDevicesHook(device, io_same_device=True, **common))
     for name, child in module.named_children():
-        attach_align_device_hook_on_blocks(
-            child,
-            devices,
-            offloads,
-            module_name=name if is_root else f"{module_name}.{name}",
-            preload_module_classes=preload_module_classes,
-            **offloading,  # type: ignore[arg-type]
-        )
+        child_name = name if is_root else f"{module_name}.{name}"
+        attach_align_device_hook_on_blocks(child, devices, offloads, module_name=child_name, **offloading)

@@ -52,12 +52,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """Lets the user move a model back to the CPU or remove its hook.
-
-    Args:
-        model: the model.
-        hook: its hook.
-    """
+    """Lets the user move a model back to the CPU or remove its hook."""
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model
@@ -81,8 +76,6 @@ def cpu_offload_with_hook(
     ``offload()``.
 
     Args:
-        model: the model.
-        execution_device: device on which the model runs. None: this process's accelerator, if any.
         prev_module_hook: hook of the previous model in a pipeline, which is moved to the CPU first.
     """
     hook = CpuOffload(execution_device, prev_module_hook)

@@ -51,13 +51,10 @@ def infer_auto_device_map(
     Tied parameters are placed together. Only sizes are used, so the model may be on the meta device.
 
     Args:
-        model: the model.
         max_memory: memory per device in bytes or as a string (``{0: "10GiB", "cpu": "30GiB"}``). None: all available
             memory.
         no_split_module_classes: class names of modules that must not be split across devices, such as blocks with a
             residual connection.
-        dtype: dtype in which the weights will be loaded.
-        special_dtypes: dtypes of individual tensors, by name.
         verbose: print each decision.
         clean_result: merge the entries of a module whose parts are all on one device.
         offload_buffers: also offload the buffers of offloaded layers. False: warn if no device has enough memory for
@@ -213,7 +210,6 @@ def get_module_size_with_ties(
 
     Args:
         tied_params: parameters outside the module that are tied to a parameter inside it.
-        module_size: size of the module.
         module_sizes: sizes by name, from ``compute_module_sizes``.
         modules_to_treat: parts that have not been placed yet.
     """
@@ -237,11 +233,9 @@ def fallback_allocate(
     """Return the first of ``modules`` or their submodules that fits into ``size_limit``, and the remaining parts.
 
     Args:
-        modules: parts to search.
         module_sizes: sizes by name, from ``compute_module_sizes``.
         size_limit: maximum size of the part, including parts that are tied to it.
         no_split_module_classes: class names of modules that must not be split.
-        tied_parameters: groups of tied parameters.
 
     Returns:
         Name, part and remaining parts; (None, None, ``modules``) if nothing fits.

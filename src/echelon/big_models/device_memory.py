@@ -93,8 +93,6 @@ def get_balanced_memory(
         model: the model; it may be on the meta device.
         max_memory: upper bounds. None: all available memory.
         no_split_module_classes: class names of modules that must not be split across devices.
-        dtype: dtype in which the weights will be loaded.
-        special_dtypes: dtypes of individual tensors, by name.
         low_zero: put as little as possible on the first accelerator, which also holds other data.
 
     Source: Accelerate's function of the same name (returns the same budgets).

@@ -31,7 +31,6 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
     """Inside the block, create model parameters on ``device``.
 
     Args:
-        device: target device.
         include_buffers: also create buffers there. None: use ``ACCELERATE_INIT_INCLUDE_BUFFERS``, else False.
     """
     device = torch.device(device)

@@ -47,11 +47,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Runs several hooks in the given order, both before and after the forward pass.
-
-    Args:
-        hooks: the hooks.
-    """
+    """Runs several hooks in the given order, both before and after the forward pass."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -89,7 +85,6 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
     Args:
         module: the module. Other libraries find the hook in ``module._hf_hook``.
-        hook: the hook.
         append: run the hook after the existing hook. False: replace the existing hook.
     """
     present = hook_of(module)
@@ -139,7 +134,6 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     """Remove the hook from ``module``, restore its ``forward``, and return the module.
 
     Args:
-        module: the module.
         recurse: also remove hooks from its submodules.
     """
     hook = hook_of(module)

@@ -30,8 +30,6 @@ class LayerwiseCastingHook(ModelHook):
     The conversion rounds the weights, so outputs change.
 
     Args:
-        storage_dtype: dtype between forward passes.
-        compute_dtype: dtype during the forward pass.
         non_blocking: convert asynchronously.
     """
 
@@ -65,12 +63,9 @@ def attach_layerwise_casting_hooks(
     """Attach ``LayerwiseCastingHook`` to the linear and convolution layers in ``module``.
 
     Args:
-        module: the model.
         storage_dtype: dtype of the weights between forward passes, such as ``torch.float8_e4m3fn``.
-        compute_dtype: dtype during the forward pass, such as ``torch.bfloat16``.
         skip_modules_pattern: regular expressions; modules whose full name matches one keep their dtype.
         skip_modules_classes: modules of these classes keep their dtype.
-        non_blocking: convert asynchronously.
     """
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
     stack: list[tuple[str, nn.Module]] = [("", module)]

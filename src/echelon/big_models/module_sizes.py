@@ -48,7 +48,6 @@ def named_module_tensors(
     """Yield the parameters of ``module`` by name, then its buffers.
 
     Args:
-        module: the module.
         include_buffers: also yield the buffers.
         recurse: also yield the tensors of submodules.
         remove_non_persistent: skip buffers that are not in the state dict.
@@ -66,7 +65,6 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     """Return the names of buffers that are not in the state dict.
 
     Args:
-        module: the module.
         recurse: also include submodules.
         fqns: return fully qualified names.
     """
@@ -138,9 +136,7 @@ def get_max_layer_size(
     A layer is a module without submodules, a module of a class that must not be split, or a tensor.
 
     Args:
-        modules: named modules or tensors to search, including their submodules.
         module_sizes: from ``compute_module_sizes``.
-        no_split_module_classes: class names of modules that must not be split.
     """
     layers: list[tuple[str, float]] = []
     stack = list(reversed(modules))

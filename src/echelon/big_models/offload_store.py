@@ -9,7 +9,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,9 +17,10 @@ from urllib.parse import quote
 from uuid import uuid4
 
 import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
 
 from echelon.base.errors import CheckpointError, UsageError
-from echelon.big_models.mapped_file import MappedFile, checksum, map_tensor
 from echelon.checkpoint.tensor_file import stored_form
 from echelon.distributed.small_messages import bytes_of
 
@@ -42,6 +43,7 @@ INDEX = "index.json"
 SHARD_BYTES = 2**30
 _SHARDS = "weights-{:05d}.safetensors"
 Index = dict[str, dict[str, Any]]
+_AGAIN = "restore the file from a copy, or offload the weights again into an empty folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,6 @@ class OffloadFolder:
         """Write ``tensors`` to files of about 1 GiB, with one tensor in memory at a time.
 
         Args:
-            tensors: the tensors by name.
             aliases: further names of tied tensors.
         """
         shard: dict[str, UnreadTensor] = {}
@@ -194,7 +195,6 @@ def offload_weight(
     """Write one weight to a separate file, add its entry to ``index`` if given, and return ``index``.
 
     Args:
-        weight: the values.
         weight_name: name in the index and of the file.
         offload_folder: an existing folder.
         index: entries by name, changed in place; ``save_offload_index`` writes them.
@@ -233,10 +233,6 @@ def has_index(folder: str | os.PathLike[str]) -> bool:
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
     """Return the memory-mapped weight in a file written by Accelerate (raw bytes) or by ``offload_weight``.
 
-    Args:
-        weight_file: the file.
-        weight_info: the weight's index entry.
-
     Raises:
         CheckpointError: the file is missing, damaged or has the wrong size.
     """
@@ -245,32 +241,95 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     if weight_info.get("safetensors_file") is not None and not path.exists():
         path = other if other.exists() else path.parent / weight_info["safetensors_file"]
     if path.suffix == ".safetensors":
-        name = weight_info.get("weight_name", path.stem)
-        return _read_entry(MappedFile(path), {**weight_info, "weight_name": name})
+        return _WeightFile(path).read({"weight_name": path.stem, **weight_info})
     dtype, shape = _dtype_of(weight_info), tuple(weight_info["shape"])
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != num_bytes:
-                raise CheckpointError(
-                    f"expected {num_bytes} bytes in {path} for a {dtype} of shape {list(shape)}, but got {size}",
-                    do="offload the weights again into an empty folder",
-                )
-            return map_tensor(file.fileno(), 0, dtype, shape)
+        size = path.stat().st_size
     except OSError as error:
         raise CheckpointError(
             f"the offloaded weight {path} cannot be read: {error}", do="offload the weights again"
         ) from error
+    if size != num_bytes:
+        raise CheckpointError(
+            f"expected {num_bytes} bytes in {path} for a {dtype} of shape {list(shape)}, but got {size}",
+            do="offload the weights again into an empty folder",
+        )
+    if not num_bytes:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+class _WeightFile:
+    """A safetensors file, or a link to one as in the Hugging Face Hub cache. Each tensor maps the file until it is freed.
+
+    A tensor may be modified without changing the file or what is read later, because the file is opened for each.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._verified: set[tuple[str, int, int]] = set()
+        self._spans: dict[str, tuple[int, int]] | None = None
+        """First byte and number of bytes of each tensor, which are needed only to read ahead."""
+
+    def read(self, entry: Mapping[str, Any]) -> torch.Tensor:
+        """Return the tensor of an index entry. Its checksum is verified when it is first read.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or has no such tensor.
+        """
+        name = entry["weight_name"]
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                stored = (file.metadata() or {}).get(name, name)  # further names of tied weights
+                if stored not in file.keys():  # noqa: SIM118 - not a dict
+                    raise CheckpointError(f"{self.path} has no tensor {name}", do=_AGAIN)
+                tensor: torch.Tensor = file.get_tensor(stored)
+            facts = self.path.stat()
+        except OSError as error:
+            raise CheckpointError(f"the offloaded weights in {self.path} cannot be read: {error}", do=_AGAIN) from error
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path} is not a safetensors file: {error}", do=_AGAIN) from error
+        if tensor.data_ptr() % tensor.itemsize:  # other writers may not align tensors
+            tensor = tensor.clone()
+        expected, key = entry.get("xxh3_128"), (name, facts.st_ino, facts.st_mtime_ns)
+        if expected is not None and key not in self._verified:
+            if checksum(tensor) != expected:
+                raise CheckpointError(
+                    f"{name} in {self.path} is corrupted: its checksum differs from the one that was written", do=_AGAIN
+                )
+            self._verified.add(key)
+        if "dtype" not in entry:
+            return tensor
+        dtype = _dtype_of(entry)
+        is_packed = dtype.is_complex or dtype.is_floating_point
+        if is_packed and tensor.dtype == torch.uint8 and tensor.shape[-1:] == (dtype.itemsize,):  # stored as bytes
+            return tensor.view(dtype).reshape(tensor.shape[:-1])
+        return tensor.to(dtype)
+
+    def read_ahead(self, name: str) -> None:
+        """Ask the operating system to read the tensor ``name`` into its cache without waiting, if supported."""
+        if not hasattr(os, "posix_fadvise"):  # not Linux
+            return
+        with suppress(OSError, ValueError, struct.error), open(self.path, "rb") as file:  # `read` reports damage
+            if self._spans is None:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length))
+                aliases = header.pop("__metadata__", {})
+                offsets = {stored: facts["data_offsets"] for stored, facts in header.items()}
+                self._spans = {stored: (8 + length + begin, end - begin) for stored, (begin, end) in offsets.items()}
+                self._spans |= {alias: self._spans[of] for alias, of in aliases.items() if of in self._spans}
+            if name in self._spans:
+                os.posix_fadvise(file.fileno(), *self._spans[name], os.POSIX_FADV_WILLNEED)
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Return the xxh3_128 of a CPU tensor's bytes."""
+    return xxhash.xxh3_128_hexdigest(bytes_of(tensor.detach()).numpy().data)
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """A view of a mapping without a name prefix.
-
-    Args:
-        dataset: the mapping.
-        prefix: the prefix.
-    """
+    """A view of a mapping without a name prefix."""
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
         self.dataset = dataset
@@ -291,7 +350,6 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     Args:
         state_dict: weights in memory, which take precedence.
-        save_folder: folder of offloaded weights.
         index: entries by name. None: the index in ``save_folder``. An entry may refer to a file written by another
             library.
         device: device for weights from safetensors files. None: the CPU.
@@ -316,7 +374,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.index: Mapping[str, Any] = {} if index is None else index
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         self.device = device
-        self._files: dict[str, MappedFile] = {}
+        self._files: dict[str, _WeightFile] = {}
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
@@ -324,7 +382,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         entry = self.index[key]
         if entry.get("safetensors_file") is None:
             return load_offloaded_weight(Path(self.save_folder or "") / f"{key}.dat", entry)
-        tensor = _read_entry(self._file(entry), {"weight_name": key, **entry})
+        tensor = self._file(entry).read({"weight_name": key, **entry})
         return tensor if self.device is None else tensor.to(self.device)
 
     def __iter__(self) -> Iterator[str]:
@@ -339,12 +397,12 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if entry is not None and entry.get("safetensors_file") is not None:
             self._file(entry).read_ahead(entry.get("weight_name", key))
 
-    def _file(self, entry: Mapping[str, Any]) -> MappedFile:
+    def _file(self, entry: Mapping[str, Any]) -> _WeightFile:
         path = str(entry["safetensors_file"])
         if self.save_folder is not None and path == Path(path).name:  # as the index file lists them
             path = str(Path(self.save_folder) / path)
         if path not in self._files:
-            self._files[path] = MappedFile(path)
+            self._files[path] = _WeightFile(path)
         return self._files[path]
 
 
@@ -399,12 +457,6 @@ def _located(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return ``entry`` with its file's full path."""
     file = entry.get("safetensors_file")
     return dict(entry) if file is None else {**entry, "safetensors_file": str(folder / file)}
-
-
-def _read_entry(file: MappedFile, entry: Mapping[str, Any]) -> torch.Tensor:
-    dtype = _dtype_of(entry) if "dtype" in entry else None
-    tensor = file.read(entry["weight_name"], dtype=dtype, checksum_of_bytes=entry.get("xxh3_128"))
-    return tensor if dtype is None else tensor.to(dtype)
 
 
 def _dtype_of(entry: Mapping[str, Any]) -> torch.dtype:

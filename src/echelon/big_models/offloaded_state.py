@@ -56,7 +56,6 @@ def get_state_dict_from_offload(
         module: a module that may be offloaded.
         module_name: full name of one of the module's tensors.
         state_dict: changed in place.
-        device_to_put_offload: device for offloaded values.
     """
     path = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
@@ -69,13 +68,7 @@ def get_state_dict_from_offload(
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Load the weights in ``index`` from ``offload_folder`` into ``model``, on the CPU.
-
-    Args:
-        model: the model.
-        index: entries by name.
-        offload_folder: the folder.
-    """
+    """Load the weights in ``index`` from ``offload_folder`` into ``model``, on the CPU."""
     weights = OffloadedWeightsLoader(index=dict(index or {}), save_folder=offload_folder)
     for name in weights:
         if name.endswith("SCB"):  # the scales of an 8-bit weight

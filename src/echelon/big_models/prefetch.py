@@ -57,7 +57,6 @@ class Prefetcher:
     The weights loaded in advance never take more bytes than the largest module.
 
     Args:
-        device: the device on which the modules run.
         copies: whether to copy weights to the device. None: only if the device is an accelerator.
     """
 

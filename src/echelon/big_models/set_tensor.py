@@ -44,7 +44,6 @@ def set_module_tensor_to_device(
         fp16_statistics: an 8-bit weight's scales, stored in its ``SCB`` attribute.
         tied_params_map: copies of tied parameters; if there is already one on ``device``, it is used instead of a new
             copy.
-        non_blocking: copy asynchronously.
         clear_cache: has no effect, because the next tensor reuses freed memory.
 
     Raises:
@@ -89,19 +88,11 @@ def as_device(device: int | str | torch.device) -> torch.device:
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
     """Return whether both are the same device; without an index, a device means the current device of its type."""
-    if first_device.type != second_device.type:
-        return False
-    if first_device.type == "cpu":
-        return True
-    indices = (
-        {
-            torch.accelerator.current_device_index() if device.index is None else device.index
-            for device in (first_device, second_device)
-        }
-        if first_device.type != "meta"
-        else {0}
-    )
-    return len(indices) == 1
+    if first_device.type != second_device.type or first_device.type in ("cpu", "meta"):
+        return first_device.type == second_device.type
+    current = torch.accelerator.current_device_index()
+    first, second = (current if device.index is None else device.index for device in (first_device, second_device))
+    return first == second
 
 
 def _has_path(module: nn.Module, path: list[str]) -> bool:
