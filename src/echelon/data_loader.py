@@ -11,9 +11,9 @@ from echelon.accelerator.prepare.loader_classes import (
     DataLoaderShard as DataLoaderShard,
     DataLoaderStateMixin as DataLoaderStateMixin,
 )
-from echelon.data.sharding.iterable_dataset_shard import IterableDatasetShard as IterableDatasetShard
 from echelon.data.sharding.sample_order import SeedableRandomSampler as SeedableRandomSampler
 from echelon.data.sharding.sharded_batches import RankBatchSampler as _RankBatchSampler
+from echelon.data.sharding.sharded_stream import IterableDatasetShard as IterableDatasetShard
 from echelon.data.skip_batches import SkipBatchSampler as SkipBatchSampler, SkipDataLoader as SkipDataLoader
 
 BatchSamplerShard = _RankBatchSampler

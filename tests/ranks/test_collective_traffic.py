@@ -11,7 +11,6 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from echelon import MixtureOfExperts, ParallelismConfig
-from echelon.distributed.collective_traffic import CollectiveTraffic, Traffic
 from echelon.engines.context_parallel.region import sequence_region
 from echelon.engines.context_parallel.sequence_group import SequenceGroup
 from echelon.engines.context_parallel.sequence_order import SequenceOrder
@@ -20,6 +19,7 @@ from echelon.engines.fsdp.options import ShardingOptions
 from echelon.engines.tensor_parallel.options import TensorParallelOptions
 from echelon.world.mesh import MeshLayout
 from echelon.world.world import World
+from tests.collective_traffic import CollectiveTraffic, Traffic
 from tests.harness import run_on_ranks
 from tests.parallel_models import VOCABULARY, TinyGPT, tiny_gpt
 

@@ -457,24 +457,11 @@ def test_a_drawn_order_is_kept_when_the_pass_resumes(tmp_path: Path) -> None:
 
 def _bad_samplers() -> list[str]:
     texts = []
-    for indices in ([0, 1, -1], [0, 12, 1]):
-        loader: Any = _accelerator().prepare(DataLoader(Numbers(12), batch_size=2, sampler=indices))
-        with pytest.raises(UsageError) as error:
-            list(loader)
-        texts.append(str(error.value))
-    loader = _accelerator().prepare(DataLoader(Numbers(12), batch_size=2, sampler=[0, 1, 1, 2, 0]))
+    loader: Any = _accelerator().prepare(DataLoader(Numbers(12), batch_size=2, sampler=[0, 1, 1, 2, 0]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         list(loader)
     texts.append(" ".join(str(w.message) for w in caught if w.category is EchelonWarning))
-    for shuffle in (False, True):
-        data = Numbers(5)
-        loader = _accelerator().prepare(DataLoader(data, batch_size=2, shuffle=shuffle))
-        list(loader)
-        data.n = 6
-        with pytest.raises(UsageError) as error:
-            list(loader)
-        texts.append(str(error.value))
     for plain in (DataLoader(Numbers(5), batch_size=None), DataLoader(EpochStream(5), batch_size=None)):
         with pytest.raises(UsageError) as error:
             _accelerator(dispatch_batches=False).prepare(plain)
@@ -483,15 +470,9 @@ def _bad_samplers() -> list[str]:
 
 
 def test_samplers_without_a_valid_order_are_rejected_or_reported() -> None:
-    for rank, texts in enumerate(run_on_ranks(_bad_samplers)):
-        negative, beyond, repeated, grown, also_grown, no_batch, no_batch_either = texts
-        assert "yielded the index -1, but the dataset has 12 samples" in negative
-        assert "yielded the index 12, but the dataset has 12 samples" in beyond
+    for rank, (repeated, *no_batch) in enumerate(run_on_ranks(_bad_samplers)):
         assert "repeated 2 of 5 samples in one pass" in repeated if rank == 0 else repeated == ""
-        assert "had 5 samples when its loader was prepared, but now has 6" in grown
-        assert "had 5 samples when its loader was prepared, but now has 6" in also_grown
-        assert "batch_size=None" in no_batch
-        assert "batch_size=None" in no_batch_either
+        assert ["batch_size=None" in text for text in no_batch] == [True] * 2
 
 
 def _lengths_and_formula() -> Any:

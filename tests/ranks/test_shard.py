@@ -11,28 +11,19 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from echelon.base.errors import UsageError
 from echelon.distributed import shard
-from echelon.distributed.shard import ShardedBatchSampler
+from echelon.distributed.shard import ShardedBatchSampler, ShardedLoader
 from tests.harness import run_on_ranks
 
 
+def _samplers(n: int, batch: int, world: int, even: bool, drop_last: bool = False) -> list[ShardedBatchSampler]:
+    """Return each rank's sampler of a sequential loader; pure arithmetic, no process group."""
+    order = DataLoader(range(n), batch_size=batch).sampler  # type: ignore[arg-type]
+    options = {"num_samples": n, "batch_size": batch, "world_size": world, "even": even, "drop_last": drop_last}
+    return [ShardedBatchSampler(order, rank=rank, seed=0, **options) for rank in range(world)]
+
+
 def _plan(n: int, batch: int, world: int, even: bool, drop_last: bool = False) -> list[list[list[int]]]:
-    """Return each rank's batches of a sequential loader; pure arithmetic, no process group."""
-    loader = DataLoader(range(n), batch_size=batch)  # type: ignore[arg-type]
-    return [
-        list(
-            ShardedBatchSampler(
-                loader.sampler,
-                num_samples=n,
-                batch_size=batch,
-                rank=rank,
-                world_size=world,
-                seed=0,
-                even=even,
-                drop_last=drop_last,
-            )
-        )
-        for rank in range(world)
-    ]
+    return [list(sampler) for sampler in _samplers(n, batch, world, even, drop_last)]
 
 
 CASES = [(n, batch, world) for n in range(1, 41) for batch in range(1, 8) for world in (1, 2, 3)]
@@ -70,20 +61,8 @@ def test_drop_last_keeps_only_whole_global_batches() -> None:
 
 def test_the_length_is_the_number_of_batches() -> None:
     for n, batch, world in CASES:
-        for even in (True, False):
-            loader = DataLoader(range(n), batch_size=batch)  # type: ignore[arg-type]
-            for rank in range(world):
-                sampler = ShardedBatchSampler(
-                    loader.sampler,
-                    num_samples=n,
-                    batch_size=batch,
-                    rank=rank,
-                    world_size=world,
-                    seed=0,
-                    even=even,
-                    drop_last=False,
-                )
-                assert len(sampler) == len(list(sampler)), (n, batch, world, rank, even)
+        for sampler in (*_samplers(n, batch, world, even=True), *_samplers(n, batch, world, even=False)):
+            assert len(sampler) == len(list(sampler)), (n, batch, world, sampler.rank, sampler.even)
 
 
 def _epochs(n: int, workers: int = 0) -> list[list[list[int]]]:
@@ -164,12 +143,7 @@ def test_the_users_settings_are_kept() -> None:
 
 
 def test_a_repeated_sample_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    sampler = ShardedBatchSampler(
-        range(3), num_samples=3, batch_size=1, rank=0, world_size=2, seed=0, even=True, drop_last=False
-    )
-    from echelon.distributed.shard import ShardedLoader
-
-    ShardedLoader(DataLoader(range(3), batch_size=1), sampler)  # type: ignore[arg-type]
+    ShardedLoader(DataLoader(range(3), batch_size=1), _samplers(3, 1, 2, even=True)[0])  # type: ignore[arg-type]
     assert "1 sample(s) are used twice" in caplog.text
 
 

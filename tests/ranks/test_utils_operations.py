@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from echelon import utils
 from echelon.base.errors import DesyncError
-from echelon.distributed import structure_check as checks
+from echelon.distributed import collectives as checks
 from echelon.utils import operations
 from tests.harness import run_on_ranks
 
@@ -102,7 +102,7 @@ def test_ranks_that_disagree_get_the_values_of_all_ranks(debug: bool) -> None:
 
 def _beside_another_backend(debug: bool) -> str:
     backends = {"cpu": "gloo", "cuda": "nccl"}
-    with patch.object(checks, "_backends", lambda group: backends), utils.patch_environment(ECHELON_DEBUG=int(debug)):
+    with patch.object(checks, "backends_of", lambda group: backends), utils.patch_environment(ECHELON_DEBUG=int(debug)):
         try:
             checks.check_same("op", f"float32[{_rank()}]", group=None)
         except DesyncError as error:

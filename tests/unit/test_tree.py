@@ -17,7 +17,6 @@ from echelon.accelerator.metrics import gather_samples, own_samples
 from echelon.base.errors import UsageError
 from echelon.data.batch import join_batches, num_samples, slice_batch
 from echelon.data.global_batch_slices import LastStep
-from echelon.data.to_device import to_device
 from echelon.distributed.tree import describe, leaves, map_tensors
 from echelon.testing.model_outputs import OUTPUT_KINDS, OutputNote, items_of
 from echelon.trainer.data import batches
@@ -62,7 +61,6 @@ def test_every_function_supports_every_container(kind: str) -> None:
     assert items_of(as_float)["logits"].dtype == torch.float32
     for moved in (
         send_to_device(data, "meta"),
-        to_device(data, torch.device("meta")),
         batches.to_device(data, torch.device("meta")),
     ):
         assert type(moved) is type(data)
@@ -180,6 +178,8 @@ def test_a_self_referencing_dataclass_terminates() -> None:
     node._cache["x"] = 1
     new = map_tensors(torch.Tensor.double, node)
     assert (new.value.dtype, new.parent, new._cache) == (torch.float64, node, {"x": 1})
+    assert send_to_device(node, "meta").value.is_meta
+    assert send_to_device(node, "cpu") is node
 
 
 class _Strict(UserDict[str, Any]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from typing import Any
 
 import pytest
@@ -48,13 +48,6 @@ def test_containers_keep_their_types_and_other_leaves_stay() -> None:
     result = recursively_apply(_double, data, times=3)
     assert result == {"a": (torch.tensor(3), "x"), "b": [torch.tensor(6)], "c": Pair(torch.tensor(9), 4, None)}
     assert isinstance(result["c"], Pair)
-
-
-def test_a_defaultdict_keeps_its_default() -> None:
-    data = defaultdict(list, {"a": torch.tensor(1)})
-    result = recursively_apply(_double, data)
-    assert result["a"] == 2
-    assert result["new"] == []
 
 
 def test_another_leaf_is_an_error_of_both_kinds_when_asked_for() -> None:

@@ -16,8 +16,7 @@ from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import warn
 from echelon.config.schema import RunConfig, field_names
 from echelon.config.sources import current, fingerprint as fingerprint_of_settings
-from echelon.distributed.small_messages import gather_bytes, gather_counts
-from echelon.distributed.tensor_fingerprint import fingerprint
+from echelon.distributed.small_messages import fingerprint, gather_bytes, gather_counts
 
 __all__ = ["agree_on_models", "agree_on_settings"]
 

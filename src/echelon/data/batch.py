@@ -47,7 +47,6 @@ def require_rows_per_sample(batch: Any, num_samples: int | None, *, is_default_c
     """Check that ``slice_batch`` can cut ``batch`` by sample: each column has one row per sample.
 
     Args:
-        batch: a batch of the user's loader.
         num_samples: the number of samples that were collated; None if unknown, then the columns need only agree.
         is_default_collate: whether ``default_collate`` made the batch, so that a list of lists holds columns.
 
@@ -98,14 +97,7 @@ def join_batches(batches: list[Any]) -> Any:
 
 
 def slice_batch(batch: Any, part: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
-    """Return the samples in the slice ``part`` of ``batch``. Values that are not per-sample are kept.
-
-    Args:
-        batch: nested columns.
-        part: the samples.
-        process_index: unused, but required by the ``slice_fn_for_dispatch`` signature.
-        num_processes: unused, likewise.
-    """
+    """Return the samples in the slice ``part`` of ``batch``. Values that are not per-sample are kept."""
     if isinstance(batch, torch.Tensor):
         return batch[part] if batch.dim() > 0 else batch
     if isinstance(batch, Mapping) or is_record(batch):

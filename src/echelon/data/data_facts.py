@@ -81,10 +81,8 @@ def facts_of_data(
     """Return the facts about the user's ``loader``.
 
     Args:
-        loader: the loader that was passed to ``prepare``.
         sampler: the sampler that currently determines its order.
         batches: its batch sampler, or None for iterable data.
-        split_batches: whether each of the loader's batches is split across ranks.
         exact: options for the exact modes, or None in other modes.
     """
     is_iterable = isinstance(loader.dataset, IterableDataset)
@@ -128,20 +126,13 @@ def _order_of(sampler: Any) -> str:
     return f"that of {type(sampler).__name__}"
 
 
-def known_length(length: int) -> int | None:
+def known_length(length: int | None) -> int | None:
     """Return ``length``, or None if it is -1."""
-    return None if length < 0 else length
+    return None if length == -1 else length
 
 
 def changes_between(saved: DataFacts, here: DataFacts, *, num_ranks_saved: int, num_ranks: int) -> Sequence[DataChange]:
-    """Return the facts that have changed, except for facts that are unknown on either side.
-
-    Args:
-        saved: the facts stored in the checkpoint.
-        here: the facts about the current loader.
-        num_ranks_saved: number of ranks in the run that saved the checkpoint.
-        num_ranks: number of ranks in this run.
-    """
+    """Return the facts that have changed, except for facts that are unknown on either side."""
     found = []
     for name, what in (("num_samples", "samples"), ("num_drawn", "samples in a pass")):
         then, now = getattr(saved, name), getattr(here, name)
@@ -210,7 +201,6 @@ def position_in_epoch(state: Mapping[str, Any], *, num_ranks: int) -> dict[str, 
     """Return where a loader's saved ``order_state`` continues.
 
     Args:
-        state: the loader's state.
         num_ranks: number of ranks that saved it.
 
     Returns:
@@ -242,10 +232,6 @@ def moved_position(
     """Return a loader's ``order_state`` adapted to the current data, and a description of its position in the pass.
 
     Args:
-        state: the state that was saved during a pass.
-        saved: the facts that were saved with the state.
-        here: the current facts.
-        changes: the changes from ``saved`` to ``here``.
         num_ranks: number of ranks, which is the same in both runs.
     """
     facts = {change.fact for change in changes}

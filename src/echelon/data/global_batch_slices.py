@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from echelon.distributed.division import slice_range
+
 __all__ = [
     "Contribution",
     "LastStep",
@@ -13,7 +15,6 @@ __all__ = [
     "contributions",
     "join_small_batches",
     "num_micro_steps",
-    "slice_range",
     "shards_of",
 ]
 
@@ -79,19 +80,11 @@ class Contribution:
         )
 
 
-def slice_range(samples: range, *, num_parts: int, part: int) -> range:
-    """Return slice ``part`` of ``samples`` split into ``num_parts``. In an uneven split, the first slices are longer by one."""
-    size, extra = divmod(len(samples), num_parts)
-    start = samples.start + part * size + min(part, extra)
-    return range(start, start + size + (part < extra))
-
-
 def num_micro_steps(num_samples: int, *, world_size: int, wanted: int, max_micro_batch_size: int | None) -> int:
     """Return the number of micro-steps for an update of ``num_samples`` samples, which is the same on every rank.
 
     Args:
         num_samples: size of the global batch, at least 1.
-        world_size: the number of ranks.
         wanted: the requested number of gradient accumulation steps.
         max_micro_batch_size: maximum number of samples on one rank in one micro-step; None means unlimited.
     """
@@ -126,8 +119,6 @@ def contributions(
 
     Args:
         update: the positions of its samples, at least one.
-        rank: the rank.
-        world_size: the number of ranks.
         num_micro: number of micro-steps, at most ``ceil(len(update) / world_size)``.
         by_rank: whether to split the batch across ranks first and then into micro-steps, so that the ranks' totals differ by
             at most one sample. Otherwise, it is split into micro-steps first, so that results gathered after each step keep
@@ -137,7 +128,7 @@ def contributions(
         if by_rank:
             mine = slice_range(slice_range(update, num_parts=world_size, part=rank), num_parts=num_micro, part=micro)
             size, extra = divmod(len(update), world_size)  # the first `extra` ranks have one more sample
-            counts = (_size(size + 1, num_micro, micro), _size(size, num_micro, micro))
+            counts = tuple(len(slice_range(range(n), num_parts=num_micro, part=micro)) for n in (size + 1, size))
         else:
             piece = slice_range(update, num_parts=num_micro, part=micro)
             mine = slice_range(piece, num_parts=world_size, part=rank)
@@ -171,9 +162,6 @@ def canonical_contributions(
     a micro-step, or an empty shard, it gets a padding sample.
 
     Args:
-        update: the positions of its samples, at least one.
-        rank: the rank.
-        world_size: the number of ranks.
         num_shards: at least ``world_size``.
         by_rank: whether each rank gets adjacent shards, which it can add up. Otherwise, each micro-step gets adjacent shards,
             so that results gathered after each step keep the data's order.
@@ -184,9 +172,11 @@ def canonical_contributions(
     ]
     num_micro = -(-num_shards // world_size)
     for micro in range(num_micro):
-        real = [_size(len(update), num_shards, own[micro]) if micro < len(own) else 0 for own in owned]
-        shard = owned[rank][micro] if micro < len(owned[rank]) else None
-        mine = range(0) if shard is None else slice_range(update, num_parts=num_shards, part=shard)
+        shards = [own[micro] if micro < len(own) else None for own in owned]
+        pieces = [
+            range(0) if shard is None else slice_range(update, num_parts=num_shards, part=shard) for shard in shards
+        ]
+        mine, real = pieces[rank], list(map(len, pieces))
         yield Contribution(
             samples=mine or update[:1],
             is_padding=not mine,
@@ -194,10 +184,6 @@ def canonical_contributions(
             micro_step=micro,
             num_micro_steps=num_micro,
             step=None if len(set(real)) == 1 and real[0] else LastStep([count or 1 for count in real], real),
-            shard=shard,
-            shards=tuple(own[micro] if num else None for own, num in zip(owned, real)),
+            shard=shards[rank],
+            shards=tuple(shard if num else None for shard, num in zip(shards, real)),
         )
-
-
-def _size(num_samples: int, num_parts: int, part: int) -> int:
-    return num_samples // num_parts + (part < num_samples % num_parts)

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from echelon.base.errors import DesyncError
 from echelon.base.lengths import length_of
-from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
+from echelon.base.protocols import SupportsStateDict
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import ActiveLoaders, LoaderOptions, PassFacts
 from echelon.data.batch import agreed_num_samples
@@ -24,9 +24,9 @@ from echelon.data.pass_observers import PassObservers
 from echelon.data.pass_position import END, PassPosition
 from echelon.data.rng.host_rng import synchronize_rng_states
 from echelon.data.sharding.batch_source import BatchSource, batches_of
-from echelon.data.to_device import to_device
-from echelon.distributed.checks.already_sharded import SamplerEpochs
+from echelon.distributed.checks.already_sharded import SamplerEpochs, set_epoch
 from echelon.distributed.checks.ungathered_metrics import DatasetAccess
+from echelon.distributed.structure import send_to_device
 from echelon.distributed.uncompiled import uncompiled_generator
 from echelon.status.board import Phase
 from echelon.status.notes import note_phase
@@ -39,13 +39,7 @@ class PreparedLoader(DataLoader[Any]):
     """A DataLoader whose batches come from ``position.source``. Other attributes are forwarded to the user's loader.
 
     Args:
-        position: this loader's position in its passes.
-        original: the user's loader.
-        world: the ranks and machines, as seen by this process.
-        options: the data options.
-        active: registry of loaders that are currently being iterated over.
         device: device that batches are moved to. If None, batches are not moved here.
-        skip_batches: number of steps to skip at the start of each pass.
         skips_for: the loader of which this one is a copy that skips batches, if it is. A complete pass over the copy counts as
             one over that loader.
     """
@@ -154,10 +148,8 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]
         """The batch sampler that this rank uses."""
-        inner = (
-            self.inner
-        )  # its sampler may be the batch sampler: DataLoader(sampler=BatchSampler(...), batch_size=None)
-        return inner.sampler if isinstance(inner.sampler, BatchSampler) else inner.batch_sampler
+        sampler = self.inner.sampler  # of DataLoader(sampler=BatchSampler(...), batch_size=None), the batch sampler
+        return sampler if isinstance(sampler, BatchSampler) else self.inner.batch_sampler
 
     @property
     def even_batches(self) -> bool:
@@ -211,10 +203,9 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def remainder(self) -> int:
         """Number of new samples in the last step across all ranks; 0 if all batches are full, -1 if unknown."""
-        last, contribution = self.last_step, self.contribution
-        if last is not None:
-            return sum(last.real)
-        size = self.total_batch_size
+        contribution, size = self.contribution, self.total_batch_size
+        if self.last_step is not None:
+            return sum(self.last_step.real)
         if contribution is not None:
             is_short = size is None or len(contribution.update) < size
             return len(contribution.samples) * self._world.world_size if is_short else 0
@@ -276,14 +267,7 @@ class PreparedLoader(DataLoader[Any]):
     def _warn_of_padding(self) -> None:
         """Warn once if an evaluation does not remove padding samples."""
         last, plan = self.last_step, self.plan
-        if (
-            self.contribution is None
-            or self._has_trimmed
-            or last is None
-            or plan is None
-            or plan.trains
-            or min(last.real) > 0
-        ):
+        if self._has_trimmed or last is None or plan is None or plan.trains or min(last.real) > 0:
             return
         self._has_trimmed = True
         idle = ", ".join(str(rank) for rank, num in enumerate(last.real) if num == 0)
@@ -341,9 +325,7 @@ class PreparedLoader(DataLoader[Any]):
         self._set_epoch_of_samplers()
 
     def _set_epoch_of_samplers(self) -> None:
-        for owner in self.source.owners_of_epoch(self.original):
-            if isinstance(owner, SupportsSetEpoch):
-                owner.set_epoch(self.iteration)
+        set_epoch(self.iteration, *self.source.owners_of_epoch(self.original))
         self._epochs.record()
 
     def get_sampler(self) -> Any:
@@ -459,19 +441,13 @@ class PreparedLoader(DataLoader[Any]):
         """Return ``record`` without considering an unfinished update. The last ``num_unused`` batches count as not yielded."""
         reader = self._reader()
         position = reader._position
-        found = position.record(
-            is_read=reader in self.active.loaders,
-            is_within=position.is_open and not reader.end_of_dataloader,
-            num_unused=num_unused,
-        )
+        is_within = position.is_open and not reader.end_of_dataloader
+        found = position.record(is_read=reader in self.active.loaders, is_within=is_within, num_unused=num_unused)
         return self._position.loaded if found is None else found
 
     def _reader(self) -> PreparedLoader:
         """Return the innermost active loader over the same source, or this loader if there is none."""
-        for loader in reversed(self.active.loaders):  # called in each update; a generator expression would be slower
-            if loader.source is self.source:
-                return loader
-        return self
+        return next((loader for loader in reversed(self.active.loaders) if loader.source is self.source), self)
 
     def rng_state(self, *, num_unused: int = 0) -> dict[str, Any] | None:
         """Return the RNG states that this rank used to draw the batch after the current one, or None outside a pass.
@@ -479,12 +455,12 @@ class PreparedLoader(DataLoader[Any]):
         The last ``num_unused`` batches count as not yielded.
         """
         if self._position.resumes:  # the resumed pass has not started
-            return self._position.resumed_rng_state
+            return self._position.draws_before
         return self._reader()._position.rng_state(num_unused=num_unused)
 
     def load_rng_state(self, draws: dict[str, Any] | None) -> None:
         """Make the first batch of a resumed pass use the RNG states in ``draws``."""
-        self._position.load_rng_state(draws)
+        self._position.draws_before = draws
 
     def resume_pass(self) -> None:
         """Make the next pass continue the pass in ``record``. The next pass is empty if that pass was complete.
@@ -567,7 +543,9 @@ class PreparedLoader(DataLoader[Any]):
                 active.make_innermost(self)
                 for observe_batch in observers.begin_batch:
                     observe_batch(batch)
-                inner_state = self._inner_state() if is_saved else None
+                inner_state = None
+                if is_saved:  # empty if another rank reads the data
+                    inner_state = self.inner.state_dict() if isinstance(self.inner, SupportsStateDict) else {}
                 for observe in observers.before_reading:
                     observe()
                 step = next(steps, END)
@@ -624,8 +602,9 @@ class PreparedLoader(DataLoader[Any]):
 
     def _give(self, batch: Any, *, is_tracked: bool) -> Any:
         """Return the batch on its device, and record that it was fetched."""
-        non_blocking = self._options.non_blocking
-        given = batch if self.device is None else to_device(batch, self.device, non_blocking=non_blocking)
+        given = batch
+        if self.device is not None:
+            given = send_to_device(batch, self.device, non_blocking=self._options.non_blocking)
         if is_tracked:
             self.active.last_trained = self
             self.fetched.add(
@@ -652,10 +631,6 @@ class PreparedLoader(DataLoader[Any]):
         self.fetched.is_pass_complete = True
         for position in self._originals():
             position.complete_pass_of(self._position)
-
-    def _inner_state(self) -> dict[str, Any]:
-        """Return the state of ``inner``, or an empty state if another rank reads the data."""
-        return self.inner.state_dict() if isinstance(self.inner, SupportsStateDict) else {}
 
     def _update_step(self, facts: LastStep | Contribution | None, inner_state: dict[str, Any] | None) -> None:
         """Update the attributes of the current step before its batch is yielded."""

@@ -45,8 +45,6 @@ class PassObservers:
         """Return the observers of a pass that begins.
 
         Args:
-            first_pass: check of the samples in the first pass.
-            begin_batch: the tracker's function, if one follows the run's progress.
             draws: where the states of the random number generators are recorded before each batch, if they are.
             is_alone: whether one process trains: then the time until ``backward()`` counts as the forward pass.
         """

@@ -32,9 +32,6 @@ class PassPosition(ABC):
     the copy is one of the loader from which it was made.
 
     Args:
-        source: source that provides the batches.
-        original: the user's loader.
-        world: the ranks and machines, as seen by this process.
         is_stateful: whether the inner loader can save its state during a pass.
     """
 
@@ -64,7 +61,8 @@ class PassPosition(ABC):
         self._deferred: tuple[dict[str, Any] | None, dict[str, Any] | None] | None = None
         self._state: dict[str, Any] | None = None  # state after the current batch
         self._resume: dict[str, Any] | None = None  # state from which the next pass continues
-        self._draws_before: dict[str, Any] | None = None  # RNG states from the checkpoint
+        self.draws_before: dict[str, Any] | None = None
+        """RNG states for the first batch of a resumed pass, as ``rng_state`` has saved them."""
 
     def renew(self) -> PassPosition:
         """Return a new position object for another loader over the same source."""
@@ -81,7 +79,6 @@ class PassPosition(ABC):
         """Start a pass. Return an iterator over its steps, and the first step (``END`` if there are no steps).
 
         Args:
-            skip: number of batches to skip.
             plan_pass: returns the plan for the pass (exact modes).
             resumed_from: the ``record`` of the pass to continue. If None, the pass starts from the beginning.
 
@@ -103,7 +100,6 @@ class PassPosition(ABC):
         """Record a batch before it is yielded.
 
         Args:
-            contribution: the batch's contribution to its update (exact modes).
             inner_state: the inner loader's state before it read the next batch.
             is_last: whether this is the last batch of the pass.
         """
@@ -123,7 +119,7 @@ class PassPosition(ABC):
 
     def forget_resume(self) -> None:
         """Start the next pass at its beginning, also if a position within it was loaded."""
-        self._state = self._resume = self._draws_before = None
+        self._state = self._resume = self.draws_before = None
 
     def complete_pass_of(self, other: PassPosition) -> None:
         """Take over the epoch after a pass that ``other``, a position in the same source, has completed."""
@@ -141,7 +137,7 @@ class PassPosition(ABC):
             if record["is_within"] and record["is_read"]:  # the saved run went on to complete this pass
                 self.iteration = record["iteration"] + 1
         self.is_open = False
-        self._resume = self._draws_before = None
+        self._resume = self.draws_before = None
         self.source.resumes = False
         if self.source.order is not None:
             self.source.order.unpin()
@@ -219,15 +215,6 @@ class PassPosition(ABC):
         given = (self.num_given - num_unused) * self.source.batches_per_step
         return {**self.draws.recorded, "workers": workers.state(given)}
 
-    @property
-    def resumed_rng_state(self) -> dict[str, Any] | None:
-        """RNG states for the first batch of a resumed pass."""
-        return self._draws_before
-
-    def load_rng_state(self, state: dict[str, Any] | None) -> None:
-        """Make the first batch of a resumed pass use the RNG states saved by ``rng_state``."""
-        self._draws_before = state
-
     def resume_pass(self, current: dict[str, Any] | None) -> None:
         """Make the next pass continue the loaded pass or, if there is none, ``current``.
 
@@ -278,7 +265,7 @@ class BatchPosition(PassPosition):
         self, skip: int, plan_pass: Callable[[], PassPlan], resumed_from: dict[str, Any] | None
     ) -> tuple[Steps, Any]:
         draws = self.draws = HostDraws(self._generators(), is_of_a_batch=self._draws_by_batch, others=self._other_draws)
-        before, self._draws_before = self._draws_before, None
+        before, self.draws_before = self.draws_before, None
         if resumed_from is None:
             draws.take()
             steps = self._start(skip)
@@ -371,9 +358,8 @@ class BatchPosition(PassPosition):
     def _draws_by_batch(self) -> bool:
         """Whether this process reads the samples itself, and does so independently of earlier random numbers in the pass."""
         source = self.source
-        is_iterable = isinstance(self.original.dataset, IterableDataset)
-        in_order = isinstance(source.sampler_of(self.original), SequentialSampler)
-        return not is_iterable and not source.inner.num_workers and (source.order is not None or in_order)
+        in_order = source.order is not None or isinstance(source.sampler_of(self.original), SequentialSampler)
+        return in_order and not source.inner.num_workers and not isinstance(self.original.dataset, IterableDataset)
 
     def _require_state_dict(self) -> None:
         if not self.is_stateful:

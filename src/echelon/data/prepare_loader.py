@@ -51,10 +51,6 @@ def prepare_loader(
 
     Args:
         loader: the user's loader. If rank zero dispatches batches, the dataset may be empty on other ranks.
-        world: the ranks and machines, as seen by this process.
-        options: the data options.
-        active: registry of loaders that are currently being iterated over.
-        place: whether to move batches to the device.
         slice_fn: function that slices a dispatched batch, called as ``slice_fn(batch, slice, process_index=, num_processes=)``.
 
     Collective: call on every rank, in the same order.

@@ -47,8 +47,6 @@ def copy_loader(loader: DataLoader[Any], dataset: Any, *, kind: Any, **choices: 
     """Return a loader over ``dataset`` with the other options of ``loader``.
 
     Args:
-        loader: the user's loader.
-        dataset: the dataset to read.
         kind: ``DataLoader`` or a class that takes the same arguments. A loader that reads in its own way keeps its class.
         choices: options that override the user's, and options that define batches (``batch_sampler``, or ``batch_size``, ...).
     """
@@ -60,12 +58,7 @@ def copy_loader(loader: DataLoader[Any], dataset: Any, *, kind: Any, **choices: 
 
 
 class FollowedBatches(BatchSampler):
-    """The batches for a loader that reads in its own way, counted to check that it yields one batch for each of them.
-
-    Args:
-        batches: this rank's batch sampler.
-        kind: the class of the loader.
-    """
+    """The batches for a loader that reads in its own way, counted to check that it yields one batch for each of them."""
 
     def __init__(self, batches: Any, kind: type) -> None:
         # BatchSampler.__init__ is not called, because another batch sampler draws the batches.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -60,7 +61,7 @@ def share_dataset(dataset: T | None) -> T:
     leads = world.rank == first
     columns: dict[int, _Column] = {}
     if dataset is not None:
-        _walk(dataset, lambda column: _add_column(column, columns), set(), is_top=True)
+        _replace_columns(dataset, lambda column: _add_column(column, columns))
     wanted = gather_bytes(_describe(columns) if dataset is not None else b"")
     _require_same_columns(wanted, gather_counts(first)[0])
     is_requested = b"" in wanted[first : first + world.local_world_size]
@@ -79,7 +80,7 @@ def share_dataset(dataset: T | None) -> T:
             _copy(columns, memory)
         # This collective ensures that all ranks have mapped the file before it is unlinked, and that the data is written before
         # any rank reads it.
-        skeletons = gather_bytes(_pickle_without_columns(dataset, columns) if leads and is_requested else b"")
+        skeletons = gather_bytes(_pickle(dataset, columns) if leads and is_requested else b"")
     finally:
         if path:
             os.unlink(path)
@@ -87,9 +88,9 @@ def share_dataset(dataset: T | None) -> T:
     views = _views(layout, memory)
     if dataset is None:
         # The pickle comes from another rank of the same job (SECURITY.md).
-        return _replace_columns(pickle.loads(skeletons[first]), lambda hole: views[hole.number], holes=True)  # type: ignore[no-any-return]
+        return _DatasetUnpickler(io.BytesIO(skeletons[first]), views).load()  # type: ignore[no-any-return]
     by_id = {identity: views[number] for number, identity in enumerate(columns)}
-    return _replace_columns(dataset, lambda column: by_id[id(column)], holes=False)  # type: ignore[no-any-return]
+    return _replace_columns(dataset, lambda column: by_id[id(column)])  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +105,6 @@ class _Column:
     value: Any = None
 
 
-class _Placeholder:
-    """Stands for a column in a pickled dataset."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 def _is_column(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return type(value) is np.ndarray and not value.dtype.hasobject and value.nbytes > 0
@@ -125,28 +117,10 @@ def _is_column(value: Any) -> bool:
     )
 
 
-def _children(value: Any, *, is_top: bool) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, Dataset) or (is_top and hasattr(value, "__dict__")):
-        return list(vars(value).values())
-    return []
-
-
-def _walk(value: Any, visit: Callable[[Any], None], seen: set[int], *, is_top: bool) -> None:
-    if _is_column(value):
-        visit(value)
-    elif id(value) not in seen:
-        seen.add(id(value))
-        for child in _children(value, is_top=is_top):
-            _walk(child, visit, seen, is_top=False)
-
-
-def _add_column(value: Any, columns: dict[int, _Column]) -> None:
+def _add_column(value: Any, columns: dict[int, _Column]) -> Any:
+    """Add ``value`` to ``columns`` by its identity, and return it."""
     if id(value) in columns:
-        return
+        return value
     end = _end(columns) if columns else 0
     offset = -(-end // _ALIGNMENT) * _ALIGNMENT
     if isinstance(value, torch.Tensor):
@@ -157,6 +131,7 @@ def _add_column(value: Any, columns: dict[int, _Column]) -> None:
             "array", np.lib.format.dtype_to_descr(value.dtype), list(value.shape), offset, value.nbytes, value
         )
     columns[id(value)] = column
+    return value
 
 
 def _end(columns: dict[int, _Column]) -> int:
@@ -238,47 +213,55 @@ def _dtype(description: Any) -> np.dtype[Any]:
     return np.dtype([tuple(tuple(p) if isinstance(p, list) else p for p in field) for field in description])
 
 
-def _pickle_without_columns(dataset: Any, columns: dict[int, _Column]) -> bytes:
-    numbers = {identity: number for number, identity in enumerate(columns)}
-
-    class _Pickler(pickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            return (_Placeholder, (numbers[id(obj)],)) if id(obj) in numbers else NotImplemented
-
-    with tempfile.SpooledTemporaryFile() as file:
-        _Pickler(file).dump(dataset)
-        file.seek(0)
-        return file.read()
+def _pickle(dataset: Any, columns: dict[int, _Column]) -> bytes:
+    with io.BytesIO() as file:
+        _DatasetPickler(file, columns).dump(dataset)
+        return file.getvalue()
 
 
-def _replace_columns(value: Any, replacement: Callable[[Any], Any], *, holes: bool) -> Any:
-    return _replace(value, replacement, holes=holes, done={}, is_top=True)
+class _DatasetPickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, columns: dict[int, _Column]) -> None:
+        super().__init__(file)
+        self._numbers = {identity: number for number, identity in enumerate(columns)}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Leave out columns."""
+        return self._numbers.get(id(obj))
 
 
-def _replace(
-    value: Any, replacement: Callable[[Any], Any], *, holes: bool, done: dict[int, Any], is_top: bool = False
-) -> Any:
-    if isinstance(value, _Placeholder) if holes else _is_column(value):
+class _DatasetUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, views: list[Any]) -> None:
+        super().__init__(file)
+        self._views = views
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return the shared column."""
+        return self._views[pid]
+
+
+def _replace_columns(value: Any, replacement: Callable[[Any], Any]) -> Any:
+    """Replace each column in ``value`` with ``replacement(column)``, in place where possible."""
+    return _replace(value, replacement, {}, is_top=True)
+
+
+# Not a function in the one above: that would be a reference cycle, which keeps the columns in memory.
+def _replace(value: Any, replacement: Callable[[Any], Any], done: dict[int, Any], *, is_top: bool = False) -> Any:
+    if _is_column(value):
         return replacement(value)
     if id(value) in done:
         return done[id(value)]
     done[id(value)] = value
-
-    def replaced(child: Any) -> Any:
-        return _replace(child, replacement, holes=holes, done=done)
-
     if isinstance(value, list):
-        value[:] = [replaced(item) for item in value]
+        value[:] = [_replace(item, replacement, done) for item in value]
     elif isinstance(value, dict):
         for key in value:
-            value[key] = replaced(value[key])
+            value[key] = _replace(value[key], replacement, done)
     elif isinstance(value, tuple):
-        items = [replaced(item) for item in value]
+        items = [_replace(item, replacement, done) for item in value]
         if any(new is not old for new, old in zip(items, value)):
             done[id(value)] = rebuild_like(value, items)
-        return done[id(value)]
     elif isinstance(value, Dataset) or (is_top and hasattr(value, "__dict__")):
         attributes = vars(value)
         for name in attributes:
-            attributes[name] = replaced(attributes[name])
-    return value
+            attributes[name] = _replace(attributes[name], replacement, done)
+    return done[id(value)]

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.rebuild_loader import copy_loader, has_own_reading, options_of, stateful_loader
+from echelon.distributed.checks.already_sharded import set_epoch
 
 __all__ = ["SkipBatchSampler", "SkipDataLoader", "skip_in_plain_loader"]
 
@@ -19,7 +19,6 @@ class SkipBatchSampler(BatchSampler):
 
     Args:
         batch_sampler: any iterable of lists of indices.
-        skip_batches: number of batches to skip in each pass.
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
@@ -37,9 +36,7 @@ class SkipBatchSampler(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the batch sampler and its sampler, if they support epochs."""
-        for owner in (self.batch_sampler, self.sampler):
-            if isinstance(owner, SupportsSetEpoch):
-                owner.set_epoch(epoch)
+        set_epoch(epoch, self.batch_sampler, self.sampler)
 
     def __len__(self) -> int:
         return max(len(self.batch_sampler) - self.skip_batches, 0)
@@ -49,14 +46,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkipDataLoader(DataLoader[Any]):
-    """A DataLoader that reads and discards its first batches, for data that cannot be skipped in any other way.
-
-    Args:
-        dataset: as in ``DataLoader``.
-        skip_batches: number of batches to skip in each pass.
-        use_stateful_dataloader: whether to read with torchdata's StatefulDataLoader.
-        kwargs: keyword arguments for ``DataLoader``.
-    """
+    """A DataLoader that reads and discards its first batches, for data that cannot be skipped in any other way."""
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Literal
 
 import torch
@@ -9,16 +10,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.base.errors import DesyncError, UsageError
+from echelon.config.sources import is_debug
 from echelon.distributed.alone import is_alone
-from echelon.distributed.small_messages import bytes_of
-from echelon.distributed.structure_check import check_same, ranks_of, wire_device
+from echelon.distributed.small_messages import backends_of, bytes_of, ranks_of, wire_device
 from echelon.distributed.tree import describe, leaves, map_tensors
 from echelon.distributed.uncompiled import uncompiled
-from echelon.status.notes import communicating
+from echelon.status.notes import communicating, notes_of_process
 
 __all__ = [
     "broadcast",
     "broadcast_object_list",
+    "check_same",
     "gather",
     "gather_object",
     "mean_over_ranks",
@@ -53,7 +55,7 @@ def gather(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
     """
     group = _group(mesh)
     _refuse_objects("gather", data)
-    if _is_single_rank(group):
+    if is_alone(group):
         return map_tensors(lambda tensor: tensor.detach().reshape(-1) if tensor.dim() == 0 else tensor.detach(), data)
     check_same("gather", describe(data), group=group)
     return map_tensors(lambda tensor: _gather_tensor(tensor, group), data)
@@ -71,7 +73,7 @@ def gather_object(data: Any, *, mesh: DeviceMesh | None = None) -> list[Any]:
     """
     group = _group(mesh)
     objects: list[Any] = [data]
-    if not _is_single_rank(group):
+    if not is_alone(group):
         objects = [None] * dist.get_world_size(group)
         dist.all_gather_object(objects, data, group=group)
     sequences = [isinstance(item, (list, tuple)) for item in objects]
@@ -121,7 +123,7 @@ def reduce(
     if reduction == "none":
         return data
     _refuse_objects("reduce", data)
-    if not _is_single_rank(group):
+    if not is_alone(group):
         check_same(f"reduce({reduction})", describe(data), group=group)
     divisor = dist.get_world_size(group) if reduction == "mean" and dist.is_initialized() else 1
     integers_stay = reduction != "mean" and scale == 1.0
@@ -160,7 +162,7 @@ def broadcast(data: Any, from_process: int = 0, *, mesh: DeviceMesh | None = Non
     group = _group(mesh)
     _refuse_objects("broadcast", data)
     _check_member(from_process, group)
-    if _is_single_rank(group):
+    if is_alone(group):
         return data
     check_same(f"broadcast(from_process={from_process})", describe(data), group=group)
     return map_tensors(lambda tensor: _broadcast_tensor(tensor, from_process, group), data)
@@ -179,7 +181,7 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0, *, mesh: De
     """
     group = _group(mesh)
     _check_member(from_process, group)
-    if not _is_single_rank(group):
+    if not is_alone(group):
         check_same(f"broadcast_object_list(from_process={from_process})", f"list of {len(objects)}", group=group)
         dist.broadcast_object_list(objects, src=from_process, group=group)
     return objects
@@ -206,7 +208,7 @@ def pad_across_processes(
     """
     group = _group(mesh)
     _refuse_objects("pad_across_processes", data)
-    if _is_single_rank(group):
+    if is_alone(group):
         return data
     ranks_and_dtypes = map_tensors(lambda tensor: f"{tensor.dtype} of {tensor.dim()} dimensions", data)
     check_same("pad_across_processes", repr(ranks_and_dtypes), group=group)
@@ -224,12 +226,43 @@ def pad_across_processes(
     )
 
 
+def check_same(operation: str, description: str, *, group: dist.ProcessGroup | None) -> None:
+    """Raise an error on every rank if ``description`` differs between ranks; the error lists each rank's description.
+
+    If gloo is the only backend, the check always runs and costs one gather of 16 bytes, because on a mismatch gloo would
+    abort the process (SIGABRT) or mix up data. With other backends, it would synchronize the host and therefore runs only in
+    debug mode (ECHELON_DEBUG=1).
+
+    Collective: call on every rank of ``group``.
+
+    Raises:
+        DesyncError: the descriptions differ.
+    """
+    notes = notes_of_process()
+    if notes is not None:
+        notes.operation(operation, description)
+    backends = backends_of(group)
+    if set(backends.values()) != {"gloo"} and not is_debug():
+        return
+    digest = hashlib.blake2b(f"{operation} {description}".encode(), digest_size=16).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(wire_device(torch.device("cpu"), group))
+    world_size = dist.get_world_size(group)
+    theirs = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(theirs, mine, group=group)
+    if all(torch.equal(other, theirs[0]) for other in theirs):
+        return
+    texts: list[Any] = [None] * world_size
+    dist.all_gather_object(texts, f"{operation} {description}", group=group)
+    listing = "\n".join(f"    rank {rank}: {text}" for rank, text in zip(ranks_of(group), texts))
+    raise DesyncError(
+        f"{operation}: the ranks do not pass the same structure\n{listing}",
+        do="pass the same shapes, dtypes and structures on every rank (use pad_across_processes for unequal sizes and "
+        "gather_object for other data), and call collectives in the same order on every rank",
+    )
+
+
 def _group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     return None if mesh is None else mesh.get_group()
-
-
-def _is_single_rank(group: dist.ProcessGroup | None) -> bool:
-    return is_alone(group)
 
 
 def _refuse_objects(operation: str, data: Any) -> None:
@@ -268,7 +301,7 @@ def _reduce_tensor(
 ) -> torch.Tensor:
     if op == dist.ReduceOp.MAX and tensor.is_complex():
         raise UsageError("complex numbers have no maximum", do="reduce their absolute values with tensor.abs()")
-    alone = _is_single_rank(group)
+    alone = is_alone(group)
     wire = tensor.device if alone else wire_device(tensor.device, group)
     wide = tensor.detach().to(wire).to(_sum_dtype(tensor.dtype)).clone(memory_format=torch.contiguous_format)
     if not alone and wide.numel() > 0:

@@ -16,8 +16,8 @@ from echelon.base.errors import DesyncError
 from echelon.base.rank import known_rank
 from echelon.distributed.alone import is_alone, while_others_wait
 from echelon.distributed.monitored_barrier import monitored_barrier, note_wait
+from echelon.distributed.small_messages import ranks_of, wire_device
 from echelon.distributed.stores import control_store
-from echelon.distributed.structure_check import ranks_of, wire_device
 from echelon.distributed.uncompiled import uncompiled
 from echelon.status.notes import slow, waiting
 from echelon.world.environment import detect
@@ -57,9 +57,6 @@ def agree(flag: bool, *, how: Literal["any", "all"] = "any", mesh: DeviceMesh | 
 @contextmanager
 def raise_on_all_ranks(what: str) -> Iterator[None]:
     """Run the block on every rank; if it fails on any rank, raise on all ranks, so that no rank continues alone and hangs.
-
-    Args:
-        what: name of the operation in error messages.
 
     Collective: call on every rank; the block itself must not call collectives.
 

@@ -15,8 +15,8 @@ from echelon.base.errors import DesyncError, RankTimeoutError
 from echelon.base.logging import get_logger
 from echelon.distributed.alone import is_alone, is_awaited
 from echelon.distributed.peer_responder import count_collectives, groups_of_process, responder_store
+from echelon.distributed.small_messages import ranks_of
 from echelon.distributed.stores import common_store, control_store, store_of
-from echelon.distributed.structure_check import ranks_of
 from echelon.status.call_site import current_call_site
 from echelon.status.notes import waiting
 
@@ -67,7 +67,6 @@ def monitored_barrier(
         operation: name of the operation in error messages; must be the same on all ranks.
         advice: a sentence for error messages on how to use the operation.
         group: the process group (default: all ranks).
-        timeout: the longest wait (default: no limit).
         patience: how long to wait before asking the other ranks for their positions.
         reminder: how long to wait before the lowest waiting rank logs a warning.
 
@@ -111,11 +110,7 @@ def is_passed_by(operation: str) -> bool:
 
 
 def note_wait(store: dist.Store, rank: int, *, first: int, outcome: str) -> None:
-    """Note that ``rank`` waits in ``main_first`` until rank ``first`` sets the key ``outcome``, for barriers of that rank.
-
-    Args:
-        store: the ``control_store`` of all ranks.
-    """
+    """Note that ``rank`` waits in ``main_first`` until rank ``first`` sets the key ``outcome``, for barriers of that rank."""
     wait = {"first": first, "outcome": outcome, "place": str(current_call_site())}
     store.set(f"wait/{rank}", json.dumps(wait))
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from echelon.base.errors import DesyncError
 from echelon.config.sources import is_debug
 from echelon.distributed import collectives
+from echelon.distributed.alone import is_alone
 from echelon.distributed.structure import recursively_apply
-from echelon.distributed.structure_check import check_same
 from echelon.distributed.tree import describe, leaves, map_tensors
 
 __all__ = [
@@ -51,7 +51,7 @@ def gather(tensor: Any) -> Any:
         DesyncError: shapes, dtypes or structures differ between ranks.
         UsageError: a leaf is not a tensor (also a TypeError).
     """
-    if _is_single_rank():
+    if is_alone():
         return tensor
     _refuse_objects("gather", tensor)
     return collectives.gather(tensor)
@@ -67,7 +67,7 @@ def gather_object(object: Any) -> Any:
     Raises:
         DesyncError: some ranks pass a list and others do not.
     """
-    return object if _is_single_rank() else collectives.gather_object(object)
+    return object if is_alone() else collectives.gather_object(object)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -79,7 +79,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         DesyncError: shapes, dtypes or structures differ between ranks.
         UsageError: a leaf is not a tensor (also a TypeError).
     """
-    if _is_single_rank():
+    if is_alone():
         return tensor
     _refuse_objects("broadcast", tensor)
     received = leaves(collectives.broadcast(tensor, from_process))
@@ -97,7 +97,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     Raises:
         DesyncError: the lists differ in length.
     """
-    return object_list if _is_single_rank() else collectives.broadcast_object_list(object_list, from_process)
+    return object_list if is_alone() else collectives.broadcast_object_list(object_list, from_process)
 
 
 def reduce(tensor: Any, reduction: Literal["mean", "sum", "max", "none"] = "mean", scale: float = 1.0) -> Any:
@@ -149,7 +149,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         DesyncError: no rank or more than one rank passes a tensor.
     """
     mine = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-    offers: list[Any] = [mine] if _is_single_rank() else collectives.gather_object([mine])
+    offers: list[Any] = [mine] if is_alone() else collectives.gather_object([mine])
     owners = [rank for rank, offer in enumerate(offers) if offer is not None]
     if len(owners) != 1:
         raise DesyncError(
@@ -158,7 +158,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         )
     shape, dtype = offers[owners[0]]
     local = torch.zeros(shape, dtype=dtype, device=_device()) if tensor is None else tensor
-    copied: torch.Tensor = local.clone() if _is_single_rank() else collectives.broadcast(local, owners[0])
+    copied: torch.Tensor = local.clone() if is_alone() else collectives.broadcast(local, owners[0])
     return copied
 
 
@@ -171,9 +171,9 @@ def verify_operation(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def verified(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not _is_single_rank() and is_debug():
+        if not is_alone() and is_debug():
             data = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            check_same(f"{function.__module__}.{function.__name__}", describe(data), group=None)
+            collectives.check_same(f"{function.__module__}.{function.__name__}", describe(data), group=None)
         return function(*args, **kwargs)
 
     return verified
@@ -197,13 +197,9 @@ def chained_operation(function: Callable[P, T]) -> Callable[P, T]:
     return chained
 
 
-def _is_single_rank() -> bool:
-    return not dist.is_initialized() or dist.get_world_size() == 1
-
-
 def _device() -> torch.device:
     """Return the device for this rank's tensors, which is the accelerator if the backend supports it."""
-    if _is_single_rank() or dist.get_backend() == "gloo" or not torch.accelerator.is_available():
+    if is_alone() or dist.get_backend() == "gloo" or not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
     assert kind is not None

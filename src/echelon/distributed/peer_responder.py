@@ -43,9 +43,6 @@ class Watcher:
     It polls the group's store for requests a few times per second, over its own connection (a connection serves one thread at
     a time). It inspects the watched thread only on request, so training is not slowed down. It does not run if the group's
     store has no server (a FileStore).
-
-    Args:
-        device: the device whose collectives are counted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -179,7 +176,6 @@ def count_collectives(groups: WatchedGroups, *, since_ns: int = 0) -> dict[str, 
     nccl are always omitted.
 
     Args:
-        groups: the groups to count.
         since_ns: time as in ``time.time_ns``; older gloo records are ignored, because they belong to former groups.
     """
     recorded = _flight_recorder_counts(since_ns)

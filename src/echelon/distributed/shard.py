@@ -13,13 +13,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.fork_repair import repair_fork
 from echelon.base.logging import get_logger
-from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import UserLine, user_line, warn
 from echelon.distributed.checks.already_sharded import (
     ExistingSharding,
     SamplerEpochs,
     check_shards,
     samplers_of,
+    set_epoch,
 )
 from echelon.distributed.checks.data_fingerprint import (
     are_shards,
@@ -29,6 +29,7 @@ from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
 from echelon.distributed.checks.loader_agreement import gather_loader_facts
 from echelon.distributed.checks.ungathered_metrics import DatasetAccess, UngatheredMetricsCheck
 from echelon.distributed.collectives import broadcast
+from echelon.distributed.division import slice_range
 from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
 from echelon.distributed.structure import ignorant_find_batch_size
 
@@ -191,11 +192,7 @@ def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserL
 
 
 class PreshardedBatches(Sampler[Any]):
-    """The batches or items that an already sharded loader's samplers yield on this rank.
-
-    Args:
-        loader: the user's loader.
-    """
+    """The batches or items that an already sharded loader's samplers yield on this rank."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
@@ -216,9 +213,7 @@ class PreshardedBatches(Sampler[Any]):
         self._next_epoch = epoch + 1
 
     def _set_epoch_of_samplers(self, epoch: int) -> None:
-        for owner in (*samplers_of(self.loader), self.loader.dataset):
-            if isinstance(owner, SupportsSetEpoch):
-                owner.set_epoch(epoch)
+        set_epoch(epoch, *samplers_of(self.loader), self.loader.dataset)
         self._epochs.record()
 
     def __len__(self) -> int:
@@ -287,12 +282,9 @@ class ShardedBatchSampler(Sampler[list[int]]):
     def _slices(self, epoch: int) -> Iterator[list[int]]:
         order = self._order(epoch)
         for start, size in self.steps(len(order)):  # a sampler may yield a different number than its length
-            # The first (size % world_size) ranks take one more sample.
-            share, extra = divmod(size, self.world_size)
-            first = start + self.rank * share + min(self.rank, extra)
-            count = share + (self.rank < extra)
-            if count:
-                yield order[first : first + count].tolist()
+            own = slice_range(range(start, start + size), num_parts=self.world_size, part=self.rank)
+            if own:
+                yield order[own.start : own.stop].tolist()
             elif self.even:
                 yield [int(order[(start + self.rank) % len(order)])]
 

@@ -1,14 +1,25 @@
-"""Sends small messages (counts and bytes) between ranks, on the CPU if one of the group's backends supports it."""
+"""Sends small messages (counts and bytes) between ranks, on a device that one of the group's backends supports."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import xxhash
 
+from echelon.base.errors import UsageError
 from echelon.distributed.alone import is_alone
-from echelon.distributed.structure_check import wire_device
 
-__all__ = ["broadcast_bytes", "bytes_of", "gather_bytes", "gather_counts", "host_wire"]
+__all__ = [
+    "backends_of",
+    "broadcast_bytes",
+    "bytes_of",
+    "fingerprint",
+    "gather_bytes",
+    "gather_counts",
+    "host_wire",
+    "ranks_of",
+    "wire_device",
+]
 
 _HEAD = 256  # bytes of the first message; a longer payload needs a second one
 
@@ -19,6 +30,19 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     if flat.stride(0) != 1:  # a single value of a larger tensor is contiguous, but torch cannot view it as bytes
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """Return 63 bits of the xxh3 hash of dtype, shape and contents, or of dtype and shape if the contents are not available.
+
+    It detects accidents, not attacks. A tensor on an accelerator is copied to the host.
+    """
+    found = xxhash.xxh3_64(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    tensor = tensor.detach()
+    # Subclasses (sharded, quantized) store their contents elsewhere, and meta tensors have none.
+    if type(tensor) is torch.Tensor and not tensor.is_meta and tensor.numel():
+        found.update(bytes_of(tensor.cpu()).numpy().data)
+    return found.intdigest() >> 1
 
 
 def gather_counts(*counts: int, group: dist.ProcessGroup | None = None) -> list[list[int]]:
@@ -77,3 +101,34 @@ def broadcast_bytes(payload: bytes | None, *, source: int = 0, group: dist.Proce
 def host_wire(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device for messages that the host reads, which is the CPU if one of the group's backends supports it."""
     return wire_device(torch.device("cpu"), group)
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the global ranks in ``group``, in group order."""
+    if group is None:
+        group = dist.group.WORLD  # torch 2.7 does not accept None here
+        assert group is not None
+    return dist.get_process_group_ranks(group)
+
+
+def wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device to move a tensor to for a collective, which is ``device`` itself if a backend supports it.
+
+    Raises:
+        UsageError: there is no process group.
+    """
+    backends = backends_of(group)
+    if device.type in backends:
+        return device
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and accelerator.type in backends:
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Return the backend for each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    if not dist.is_initialized():
+        raise UsageError("there is no process group", do="call echelon.distributed.setup() first")
+    pairs = dist.get_backend_config(group).split(",")
+    return dict(pair.split(":", 1) for pair in pairs)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-__all__ = ["base_store", "common_store", "control_store", "store_of"]
+__all__ = ["base_store", "common_store", "control_store", "exchange_once", "is_first", "store_of"]
 
 _CAN_CLONE = hasattr(dist.Store, "clone")
 
@@ -34,7 +35,6 @@ def common_store(group: dist.ProcessGroup, *, own_connection: bool = False) -> d
     """Return a store that the ranks of ``group`` share and that any thread can use.
 
     Args:
-        group: the group.
         own_connection: open a separate connection for this thread, because a connection serves one thread at a time. A store
             without a server (a FileStore) is returned unchanged.
     """
@@ -51,3 +51,22 @@ def common_store(group: dist.ProcessGroup, *, own_connection: bool = False) -> d
     if own_connection:
         base = dist.TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
     return dist.PrefixStore(prefix, base)
+
+
+def exchange_once(store: dist.Store, mine: bytes, *, rank: int, world_size: int) -> list[bytes] | None:
+    """Write ``mine`` to ``store``. The last rank to do so returns the messages of all ranks, the others None; no rank waits.
+
+    Raises:
+        DistNetworkError: rank zero, which serves the store without a launcher, has ended.
+    """
+    store.set(str(rank), mine.hex())
+    if store.add("num", 1) != world_size:
+        return None
+    return [bytes.fromhex(store.get(str(other)).decode()) for other in range(world_size)]
+
+
+def is_first(store: dist.Store) -> bool:
+    """Return whether this is the first call with ``store`` on any rank, or the store is not reachable any more."""
+    with suppress(dist.DistNetworkError):
+        return store.add("num_reports", 1) == 1
+    return True

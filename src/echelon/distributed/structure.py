@@ -83,12 +83,9 @@ def recursively_apply(
     """Return ``data`` with each leaf that passes ``test_type`` replaced by ``func(leaf, *args, **kwargs)``.
 
     Args:
-        func: the function to apply to leaves.
         data: nested tuples, lists, dicts, named tuples or dataclasses; they keep their types.
-        args: additional positional arguments for ``func``.
         test_type: function that returns whether to apply ``func`` to a leaf.
         error_on_other_type: raise an error for other leaves instead of keeping them.
-        kwargs: keyword arguments for ``func``.
 
     Raises:
         UsageError: ``error_on_other_type`` is True and a leaf does not pass ``test_type`` (also a TypeError).
@@ -120,26 +117,40 @@ def send_to_device(
     """Move tensors and other objects with a ``to`` method (such as a tokenizer's batch) in nested data to ``device``.
 
     Args:
-        tensor: nested data; leaves without a ``to`` method are kept.
-        device: as in ``torch.Tensor.to``.
+        tensor: nested data; leaves without a ``to`` method are kept, and containers keep their types.
         non_blocking: passed to ``to`` methods that accept it.
         skip_keys: dict keys whose values are not moved.
     """
     skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or [])
+    above: list[Any] = []  # the dataclasses that hold the current item
+
+    def rebuilt(item: Any, items: Any) -> Any:
+        held: Any = contents(item)
+        pairs = [(items[key], held[key]) for key in items] if isinstance(items, dict) else zip(items, held)
+        # A dataclass in which nothing moves stays the same object, because it may be shared (a cache).
+        return item if above and all(new is old for new, old in pairs) else rebuild_like(item, items)
 
     def send(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
             return item.to(device, non_blocking=non_blocking)
+        if isinstance(item, (str, bytes, type)):
+            return item
         if isinstance(item, SupportsTo):
             try:
                 return item.to(device, non_blocking=non_blocking)
             except TypeError:  # a `to` that accepts only the device; any other TypeError is raised again
                 return item.to(device)
         if isinstance(item, (tuple, list)):
-            return rebuild_like(item, [send(each) for each in item])
+            return rebuilt(item, [send(each) for each in item])
         if isinstance(item, Mapping):
-            return rebuild_like(item, {key: value if key in skipped else send(value) for key, value in item.items()})
-        return map_tensors(send, item)  # a dataclass
+            return rebuilt(item, {key: value if key in skipped else send(value) for key, value in item.items()})
+        if not is_record(item) or any(item is one for one in above):  # a reference cycle
+            return item
+        held: Any = contents(item)  # a dict
+        above.append(item)
+        sent = rebuilt(item, {key: send(value) for key, value in held.items()})
+        above.pop()
+        return sent
 
     return send(tensor)
 
@@ -238,9 +249,6 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
     Args:
         tensor: nested tensors; each gets the same number of additional rows.
-        batch_size: number of rows in the batch.
-        num_processes: number of parts.
-        dim: the batch dimension.
 
     Raises:
         UsageError: a leaf is not a tensor (also a TypeError).

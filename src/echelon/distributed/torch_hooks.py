@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,7 +16,14 @@ from torch.optim import Optimizer, optimizer as torch_optimizer
 
 from echelon.distributed.uncompiled import uncompiled
 
-__all__ = ["Closure", "is_in_backward", "owners_of_step_hooks", "watch_module_changes", "watch_optimizer_steps"]
+__all__ = [
+    "Closure",
+    "is_in_backward",
+    "owners_of_step_hooks",
+    "watch_calls",
+    "watch_module_changes",
+    "watch_optimizer_steps",
+]
 
 Closure = Callable[[], Any]
 Owner = TypeVar("Owner")
@@ -69,6 +77,35 @@ def watch_module_changes(owner: Owner, on_change: Callable[[Owner, nn.Module], N
         torch_module.register_module_module_registration_hook,
     ):
         _remove_with(owner, torch_module, register(hook))
+
+
+def watch_calls(
+    owner: Owner, kind: type, method: str, after_call: Callable[[Owner, Any, Any], None]
+) -> Callable[[], None]:
+    """Call ``after_call(owner, self, result)`` after each call of a method of the class ``kind`` in this process.
+
+    Args:
+        owner: held weakly.
+        after_call: function that must not reference ``owner``.
+
+    Returns:
+        A function that ends this.
+    """
+    plain, reference = getattr(kind, method), weakref.ref(owner)
+
+    @functools.wraps(plain)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result, found = plain(self, *args, **kwargs), reference()
+        if found is not None:
+            after_call(found, self, result)
+        return result
+
+    def stop() -> None:
+        if getattr(kind, method) is watched:
+            setattr(kind, method, plain)
+
+    setattr(kind, method, watched)
+    return stop
 
 
 def is_in_backward() -> bool:

@@ -178,7 +178,6 @@ def describe(data: Any, *, shapes: bool = True) -> str:
     """Return the structure of ``data`` on one line, such as ``{'loss': float32[], 'ids': (int64[4, 8], str)}``.
 
     Args:
-        data: any nested data.
         shapes: include tensor shapes, not only dtypes.
     """
     if isinstance(data, torch.Tensor):

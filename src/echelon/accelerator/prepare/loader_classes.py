@@ -21,8 +21,7 @@ from echelon.data.loader import DispatchedLoader, PreparedLoader
 from echelon.data.pass_position import BatchPosition
 from echelon.data.rebuild_loader import stateful_loader
 from echelon.data.rng.host_rng import synchronize_rng_states
-from echelon.data.sharding.batch_source import BatchSource, DispatchSource
-from echelon.data.sharding.given_source import GivenSource
+from echelon.data.sharding.batch_source import BatchSource, DispatchSource, GivenSource
 from echelon.world.world import World
 
 __all__ = ["DataLoaderAdapter", "DataLoaderDispatcher", "DataLoaderShard", "DataLoaderStateMixin"]

@@ -18,7 +18,6 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
-from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
 from echelon.data.exact.permutation import ExplicitPermutation, FeistelPermutation, Permutation
 from echelon.data.global_batch_slices import (
@@ -31,7 +30,7 @@ from echelon.data.global_batch_slices import (
 from echelon.data.rng.per_sample_rng import KeyedSamples
 from echelon.data.sharding.order_check import OrderCheck
 from echelon.data.sharding.sample_order import SampleOrder, SeedableRandomSampler
-from echelon.distributed.checks.already_sharded import can_undo_sharding
+from echelon.distributed.checks.already_sharded import can_undo_sharding, set_epoch
 
 __all__ = [
     "ExactBatches",
@@ -192,9 +191,6 @@ def make_order(
     """Return the order defined by the user's batch sampler.
 
     Args:
-        batches: the batch sampler.
-        dataset: the dataset that the order refers to.
-        options: options with the seed and the kind of permutation.
         alone: whether only this process reads the data.
         check: check to run on the first indices drawn by a custom sampler.
     """
@@ -288,9 +284,7 @@ class _DrawnOrder(GlobalOrder):
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:
         self._order.begin()
-        for owner in (self._order.batches, getattr(self._order.batches, "sampler", None)):
-            if isinstance(owner, SupportsSetEpoch):
-                owner.set_epoch(epoch)
+        set_epoch(epoch, self._order.batches, getattr(self._order.batches, "sampler", None))
         position, num_samples = 0, length_of(self._dataset)
         seen = torch.zeros(0 if self._may_repeat else max(num_samples, 0), dtype=torch.bool)
         num_repeated = 0
@@ -343,8 +337,6 @@ class ExactBatches(Sampler[KeyedSamples]):
     """One rank's batch sampler. Yields the samples for each micro-step, and queues their contributions in ``ahead``.
 
     Args:
-        order: the global batches.
-        splitter: splits them.
         smallest: minimum size to which batches in an evaluation pass are joined, so that every rank has samples.
     """
 

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,8 +21,8 @@ from torch.utils.data import (
 
 from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
-from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
-from echelon.data.batch import require_rows_per_sample, slice_batch
+from echelon.base.protocols import SupportsStateDict
+from echelon.data.batch import slice_batch
 from echelon.data.data_facts import DataFacts, known_length
 from echelon.data.exact.exact_batches import (
     ExactBatches,
@@ -41,13 +40,14 @@ from echelon.data.sharding.batch_source import (
     Steps,
     batches_of,
     followed,
-    length_at_rank_zero,
     own_reading_error,
+    rows_check,
     with_batches,
 )
 from echelon.data.sharding.dispatch import ReadBatch, SliceFn, global_batches
 from echelon.data.sharding.order_check import OrderCheck
 from echelon.data.sharding.sharded_stream import ExposeUsersDataset
+from echelon.distributed.checks.already_sharded import set_epoch
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, sample_fingerprints
 from echelon.distributed.collectives import broadcast
 from echelon.distributed.small_messages import gather_counts
@@ -64,8 +64,6 @@ class ExactSource(BatchSource):
         """Prepare the next pass.
 
         Args:
-            plan: its purpose.
-            epoch: its number.
             position: position of the pass's first sample.
             resumed: the ``state`` that was saved during the pass, or None for a new pass.
 
@@ -75,11 +73,7 @@ class ExactSource(BatchSource):
 
     @abstractmethod
     def state(self, position: int) -> dict[str, Any]:
-        """Return the state needed to resume the pass at ``position``, in addition to the position and the epoch.
-
-        Args:
-            position: start or end of the current update.
-        """
+        """Return the state needed to resume the pass at ``position``, in addition to the position and the epoch."""
 
     @abstractmethod
     def num_planned(self, plan: PassPlan) -> int:
@@ -97,11 +91,7 @@ class IndexedExactSource(ExactSource):
     """A loader over a map-style dataset. Each rank reads its slices of every global batch.
 
     Args:
-        loader: the user's loader.
-        world: the ranks and machines, as seen by the rank that reads the data.
-        options: the data options.
         num_ranks: number of ranks that each batch is eventually split across; None means the size of ``world``.
-        check: check to run on the first indices drawn by a custom sampler.
     """
 
     def __init__(
@@ -203,8 +193,7 @@ class _RankStream(IterableDataset[Any]):
         num_micro_steps, trains, epoch, position = self._next.tolist()
         plan = PassPlan(num_micro_steps=num_micro_steps, trains=bool(trains))
         info = get_worker_info()
-        if isinstance(self.dataset, SupportsSetEpoch):
-            self.dataset.set_epoch(epoch)
+        set_epoch(epoch, self.dataset)
         updates = self._updates(epoch, 0 if info is None else info.id, position)
         if not plan.trains:
             updates = join_small_batches(updates, _join, smallest=self.smallest, size=lambda update: len(update[0]))
@@ -246,9 +235,6 @@ class ExactStreamSource(ExactSource):
     """A loader over an iterable dataset. Every rank reads the whole dataset and keeps its slices of every global batch.
 
     Args:
-        loader: the user's loader.
-        world: the ranks and machines, as seen by the rank that reads the data.
-        options: the data options.
         num_ranks: number of ranks that each batch is eventually split across; None means the size of ``world``.
     """
 
@@ -386,11 +372,7 @@ class ExactDispatchSource(ExactSource):
         self._start = 0
         self._plan = PassPlan()
         self._reading: Callable[[], Iterator[ReadBatch]] | None = None
-        self._check = (
-            None
-            if slice_fn is not None
-            else partial(require_rows_per_sample, is_default_collate=loader.collate_fn is default_collate)
-        )
+        self._check = rows_check(loader, slice_fn)
         facts = (-1, -1, -1, -1)
         if world.is_source:
             whole = replace(options, max_micro_batch_size=None, canonical_shards=None)
@@ -446,9 +428,6 @@ class ExactDispatchSource(ExactSource):
                 part_batch = split(batch, part, process_index=world.rank, num_processes=world.world_size)
                 yield part_batch, one.shifted(position)
             position += count
-
-    def dataset_length(self, dataset: Any) -> int:
-        return length_at_rank_zero(self.total_samples, dataset)
 
     def facts_elsewhere(self) -> DataFacts | None:
         if self._world.is_source:

@@ -67,7 +67,6 @@ class HostDraws:
     """Records and restores the RNG states that a loader uses when it reads in this process.
 
     Args:
-        generators: the loader's generators.
         is_of_a_batch: whether to record states before each batch. To keep the cost negligible, those of ``random`` and NumPy
             are recorded only if ``others`` requires it. If False, all states are recorded once before a pass.
         others: this loader's detector, which all its passes share.
@@ -77,19 +76,17 @@ class HostDraws:
         self.is_of_a_batch = is_of_a_batch
         self._generators = generators
         self._others = others
-        self._states: dict[str, Any] = {}
+        self.recorded: dict[str, Any] = {}
+        """The most recently recorded states."""
 
     def take(self) -> None:
         """Record the current states before a batch (or a pass) is read."""
         if self.is_of_a_batch:
-            self._states = {"torch": torch.default_generator.get_state(), "generators": []}
-            for generator in self._generators:
-                self._states["generators"].append(generator.get_state())
-            others = self._others.before()
-            if others is not None:
-                self._states |= others
+            generators = [generator.get_state() for generator in self._generators]
+            others = self._others.before() or {}
+            self.recorded = {"torch": torch.default_generator.get_state(), "generators": generators, **others}
         else:
-            self._states = self._current_states(whole=True)
+            self.recorded = self._current_states()
 
     def end_batch(self) -> None:
         """Update the detector after a batch has been read."""
@@ -98,26 +95,21 @@ class HostDraws:
 
     def restore(self, states: dict[str, Any]) -> None:
         """Set the states from ``recorded``."""
-        self._states = states
+        self.recorded = states
         self._set(states)
-
-    @property
-    def recorded(self) -> dict[str, Any]:
-        """The most recently recorded states."""
-        return self._states
 
     @contextmanager
     def preserve(self) -> Iterator[None]:
         """Restore all states when the block ends."""
-        before = self._current_states(whole=True)
+        before = self._current_states()
         try:
             yield
         finally:
             self._set(before)
 
-    def _current_states(self, *, whole: bool) -> dict[str, Any]:
-        states = {"torch": torch.get_rng_state(), "generators": [g.get_state() for g in self._generators]}
-        return states | other_states() if whole else states
+    def _current_states(self) -> dict[str, Any]:
+        generators = [generator.get_state() for generator in self._generators]
+        return {"torch": torch.get_rng_state(), "generators": generators, **other_states()}
 
     def _set(self, states: dict[str, Any]) -> None:
         torch.set_rng_state(states["torch"])
@@ -132,7 +124,6 @@ def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator 
 
     Args:
         rng_types: ``torch`` (CPU), ``generator``, or the type of an accelerator (``cuda``, ``xpu``, ...).
-        generator: the generator that the type ``generator`` refers to.
 
     Collective: call on every rank.
 

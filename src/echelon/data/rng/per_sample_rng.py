@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from echelon.base.protocols import SupportsSetEpoch
+from echelon.data.rng.host_rng import other_states, set_other_states
+from echelon.distributed.checks.already_sharded import set_epoch
 
 __all__ = [
     "OF_COLLATE",
@@ -93,8 +94,7 @@ class KeyedDataset(Dataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the user's dataset, if it has ``set_epoch``."""
-        if isinstance(self.dataset, SupportsSetEpoch):
-            self.dataset.set_epoch(epoch)
+        set_epoch(epoch, self.dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -162,13 +162,12 @@ def _preserve_states() -> Iterator[None]:
     if get_worker_info() is not None:  # nothing else draws in a loader worker
         yield
         return
-    torchs, numpys, pythons = rng_states()
+    of_torch, others = rng_states()
     try:
         yield
     finally:
-        torch.set_rng_state(torchs)
-        np.random.set_state(numpys)
-        random.setstate(pythons)
+        torch.set_rng_state(of_torch)
+        set_other_states(others)
 
 
 def _seed(key: int) -> None:
@@ -177,13 +176,11 @@ def _seed(key: int) -> None:
     np.random.seed(key % 2**32)
 
 
-def rng_states() -> tuple[Any, Any, Any]:
-    """Return the states of the global generators in torch, NumPy and ``random``."""
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+def rng_states() -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the states of the global generators: that of torch, and those of NumPy and ``random``."""
+    return torch.get_rng_state(), other_states()
 
 
-def are_equal_states(states: tuple[Any, Any, Any], others: tuple[Any, Any, Any]) -> bool:
+def are_equal_states(one: tuple[torch.Tensor, dict[str, Any]], other: tuple[torch.Tensor, dict[str, Any]]) -> bool:
     """Return whether two results of ``rng_states()`` are equal, which means that no random numbers were drawn in between."""
-    (torchs, numpys, pythons), (torchs_then, numpys_then, pythons_then) = states, others
-    same_numpy = all(np.array_equal(one, other) for one, other in zip(numpys, numpys_then))
-    return torch.equal(torchs, torchs_then) and same_numpy and bool(pythons == pythons_then)
+    return torch.equal(one[0], other[0]) and one[1] == other[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice, repeat
 from typing import Any
@@ -42,14 +42,15 @@ __all__ = [
     "ShardedSource",
     "DispatchSource",
     "DatasetShardsSource",
+    "GivenSource",
     "PlainSource",
     "BatchSource",
     "Steps",
     "StreamSource",
     "batches_of",
     "followed",
-    "length_at_rank_zero",
     "own_reading_error",
+    "rows_check",
     "saves_state",
     "with_batches",
 ]
@@ -80,6 +81,8 @@ class BatchSource(ABC):
     """Whether other ranks had more steps in the last completed pass."""
     is_dispatched: bool = False
     """Whether rank zero reads for all ranks, in which case this source moves batches to the device."""
+    total_samples: int | None = None
+    """Length of rank zero's dataset if it reads for all ranks; -1 means unknown."""
     reads_own_shard: bool = False
     """Whether the data is already sharded and each rank reads its own shard."""
     first_pass: DuplicateSamplesCheck | None = None
@@ -120,7 +123,11 @@ class BatchSource(ABC):
         Raises:
             TypeError: the dataset has no length.
         """
-        return len(dataset)
+        if self.total_samples is None:
+            return len(dataset)
+        if self.total_samples < 0:
+            raise TypeError(f"object of type {type(dataset).__name__} has no len()")
+        return self.total_samples
 
     def facts_elsewhere(self) -> DataFacts | None:
         """Return what is known about rank zero's data, or None if this rank has the same data."""
@@ -206,6 +213,49 @@ class PlainSource(BatchSource):
             owner.sampler = sampler
         else:
             super().set_sampler(sampler, original)
+
+
+class GivenSource(BatchSource):
+    """A loader that is used unchanged, because each rank was given its own batch sampler or dataset."""
+
+    def __init__(self, loader: DataLoader[Any], *, options: LoaderOptions) -> None:
+        plain = PlainSource(loader, options=options)
+        self.inner, self.order, self.workers = plain.inner, plain.order, plain.workers
+        self.batch_size = plain.batch_size
+        batches: Any = batches_of(loader)
+        self._num_skipped = 0
+        while not isinstance(batches, RankBatchSampler) and hasattr(batches, "batch_sampler"):
+            self._num_skipped += getattr(batches, "skip_batches", 0)
+            batches = batches.batch_sampler
+        self.batches: RankBatchSampler | None = batches if isinstance(batches, RankBatchSampler) else None
+        """The batch sampler that does the sharding, or None if the loader is not sharded here."""
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Number of samples in one step across all ranks, or None if it varies."""
+        batches = self.batches
+        if batches is None or self.batch_size is None or batches.split_batches:
+            return self.batch_size
+        return self.batch_size * batches.num_processes
+
+    def steps(self, skip: int) -> Steps:
+        batches = self._batches_from(skip)
+        return zip(batches, repeat(None) if self.batches is None else self.batches.step_sizes(self._num_skipped + skip))
+
+    def at_end(self) -> LastStep | None:
+        last = None if self.batches is None else self.batches.last_step
+        self.ended_early = last is not None and self.batches is not None and last.sizes[self.batches.process_index] == 0
+        return None if self.ended_early else last
+
+    def num_steps(self) -> int:
+        return len(self.inner)
+
+    def owners_of_epoch(self, original: DataLoader[Any]) -> tuple[Any, ...]:
+        batches = self.inner.batch_sampler
+        inside = getattr(batches, "batch_sampler", None)
+        found = (batches, getattr(batches, "sampler", None), getattr(inside, "sampler", None), self.inner.sampler)
+        owners = {id(owner): owner for owner in found if isinstance(owner, SupportsSetEpoch)}
+        return (*owners.values(), self.inner.dataset)
 
 
 class ShardedSource(BatchSource):
@@ -345,6 +395,13 @@ class DatasetShardsSource(BatchSource):
         return len(self.inner)
 
 
+def rows_check(loader: DataLoader[Any], slice_fn: SliceFn | None) -> Callable[[Any, int | None], None] | None:
+    """Return the check that a batch of ``loader`` can be split; None if the user's function splits it."""
+    if slice_fn is not None:
+        return None
+    return partial(require_rows_per_sample, is_default_collate=loader.collate_fn is default_collate)
+
+
 class DispatchSource(BatchSource):
     """A loader that only rank zero reads. Loaders and datasets on other ranks are never used.
 
@@ -371,11 +428,7 @@ class DispatchSource(BatchSource):
         self._device = device
         own_samples, own_batches = -1, -1
         self._is_counted = False
-        self._check = (
-            None
-            if slice_fn is not None
-            else partial(require_rows_per_sample, is_default_collate=loader.collate_fn is default_collate)
-        )
+        self._check = rows_check(loader, slice_fn)
         if world.is_source:
             ahead = 3 * self.batches_per_step  # reads ahead to detect the end
             self._is_counted = slice_fn is None and _counts_samples(loader)
@@ -390,7 +443,7 @@ class DispatchSource(BatchSource):
         own_skip = int(batches_of(loader) is not None)
         of_rank_zero = gather_counts(own_samples, own_batches, int(loader.drop_last), own_size, own_skip)
         self.total_samples, self.total_batches, drop_last, batch_size, can_skip = (counts[0] for counts in of_rank_zero)
-        """Lengths of rank zero's dataset and loader; -1 means unknown."""
+        """Length of rank zero's loader; -1 means unknown."""
         self.drop_last = bool(drop_last)
         self._can_skip = bool(can_skip)
         self.batch_size = None if batch_size < 0 else batch_size
@@ -429,15 +482,10 @@ class DispatchSource(BatchSource):
             slice_fn=self.slice_fn,
         )
 
-    def dataset_length(self, dataset: Any) -> int:
-        return length_at_rank_zero(self.total_samples, dataset)
-
     def facts_elsewhere(self) -> DataFacts | None:
-        return (
-            None
-            if self._world.is_source
-            else DataFacts(num_samples=known_length(self.total_samples), batch_size=self.batch_size)
-        )
+        if self._world.is_source:
+            return None
+        return DataFacts(num_samples=known_length(self.total_samples), batch_size=self.batch_size)
 
     def num_steps(self) -> int:
         if self.total_batches < 0:
@@ -505,17 +553,6 @@ def _batch_size(loader: DataLoader[Any], inner: DataLoader[Any]) -> int | None:
     """Return the batch size of the user's ``loader`` or, if it has none, that of the batch sampler in ``inner``."""
     batches = inner.sampler if isinstance(inner.sampler, BatchSampler) else inner.batch_sampler
     return getattr(batches, "batch_size", None) if loader.batch_size is None else loader.batch_size
-
-
-def length_at_rank_zero(num_samples: int, dataset: Any) -> int:
-    """Return ``num_samples``, the length of rank zero's dataset, if it is known.
-
-    Raises:
-        TypeError: ``dataset`` has no length.
-    """
-    if num_samples < 0:
-        raise TypeError(f"object of type {type(dataset).__name__} has no len()")
-    return num_samples
 
 
 def _skip_batches(loader: DataLoader[Any], skip: int) -> tuple[DataLoader[Any], int]:

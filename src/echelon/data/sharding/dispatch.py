@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -10,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.base.errors import UsageError
+from echelon.base.errors import DesyncError, UsageError
 from echelon.data.batch import join_batches, num_samples, slice_batch
 from echelon.data.global_batch_slices import LastStep
-from echelon.data.sharding.batch_wire import END, announce_failure, pack_batch, receive_batch, send_batch
-from echelon.data.to_device import to_device
 from echelon.distributed.alone import is_alone
+from echelon.distributed.division import real_sizes, share_sizes
+from echelon.distributed.small_messages import broadcast_bytes, bytes_of, wire_device
+from echelon.distributed.structure import send_to_device
 from echelon.distributed.tree import describe
 
 __all__ = ["CountedCollate", "ReadBatch", "SliceFn", "dispatch", "global_batches"]
@@ -51,12 +54,10 @@ def global_batches(
     Args:
         batches: the batches from rank zero's loader, with their numbers of samples; None on other ranks.
         check: raises an error for a batch that cannot be split; None if the user's function splits it.
-        world_size: number of ranks that read different samples.
         split: whether each batch is a global batch. Otherwise, ``world_size`` batches are joined to form one.
         drop_last: whether to drop a last step that does not have a batch for every rank.
         finds_end: whether to read ahead if a batch has fewer samples than there are ranks, to find out whether it is the last.
         device: device on which batches are sent and returned; None means the CPU.
-        non_blocking: whether to copy batches to the device asynchronously.
 
     Collective: each step.
 
@@ -67,20 +68,20 @@ def global_batches(
     pending: Any = _NONE  # a batch that was read ahead to find the end
     while True:
         if batches is None:
-            batch, is_last = receive_batch(device)
+            batch, is_last = _receive(device)
         else:
             with _announcing_failure():
                 batch = _read(batches, num_read, check, drop_last=drop_last) if pending is _NONE else pending
                 pending, is_last = _NONE, False
-                if finds_end and batch is not END and (num_samples(batch) or 0) < world_size:
+                if finds_end and batch is not _END and (num_samples(batch) or 0) < world_size:
                     pending = _read(batches, num_read, check, drop_last=drop_last)
-                    is_last = pending is END
-                if batch is not END and device is not None:
-                    batch = to_device(batch, device, non_blocking=non_blocking)
-                packed = None if is_alone() else pack_batch(batch)
+                    is_last = pending is _END
+                if batch is not _END and device is not None:
+                    batch = send_to_device(batch, device, non_blocking=non_blocking)
+                packed = None if is_alone() else _pack(batch)
             if packed is not None:
-                send_batch(*packed, is_last=is_last, device=device)
-        if batch is END:
+                _send(*packed, is_last=is_last, device=device)
+        if batch is _END:
             return
         count = num_samples(batch)
         if count is None:
@@ -105,9 +106,7 @@ def dispatch(
     """Yield this rank's slice of each global batch.
 
     Args:
-        batches: the global batches, from ``global_batches``.
         rank: the rank among those that read different samples.
-        world_size: number of these ranks.
         batch_size: number of samples that each rank gets of a full batch; None if it varies.
         even: whether to repeat samples from the start of the pass to pad a batch whose size is not divisible by
             ``world_size``. Otherwise, the batch is split as evenly as possible.
@@ -125,10 +124,9 @@ def dispatch(
         # Every rank makes every step except the last one, which a rank without samples does not make.
         if extra and (even or (share == 0 and not is_last)):
             batch = _fill_batch(batch, few, missing=world_size - extra)
-            sizes = [share + 1] * world_size
-            real = [min(max(count - r * sizes[r], 0), sizes[r]) for r in range(world_size)]
+            sizes, real = [share + 1] * world_size, real_sizes(count, share + 1, world_size)
         else:
-            sizes = real = [share + (r < extra) for r in range(world_size)]
+            sizes = real = share_sizes(count, world_size)
         start = sum(sizes[:rank])
         if sizes[rank]:
             part = slice_samples(batch, slice(start, start + sizes[rank]), process_index=rank, num_processes=world_size)
@@ -145,7 +143,7 @@ def _read(
     if check is not None:
         for batch, count in found:
             check(batch, count)
-    return END if not found or (drop_last and len(found) < num_read) else join_batches([batch for batch, _ in found])
+    return _END if not found or (drop_last and len(found) < num_read) else join_batches([batch for batch, _ in found])
 
 
 @contextmanager
@@ -155,7 +153,7 @@ def _announcing_failure() -> Iterator[None]:
         yield
     except BaseException as error:
         if dist.is_initialized():
-            announce_failure(error)
+            broadcast_bytes(b"-E" + f"{type(error).__name__}: {error}".encode())
         raise
 
 
@@ -165,4 +163,72 @@ def _fill_batch(batch: Any, few: Any, *, missing: int) -> Any:
     return join_batches([batch, slice_batch(few, slice(0, missing))])
 
 
+# A batch is sent as one byte that says whether it is the last one, one that says what follows, and the pickled batch, from which
+# its tensors are left out; they follow one by one, because their bytes need not be copied.
+
+
+def _pack(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Split ``batch`` into a message and its tensors."""
+    if batch is _END:
+        return b".", []
+    with io.BytesIO() as file:
+        pickler = _BatchPickler(file)
+        pickler.dump(batch)
+        return b"P" + file.getvalue(), pickler.tensors
+
+
+def _send(message: bytes, tensors: list[torch.Tensor], *, is_last: bool, device: torch.device | None) -> None:
+    """Send a batch from rank zero. Collective: other ranks must call ``_receive``."""
+    broadcast_bytes((b"L" if is_last else b"-") + message)
+    target = wire_device(device or torch.device("cpu"), None)
+    for tensor in tensors:
+        if tensor.numel():
+            dist.broadcast(bytes_of(tensor.detach().to(target)), src=0)
+
+
+def _receive(device: torch.device | None) -> tuple[Any, bool]:
+    """Receive a batch from rank zero, and whether it is known to be the last. Collective: rank zero must call ``_send``.
+
+    Raises:
+        DesyncError: rank zero failed to read the batch.
+    """
+    message = broadcast_bytes(None)
+    is_last, kind, body = message[:1] == b"L", message[1:2], message[2:]
+    if kind == b".":
+        return _END, True
+    if kind == b"E":
+        raise DesyncError(f"rank zero failed to read the next batch: {body.decode()}", do="fix the error on rank 0")
+    # The pickle comes from rank zero of the same job (SECURITY.md).
+    return _BatchUnpickler(io.BytesIO(body), device or torch.device("cpu")).load(), is_last
+
+
+class _BatchPickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """Leave out tensors."""
+        if not isinstance(obj, torch.Tensor):
+            return None
+        self.tensors.append(obj)
+        return obj.dtype, tuple(obj.shape)
+
+
+class _BatchUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self._device = device
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        """Receive the next tensor."""
+        dtype, shape = pid
+        tensor = torch.empty(shape, dtype=dtype, device=wire_device(self._device, None))
+        if tensor.numel():
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)
+        return tensor.to(self._device)
+
+
 _NONE: Any = object()
+_END: Any = object()
+"""Marks that there are no more batches."""

@@ -27,11 +27,8 @@ class OrderCheck:
     never be read.
 
     Args:
-        sampler: the user's sampler.
         world: the ranks that read different samples.
         num_samples: length of the dataset, or -1 if unknown, in which case nothing is compared.
-        line: the line of code that passed the loader to echelon.
-        is_error: whether to raise an error instead of warning.
     """
 
     def __init__(self, sampler: Any, *, world: World, num_samples: int, line: UserLine, is_error: bool) -> None:

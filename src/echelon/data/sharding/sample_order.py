@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.sharding.order_check import OrderCheck
+from echelon.distributed.checks.already_sharded import set_epoch
 from echelon.distributed.collectives import broadcast, broadcast_object_list
 
 __all__ = ["SampleOrder", "SeedableRandomSampler", "SharedBatches", "SharedSampler"]
@@ -20,11 +21,9 @@ class SampleOrder:
     """The batches for all ranks in a common order.
 
     Args:
-        batches: the user's batch sampler.
         seed: seed for a seedable order. If None, rank zero's torch seed is used.
         seedable: whether to derive the shuffled order from (seed, epoch) instead of from the sampler's generator.
         alone: whether there is only one process, so that nothing is exchanged.
-        check: check to run on the first indices drawn by a custom sampler.
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class SeedableRandomSampler(RandomSampler):
     Args:
         args: arguments for ``RandomSampler``, whose generator is not used.
         data_seed: the seed. If None, ``torch.initial_seed()`` is used.
-        kwargs: keyword arguments for ``RandomSampler``.
 
     Source: the order used by accelerate's seedable sampler and the transformers Trainer.
     """
@@ -148,12 +146,14 @@ class _Draw:
         """Draw the order of the next pass using ``state`` or, if it is None, the current RNG state."""
         self._pinned = state
 
-    def begin(self, generator: torch.Generator | None) -> torch.Tensor | None:
-        """Set the pinned states, if any, and record the states. Return the state that ``end`` restores."""
+    @contextmanager
+    def of_pass(self, sampler: Any) -> Iterator[None]:
+        """Draw the order of a pass in the block, with the pinned states if there are any, after which torch's is restored."""
+        generator = getattr(sampler, "generator", None)
+        generator = generator if isinstance(generator, torch.Generator) else None
         pinned, self._pinned = self._pinned, None
-        before = None
+        before = torch.get_rng_state()
         if pinned is not None:
-            before = torch.get_rng_state()
             torch.set_rng_state(pinned["torch"])
             if generator is not None and pinned["generator"] is not None:
                 generator.set_state(pinned["generator"])
@@ -161,12 +161,11 @@ class _Draw:
             "torch": torch.get_rng_state(),
             "generator": None if generator is None else generator.get_state(),
         }
-        return before
-
-    def end(self, before: torch.Tensor | None) -> None:
-        """Restore torch's RNG state after a pinned draw."""
-        if before is not None:
-            torch.set_rng_state(before)
+        try:
+            yield
+        finally:
+            if pinned is not None:
+                torch.set_rng_state(before)
 
 
 class SharedSampler(Sampler[int]):
@@ -183,8 +182,7 @@ class SharedSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the user's sampler, if it supports epochs."""
-        if isinstance(self.sampler, SupportsSetEpoch):
-            self.sampler.set_epoch(epoch)
+        set_epoch(epoch, self.sampler)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -193,12 +191,8 @@ class SharedSampler(Sampler[int]):
         sampler = self.sampler
         if isinstance(sampler, SequentialSampler):
             return iter(sampler)
-        generator = getattr(sampler, "generator", None)
-        before = self.draw.begin(generator if isinstance(generator, torch.Generator) else None)
-        try:
+        with self.draw.of_pass(sampler):
             return self._order()
-        finally:
-            self.draw.end(before)
 
     def _order(self) -> Iterator[int]:
         sampler = self.sampler
@@ -244,25 +238,19 @@ class SharedBatches(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the user's batch sampler and its sampler, if they support epochs."""
-        for owner in (self.batches, getattr(self.batches, "sampler", None)):
-            if isinstance(owner, SupportsSetEpoch):
-                owner.set_epoch(epoch)
+        set_epoch(epoch, self.batches, getattr(self.batches, "sampler", None))
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = getattr(getattr(self.batches, "sampler", None), "generator", None)
-        before = self.draw.begin(generator if isinstance(generator, torch.Generator) else None)
-        try:
+        with self.draw.of_pass(getattr(self.batches, "sampler", None)):
             if not _has_length(self.batches):
                 return iter(self.batches)
             order = list(self.batches)
             if self._check is not None and not self._alone:
                 self._check.check_order([index for batch in order for index in batch])
             return iter(order if self._alone else broadcast_object_list([order])[0])
-        finally:
-            self.draw.end(before)
 
 
 def _has_length(sampler: object) -> bool:
@@ -270,19 +258,17 @@ def _has_length(sampler: object) -> bool:
 
 
 def _seedable(sampler: RandomSampler, seed: int | None) -> SeedableRandomSampler:
-    return SeedableRandomSampler(
-        sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
-        generator=sampler.generator,
-        data_seed=seed,
-    )
+    return SeedableRandomSampler(**_options(sampler), generator=sampler.generator, data_seed=seed)
 
 
 def _with_generator(sampler: RandomSampler, generator: torch.Generator) -> RandomSampler:
-    return RandomSampler(
-        sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,  # None: the length of the data, also if it changes
-        generator=generator,
-    )
+    return RandomSampler(**_options(sampler), generator=generator)
+
+
+def _options(sampler: RandomSampler) -> dict[str, Any]:
+    # A number of samples of None is the length of the data, also if it changes.
+    return {
+        "data_source": sampler.data_source,
+        "replacement": sampler.replacement,
+        "num_samples": sampler._num_samples,
+    }

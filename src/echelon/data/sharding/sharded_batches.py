@@ -8,10 +8,11 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.batch import require_divisible
 from echelon.data.global_batch_slices import LastStep
 from echelon.data.sharding.sample_order import SharedBatches
+from echelon.distributed.checks.already_sharded import set_epoch
+from echelon.distributed.division import real_sizes, share_sizes
 
 __all__ = ["RankBatchSampler"]
 
@@ -32,9 +33,6 @@ class RankBatchSampler(BatchSampler):
 
     Args:
         batch_sampler: the batches for all ranks. Its ``batch_size`` is None or missing if batch sizes vary.
-        num_processes: the number of ranks.
-        process_index: the rank.
-        split_batches: split each batch.
         even_batches: whether to fill the last step.
     """
 
@@ -84,9 +82,7 @@ class RankBatchSampler(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the sampler."""
-        for owner in (self.batches, getattr(self.batches, "sampler", None)):
-            if isinstance(owner, SupportsSetEpoch):
-                owner.set_epoch(epoch)
+        set_epoch(epoch, self.batches, getattr(self.batches, "sampler", None))
 
     def __len__(self) -> int:
         total = len(self.batches)
@@ -197,7 +193,6 @@ class RankBatchSampler(BatchSampler):
 
     def _split(self, uneven: dict[int, LastStep]) -> Iterator[list[int]]:
         assert self.batch_size is not None
-        ranks = range(self.num_processes)
         piece = self.batch_size // self.num_processes
         first: list[int] = []
         other: list[int] | None = None  # a batch of another size: the next one shows that it was not the last
@@ -205,8 +200,8 @@ class RankBatchSampler(BatchSampler):
         for batch in self.batches:
             first = first or batch
             if other is not None:
-                share, uneven[number] = self._share(other)
-                yield share
+                uneven[number] = self._shares(other, fills=self.even_batches or len(other) < self.num_processes)
+                yield self._own(other, uneven[number].sizes)
                 number, other = number + 1, None
             if len(batch) != self.batch_size:
                 other = batch
@@ -217,26 +212,24 @@ class RankBatchSampler(BatchSampler):
             return
         if self.divides_last_step:
             yield from self._divided(other, [first])
-        elif self.even_batches and len(other) < self.batch_size:
-            filled = [*other, *islice(cycle(first), self.batch_size - len(other))]
-            real = [min(max(len(other) - r * piece, 0), piece) for r in ranks]
-            self.last_step = LastStep([piece] * self.num_processes, real)
-            yield filled[self.process_index * piece : (self.process_index + 1) * piece]
+            return
+        if self.even_batches and len(other) < self.batch_size:
+            self.last_step = LastStep([piece] * self.num_processes, real_sizes(len(other), piece, self.num_processes))
+            other = [*other, *islice(cycle(first), self.batch_size - len(other))]
         else:
-            size, extra = divmod(len(other), self.num_processes)
-            sizes = [size + (r < extra) for r in ranks]
-            self.last_step = LastStep(sizes, sizes)
-            start = sum(sizes[: self.process_index])
-            if sizes[self.process_index]:
-                yield other[start : start + sizes[self.process_index]]
+            self.last_step = self._shares(other, fills=False)
+        own = self._own(other, self.last_step.sizes)
+        if own:
+            yield own
 
-    def _share(self, batch: list[int]) -> tuple[list[int], LastStep]:
-        """Return this rank's share of a batch before the last one, of which every rank must get samples, and all ranks' sizes."""
-        size, extra = divmod(len(batch), self.num_processes)
-        sizes = real = [size + (r < extra) for r in range(self.num_processes)]
-        if extra and (self.even_batches or size == 0):
-            sizes = [size + 1] * self.num_processes
-            real = [min(max(len(batch) - r * (size + 1), 0), size + 1) for r in range(self.num_processes)]
-            batch = [*batch, *islice(cycle(batch), sum(sizes) - len(batch))]
+    def _shares(self, batch: list[int], *, fills: bool) -> LastStep:
+        """Return all ranks' shares of a ``batch``, which are equal if it ``fills`` short ones, so that no rank has none."""
+        real = share_sizes(len(batch), self.num_processes)
+        if not fills or len(set(real)) == 1:
+            return LastStep(real, real)
+        return LastStep([real[0]] * self.num_processes, real_sizes(len(batch), real[0], self.num_processes))
+
+    def _own(self, batch: list[int], sizes: list[int]) -> list[int]:
+        """Return this rank's share of a ``batch``, of which the first samples are repeated if it has too few."""
         start = sum(sizes[: self.process_index])
-        return batch[start : start + sizes[self.process_index]], LastStep(sizes, real)
+        return [batch[at % len(batch)] for at in range(start, start + sizes[self.process_index])]

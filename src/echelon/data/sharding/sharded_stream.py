@@ -15,12 +15,21 @@ from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.batch import num_samples, require_divisible
 from echelon.data.global_batch_slices import LastStep
 from echelon.data.rng.per_sample_rng import are_equal_states, rng_states
+from echelon.distributed.checks.already_sharded import set_epoch
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, sample_fingerprints
 from echelon.distributed.collectives import broadcast
+from echelon.distributed.division import real_sizes, share_sizes
 from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
 
-__all__ = ["CollatePart", "ShardedStream", "ExposeUsersDataset", "iterate_like_rank_zero", "read_own_shards"]
+__all__ = [
+    "CollatePart",
+    "ExposeUsersDataset",
+    "IterableDatasetShard",
+    "ShardedStream",
+    "iterate_like_rank_zero",
+    "read_own_shards",
+]
 
 Columns = dict[str, ColumnFingerprint]
 
@@ -67,8 +76,7 @@ class ShardedStream(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the user's dataset, if it supports epochs."""
-        if isinstance(self.dataset, SupportsSetEpoch):
-            self.dataset.set_epoch(epoch)
+        set_epoch(epoch, self.dataset)
 
     def num_steps(self) -> int:
         """Return the number of steps on this rank.
@@ -98,7 +106,7 @@ class ShardedStream(IterableDataset[Any]):
         if not samples or self.drop_last:
             return
         columns = self._columns(samples, before) if not first else None
-        num_real, sizes = len(samples), self._even_sizes(len(samples))
+        num_real, sizes = len(samples), share_sizes(len(samples), self.world_size)
         # With several loader workers this may not be the last step of the pass, so every rank must make it.
         worker = get_worker_info()
         if self.even or (0 in sizes and worker is not None and worker.num_workers > 1):
@@ -113,10 +121,6 @@ class ShardedStream(IterableDataset[Any]):
         # In the main process each rank has its own RNG stream, so samples that depend on draws may differ.
         return {} if before is not None and not are_equal_states(before, rng_states()) else sample_fingerprints(samples)
 
-    def _even_sizes(self, num_real: int) -> list[int]:
-        share, extra = divmod(num_real, self.world_size)
-        return [share + (rank < extra) for rank in range(self.world_size)]
-
     def _facts(self, samples: list[Any], num_real: int) -> LastStep | None:
         """Return the batch sizes for a step in which every rank has a full slice, with ``num_real`` new samples in total."""
         size = len(samples) // self.world_size
@@ -127,12 +131,67 @@ class ShardedStream(IterableDataset[Any]):
             return LastStep(sizes, [s if rank < num_real else 0 for rank, s in enumerate(sizes)])
         if num_real == len(samples):
             return None
-        real = [min(max(num_real - rank * size, 0), size) for rank in range(self.world_size)]
-        return LastStep([size] * self.world_size, real)
+        return LastStep([size] * self.world_size, real_sizes(num_real, size, self.world_size))
 
 
 def _item_sizes(batches: list[Any], world_size: int) -> list[int]:
     return [num_samples(batch) or 1 for batch in batches] + [0] * (world_size - len(batches))
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """Accelerate's class of this name. Yields one process's samples: its slice of every global batch in ``dataset``.
+
+    Every process gets the same number of samples. If the dataset has no ``set_epoch``, its ``generator`` is seeded with the
+    epoch.
+
+    Args:
+        batch_size: batch size per process or, with ``split_batches``, across all processes.
+        drop_last: whether to drop an incomplete last batch instead of filling it with the first samples.
+
+    Raises:
+        UsageError: with ``split_batches``, the batch size is not divisible by ``num_processes``.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.epoch = 0
+        self._stream = ShardedStream(
+            dataset,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            rank=process_index,
+            world_size=num_processes,
+            even=True,
+            split=split_batches,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass and of the dataset, if it has ``set_epoch``."""
+        self.epoch = epoch
+        self._stream.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return self._stream.num_steps() * (self._stream.samples_per_step // self.num_processes)
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not isinstance(self.dataset, SupportsSetEpoch):
+            generator.manual_seed(self.epoch)
+        for samples, _, _ in self._stream:
+            yield from samples
 
 
 class CollatePart:

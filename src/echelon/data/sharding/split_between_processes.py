@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, Subset
 
 from echelon.base.errors import UsageError
 from echelon.base.protocols import SupportsSelect
+from echelon.distributed.division import slice_range
 from echelon.distributed.tree import rebuild_like
 
 __all__ = ["split_between_processes"]
@@ -30,8 +31,6 @@ def split_between_processes(
             individually. It is not modified.
         apply_padding: whether to repeat the last item so that every rank gets the same number of items. Drop the copies after
             a gather.
-        rank: the rank.
-        world_size: the number of parts.
         device: device that padded tensors are moved to for a gather. If None, they are not moved.
 
     Raises:
@@ -41,10 +40,8 @@ def split_between_processes(
         yield inputs
         return
     length = _length(inputs)
-    share, extra = divmod(length, world_size)
-    start = rank * share + min(rank, extra)
-    indices = list(range(start, start + share + (rank < extra)))
-    missing = share + (extra > 0) - len(indices) if apply_padding and length else 0
+    indices = list(slice_range(range(length), num_parts=world_size, part=rank))
+    missing = -(-length // world_size) - len(indices) if apply_padding else 0
     yield _select_items(inputs, indices, missing, length, device if apply_padding else None)
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "can_undo_sharding",
     "num_repeated",
     "samplers_of",
+    "set_epoch",
 ]
 
 # Attributes in which samplers and datasets store the number of shards and their own shard index, also with a leading "_".
@@ -110,13 +111,17 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     return found
 
 
+def set_epoch(epoch: int, *owners: Any) -> None:
+    """Set the epoch of those ``owners`` that support epochs: samplers, batch samplers and datasets."""
+    for owner in owners:
+        if isinstance(owner, SupportsSetEpoch):
+            owner.set_epoch(epoch)
+
+
 class SamplerEpochs:
     """Detects which epoch a script sets on its own distributed sampler.
 
     Scripts call ``DistributedSampler.set_epoch`` before each pass.
-
-    Args:
-        loader: the user's loader.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -156,8 +161,6 @@ def check_shards(shardings: list[ExistingSharding], *, world_size: int, line: Us
     Args:
         shardings: each rank's sharding, in rank order, so that all ranks raise together. Without a process group, the
             list has one item.
-        world_size: the expected number of shards.
-        line: the user's line that passed the loader to echelon.
 
     Raises:
         UsageError: the number of shards is not ``world_size``, or two ranks have the same shard.

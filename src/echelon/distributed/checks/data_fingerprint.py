@@ -109,8 +109,6 @@ def are_shards(
     """Return whether two ranks hold shards of one dataset, rather than random numbers drawn by each rank.
 
     Args:
-        one: the columns of one rank.
-        other: the columns of another rank.
         same_seeds: whether the ranks' generators had the same seed, so that random data would be equal.
     """
     if not are_of_different_data(one, other):
@@ -121,12 +119,7 @@ def are_shards(
 
 
 def are_table_shards(columns: Sequence[Mapping[str, ColumnFingerprint]], num_samples: Sequence[int]) -> bool:
-    """Return whether the ranks hold different rows of a Hugging Face dataset, as after ``split_dataset_by_node``.
-
-    Args:
-        columns: the columns of each rank's dataset.
-        num_samples: the length of each rank's dataset.
-    """
+    """Return whether the ranks hold different rows of a Hugging Face dataset, as after ``split_dataset_by_node``."""
     first, *others = columns
     if not others or not all(_PART_OF_A_TABLE in found for found in columns):
         return False
@@ -253,7 +246,6 @@ def _fingerprint_items(items: list[Any], *, is_drawn: bool = False) -> ColumnFin
     """Return the fingerprint of a column's items, or None if it has no items or one of them is None or not plain data.
 
     Args:
-        items: the column's items.
         is_drawn: whether the items are a subset's indices, which may have been drawn at random.
     """
     values = [None if item is None else fingerprint_of_sample(item) for item in items]

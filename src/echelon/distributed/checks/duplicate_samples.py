@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from echelon.base.errors import DesyncError
 from echelon.base.warnings import UserLine, warn_here
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, are_of_different_data, row_fingerprints
-from echelon.distributed.stores import store_of
+from echelon.distributed.stores import exchange_once, is_first, store_of
 
 __all__ = ["DuplicateSamplesCheck"]
 
@@ -40,12 +39,8 @@ class DuplicateSamplesCheck:
     Args:
         token: number that identifies the loader on all ranks.
         rank: this rank's index among the ranks that should read different data.
-        world_size: number of ranks that should read different data.
-        line: the user's line that passed the loader to echelon.
         reads_own: whether each rank reads its own shard. If so, whole passes are compared, because each rank may read all
             data in a different order. Otherwise echelon shards the samples, and only the first batches are compared.
-        do: what the user can do about duplicates.
-        is_error: whether to raise an error instead of warning.
     """
 
     def __init__(
@@ -133,19 +128,13 @@ class DuplicateSamplesCheck:
             self._report(f"ranks {one} and {other} read the same samples: {reason}")
 
     def _exchange(self, what: str, mine: bytes) -> list[bytes] | None:
-        """Write ``mine`` to the store; the last rank to do so returns all ranks' messages, and the others return None.
-
-        This method also returns None if the store is no longer reachable.
-        """
+        """Return the messages of all ranks on the last one that has one; None on the others, or if there is no store any more."""
         group = dist.group.WORLD
         if group is None:
             return None
         store = dist.PrefixStore(f"echelon/first_pass/{self._token}/{what}", store_of(group))
         try:
-            store.set(str(self._rank), mine.hex())
-            if store.add("num", 1) != self._world_size:
-                return None
-            return [bytes.fromhex(store.get(str(rank)).decode()) for rank in range(self._world_size)]
+            return exchange_once(store, mine, rank=self._rank, world_size=self._world_size)
         except dist.DistNetworkError:
             # Without a launcher rank zero holds the store, and it may have finished its work. If it has failed instead, the
             # next collective raises.
@@ -154,10 +143,8 @@ class DuplicateSamplesCheck:
     def _report(self, message: str) -> None:
         group = dist.group.WORLD
         assert group is not None
-        store = dist.PrefixStore(f"echelon/first_pass/{self._token}", store_of(group))
-        with suppress(dist.DistNetworkError):  # rank zero has ended with the store: report
-            if store.add("num_reports", 1) > 1:
-                return
+        if not is_first(dist.PrefixStore(f"echelon/first_pass/{self._token}", store_of(group))):
+            return
         if self._is_error:
             raise DesyncError(message, where=f"the loader from {self._line}", do=self._do)
         # Only the last rank has compared the data, so it warns whatever its number.

@@ -93,12 +93,9 @@ def agree_on_loader(
 
     Args:
         loader: the user's loader. If rank zero dispatches, only rank zero's loader matters.
-        world: this process's world.
         batches: the loader's batch sampler; None for iterable data.
         already_sharded: the user's setting, or None to detect existing sharding.
         dispatches: whether only rank zero reads data.
-        is_exact: whether to raise an error instead of warning.
-        line: the user's line that passed the loader to echelon.
 
     Collective: call on every rank.
 

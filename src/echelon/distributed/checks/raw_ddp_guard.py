@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from abc import ABC, abstractmethod
@@ -23,7 +22,7 @@ from echelon.distributed.collective_count import num_collectives, num_collective
 from echelon.distributed.ddp.replica import BackwardPasses, Replica, Structure
 from echelon.distributed.ddp.sparse_gradients import copy_sparse_gradients
 from echelon.distributed.shard import METRICS
-from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optimizer_steps
+from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_calls, watch_optimizer_steps
 from echelon.distributed.uncompiled import uncompiled
 
 __all__ = ["RawDDPGuard"]
@@ -61,7 +60,7 @@ class RawDDPGuard:
         self._end_steps: Callable[[], object] = _do_nothing
         if group.size() > 1:  # otherwise there is nothing to compare or reduce
             self._end_steps = watch_optimizer_steps(self, RawDDPGuard._before_step)
-        self._end_models = _watch_models(self)
+        self._end_models = watch_calls(self, DistributedDataParallel, "__init__", RawDDPGuard._watch_model)
 
     @classmethod
     def begin(cls) -> None:
@@ -89,9 +88,9 @@ class RawDDPGuard:
             for counter in list(guard._buffer_syncs):
                 counter.release()
 
-    def watch_model(self, wrapper: DistributedDataParallel) -> None:
+    def _watch_model(self, wrapper: DistributedDataParallel, _result: None) -> None:
         """Watch a model that was just wrapped, and copy its sparse gradients before DDP scales them in place."""
-        if self._is_open() and dist.get_world_size(wrapper.process_group) > 1:
+        if RawDDPGuard.current is self and self._is_open() and dist.get_world_size(wrapper.process_group) > 1:
             copy_sparse_gradients(wrapper.module)
             for former in [model for model in self._models if model.is_of(wrapper.module)]:  # it was wrapped again
                 former.release()
@@ -358,22 +357,3 @@ class _LastPass:
 
 
 _MIN_VALUES = 4  # with fewer values an average over ranks may be a multiple of one rank's gradient by chance
-
-
-def _watch_models(guard: RawDDPGuard) -> Any:
-    """Notify ``guard`` of each model that is wrapped in DDP; return a function that stops the notifications."""
-    plain, reference = DistributedDataParallel.__init__, weakref.ref(guard)
-
-    @functools.wraps(plain)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        plain(self, *args, **kwargs)
-        found = reference()
-        if found is not None and RawDDPGuard.current is found:
-            found.watch_model(self)
-
-    def end() -> None:
-        if DistributedDataParallel.__init__ is init:
-            DistributedDataParallel.__init__ = plain  # type: ignore[method-assign]
-
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-    return end

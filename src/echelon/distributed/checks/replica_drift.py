@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from echelon.base.errors import DesyncError
 from echelon.base.warnings import UserLine, user_line, warn_here
-from echelon.distributed.stores import store_of
+from echelon.distributed.stores import exchange_once, is_first, store_of
 
 __all__ = ["ReplicaDriftCheck"]
 
@@ -44,9 +44,6 @@ class ReplicaDriftCheck:
     """Compares each optimizer's parameters before steps 1, 2, 3, 5, 9, 17, ..., and whenever the caller requests it.
 
     Sharded parameters (DTensor and other subclasses) are not compared.
-
-    Args:
-        is_error: whether to raise an error instead of warning.
     """
 
     def __init__(self, *, is_error: bool = False) -> None:
@@ -71,8 +68,6 @@ class ReplicaDriftCheck:
         """Compare the parameters and the settings of ``optimizer`` before steps 1, 2, 3, 5, 9, 17, and so on.
 
         Args:
-            optimizer: the optimizer that is about to step.
-            do: what the user can do about a difference.
             models: modules whose parameters are compared (default: the optimizer's parameters).
             must_be_equal: if False, parameters that differ before the first step are assumed to differ on purpose. Other
                 differences are reported at step 17, or at the end of the run unless the program has created many optimizers
@@ -114,7 +109,6 @@ class ReplicaDriftCheck:
         """Compare the parameters of ``models`` at a point that every rank reaches.
 
         Args:
-            models: the modules.
             when: when the comparison happens, as worded in the message.
             do: what the user can do about a difference.
             is_last: whether the process group closes next. Rank 0, which serves the store, then waits up to 5 s for the others.
@@ -149,21 +143,18 @@ class ReplicaDriftCheck:
         parameters = [p for _, p in named]
         mine = np.concatenate((_layout(parameters), _fingerprints(parameters)))
         store = self._store(what)
-        world_size = dist.get_world_size()
         try:
-            store.set(str(dist.get_rank()), mine.tobytes().hex())
-            if store.add("num", 1) != world_size:
-                return None
-            theirs = [bytes.fromhex(store.get(str(rank)).decode()) for rank in range(world_size)]
+            theirs = exchange_once(store, mine.tobytes(), rank=dist.get_rank(), world_size=dist.get_world_size())
         except dist.DistNetworkError:  # rank 0, which serves the store, has exited: the run is ending
             self.stop()
             return None
+        if theirs is None:
+            return None
         found = _find_difference([np.frombuffer(text, dtype=np.int64) for text in theirs])
-        is_first = True
-        with suppress(dist.DistNetworkError):  # rank 0 has exited since then: report
-            is_first = found is None or self._store(subject).add("num_reports", 1) == 1
+        is_reported = found is None or not is_first(self._store(subject))
+        with suppress(dist.DistNetworkError):  # rank 0 has exited since then
             store.set(_IS_READ, "1")  # only now may rank 0 exit
-        if found is None or not is_first:
+        if found is None or is_reported:
             return None
         rank, differing = found
         names = [named[i][0] for i in differing]

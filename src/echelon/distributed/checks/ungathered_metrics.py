@@ -45,9 +45,6 @@ class UngatheredMetricsCheck:
     If no collective runs between the first batch of an evaluation and the next training pass, checkpoint or exit, each rank has only
     its own shard's result. Any torch.distributed collective counts, including the user's. A length that the program takes from its
     own variable of the dataset (``len(test_set)``) is not seen.
-
-    Args:
-        do: advice on how to combine the ranks' results.
     """
 
     __slots__ = ("_do", "_num_ignored", "_passes", "_warned")
@@ -71,7 +68,6 @@ class UngatheredMetricsCheck:
         """Record the end of a pass, in the loop's own thread.
 
         Args:
-            access: where the loader's dataset was read.
             since: the value of ``num_collectives()`` at the first batch of the pass.
         """
         if since is None or torch.is_grad_enabled():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import weakref
-from collections.abc import Callable
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -13,31 +10,29 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
-from echelon.base.warnings import UserLine, user_line, warn
-from echelon.distributed.stores import store_of
+from echelon.base.warnings import UserLine, user_line, warn_here
+from echelon.distributed.stores import exchange_once, store_of
+from echelon.distributed.torch_hooks import watch_calls
 
 __all__ = ["UnshardedLoaderCheck"]
 
-_NUM_CHECKS = 50  # steps at which rank zero checks whether the other ranks have published their digests
 _NUM_ENDS = 8
 _PLAIN = (int, float, str, bool, bytes, type(None))
 
 
 @final
 class UnshardedLoaderCheck:
-    """Compares this rank's dataset with those on the other ranks during the first steps of a DDP model.
+    """Compares this rank's dataset with those on the other ranks at the first step of a DDP model.
 
-    Each rank writes a digest to the store. Rank zero reads the digests once all have been written, and no rank waits.
+    Each rank writes a digest to the store, and the last one to do so compares them. No rank waits.
     """
 
     def __init__(self) -> None:
         # By iterator: its dataset, whether it may read all of it, and the line. The loader itself may already be gone, as in
         # `for batch in DataLoader(...)`.
         self._passes: WeakKeyDictionary[Any, tuple[Any, bool, UserLine]] = WeakKeyDictionary()
-        self._checks_left = _NUM_CHECKS
-        self._line: UserLine | None = None
-        self._store: dist.Store | None = None
-        self.stop = _watch_passes(self)
+        self._is_done = False
+        self.stop = watch_calls(self, DataLoader, "__iter__", UnshardedLoaderCheck.add_pass)
         """Stops the check."""
 
     def add_pass(self, loader: DataLoader[Any], iterator: object) -> None:
@@ -46,46 +41,31 @@ class UnshardedLoaderCheck:
         self._passes[iterator] = loader.dataset, _may_read_all(loader), user_line()
 
     def check_step(self) -> None:
-        """Run the check at an optimizer step of a DDP model."""
-        if not self._checks_left:
+        """Run the check at the first optimizer step of a DDP model."""
+        if self._is_done:
             return
-        self._checks_left -= 1
+        self._is_done = True
+        self.stop()
+        read, group = list(self._passes.values()), dist.group.WORLD
+        self._passes.clear()
+        digest, line = b"sharded", None  # or possibly so
+        if read and all(may_read_all for _, may_read_all, _ in read):
+            dataset, _, line = read[-1]
+            digest = hashlib.sha256(repr(_describe_dataset(dataset)).encode()).digest()
+        assert group is not None
+        store = dist.PrefixStore("echelon/unsharded_loader", store_of(group))
         try:
-            if self._store is None:
-                self._publish_digest()
-            if dist.get_rank() == 0 and self._line is not None:
-                self._compare(self._line)
+            digests = exchange_once(store, digest, rank=dist.get_rank(), world_size=dist.get_world_size())
         except dist.DistNetworkError:
             # Without a launcher rank zero holds the store, and it may have finished its work. If it has failed instead, the
             # next collective raises.
-            self._checks_left = 0
-        if not self._checks_left or (dist.get_rank() > 0 and self._store is not None):
-            self._checks_left = 0
-            self.stop()
-
-    def _publish_digest(self) -> None:
-        read = list(self._passes.values())
-        self._passes.clear()
-        group = dist.group.WORLD
-        assert group is not None
-        self._store = dist.PrefixStore("echelon/unsharded_loader", store_of(group))
-        digest = "sharded"  # or possibly so
-        if read and all(may_read_all for _, may_read_all, _ in read):
-            dataset, _, self._line = read[-1]
-            digest = hashlib.sha256(repr(_describe_dataset(dataset)).encode()).hexdigest()
-        self._store.set(str(dist.get_rank()), digest)
-
-    def _compare(self, line: UserLine) -> None:
-        assert self._store is not None
-        keys = [str(rank) for rank in range(dist.get_world_size())]
-        if not self._store.check(keys):
             return
-        self._checks_left = 0
-        if len({self._store.get(key) for key in keys}) > 1:
+        if digests is None or line is None or len(set(digests)) > 1:
             return
-        warn(
-            f"this DataLoader feeds a DistributedDataParallel model on {len(keys)} ranks, and each rank reads all of its "
-            f"samples. An epoch therefore trains on every sample {len(keys)} times. Use "
+        # Only the last rank has compared the data, so it warns whatever its number.
+        warn_here(
+            f"this DataLoader feeds a DistributedDataParallel model on {len(digests)} ranks, and each rank reads all of its "
+            f"samples. An epoch therefore trains on every sample {len(digests)} times. Use "
             "loader = echelon.distributed.shard(loader) or a DistributedSampler",
             at=line,
         )
@@ -132,22 +112,3 @@ def _ends(value: Any) -> list[Any]:
     count = len(value)
     ends = [*range(min(count, _NUM_ENDS)), *range(max(_NUM_ENDS, count - _NUM_ENDS), count)]
     return [one.item() if hasattr(one := value[i], "item") and not getattr(one, "shape", ()) else one for i in ends]
-
-
-def _watch_passes(check: UnshardedLoaderCheck) -> Callable[[], None]:
-    """Notify ``check`` of each pass over a DataLoader; return a function that stops the notifications."""
-    plain, reference = DataLoader.__iter__, weakref.ref(check)
-
-    @functools.wraps(plain)
-    def begin(self: Any) -> Any:
-        iterator, found = plain(self), reference()
-        if found is not None:
-            found.add_pass(self, iterator)
-        return iterator
-
-    def stop() -> None:
-        if DataLoader.__iter__ is begin:
-            DataLoader.__iter__ = plain  # type: ignore[method-assign]
-
-    DataLoader.__iter__ = begin  # type: ignore[method-assign]
-    return stop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,16 +13,15 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.base.errors import DesyncError, UsageError
-from echelon.distributed.ddp.finished_reduction import require_finished_reduction
-from echelon.distributed.ddp.rebuild_reducer import rebuild_reducer
+from echelon.base.warnings import user_line
 from echelon.distributed.ddp.sparse_gradients import sparse_parameters, sparse_zeros_like
 from echelon.distributed.monitored_barrier import monitored_barrier
-from echelon.distributed.small_messages import gather_bytes, gather_counts
-from echelon.distributed.tensor_fingerprint import fingerprint
-from echelon.distributed.torch_hooks import watch_module_changes
+from echelon.distributed.small_messages import fingerprint, gather_bytes, gather_counts
+from echelon.distributed.torch_hooks import is_in_backward, watch_module_changes
 from echelon.distributed.uncompiled import uncompiled
 
 __all__ = [
@@ -33,6 +33,8 @@ __all__ = [
     "require_same_parameters",
 ]
 
+_UNUSED_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+_MAX_NAMES = 4
 _requires_grad = operator.attrgetter("requires_grad")
 _requires_grad_and_dtype = operator.attrgetter("requires_grad", "dtype")
 
@@ -134,7 +136,6 @@ class Replica:
         """Watch ``wrapper``.
 
         Args:
-            wrapper: the DDP model.
             reduces: whether DDP must reduce gradients; if False, they are never considered unreduced.
             hooks: handles of other hooks on the model that ``release`` also removes.
         """
@@ -237,7 +238,7 @@ class Replica:
             for gone in [p for p in self._grad_hooks if id(p) not in is_there]:
                 self._grad_hooks.pop(gone).remove()
             if self.parameters:
-                rebuild_reducer(self.wrapper)
+                _rebuild_reducer(self.wrapper)
                 self.num_reduced = 0
         self._structure.renew(module)
 
@@ -280,12 +281,34 @@ class Replica:
     # ---- its gradients -------------------------------------------------------------------------------------------------
 
     def require_finished_reduction(self) -> None:
-        """Check that the last backward pass used every parameter that DDP waits for.
+        """Check that the last backward pass reduced the gradients of all parameters that DDP waits for.
+
+        DDP itself checks this only in the next forward pass, after an optimizer step has used one rank's local gradients.
 
         Raises:
-            UsageError: some parameters were not used; the message lists them.
+            UsageError: some of the parameters received no gradient; the message lists them.
         """
-        require_finished_reduction(self.wrapper, self.parameters)
+        if is_in_backward():
+            return
+        try:
+            self.wrapper._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            name_of = {id(p): name for name, p in self.wrapper.module.named_parameters()}
+            reduced = [p for p in self.parameters if name_of.get(id(p)) not in self.wrapper.parameters_to_ignore]
+            found = _UNUSED_INDICES.search(str(error))
+            unused = [reduced[int(i)] for i in found[1].split() if int(i) < len(reduced)] if found else []
+            names = [name_of.get(id(p), "a removed parameter") for p in unused]
+            shown = ", ".join(names[:_MAX_NAMES]) + (
+                f" and {len(names) - _MAX_NAMES} more" if names[_MAX_NAMES:] else ""
+            )
+            raise UsageError(
+                f"{len(names) or 'some'} of the {len(reduced)} trainable parameters received no gradient in the last backward pass"
+                f"{': ' if shown else ''}{shown}. DDP waits for them and has not averaged all gradients across ranks",
+                where=f"{type(self.wrapper.module).__name__} under DistributedDataParallel, {user_line()}",
+                do="if the loss does not always depend on them, use Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+                "find_unused_parameters=True)]) or TrainingArguments(ddp_find_unused_parameters=True). If it never does, call "
+                "parameter.requires_grad_(False) before prepare()",
+            ) from error
 
     @contextmanager
     def sync_next_backward(self) -> Iterator[None]:
@@ -380,6 +403,31 @@ class Replica:
     def mark_reduced(self) -> None:
         """Record that all gradients have been reduced or cleared."""
         self._dirty = False
+
+
+def _rebuild_reducer(wrapper: Any) -> None:
+    """Rebuild DDP's reducer for its module's current parameters, keeping its options and hooks.
+
+    Source: DistributedDataParallel.__setstate__, which does this after unpickling.
+    """
+    ignored = wrapper.parameters_to_ignore
+    wrapper._module_parameters = [p for name, p in wrapper.module.named_parameters() if name not in ignored]
+    parameters, is_sparse = wrapper._build_params_for_reducer()
+    if not parameters:
+        return
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, is_sparse, names, wrapper.static_graph)
+    if wrapper.static_graph:
+        wrapper._static_graph_delay_allreduce_enqueued = False  # the first backward pass records the graph
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()
+    hooks = list(wrapper._comm_hooks)
+    wrapper._comm_hooks.clear()
+    for hook, state in hooks:
+        if isinstance(state, PowerSGDState):  # its tensors belong to the old buckets
+            for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                kept.clear()
+        wrapper.register_comm_hook(state, hook)
 
 
 class _Gradient:
