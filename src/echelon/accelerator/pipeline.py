@@ -16,7 +16,6 @@ from echelon.accelerator.agreement import agree_on_models
 from echelon.accelerator.prepare.prepare_objects import prepare_stages
 from echelon.accelerator.sequences import attach_sequence_parallel
 from echelon.accelerator.session import Session
-from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import warn
 from echelon.engines.context_parallel.region import SequenceRegion, current_region
@@ -231,7 +230,7 @@ class Pipeline:
         Collective: call on every rank.
         """
         session, update = self._session, self._session.update
-        contribution = update.contribution() if isinstance(update, ExactUpdate) else None
+        contribution = None if update.driver is None else update.driver.contribution()
         if num_items is None and session.parity != "off":
             num_items = self.stages.count_items(batch)
         device = session.world.device

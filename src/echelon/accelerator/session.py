@@ -17,7 +17,6 @@ from echelon.accelerator.prepare.build_deepspeed import DeepSpeedSettings
 from echelon.accelerator.prepared_objects import PreparedObjects
 from echelon.accelerator.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.update.direct_backward import DirectBackwardCheck
-from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.base.capabilities import Capabilities
@@ -101,8 +100,8 @@ class Session:
             preemption=self.preemption,
             is_exact=self.parity != "off",
         )
+        contribution = None if self.update.driver is None else self.update.driver.contribution
         if self.live_check is not None:
-            contribution = self.update.contribution if isinstance(self.update, ExactUpdate) else None
             self.live_check.attach(self.update, self.epochs, contribution)
         self.guard = UnpreparedOptimizerGuard(
             engine=self.engine,
@@ -117,7 +116,7 @@ class Session:
             state=self.gradient_state,
             parity=self.parity,
             num_processes=self.world.world_size,
-            contribution=self.update.contribution if isinstance(self.update, ExactUpdate) else None,
+            contribution=contribution,
         )
 
     def __getstate__(self) -> dict[str, Any]:

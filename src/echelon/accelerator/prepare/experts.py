@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.accelerator.session import Session
-from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.engines.expert_parallel.find import find_routers
 from echelon.engines.expert_parallel.routing_gap import RoutingGaps
 
@@ -42,6 +41,6 @@ def prepare_experts(session: Session, models: Iterable[nn.Module]) -> None:
 
 def _is_padding(session: Session) -> bool:
     """Return whether this rank's batch is a copy of other samples, because there are fewer samples than ranks."""
-    update = session.update
-    contribution = update.contribution() if isinstance(update, ExactUpdate) else None
+    driver = session.update.driver
+    contribution = None if driver is None else driver.contribution()
     return contribution is not None and contribution.is_padding

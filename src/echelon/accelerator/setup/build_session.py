@@ -39,10 +39,10 @@ from echelon.accelerator.setup.build import (
     handlers_by_kind,
 )
 from echelon.accelerator.unprepared_model import UnpreparedModelCheck
-from echelon.accelerator.update.bitwise_update import build_bitwise_update
-from echelon.accelerator.update.exact_update import ExactUpdate
-from echelon.accelerator.update.plain_update import PlainUpdate
-from echelon.accelerator.update.update_policy import UpdateParts, UpdatePolicy
+from echelon.accelerator.update.bitwise_update import build_shard_split
+from echelon.accelerator.update.exact_update import ExactUpdate, RankSplit
+from echelon.accelerator.update.update_parts import UpdateParts
+from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.base.errors import ConfigError
 from echelon.base.progress import Progress
 from echelon.config.derive import check_sections
@@ -250,14 +250,15 @@ def _build_update(
     if config.seed is not None and origins["seed"].source is SettingSource.CODE:
         set_seed(config.seed)
     if config.parity == "exact":
-        return ExactUpdate(parts)
+        return UpdatePolicy(parts, ExactUpdate(parts, RankSplit(parts)))
     if config.parity == "bitwise":
         others = () if layout is None else [axis for axis in layout.non_dp_dim_names if axis != "tp"]
-        return build_bitwise_update(parts, comm_hook=comm_hook, num_chunks=num_chunks, other_axes=others)
+        split = build_shard_split(parts, comm_hook=comm_hook, num_chunks=num_chunks, other_axes=others)
+        return UpdatePolicy(parts, ExactUpdate(parts, split))
     if config.max_micro_batch_size is not None:
         raise ConfigError(
             f"max_micro_batch_size={config.max_micro_batch_size} (from {origins['max_micro_batch_size']}) only "
             "applies to the exact modes, but parity is 'off'",
             do="set parity='exact', or remove max_micro_batch_size",
         )
-    return PlainUpdate(parts)
+    return UpdatePolicy(parts)

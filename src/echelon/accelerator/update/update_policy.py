@@ -1,76 +1,49 @@
-"""The common interface of the plain, exact and bitwise update policies."""
+"""One update: weights losses, runs backward passes, and finishes the gradients."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from echelon.accelerator.epochs import Epochs
-from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
-from echelon.accelerator.prepared_objects import PreparedObjects
-from echelon.accelerator.unprepared_model import UnpreparedModelCheck
-from echelon.accelerator.update.gradient_normalization import AccumulationWindow
+from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.step_timing import begin_backward
+from echelon.accelerator.update.update_parts import UpdateParts
 from echelon.base.errors import UsageError
 from echelon.base.keywords import unexpected_keyword
-from echelon.base.progress import Progress
 from echelon.base.warnings import user_line, warn
-from echelon.config.resolve import Resolved
-from echelon.config.schema import RunConfig
-from echelon.data.active_loaders import PassDriver
 from echelon.data.exact.exact_batches import ExactOptions
-from echelon.data.loader import PreparedLoader
 from echelon.distributed.record.recorder import recorder_of_process
-from echelon.engines.base import Engine
 from echelon.status.notes import notes_of_process
-from echelon.world.world import World
 
-__all__ = ["UpdateParts", "UpdatePolicy", "checked_loss"]
+__all__ = ["UpdatePolicy"]
 
 _BACKWARD_OPTIONS = ("num_items", "gradient", "retain_graph", "create_graph", "inputs")
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateParts:
-    """The parts of a run that an update uses."""
+class UpdatePolicy:
+    """Weights losses, runs backward passes, and finishes an update's gradients.
 
-    config: Resolved[RunConfig]
-    world: World
-    """All ranks."""
-    data_world: World
-    """The ranks that read different samples."""
-    loss_world: World
-    """The ranks over which losses and gradients are averaged: those with different samples or pieces of a sequence."""
-    engine: Engine
-    scaler: torch.amp.GradScaler | None
-    state: GradientState
-    progress: Progress
-    objects: PreparedObjects
-    unprepared: UnpreparedModelCheck
+    Without a ``driver``, every process and micro-step has the same weight, unless losses are passed with ``num_items``, and the
+    batch grows with the number of processes, as with Accelerate (``parity="off"``).
 
+    Args:
+        parts: the run's parts.
+        driver: groups the loaders' batches into updates and weights their losses, in the exact modes.
+    """
 
-class UpdatePolicy(ABC):
-    """Weights losses, runs backward passes, and finishes an update's gradients."""
-
-    uses_global_batches = False
-    """Whether a DataLoader's batch size counts the samples of all processes together."""
-    averages_gradients = True
-    """Whether the engine averages gradients across ranks; otherwise it sums them."""
     epochs: Epochs
     """Set by the session."""
 
-    def __init__(self, parts: UpdateParts) -> None:
+    def __init__(self, parts: UpdateParts, driver: ExactUpdate | None = None) -> None:
         self.config = parts.config
         self.world = parts.world
         self.data_world = parts.data_world
@@ -78,14 +51,12 @@ class UpdatePolicy(ABC):
         self.engine = parts.engine
         self.scaler = parts.scaler
         self.state = parts.state
-        self.progress = parts.progress
         self.objects = parts.objects
         self.unprepared = parts.unprepared
-        self.window = AccumulationWindow(
-            world_size=self.loss_world.world_size if self.averages_gradients else 1,
-            total_of=partial(_total_over_ranks, self.loss_world),
-            is_redone=not self.averages_gradients,
-        )
+        self.driver = driver
+        self.averages_gradients = driver is None or driver.split.averages_gradients
+        """Whether the engine averages gradients across ranks; otherwise it sums them."""
+        self.window = parts.build_window() if driver is None else driver.window
         self.step = 0
         """Number of micro-batches so far; like Accelerate's counter, it restarts at the end of a loader."""
         self.accumulating: tuple[nn.Module, ...] | None = None
@@ -116,26 +87,28 @@ class UpdatePolicy(ABC):
     # ---- micro-steps -------------------------------------------------------------------------------------------------
 
     @property
-    def driver(self) -> PassDriver[PreparedLoader] | None:
-        """Object that receives the loaders' micro-step events, or None."""
-        return None
+    def uses_global_batches(self) -> bool:
+        """Whether a DataLoader's batch size counts the samples of all processes together."""
+        return self.driver is not None
 
     @property
     def drives(self) -> bool:
         """Whether a prepared loader decides where the update ends."""
-        return False
+        return self.driver is not None and self.driver.drives
 
     @property
     def is_unfinished(self) -> bool:
         """Whether this micro-step's gradients do not complete an update and must not be changed."""
-        return False
+        return self.driver is not None and not self.state.sync_gradients
 
     def count_micro_batch(self) -> bool:
         """Count a micro-batch; return whether its gradients are synchronized."""
         state = self.state
         plugin = state.plugin
-        num_steps = plugin.num_steps or 1
         self.step += 1
+        if self.drives:  # a prepared loader has already started the micro-step
+            return state.sync_gradients or plugin.sync_each_batch
+        num_steps = plugin.num_steps or 1
         is_last = self.step % num_steps == 0
         self._num_in_short_window = 0
         if plugin.sync_with_dataloader and self._ends_pass(is_whole=is_last):
@@ -195,9 +168,39 @@ class UpdatePolicy(ABC):
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def backward(self, loss: torch.Tensor, num_items: float | None, kwargs: Mapping[str, Any]) -> None:
         """See ``Accelerator.backward``."""
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad or (loss.dim() > 0 and loss.numel() != 1):
+            loss = _checked_loss(loss, kwargs, num_devices=self.engine.capabilities.num_devices)
+        if self.unprepared.is_pending:
+            averaged = self.objects.stray_parameters() if self.engine.capabilities.replicates else []
+            self.unprepared.run(self.objects.models, averaged=averaged)
+        state, driver, inside = self.state, self.driver, self.accumulating is not None
+        scale: float | None = None
+        factor = 1.0
+        if state.sync_gradients and self.data_world.world_size > 1:
+            self.require_every_rank("backward()")
+        if driver is not None:
+            contribution = driver.take_loss(loss, num_items, is_accumulating=inside)
+            if contribution is not None:
+                inside = True
+                if num_items is None:
+                    scale = driver.weigh(contribution)
+                elif contribution.is_padding:
+                    num_items = 0.0
+        if num_items is not None:
+            trained = frozenset(map(id, self.trained_models()))
+            scale, factor = self.window.weighted(num_items, inside=inside, sync=state.sync_gradients, trained=trained)
+        elif scale is None:
+            num_steps = state.plugin.num_steps or 1
+            scale, factor = self.window.plain(num_steps=num_steps, inside=inside, sync=state.sync_gradients)
+        if driver is not None:
+            driver.before_backward()
+        self._backpropagate(loss, scale, kwargs, num_items)
+        if driver is not None:
+            driver.after_backward()
+        if factor != 1.0:
+            self._finish_gradients(factor)
 
     def _backpropagate(
         self, loss: torch.Tensor, scale: float, kwargs: Mapping[str, Any], num_items: float | None
@@ -226,18 +229,14 @@ class UpdatePolicy(ABC):
         """Return the models passed to the active ``accumulate()``, or else all."""
         return list(self.accumulating or self.objects.models)
 
-    def finished_models(self) -> Sequence[nn.Module]:
-        """Return the models whose gradients are multiplied by the update's factor."""
-        return self.trained_models()
-
     def _finish_gradients(self, factor: float) -> None:
-        for model in self.finished_models():
+        # With sums over shards, each backward pass in the last micro-step computes the gradients of all models again.
+        for model in self.trained_models() if self.averages_gradients else self.objects.models:
             self.engine.finish_gradients(model, factor)
         for parameter in self.objects.stray_parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    @abstractmethod
     def update_loss(self) -> float:
         """Return the last update's loss: the mean over all items, processes and micro-steps.
 
@@ -249,9 +248,13 @@ class UpdatePolicy(ABC):
         Raises:
             UsageError: the run is not in an exact mode, or no loss has been recorded yet.
         """
-
-    def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
-        return _sums_over_ranks(self.loss_world, numbers)
+        if self.driver is None:
+            raise UsageError(
+                "update_loss() requires every loss's weight, which parity='off' does not record",
+                where=f"parity={self.config.value.parity} (from {self.config.origins['parity']})",
+                do="use Accelerator(parity='exact'), or accelerator.reduce(loss, 'mean')",
+            )
+        return self.driver.update_loss()
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -294,11 +297,6 @@ class UpdatePolicy(ABC):
         """See ``Accelerator.clip_grad_value_``; the gradients are already unscaled."""
         self.engine.clip_grad_value(_as_iterable(parameters, "clip_grad_value_"), clip_value, unsynced=self.is_local())
 
-    def check_unprepared(self) -> None:
-        """At the first backward pass, check that the loader and the model were prepared."""
-        averaged = self.objects.stray_parameters() if self.engine.capabilities.replicates else []
-        self.unprepared.run(self.objects.models, averaged=averaged)
-
     # ---- ranks without further batches -------------------------------------------------------------------------------
 
     def require_every_rank(self, operation: str) -> None:
@@ -324,19 +322,23 @@ class UpdatePolicy(ABC):
 
     # ---- mode-dependent behavior -------------------------------------------------------------------------------------
 
-    def check_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:  # noqa: B027 - nothing in plain mode
+    def check_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Check objects that are about to be prepared. Collective."""
+        if self.driver is not None:
+            self.driver.check_prepared(models, optimizers)
 
     def loader_options(self, config: DataLoaderConfiguration) -> ExactOptions | None:
         """Return how loaders split batches in the exact modes; None in plain mode. Collective on the first call."""
-        return None
+        return None if self.driver is None else self.driver.loader_options(config)
 
-    def log_batch_size(self, batch_size: int | None) -> None:  # noqa: B027 - nothing in plain mode
+    def log_batch_size(self, batch_size: int | None) -> None:
         """Log once how this mode splits a loader's batch."""
+        if self.driver is not None and batch_size is not None:
+            self.driver.log_batch_size(batch_size)
 
     def snapshot(self) -> dict[str, Any] | None:
         """Update the progress; return the RNG states to resume with (None: the current ones)."""
-        return None
+        return None if self.driver is None else self.driver.snapshot()
 
     def drop_update(self) -> None:
         """Drop the update that is pending, with its gradients; the next micro-step starts a new one.
@@ -351,26 +353,18 @@ class UpdatePolicy(ABC):
         self.epochs.update_begin = None
         self.objects.drop_update()
         self.engine.drop_update()
+        if self.driver is not None:
+            self.driver.drop_update()
 
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint must store in addition to progress."""
-        return {}
+        environment = None if self.driver is None else self.driver.split.environment
+        return {} if environment is None else asdict(environment)
 
-    def require_record(self, saved: Mapping[str, Any], folder: object) -> None:  # noqa: B027 - nothing in plain mode
+    def require_record(self, saved: Mapping[str, Any], folder: object) -> None:
         """Compare with what ``record`` returned when ``folder`` was saved, in any mode."""
-
-
-def _total_over_ranks(world: World, items: float) -> float:
-    return _sums_over_ranks(world, [items])[0]
-
-
-def _sums_over_ranks(world: World, numbers: list[float]) -> list[float]:
-    """Return the sum of each number across ranks, using one small reduction. Collective."""
-    if world.world_size == 1:
-        return numbers
-    sums = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-    dist.all_reduce(sums, group=world.group)
-    return sums.tolist()  # the host needs them: losses are scaled by them
+        if self.driver is not None and self.driver.split.environment is not None and saved:
+            self.driver.split.environment.require(saved, folder)
 
 
 def _as_iterable(parameters: Any, operation: str) -> Iterable[torch.Tensor]:
@@ -386,7 +380,7 @@ def _as_iterable(parameters: Any, operation: str) -> Iterable[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else parameters
 
 
-def checked_loss(loss: Any, kwargs: Mapping[str, Any], *, num_devices: int) -> torch.Tensor:
+def _checked_loss(loss: Any, kwargs: Mapping[str, Any], *, num_devices: int) -> torch.Tensor:
     """Return the loss to call backward on; a vector with one loss per device is averaged.
 
     Raises:
