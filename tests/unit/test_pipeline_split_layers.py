@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from echelon.base.errors import ConfigError
-from echelon.engines.pipeline_parallel.split_layers import require_whole_boundaries
+from echelon.engines.pipeline_parallel.stages import require_whole_boundaries
 from echelon.engines.pipeline_parallel.stages import StageCut
 
 _PAIR = {"0": ColwiseParallel(), "2": RowwiseParallel()}

@@ -139,7 +139,7 @@ def _layer_plan(layout: ParallelismConfig, model: nn.Module, cut: StageCut) -> M
     Raises:
         ConfigError: stages would send each other activations that are split, or see ``resolve_plan``.
     """
-    from echelon.engines.pipeline_parallel.split_layers import require_whole_boundaries  # noqa: PLC0415 - only for tp
+    from echelon.engines.pipeline_parallel.stages import require_whole_boundaries  # noqa: PLC0415 - only for tp
     from echelon.engines.tensor_parallel.plan import resolve_plan  # noqa: PLC0415 - only for tp
 
     handler = layout.tp_handler

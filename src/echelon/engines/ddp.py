@@ -19,13 +19,13 @@ from echelon.base.warnings import warn
 from echelon.distributed.ddp.replica import Replica, average_gradients
 from echelon.distributed.ddp.sparse_gradients import copy_sparse_gradients, refuse_to_join_sparse
 from echelon.distributed.ddp.unused_parameters_warning import silence_unused_parameters_warning
-from echelon.engines.base import Engine, LocalGradient, Prepared
-from echelon.engines.bitwise.grad_norm import clip_by_rows
-from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
+from echelon.engines.base import LocalGradient, Prepared
+from echelon.engines.bitwise.tree_sum import ShardedUpdate
 from echelon.engines.comm_hooks import register_comm_hook
+from echelon.engines.delegating_engine import DelegatingEngine
 from echelon.engines.output_hooks import OutputFlattener
-from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
-from echelon.engines.stepper import Stepper, multiply_gradients, zero_backward
+from echelon.engines.single import SingleEngine
+from echelon.engines.stepper import zero_backward
 from echelon.world.world import World
 
 __all__ = ["DDPEngine"]
@@ -33,7 +33,7 @@ __all__ = ["DDPEngine"]
 _CAPABILITIES = Capabilities(name="ddp", replicates=True, sums_shards=True)
 
 
-class DDPEngine(Engine):
+class DDPEngine(DelegatingEngine):
     """Every rank holds the whole model; the backward pass averages gradients across ranks.
 
     Source: torch.nn.parallel.DistributedDataParallel.
@@ -46,9 +46,10 @@ class DDPEngine(Engine):
         scaler: torch.amp.GradScaler | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        of_one_rank = SingleEngine(world, scaler=scaler)
+        super().__init__(of_one_rank)
         self._world = world
-        self._stepper = Stepper(scaler)
-        self._clip: Callable[..., torch.Tensor] | None = None  # replaces torch's clipping, after build_sharded_update
+        self._stepper = of_one_rank.stepper
         self._options = dict(options or {})
         self._replicas: dict[int, Replica] = {}  # by the id of the wrapper, which the replica keeps alive
         self._frozen: list[_Frozen] = []
@@ -131,7 +132,7 @@ class DDPEngine(Engine):
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
         for replica in self._replicas.values():
             replica.prepare_for_backward([loss])
-        self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
+        super().backward(loss, **options)
         for replica in self._replicas.values():
             replica.update_reduced()
 
@@ -148,17 +149,13 @@ class DDPEngine(Engine):
         if not unsynced:
             self._guard_optimizer(optimizer)
         try:
-            return self._stepper.step(optimizer, closure)
+            return super().step(optimizer, closure=closure)
         finally:
             for replica in self._replicas.values():
                 replica.end_step()
 
-    def update_loss_scale(self) -> None:
-        self._stepper.update_loss_scale()
-
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        optimizer.zero_grad(set_to_none=set_to_none)
-        self._stepper.note_cleared(optimizer)
+        super().zero_grad(optimizer, set_to_none=set_to_none)
         if any(replica.is_dirty() for replica in self._replicas.values()):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for replica in self._replicas.values():
@@ -166,7 +163,7 @@ class DDPEngine(Engine):
                     replica.mark_reduced()
 
     def drop_update(self) -> None:
-        self._stepper.forget()
+        super().drop_update()
         for replica in self._replicas.values():
             replica.update_reduced()
             replica.mark_reduced()
@@ -182,17 +179,13 @@ class DDPEngine(Engine):
         parameters = list(parameters)
         if not unsynced:
             self._guard(parameters)
-        clip = torch.nn.utils.clip_grad_norm_ if self._clip is None else self._clip
-        return clip(parameters, max_norm, norm_type)
+        return super().clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
         parameters = list(parameters)
         if not unsynced:
             self._guard(parameters)
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
-
-    def finish_gradients(self, model: nn.Module, factor: float) -> None:
-        multiply_gradients(model.parameters(), factor)
+        super().clip_grad_value(parameters, clip_value)
 
     def reduced(self, model: nn.Module) -> bool:
         replica = self._replicas.get(id(model))
@@ -200,28 +193,19 @@ class DDPEngine(Engine):
 
     def build_sharded_update(
         self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]], *, num_chunks: int = 1
-    ) -> ReplicatedUpdate:
+    ) -> ShardedUpdate:
         self._reduces = False
-        self._clip = partial(clip_by_rows, num_chunks=num_chunks)
-        return ReplicatedUpdate(
-            parameters, num_shards=num_shards, rank=self._world.rank, world_size=self._world.world_size
-        )
+        return super().build_sharded_update(num_shards, parameters, num_chunks=num_chunks)
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
         """Return the full state, because every rank has it."""
-        return collect_named_state(self.unwrap(model), optimizers)
+        return super().sharded_state(self.unwrap(model), optimizers)
 
     def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        load_named_state(self.unwrap(model), optimizers, state)
+        super().load_sharded_state(self.unwrap(model), optimizers, state)
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        return plain_state_dict(self.unwrap(model))
-
-    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return optimizer.state_dict()
-
-    def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        optimizer.load_state_dict(dict(state))
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
+        return super().full_state_dict(self.unwrap(model))
 
     def local_gradients(self, parameters: Sequence[torch.Tensor]) -> list[LocalGradient]:
         """See ``Engine.local_gradients``. A communication hook may change gradients on purpose, so they are not comparable."""

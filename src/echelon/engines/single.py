@@ -28,7 +28,9 @@ class SingleEngine(Engine):
     """Trains in one process on one device."""
 
     def __init__(self, world: World, *, scaler: torch.amp.GradScaler | None = None) -> None:
-        self._stepper = Stepper(scaler)
+        self._world = world
+        self.stepper = Stepper(scaler)
+        """Scales losses and steps optimizers."""
         self._clip: Callable[..., torch.Tensor] | None = None  # replaces torch's clipping, after build_sharded_update
 
     @classmethod
@@ -61,27 +63,27 @@ class SingleEngine(Engine):
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
-        self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
+        self.stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
 
     def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
         with zero_backward(parameters):
             self.backward(loss, **options)
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
-        return self._stepper.step(optimizer, closure)
+        return self.stepper.step(optimizer, closure)
 
     def update_loss_scale(self) -> None:
-        self._stepper.update_loss_scale()
+        self.stepper.update_loss_scale()
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         optimizer.zero_grad(set_to_none=set_to_none)
-        self._stepper.note_cleared(optimizer)
+        self.stepper.note_cleared(optimizer)
 
     def drop_update(self) -> None:
-        self._stepper.forget()
+        self.stepper.forget()
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
-        self._stepper.unscale(optimizer)
+        self.stepper.unscale(optimizer)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
@@ -102,7 +104,9 @@ class SingleEngine(Engine):
         self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]], *, num_chunks: int = 1
     ) -> ReplicatedUpdate:
         self._clip = partial(clip_by_rows, num_chunks=num_chunks)
-        return ReplicatedUpdate(parameters, num_shards=num_shards, rank=0, world_size=1)
+        return ReplicatedUpdate(
+            parameters, num_shards=num_shards, rank=self._world.rank, world_size=self._world.world_size
+        )
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
         """Return the full state as the only shard."""

@@ -19,10 +19,10 @@ from echelon.distributed.ddp.sparse_gradients import refuse_to_join_sparse
 from echelon.engines.base import Prepared
 from echelon.engines.ddp import DDPEngine
 from echelon.engines.delegating_engine import DelegatingEngine
-from echelon.engines.gather_optimizer_state import gather_optimizer_state
+from echelon.engines.gather_state import gather_state
 from echelon.engines.join_uneven_inputs import join_sharded
 from echelon.engines.sharded_optimizer import ShardedOptimizer
-from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_parameters
+from echelon.engines.state_dicts import plain_parameters
 from echelon.engines.stepper import repoint_scheduler
 from echelon.world.world import World
 
@@ -118,10 +118,6 @@ class Zero1Engine(DelegatingEngine):
             )
         return super().step(optimizer, closure=closure)
 
-    def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return the full model state and this rank's part of the optimizer state."""
-        return collect_named_state(self.unwrap(model), optimizers)
-
     def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
         """See ``Engine.load_sharded_state``.
 
@@ -138,14 +134,14 @@ class Zero1Engine(DelegatingEngine):
                     f"the saved optimizer state contains {', '.join(others[:3])}, which belongs to another rank",
                     do="load each rank's part on the same rank, with the same number of ranks, or load the full state",
                 )
-        load_named_state(self.unwrap(model), optimizers, state)
+        super().load_sharded_state(model, optimizers, state)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """See ``Engine.full_optimizer_state``. The returned tensors are copies on the CPU."""
         assert isinstance(optimizer, ShardedOptimizer), type(optimizer)
         own = optimizer.own_state()
         others = {key: value for key, value in own["state"].items() if not isinstance(key, int)}  # of no parameter
-        state = gather_optimizer_state({key: value for key, value in own["state"].items() if key not in others})
+        state = gather_state({key: value for key, value in own["state"].items() if key not in others})
         return None if state is None else {**own, "state": {**others, **state}}
 
     def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer:

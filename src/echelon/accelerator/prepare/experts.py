@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.accelerator.session import Session
-from echelon.engines.expert_parallel.find import find_routers
+from echelon.engines.expert_parallel.moe import find_routers
 from echelon.engines.expert_parallel.routing_gap import RoutingGaps
 
 __all__ = ["prepare_experts"]

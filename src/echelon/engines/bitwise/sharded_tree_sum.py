@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from echelon.base.errors import UsageError
 from echelon.data.global_batch_slices import Contribution
 from echelon.distributed.uncompiled import uncompiled
-from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate, SumNode, top_of
+from echelon.engines.bitwise.tree_sum import EarlierGradients, ReplicatedUpdate, ShardedUpdate, SumNode, top_of
 from echelon.engines.param_groups import fsdp_groups
 
 __all__ = ["ShardedTreeSum"]
@@ -61,7 +61,7 @@ class ShardedTreeSum(ShardedUpdate):
             group=group,
         )
         self._contribution: Contribution | None = None
-        self._before: list[torch.Tensor | None] | None = []  # earlier gradients that the loop did not clear
+        self._earlier = EarlierGradients()
         self._had: list[bool] = []  # whether an earlier backward pass of the last micro-step produced a sum
 
     def attach(self, root: FSDPModule) -> None:
@@ -98,10 +98,10 @@ class ShardedTreeSum(ShardedUpdate):
         self._contribution = contribution
         sharded = self._sharded()
         if contribution.micro_step == 0:
-            self._before = None  # the loop may still clear gradients in this micro-step
+            self._earlier.begin_update()
             self._used.clear()
         else:
-            self._save_earlier(sharded)
+            self._earlier.take(sharded)
             for parameter in sharded:
                 parameter.grad = None
         for scatter in self._scatters:
@@ -111,15 +111,11 @@ class ShardedTreeSum(ShardedUpdate):
     def before_backward(self) -> None:
         self._replicated.before_backward()
         sharded = self._sharded()
-        self._save_earlier(sharded)
+        self._earlier.take(sharded)
         for parameter in sharded:
             parameter.grad = None  # torch would add to the zeros, or to a sum that is computed again
         if self._unwatched:
             self._unwatched = [part for part in self._unwatched if not self._watch(part)]
-
-    def _save_earlier(self, sharded: Sequence[torch.Tensor]) -> None:
-        if self._before is None:
-            self._before = [p.grad for p in sharded]
 
     def _watch(self, part: Any) -> bool:
         """Hook the unsharded parameter's gradient; return False if the parameter does not exist yet or needs no gradient."""
@@ -146,19 +142,18 @@ class ShardedTreeSum(ShardedUpdate):
             )
         is_used = torch.tensor([id(p) in self._used for p in sharded], dtype=torch.uint8, device=_device_of(sharded))
         dist.all_reduce(is_used, op=dist.ReduceOp.MAX, group=self._group)
-        assert self._before is not None
-        for parameter, used, earlier in zip(sharded, is_used.tolist(), self._before):
+        for parameter, used in zip(sharded, is_used.tolist()):
             if not used:
                 parameter.grad = None
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+        self._earlier.add_to(sharded)
         self._had = [p.grad is not None for p in sharded]
 
     def discard(self) -> None:
         self._replicated.discard()
         for scatter in self._scatters:
             scatter.discard()
-        self._contribution, self._before, self._had = None, [], []
+        self._earlier.discard()
+        self._contribution, self._had = None, []
 
     def release(self) -> None:
         """Drop all references to models."""

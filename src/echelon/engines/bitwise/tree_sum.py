@@ -18,7 +18,16 @@ import torch.distributed as dist
 from echelon.data.global_batch_slices import Contribution, shards_of
 from echelon.engines.shards import local_as, local_tensors
 
-__all__ = ["SumNode", "ReplicatedUpdate", "ShardedUpdate", "TreeSum", "roots_of", "top_of"]
+__all__ = [
+    "EarlierGradients",
+    "ReplicatedUpdate",
+    "ShardedUpdate",
+    "SumNode",
+    "TreeSum",
+    "roots_of",
+    "sum_by_segment",
+    "top_of",
+]
 
 _SMALL = 2**18  # in elements; for smaller sizes, one all-gather is faster than two exchanges of parts
 Values = list[torch.Tensor | None]
@@ -140,33 +149,14 @@ class TreeSum:
         return node, siblings
 
     def _exchange(self, mine: list[torch.Tensor]) -> torch.Tensor:
-        """Compute the rest of the tree. Each rank sums one segment of the elements, or all elements if there are few."""
-        size, like = mine[0].numel(), mine[0]
-        counts = [len(roots) for roots in self._roots]
+        """Compute the rest of the tree."""
         nodes = [node for roots in self._roots for node in roots]
-        if size <= _SMALL:
-            most = max(counts)
-            sent = like.new_zeros(most, size)
-            torch.stack(mine, out=sent[: len(mine)])
-            got = like.new_empty(self._world_size * most, size)
-            dist.all_gather(list(got.chunk(self._world_size)), sent, group=self._group)
-            rows = [got[r * most + i] for r, count in enumerate(counts) for i in range(count)]
-            return self._total(dict(zip(nodes, rows)))
-        width = -(-size // self._world_size)
-        padded = like.new_zeros(len(mine), self._world_size * width)
-        padded[:, :size].copy_(torch.stack(mine))
-        segments = padded.view(len(mine), self._world_size, width).transpose(0, 1).contiguous()
-        received = like.new_empty(len(nodes), width)
-        dist.all_to_all_single(
-            received.view(-1),
-            segments.view(-1),
-            [c * width for c in counts],
-            [len(mine) * width] * self._world_size,
+        return sum_by_segment(
+            mine,
+            counts=[len(roots) for roots in self._roots],
+            add=lambda rows: self._total(dict(zip(nodes, rows))),
             group=self._group,
         )
-        whole = like.new_empty(self._world_size * width)
-        dist.all_gather(list(whole.chunk(self._world_size)), self._total(dict(zip(nodes, received))), group=self._group)
-        return whole[:size]
 
     def _total(self, found: Mapping[SumNode, torch.Tensor]) -> torch.Tensor:
         def total(node: SumNode) -> torch.Tensor:
@@ -176,6 +166,48 @@ class TreeSum:
             return total(left) + total(right) if right.leaves.start < self._num_leaves else total(left)
 
         return total(top_of(self._num_leaves))
+
+
+def sum_by_segment(
+    mine: Sequence[torch.Tensor],
+    *,
+    counts: Sequence[int],
+    add: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Return ``add`` of the tensors of all ranks. Each rank adds one segment of the elements, or all elements if there are few.
+
+    Args:
+        mine: this rank's tensors, 1-D.
+        counts: the number of tensors of each rank of ``group``.
+        add: returns the sum of all tensors' segments, which are given in the order of the ranks.
+        group: the ranks (None: the default group).
+
+    Collective: call on every rank of ``group``.
+    """
+    world_size, size, like = len(counts), mine[0].numel(), mine[0]
+    if size <= _SMALL:
+        most = max(counts)
+        sent = like.new_zeros(most, size)
+        torch.stack(list(mine), out=sent[: len(mine)])
+        got = like.new_empty(world_size * most, size)
+        dist.all_gather(list(got.chunk(world_size)), sent, group=group)
+        return add([got[r * most + i] for r, count in enumerate(counts) for i in range(count)])
+    width = -(-size // world_size)
+    padded = like.new_zeros(len(mine), world_size * width)
+    padded[:, :size].copy_(torch.stack(list(mine)))
+    segments = padded.view(len(mine), world_size, width).transpose(0, 1).contiguous()
+    received = like.new_empty(sum(counts), width)
+    dist.all_to_all_single(
+        received.view(-1),
+        segments.view(-1),
+        [count * width for count in counts],
+        [len(mine) * width] * world_size,
+        group=group,
+    )
+    whole = like.new_empty(world_size * width)
+    dist.all_gather(list(whole.chunk(world_size)), add(list(received)), group=group)
+    return whole[:size]
 
 
 def _local_gradients(parameters: Sequence[torch.Tensor]) -> Values:
@@ -237,6 +269,35 @@ class ShardedUpdate(ABC):
         """Discard the update."""
 
 
+class EarlierGradients:
+    """Gradients of earlier updates that the loop did not clear, which are added to an update's sums."""
+
+    def __init__(self) -> None:
+        self._found: list[torch.Tensor | None] | None = []
+
+    def begin_update(self) -> None:
+        """Note that a new update begins; the loop may still clear gradients in its first micro-step."""
+        self._found = None
+
+    def take(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take the gradients of ``parameters`` before the update's first backward pass; later calls do nothing."""
+        if self._found is None:
+            self._found = [p.grad for p in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+
+    def add_to(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Add what was taken to the gradients of ``parameters``."""
+        assert self._found is not None
+        for parameter, earlier in zip(parameters, self._found):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+
+    def discard(self) -> None:
+        """Forget what was taken."""
+        self._found = []
+
+
 class ReplicatedUpdate(ShardedUpdate):
     """Sums gradients for engines whose ranks hold full, unreduced gradients, or unreduced gradients of the same parts."""
 
@@ -260,28 +321,21 @@ class ReplicatedUpdate(ShardedUpdate):
         self._num_own = self._left
         self._is_counted = False
         self._local: list[torch.Tensor | None] | None = None  # gradients of the last micro-step, after ``finish``
-        self._before: list[torch.Tensor | None] | None = []  # earlier gradients that the loop did not clear
+        self._earlier = EarlierGradients()
 
     def begin(self, contribution: Contribution) -> None:
         if contribution.micro_step == 0:
             for tree in self._trees.values():
                 tree.reset()
             self._left = self._num_own
-            self._before = None  # the loop may still clear gradients in this micro-step
+            self._earlier.begin_update()
         else:
-            self._save_earlier()
+            self._earlier.take(self._parameters())
             if self._left:
                 self._add_to_trees()
             for parameter in self._parameters():
                 parameter.grad = None
         self._is_counted, self._local = not contribution.is_padding, None
-
-    def _save_earlier(self) -> None:
-        """Save gradients from earlier updates before this update's first backward pass."""
-        if self._before is None:
-            self._before = [p.grad for p in self._parameters()]
-            for parameter in self._parameters():
-                parameter.grad = None
 
     def _add_to_trees(self) -> None:
         self._left -= 1
@@ -300,7 +354,7 @@ class ReplicatedUpdate(ShardedUpdate):
         return self._trees[kind]
 
     def before_backward(self) -> None:
-        self._save_earlier()
+        self._earlier.take(self._parameters())
         if self._local is not None:
             for parameter, gradient in zip(self._parameters(), self._local):
                 parameter.grad = gradient
@@ -312,11 +366,9 @@ class ReplicatedUpdate(ShardedUpdate):
             last = (_local_gradients(parameters) if self._is_counted else []) if self._left else None
             for parameter, total in zip(parameters, self._tree(kind).finish(last, local_tensors(parameters))):
                 parameter.grad = local_as(total, parameter) if total is not None else None
-        assert self._before is not None
-        for parameter, earlier in zip(self._parameters(), self._before):
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+        self._earlier.add_to(self._parameters())
 
     def discard(self) -> None:
         self._trees.clear()
-        self._local, self._before = None, []
+        self._local = None
+        self._earlier.discard()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from echelon.engines.context_parallel.ring_attention import ring_attention
 from echelon.engines.context_parallel.sequence_group import SequenceGroup
 from echelon.engines.context_parallel.sequence_mask import SequenceMask
 from echelon.engines.context_parallel.ulysses_attention import ulysses_attention
+from echelon.engines.random_numbers import RankNumbers, own_random_numbers
 
 __all__ = ["SequencePiece", "SequenceRegion", "current_region", "sequence_region"]
 
@@ -243,10 +243,15 @@ def sequence_region(
         for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
             # Another storage, because views and expanded tensors share theirs.
             buffer.set_(group.order.cut(buffer, dim, group.rank))  # type: ignore[call-overload]
+    numbers: AbstractContextManager[RankNumbers | None]
+    numbers = nullcontext() if group.size == 1 else own_random_numbers(group.rank, device)  # alone as the plain program
+    shared: RankNumbers | None = None
     try:
-        with _own_random_numbers(group.rank, group.size, device), region:
+        with numbers as shared, region:
             yield region
     finally:
+        if shared is not None:
+            shared.advance()
         with torch.no_grad():
             for buffer, old in zip(buffers, whole, strict=True):
                 if old is not None:
@@ -275,24 +280,3 @@ def _checked_length(
             f"the sequences of the buffers have lengths {lengths}", "pass buffers with the same sequence length"
         )
     return lengths[0]
-
-
-@contextmanager
-def _own_random_numbers(rank: int, num_ranks: int, device: torch.device) -> Iterator[None]:
-    """Let torch's random numbers differ by ``rank`` inside the block, and continue with the ones of before after it."""
-    if num_ranks == 1:  # as the plain program
-        yield
-        return
-    base = int(torch.randint(2**62, (), dtype=torch.int64))
-    on_device = device.type != "cpu"
-    module: Any = torch.get_device_module(device) if on_device else None
-    before = torch.get_rng_state()
-    device_before = module.get_rng_state(device) if on_device else None
-    # Python's generator mixes the bits, so that neighbouring ranks have unrelated seeds.
-    torch.manual_seed(random.Random(f"{base} {rank}").getrandbits(62))
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
-        if on_device:
-            module.set_rng_state(device_before, device)

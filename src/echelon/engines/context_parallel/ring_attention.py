@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from echelon.engines.context_parallel.block_attention import BlockKernel, block_kernel
+from echelon.engines.context_parallel.block_attention import attend_block, attend_block_backward
 from echelon.engines.context_parallel.sequence_group import SequenceGroup
 from echelon.engines.context_parallel.sequence_mask import SequenceMask
 from echelon.engines.context_parallel.sequence_order import BlockPair
@@ -76,15 +76,14 @@ class _Setting:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, setting: _Setting) -> torch.Tensor:
-        kernel, group = block_kernel(q, v), setting.group
         wide = torch.promote_types(q.dtype, torch.float32)
         total = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
         lse = torch.full(q.shape[:-1], float("-inf"), dtype=wide, device=q.device)
         num_groups = q.shape[1] // k.shape[1]
-        for source, both in group.sources(_packed(k, v)):
+        for source, both in setting.group.sources(_packed(k, v)):
             keys, values = _unpacked(both, k, v)
             for pair, options in setting.blocks(source, q):
-                out, own_lse = kernel.forward(
+                out, own_lse = attend_block(
                     q[:, :, pair.queries],
                     _expand(keys[:, :, pair.keys], num_groups),
                     _expand(values[:, :, pair.keys], num_groups),
@@ -103,7 +102,7 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse, _ = ctx.saved_tensors
         setting: _Setting = ctx.setting
         group, grad = setting.group, grads[0].contiguous()
-        kernel = block_kernel(q, v)
+        num_groups = q.shape[1] // k.shape[1]
         # exp(-inf - lse) is 0 for a query that sees no key, where exp(-inf + inf) is NaN.
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
@@ -116,37 +115,21 @@ class _Ring(torch.autograd.Function):
             keys, values = _unpacked(both, k, v)
             target_k, target_v = _unpacked(target, k, v)
             for pair, options in setting.blocks(source, q):
-                parts = _block_backward(kernel, grad, q, keys, values, out, lse, pair, options)
-                grad_q[:, :, pair.queries] += parts[0]
-                target_k[:, :, pair.keys] += parts[1]
-                target_v[:, :, pair.keys] += parts[2]
+                own_q, own_k, own_v = attend_block_backward(
+                    grad[:, :, pair.queries],
+                    q[:, :, pair.queries],
+                    _expand(keys[:, :, pair.keys], num_groups),
+                    _expand(values[:, :, pair.keys], num_groups),
+                    out[:, :, pair.queries],
+                    lse[:, :, pair.queries].contiguous(),
+                    **options,
+                )
+                grad_q[:, :, pair.queries] += own_q
+                target_k[:, :, pair.keys] += _sum_groups(own_k, num_groups)
+                target_v[:, :, pair.keys] += _sum_groups(own_v, num_groups)
         moving = group.pass_on(moving) if gathered is None else group.reduce_to_sources(gathered)
         grad_k, grad_v = _unpacked(moving, k, v)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
-
-
-def _block_backward(
-    kernel: BlockKernel,
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    pair: BlockPair,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_groups = q.shape[1] // keys.shape[1]
-    grad_q, grad_k, grad_v = kernel.backward(
-        grad[:, :, pair.queries],
-        q[:, :, pair.queries],
-        _expand(keys[:, :, pair.keys], num_groups),
-        _expand(values[:, :, pair.keys], num_groups),
-        out[:, :, pair.queries],
-        lse[:, :, pair.queries].contiguous(),
-        **options,
-    )
-    return grad_q, _sum_groups(grad_k, num_groups), _sum_groups(grad_v, num_groups)
 
 
 def _merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, own_lse: torch.Tensor) -> None:

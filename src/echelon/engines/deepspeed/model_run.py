@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
 from echelon.distributed.ddp.replica import Structure
-from echelon.engines.deepspeed.flat_shards import FlatShards
-from echelon.engines.deepspeed.used_parameters import UsedParameters, count_ranks
+from echelon.engines.deepspeed.flat_shards import FlatShards, UsedParameters, count_ranks
 from echelon.engines.state_dicts import plain_parameters, plain_state_dict
 from echelon.engines.stepper import Stepper, multiply_gradients
 from echelon.world.world import World

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from echelon.base.errors import ConfigError
 from echelon.engines.expert_parallel.dispatch import run_experts
-from echelon.engines.expert_parallel.find import find_experts
+from echelon.engines.expert_parallel.moe import find_experts
 
 __all__ = ["divide_experts", "shard_experts"]
 

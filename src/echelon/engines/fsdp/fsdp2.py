@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -30,12 +31,6 @@ from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate
 from echelon.engines.expert_parallel.experts import divide_experts, shard_experts
 from echelon.engines.fsdp.grad_norm import total_norm
 from echelon.engines.fsdp.meta_device import Values, broadcast_model, fill_from_rank_zero, move_to_meta, require_values
-from echelon.engines.fsdp.optimizer_support import (
-    cannot_step_shards,
-    parameter_ids,
-    repoint_optimizer,
-    require_elementwise,
-)
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.engines.fsdp.pipeline_state import (
     gather_model,
@@ -60,15 +55,17 @@ from echelon.engines.param_groups import (
     sharded_parameters,
     unsharded_parameters,
 )
-from echelon.engines.pipeline_parallel.tied_weights import add_gradients
+from echelon.engines.random_numbers import share_states
 from echelon.engines.shards import describe_shard, gather_full, local_tensors, restore_shard, shard_like
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_name, plain_state_dict
 from echelon.engines.stepper import Stepper, require_graph, zero_backward
 from echelon.engines.tensor_parallel.canonical_layers import exchanges_chunks
-from echelon.engines.tensor_parallel.outputs import return_no_views
-from echelon.engines.tensor_parallel.parallelize import parallelize
-from echelon.engines.tensor_parallel.rng import share_random_state
-from echelon.engines.tensor_parallel.split_already import adopt_split_layers, has_split_layers
+from echelon.engines.tensor_parallel.parallelize import (
+    adopt_split_layers,
+    has_split_layers,
+    parallelize,
+    return_no_views,
+)
 from echelon.world.world import World
 
 if TYPE_CHECKING:
@@ -156,7 +153,7 @@ class FSDP2Engine(Engine):
             UsageError: an optimizer cannot step parameter shards.
         """
         for optimizer in optimizers:
-            require_elementwise(optimizer)
+            _require_elementwise(optimizer)
         before = [dict(model.named_parameters()) for model in models]
         for model in models:
             self._shard(model)
@@ -170,7 +167,7 @@ class FSDP2Engine(Engine):
         for pipeline in self._pipelines.values():
             pipeline.drop_removed(optimizers)
         for optimizer in list(self._optimizers):
-            repoint_optimizer(optimizer, self._replaced)
+            _repoint_optimizer(optimizer, self._replaced)
         return Prepared(models=tuple(models), optimizers=tuple(optimizers), schedulers=tuple(schedulers))
 
     def _shard(self, model: nn.Module) -> None:
@@ -246,7 +243,7 @@ class FSDP2Engine(Engine):
             if tensor_parallel is not None:
                 parallelize(model, tensor_parallel, plan=None if pipeline is None else pipeline.layer_plan)
         if tensor_parallel is not None:
-            share_random_state(tensor_parallel.mesh, device)
+            share_states(tensor_parallel.mesh.get_group(), device)
             if tensor_parallel.loss_parallel and not self._is_loss_parallel:
                 self._is_loss_parallel = True
                 self._contexts.enter_context(loss_parallel())
@@ -327,7 +324,7 @@ class FSDP2Engine(Engine):
         with reduce_once(root) as reduces:
             run()
         if reduces:
-            add_gradients(stages.tied_parameters(), group=stages.group)
+            stages.add_tied_gradients()
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -391,11 +388,11 @@ class FSDP2Engine(Engine):
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if "DTensor" not in str(error) and "DeviceMesh" not in str(error):
                 raise
-            raise cannot_step_shards(optimizer, f"torch says {str(error).splitlines()[0]!r}") from error
+            raise _cannot_step_shards(optimizer, f"torch says {str(error).splitlines()[0]!r}") from error
 
     def _reshard(self, optimizer: Optimizer) -> None:
         """Free unsharded parameters that a forward pass without a backward pass left behind, because the step does not update them."""
-        owners = parameter_ids(optimizer)
+        owners = _parameter_ids(optimizer)
         for root in self._roots.values():
             if any(id(part.sharded_param) in owners for part in fsdp_params([root])):
                 reshard(root)
@@ -435,7 +432,7 @@ class FSDP2Engine(Engine):
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         optimizer.zero_grad(set_to_none=set_to_none)
-        clear_unreduced_gradients(self._roots.values(), parameter_ids(optimizer))
+        clear_unreduced_gradients(self._roots.values(), _parameter_ids(optimizer))
         self._stepper.note_cleared(optimizer)
 
     def drop_update(self) -> None:
@@ -593,7 +590,7 @@ class FSDP2Engine(Engine):
             other = tied.get(name, name)
             found[name] = found[other] if other in found else gather_full(value, keep=keep)
         if pipeline is not None and keep:
-            return gather_model(pipeline, found, device=self._world.device)
+            return gather_model(pipeline, found)
         return found if keep else None
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
@@ -607,7 +604,7 @@ class FSDP2Engine(Engine):
             for number, entries in state["state"].items()
         }
         if pipeline is not None and keep:
-            return gather_optimizer(pipeline, optimizer, {**state, "state": values}, device=self._world.device)
+            return gather_optimizer(pipeline, optimizer, {**state, "state": values})
         return {**state, "state": values} if keep else None
 
     def _pipeline_of(self, optimizer: Optimizer) -> PipelineStages | None:
@@ -638,7 +635,7 @@ class FSDP2Engine(Engine):
     def share_random_states(self) -> bool:
         tensor_parallel = self._options.tensor_parallel
         if tensor_parallel is not None:
-            share_random_state(tensor_parallel.mesh, self._world.device)
+            share_states(tensor_parallel.mesh.get_group(), self._world.device)
         return tensor_parallel is not None
 
     def release(self) -> None:
@@ -703,3 +700,47 @@ def _backend_averages(world: World) -> bool:
             raise
         return False
     return float(mean) == 1.0
+
+
+# LBFGS silently uses dot products of one shard. The other optimizers fail with errors of torch.
+_NEEDS_FULL_PARAMETERS = frozenset({"Adafactor", "LBFGS", "Muon", "Rprop"})
+
+
+def _cannot_step_shards(optimizer: Optimizer, why: str) -> UsageError:
+    """Return the error for an optimizer that cannot step shards."""
+    kind = type(optimizer).__name__
+    return UsageError(
+        f"{kind} cannot step sharded parameters: {why}",
+        where="fsdp2 engine",
+        do=f"use AdamW, SGD or another elementwise optimizer, or keep {kind} and use "
+        f"engine='{'ddp' if kind == 'LBFGS' else 'zero1'}'",
+    )
+
+
+def _require_elementwise(optimizer: Optimizer) -> None:
+    """Raise UsageError if ``optimizer`` is a torch optimizer that cannot step shards."""
+    kind = type(optimizer)
+    if kind.__name__ == "Adafactor" or (
+        kind.__module__.startswith("torch.optim") and kind.__name__ in _NEEDS_FULL_PARAMETERS
+    ):
+        raise _cannot_step_shards(optimizer, "its update needs unsharded parameters")
+
+
+def _parameter_ids(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the optimizer's parameters."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _repoint_optimizer(optimizer: Optimizer, replaced: Mapping[torch.Tensor, nn.Parameter]) -> None:
+    """Replace the optimizer's parameters with the sharded ones, and shard its state."""
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(p, p) for p in group["params"]]
+        if len({isinstance(p, DTensor) for p in group["params"]}) > 1:  # no kernel accepts both kinds
+            group["foreach"] = False
+            if group.get("fused"):
+                group["fused"] = False
+    for old in list(optimizer.state):
+        new = replaced.get(old, old)
+        if new is not old:
+            entries = optimizer.state.pop(old)
+            optimizer.state[new] = {key: shard_like(value, new) for key, value in entries.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from echelon.distributed.small_messages import gather_bytes
+from echelon.engines.gather_state import gather_state
 from echelon.engines.state_dicts import plain_parameters
 
 if TYPE_CHECKING:
@@ -24,17 +25,16 @@ def has_rank_zero(group: dist.ProcessGroup) -> bool:
     return dist.get_global_rank(group, 0) == 0
 
 
-def gather_model(stages: PipelineStages, state: Mapping[str, Any], *, device: torch.device) -> dict[str, Any] | None:
+def gather_model(stages: PipelineStages, state: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the whole model's state dict on rank zero; None on other ranks.
 
     Args:
         stages: the pipeline with rank zero.
         state: the unsharded state dict of this rank's stages.
-        device: the device that sends.
 
     Collective: call on every rank of the pipeline.
     """
-    found = _gather(stages.group, state, device)
+    found = _gather(stages.group, state)
     if found is None:
         return None
     for name, first in stages.aliases.items():
@@ -42,16 +42,13 @@ def gather_model(stages: PipelineStages, state: Mapping[str, Any], *, device: to
     return {name: found[name] for name in stages.state_names if name in found}
 
 
-def gather_optimizer(
-    stages: PipelineStages, optimizer: Optimizer, state: Mapping[str, Any], *, device: torch.device
-) -> dict[str, Any] | None:
+def gather_optimizer(stages: PipelineStages, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the state of an optimizer of the whole model in torch's format on rank zero; None on other ranks.
 
     Args:
         stages: the pipeline with rank zero.
         optimizer: the optimizer of this rank's stages.
         state: its unsharded state in torch's format.
-        device: the device that sends.
 
     Collective: call on every rank of the pipeline.
     """
@@ -62,7 +59,7 @@ def gather_optimizer(
         for number, entries in state["state"].items()
         for key, value in entries.items()
     }
-    found = _gather(stages.group, flat, device)
+    found = _gather(stages.group, flat)
     if found is None:
         return None
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
@@ -113,29 +110,15 @@ def _own_names(stages: PipelineStages, optimizer: Optimizer) -> list[list[str]]:
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _gather(group: dist.ProcessGroup, values: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
+def _gather(group: dist.ProcessGroup, values: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the values of all ranks of ``group`` on its first rank; of values with one name, the first rank's."""
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    facts: Sequence[tuple[str, str, list[int]]] = [
-        (name, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()
-    ]
-    plain = {name: value for name, value in values.items() if name not in tensors and _is_json(value)}
-    texts = gather_bytes(json.dumps([facts, plain]).encode(), group=group)
-    if dist.get_rank(group) != 0:
-        for value in tensors.values():
-            dist.send(value.to(device).contiguous(), group=group, group_dst=0)
-        return None
-    found: dict[str, Any] = dict(values)
-    for rank, text in enumerate(texts[1:], start=1):
-        theirs, others = json.loads(text)
-        for name, dtype, shape in theirs:
-            value = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            dist.recv(value, group=group, group_src=rank)
-            found.setdefault(name, value.cpu())
-        for name, other in others.items():
-            found.setdefault(name, other)
-    return found
+    if dist.get_rank(group) == 0:
+        nothing: dict[str, Any] = {}
+        found = gather_state(nothing, group=group)
+        assert found is not None
+        return {**found, **values}
+    return gather_state({name: value for name, value in values.items() if _is_sent(value)}, group=group)
 
 
-def _is_json(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
+def _is_sent(value: Any) -> bool:
+    return value is None or isinstance(value, torch.Tensor | bool | int | float | str)

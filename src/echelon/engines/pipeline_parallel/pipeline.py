@@ -20,7 +20,6 @@ from echelon.engines.context_parallel.sequence_mask import SequenceMask
 from echelon.engines.pipeline_parallel.boundaries import StageBoundaries
 from echelon.engines.pipeline_parallel.forward import broadcast_tensors, forward_stages
 from echelon.engines.pipeline_parallel.micro_batches import MicroBatches, Shape, num_tokens, split_batch
-from echelon.engines.pipeline_parallel.random_numbers import own_random_numbers
 from echelon.engines.pipeline_parallel.schedules import ScheduleKind, build_schedule, run_schedule
 from echelon.engines.pipeline_parallel.stages import (
     Absent,
@@ -31,6 +30,8 @@ from echelon.engines.pipeline_parallel.stages import (
     stage_view,
     tied_names,
 )
+from echelon.engines.random_numbers import own_random_numbers
+from echelon.engines.shards import local_tensors
 from echelon.engines.state_dicts import plain_name, plain_state_dict
 
 __all__ = ["LossFunction", "PipelineStages"]
@@ -256,9 +257,27 @@ class PipelineStages:
         """Return the names of parameters and buffers that only other ranks have."""
         return {*self.names, *self.state_names} - {*plain_state_dict(self.model)}
 
-    def tied_parameters(self) -> list[tuple[nn.Parameter, int]]:
-        """Return this rank's copies of tied weights, each with the rank of the other copy in the group."""
-        return [(self.model.get_parameter(name), other) for name, other, _ in self._tied]
+    def add_tied_gradients(self) -> None:
+        """Add to the gradient of each weight that the first and the last stage share that of its copy, so that both are equal.
+
+        Collective: call on every rank with a copy, after gradients were reduced.
+        """
+        for name, other, _ in self._tied:
+            parameter = self.model.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            (own,) = local_tensors([parameter.grad])
+            sent, received = own.contiguous(), torch.empty_like(own)
+            works = [
+                dist.isend(sent, group=self.group, group_dst=other),
+                dist.irecv(received, group=self.group, group_src=other),
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+            own.add_(received)
 
     def second_copies(self) -> list[nn.Parameter]:
         """Return this rank's copies of weights that count on another rank: for norms and checkpoints."""

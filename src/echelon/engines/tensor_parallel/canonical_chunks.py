@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["CanonicalChunks", "add_in_tree"]
+from echelon.engines.bitwise.tree_sum import sum_by_segment
 
-_SMALL = 2**16  # in elements; for smaller sizes, one all-gather is faster than two exchanges of parts
+__all__ = ["CanonicalChunks", "add_in_tree"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,25 +62,12 @@ class CanonicalChunks:
 
         Collective: call on every rank of the mesh.
         """
-        return self._sum_over_ranks(add_in_tree(parts))
-
-    def _sum_over_ranks(self, own: torch.Tensor) -> torch.Tensor:
-        """Add the ranks' subtrees. Each rank adds one segment of the elements, or all elements if there are few."""
-        num_ranks = self.num_ranks
-        if self.mesh is None or num_ranks == 1:
+        own = add_in_tree(parts)
+        if self.mesh is None or self.num_ranks == 1:
             return own
-        group, own = self.mesh.get_group(), own.contiguous()
-        if own.numel() <= _SMALL:
-            received = own.new_empty(num_ranks, *own.shape)
-            dist.all_gather(list(received), own, group=group)
-            return add_in_tree(received)
-        width = -(-own.numel() // num_ranks)
-        sent = own.new_zeros(num_ranks * width)
-        sent[: own.numel()] = own.view(-1)
-        segments = torch.empty_like(sent)
-        dist.all_to_all_single(segments, sent, group=group)
-        dist.all_gather(list(sent.view(num_ranks, width)), add_in_tree(segments.view(num_ranks, width)), group=group)
-        return sent[: own.numel()].view(own.shape)
+        counts = [1] * self.num_ranks
+        whole = sum_by_segment([own.reshape(-1)], counts=counts, add=add_in_tree, group=self.mesh.get_group())
+        return whole.view(own.shape)
 
     def add_zeros(self, own: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' tensors, of which all but one are zero at each element.

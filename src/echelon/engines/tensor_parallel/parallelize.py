@@ -6,10 +6,16 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from echelon.base.errors import ConfigError
+from echelon.engines.output_hooks import output_tensors, replace_output_tensors
 from echelon.engines.tensor_parallel.canonical_chunks import CanonicalChunks
 from echelon.engines.tensor_parallel.canonical_layers import compute_in_chunks
 from echelon.engines.tensor_parallel.options import TensorParallelOptions
@@ -17,7 +23,7 @@ from echelon.engines.tensor_parallel.plan import resolve_plan
 from echelon.engines.tensor_parallel.rng import separate_split_regions
 from echelon.engines.tensor_parallel.styles import mask_padding
 
-__all__ = ["divide_into_chunks", "parallelize"]
+__all__ = ["adopt_split_layers", "divide_into_chunks", "has_split_layers", "parallelize", "return_no_views"]
 
 
 def parallelize(
@@ -84,3 +90,110 @@ def _tied_weights(model: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(parameter), []).append((module, name))
     return iter([places for places in owners.values() if len(places) > 1])
+
+
+# ---- layers that are already split -----------------------------------------------------------------------------------
+
+
+def has_split_layers(model: nn.Module) -> bool:
+    """Return whether a parameter of ``model`` is a DTensor, as transformers loads it with a ``tp_plan``."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def adopt_split_layers(model: nn.Module, options: TensorParallelOptions | None, *, data_mesh: DeviceMesh) -> None:
+    """Move the split parameters of ``model`` to the mesh of this run, and broadcast all values to the ranks with the same parts.
+
+    Collective: call on every rank.
+
+    Args:
+        model: not sharded yet; its forward passes handle the split layers.
+        options: how this run splits layers. None: it does not.
+        data_mesh: the mesh of the ranks that hold the same parts.
+
+    Raises:
+        ConfigError: the model is split over other ranks than this run's ``tp`` axis, or this run computes canonical chunks.
+    """
+    split = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    for name, parameter in split.items():
+        mesh = parameter.device_mesh
+        if options is None or mesh.ndim != 1 or mesh.mesh.tolist() != options.mesh.mesh.tolist():
+            shown = "none" if options is None else str(options.mesh.mesh.tolist())
+            raise ConfigError(
+                f"{name} is already split over the ranks {mesh.mesh.tolist()}, but the tp axis of this run has {shown}",
+                where="prepare()",
+                do=f"pass ParallelismConfig(tp_size={mesh.size()}), or load the model without tp_plan",
+            )
+    assert options is not None
+    if options.num_chunks is not None:
+        raise ConfigError(
+            f"{min(split)} was split while the model was loaded, and the model's own forward pass computes a rank's part at once, which "
+            "rounds differently on another number of ranks",
+            where="prepare(), parity='bitwise'",
+            do="load the model without tp_plan (echelon splits it by the same plan), or use parity='exact'",
+        )
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for attribute, own in module._parameters.items():
+            if isinstance(own, DTensor):
+                if id(own) not in moved:
+                    moved[id(own)] = _on_mesh(own, options.mesh)
+                module._parameters[attribute] = moved[id(own)]
+    for tensor in [*model.parameters(), *model.buffers()]:
+        groups = [data_mesh.get_group(axis) for axis in range(data_mesh.ndim)]
+        if not isinstance(tensor, DTensor):
+            groups.append(options.mesh.get_group())
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for group in groups:
+            dist.broadcast(local.detach(), group=group, group_src=0)
+
+
+def _on_mesh(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
+    moved = DTensor.from_local(
+        parameter.to_local().detach(),
+        mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    assert isinstance(moved, torch.Tensor)
+    return nn.Parameter(moved, requires_grad=parameter.requires_grad)
+
+
+# ---- outputs of units whose last layer is split ----------------------------------------------------------------------
+
+
+def return_no_views(unit: nn.Module) -> None:
+    """Make ``unit`` return tensors that are no views; call this before ``fully_shard``.
+
+    Torch returns the gathered output of a split layer as a view of a DTensor. ``fully_shard`` attaches a backward hook to the outputs of
+    each unit; an in-place operation on a view (``logits /= temperature``) would silently drop it, and with it the gather of the
+    parameters in the backward pass.
+    """
+    unit.register_forward_hook(_replace_views)
+
+
+def _replace_views(_unit: nn.Module, _args: Any, output: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return None
+    tensors = output_tensors(output)
+    if not any(map(_is_dtensor_view, tensors)):
+        return None
+    without_view: Any = _NoView.apply  # untyped
+    return replace_output_tensors(output, [without_view(t) if _is_dtensor_view(t) else t for t in tensors])
+
+
+def _is_dtensor_view(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor._is_view() and not isinstance(tensor, DTensor)
+
+
+class _NoView(torch.autograd.Function):
+    """The identity, whose result shares the memory of its input without being a view of it."""
+
+    @staticmethod
+    def forward(_context: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty(0).set_(tensor.detach())  # type: ignore[call-overload, no-any-return]
+
+    @staticmethod
+    def backward(_context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]

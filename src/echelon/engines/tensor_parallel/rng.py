@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -20,7 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.modules.dropout import _DropoutNd
 
-__all__ = ["separate_split_regions", "share_random_state"]
+from echelon.engines.random_numbers import restore_states, save_states
+
+__all__ = ["separate_split_regions"]
 
 
 def separate_split_regions(model: nn.Module, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
@@ -67,7 +68,7 @@ class _Region:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._outside: list[torch.Tensor] | None = None
 
     def begin(self, _module: nn.Module, _args: Any) -> None:
         """Forget a region that was not left: recomputation for activation checkpointing stops anywhere."""
@@ -78,38 +79,10 @@ class _Region:
             return
         device = next(module.parameters()).device
         seed = int(torch.randint(2**31, (), device="cpu"))  # on the CPU: no wait for the device
-        self._outside = (torch.get_rng_state(), _device_state(device))
+        self._outside = save_states(device)
         torch.manual_seed((seed << 16) + self._rank)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        if self._outside is None:
-            return
-        own, of_device = self._outside
-        self._outside = None
-        torch.set_rng_state(own)
-        if of_device is not None:
-            torch.get_device_module(next(module.parameters()).device).set_rng_state(of_device)
-
-
-def _device_state(device: torch.device) -> torch.Tensor | None:
-    if device.type in ("cpu", "meta"):
-        return None
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state()
-    return state
-
-
-def share_random_state(mesh: DeviceMesh, device: torch.device) -> None:
-    """Set the RNG state of the first rank of ``mesh`` on all of its ranks. Collective: call on every rank of ``mesh``."""
-    group = mesh.get_group()
-    for get, set_ in _generators(device):
-        state = get().to(device)
-        dist.broadcast(state, group=group, group_src=0)
-        set_(state.cpu())
-
-
-def _generators(device: torch.device) -> list[tuple[Any, Any]]:
-    found: list[tuple[Any, Any]] = [(torch.get_rng_state, torch.set_rng_state)]
-    if device.type != "cpu":
-        own: Any = torch.get_device_module(device)
-        found.append((own.get_rng_state, own.set_rng_state))
-    return found
+        if self._outside is not None:
+            restore_states(next(module.parameters()).device, self._outside)
+            self._outside = None

@@ -1,4 +1,4 @@
-"""Gathers sharded optimizer state on rank zero, sending its structure as JSON and its tensors as raw bytes.
+"""Gathers state that is divided among ranks on the first of them, sending its structure as JSON and its tensors as raw bytes.
 
 torch's functions (``ZeroRedundancyOptimizer.consolidate_state_dict``, ``dist.gather_object``, ``torch.distributed.checkpoint``)
 exchange pickles, which echelon does not load from a network.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,31 +16,35 @@ import torch.distributed as dist
 from echelon.base.errors import UsageError
 from echelon.distributed.small_messages import bytes_of, gather_bytes, host_wire
 
-__all__ = ["gather_optimizer_state"]
+__all__ = ["gather_state"]
+
+Key = TypeVar("Key", int, str)
 
 
-def gather_optimizer_state(part: Mapping[int, Any]) -> dict[int, Any] | None:
-    """Return the union of all ranks' ``part`` on rank zero, with tensors copied to the CPU; other ranks return None.
+def gather_state(part: Mapping[Key, Any], *, group: dist.ProcessGroup | None = None) -> dict[Key, Any] | None:
+    """Return the union of all ranks' ``part`` on the first rank, with tensors copied to the CPU; other ranks return None.
 
     Args:
-        part: values (tensors, numbers, strings, lists, tuples and dicts), by a number that is unique across ranks.
+        part: values (tensors, numbers, strings, lists, tuples and dicts), by number or name. Of several values, the first rank's counts.
+        group: the ranks. None: all.
 
-    Collective: call on every rank.
+    Collective: call on every rank of ``group``.
 
     Raises:
         UsageError: ``part`` contains a value of another type.
     """
     tensors: list[torch.Tensor] = []
-    structure = [[number, _describe(value, tensors)] for number, value in part.items()]
-    structures = gather_bytes(json.dumps(structure).encode())
-    if dist.get_rank():
+    structure = [[key, _describe(value, tensors)] for key, value in part.items()]
+    structures = gather_bytes(json.dumps(structure).encode(), group=group)
+    if dist.get_rank(group):
         for tensor in tensors:
-            _send(tensor)
+            _send(tensor, group)
         return None
-    whole = {}
+    whole: dict[Key, Any] = {}
     for rank, text in enumerate(structures):
         own = iter(tensors) if rank == 0 else None
-        whole.update({number: _rebuild(value, rank, own) for number, value in json.loads(text)})
+        for key, value in json.loads(text):
+            whole.setdefault(key, _rebuild(value, rank, own, group))
     return dict(sorted(whole.items()))
 
 
@@ -61,30 +65,30 @@ def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
     )
 
 
-def _rebuild(value: Any, rank: int, own: Iterator[torch.Tensor] | None) -> Any:
+def _rebuild(value: Any, rank: int, own: Iterator[torch.Tensor] | None, group: dist.ProcessGroup | None) -> Any:
     """Undo ``_describe`` for a value from ``rank``; its tensors come from ``own`` or, if that is None, from ``rank``."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tensor":
-        return _receive(content, rank) if own is None else next(own).detach().to("cpu", copy=True)
+        return _receive(content, rank, group) if own is None else next(own).detach().to("cpu", copy=True)
     if kind == "dict":
-        return {_rebuild(key, rank, own): _rebuild(item, rank, own) for key, item in content}
-    items: Iterable[Any] = (_rebuild(item, rank, own) for item in content)
+        return {_rebuild(key, rank, own, group): _rebuild(item, rank, own, group) for key, item in content}
+    items: Iterable[Any] = (_rebuild(item, rank, own, group) for item in content)
     return tuple(items) if kind == "tuple" else list(items)
 
 
-def _send(tensor: torch.Tensor) -> None:
+def _send(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     message = bytes_of(tensor.detach())
     if message.numel():
-        dist.send(message.to(host_wire()), dst=0)
+        dist.send(message.to(host_wire(group)), group=group, group_dst=0)
 
 
-def _receive(described: list[Any], rank: int) -> torch.Tensor:
+def _receive(described: list[Any], rank: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     dtype, shape = getattr(torch, described[0]), described[1]
     result = torch.empty(shape, dtype=dtype)
     if result.numel():
-        message = torch.empty(result.numel() * result.itemsize, dtype=torch.uint8, device=host_wire())
-        dist.recv(message, src=rank)
+        message = torch.empty(result.numel() * result.itemsize, dtype=torch.uint8, device=host_wire(group))
+        dist.recv(message, group=group, group_src=rank)
         result.view(-1).view(torch.uint8).copy_(message)
     return result
