@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from echelon.engines.deepspeed.fsdp2_counterparts import table
+from echelon.engines.deepspeed.config import table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
 BEGIN = "<!-- deepspeed keys: made by python tests/unit/test_deepspeed_document.py -->\n"

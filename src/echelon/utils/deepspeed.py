@@ -7,5 +7,5 @@ from echelon.accelerator.plugins.deepspeed_plugin import (
     get_active_deepspeed_plugin as get_active_deepspeed_plugin,
     map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
 )
-from echelon.engines.deepspeed.ds_config import HfDeepSpeedConfig as HfDeepSpeedConfig
+from echelon.engines.deepspeed.config import HfDeepSpeedConfig as HfDeepSpeedConfig
 from echelon.engines.deepspeed.options import DummyOptim as DummyOptim, DummyScheduler as DummyScheduler

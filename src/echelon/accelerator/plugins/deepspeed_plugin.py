@@ -19,9 +19,9 @@ from echelon.base.keywords import suggest_keywords
 from echelon.base.logging import get_logger
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.plugin_arguments import plugin_arguments
-from echelon.engines.deepspeed.ds_config import HfDeepSpeedConfig
+from echelon.engines.deepspeed.config import HfDeepSpeedConfig
+from echelon.engines.deepspeed.library import host_optimizer
 from echelon.engines.deepspeed.options import DrivenScheduler
-from echelon.engines.deepspeed.training_config import host_optimizer
 
 __all__ = [
     "DeepSpeedEngineWrapper",

@@ -24,10 +24,14 @@ from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.engines.base import Engine
-from echelon.engines.deepspeed.ds_config import DeepSpeedFacts, resolve_deepspeed, unresolved
-from echelon.engines.deepspeed.fsdp2_counterparts import translate_to_fsdp2
-from echelon.engines.deepspeed.options import DeepSpeedOptions, DummyOptim, DummyScheduler
-from echelon.engines.deepspeed.training_config import parameters_by_group, resolve_run_config
+from echelon.engines.deepspeed.config import (
+    DeepSpeedFacts,
+    facts_of,
+    resolve_deepspeed,
+    translate_to_fsdp2,
+    unresolved,
+)
+from echelon.engines.deepspeed.options import DeepSpeedOptions, DummyOptim, DummyScheduler, parameters_by_group
 from echelon.engines.registry import BY_DEEPSPEED, SHARDING
 from echelon.world.environment import detect
 
@@ -128,23 +132,6 @@ def build_deepspeed(
     if chosen is None:
         return DeepSpeedSettings(engine=engine, fsdp_plugin=fsdp_plugin), config
     config = apply_plugin_settings(config, chosen)
-    where = f"{config.origins['sharded_by']}"
-    if config.origins["engine"].source is not SettingSource.DEFAULT:
-        where = f"{config.origins['engine']}"
-    elif plugin is not None or plugins is not None:
-        where = "code Accelerator(deepspeed_plugin=)"
-    precision = config.value.mixed_precision
-    return _build_use(chosen, engine=engine, fsdp_plugin=fsdp_plugin, mixed_precision=precision, where=where), config
-
-
-def _build_use(
-    plugin: DeepSpeedPlugin,
-    *,
-    engine: Engine | str | None,
-    fsdp_plugin: FullyShardedDataParallelPlugin | None,
-    mixed_precision: str,
-    where: str,
-) -> DeepSpeedSettings:
     if fsdp_plugin is not None and (engine is None or engine in SHARDING | BY_DEEPSPEED):
         raise ConfigError(
             "fsdp_plugin and deepspeed_plugin both define how the model is sharded",
@@ -152,13 +139,14 @@ def _build_use(
             do="pass only one of them",
         )
     if engine in SHARDING:
-        translated, scaling = translate_plugin_to_fsdp2(plugin)
-        plugin.select_for_torch()
-        norm = _CLIPPING.value if plugin.clips_by_default else plugin.get_value("gradient_clipping", 0.0)
-        clipping = Clipping(max_norm=float(str(norm)), gives_way=plugin.clips_by_default) if norm else None
-        return DeepSpeedSettings(
-            plugin=plugin, engine=engine, fsdp_plugin=translated, scaling=scaling, clipping=clipping
+        translated, scaling = translate_plugin_to_fsdp2(chosen)
+        chosen.select_for_torch()
+        norm = _CLIPPING.value if chosen.clips_by_default else chosen.get_value("gradient_clipping", 0.0)
+        clipping = Clipping(max_norm=float(str(norm)), gives_way=chosen.clips_by_default) if norm else None
+        settings = DeepSpeedSettings(
+            plugin=chosen, engine=engine, fsdp_plugin=translated, scaling=scaling, clipping=clipping
         )
+        return settings, config
     if engine is not None and engine not in BY_DEEPSPEED:
         shown = f"{type(engine).__name__}()" if isinstance(engine, Engine) else repr(engine)
         raise ConfigError(
@@ -167,19 +155,26 @@ def _build_use(
             do="omit engine= to use DeepSpeed, pass engine='fsdp2' to train the same way with torch, or remove the "
             "DeepSpeed settings",
         )
-    _require_library(where)
-    options = deepspeed_options(plugin, mixed_precision=mixed_precision)
-    return DeepSpeedSettings(plugin=plugin, engine=min(BY_DEEPSPEED), options={"deepspeed": options})
-
-
-def _require_library(where: str) -> None:
-    """Raise MissingExtraError if DeepSpeed is missing; transformers' own error explains neither cause nor remedy."""
-    if not is_available("deepspeed"):
+    if not is_available("deepspeed"):  # transformers' own error explains neither cause nor remedy
+        where = f"{config.origins['sharded_by']}"
+        if config.origins["engine"].source is not SettingSource.DEFAULT:
+            where = f"{config.origins['engine']}"
+        elif plugin is not None or plugins is not None:
+            where = "code Accelerator(deepspeed_plugin=)"
         raise MissingExtraError(
             "sharding with DeepSpeed requires the package 'deepspeed', which is not installed",
             where=where,
             do=f"{install_command('deepspeed')}, or pass engine='fsdp2' to train the same way with torch",
         )
+    chosen.set_mixed_precision(config.value.mixed_precision)
+    chosen.select(_from_accelerator_state=True)
+    options = DeepSpeedOptions(
+        config=chosen.deepspeed_config,  # prepare later resolves the "auto" values
+        loop_clips=chosen.clips_by_default,
+        makes_shards=chosen.zero3_init_flag,
+        leaf_classes=chosen.leaf_classes,
+    )
+    return DeepSpeedSettings(plugin=chosen, engine=min(BY_DEEPSPEED), options={"deepspeed": options}), config
 
 
 def reject_placeholders(objects: Sequence[Any]) -> None:
@@ -226,18 +221,6 @@ def apply_plugin_settings(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) 
     return replace(config, value=replace(config.value, **values), origins=MappingProxyType(origins))
 
 
-def deepspeed_options(plugin: DeepSpeedPlugin, *, mixed_precision: str) -> DeepSpeedOptions:
-    """Return the deepspeed engine's options; ``prepare`` later resolves the ``"auto"`` values in its config."""
-    plugin.set_mixed_precision(mixed_precision)
-    plugin.select(_from_accelerator_state=True)
-    return DeepSpeedOptions(
-        config=plugin.deepspeed_config,
-        loop_clips=plugin.clips_by_default,
-        makes_shards=plugin.zero3_init_flag,
-        leaf_classes=plugin.leaf_classes,
-    )
-
-
 def resolve_plugin_config(
     plugin: DeepSpeedPlugin,
     *,
@@ -260,8 +243,13 @@ def resolve_plugin_config(
     }
     if plugin.is_auto("gradient_clipping"):
         settings["gradient_clipping"] = _CLIPPING
-    plugin.origins = resolve_run_config(
-        plugin.hf_ds_config,
+    config = plugin.hf_ds_config.config
+    if not batch_sizes:
+        # Without a loader, DeepSpeed uses these only in its reports.
+        for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+            if config.get(key) == "auto":
+                del config[key]
+    facts = facts_of(
         world_size=world_size,
         settings=settings,
         batch_sizes=sorted(batch_sizes, reverse=not plugin.is_train_batch_min),
@@ -270,6 +258,9 @@ def resolve_plugin_config(
         schedulers=schedulers,
         split_batches=split_batches,
     )
+    values, plugin.origins = resolve_deepspeed(config, facts, origin=plugin.hf_ds_config.origin)
+    config.clear()
+    config.update(values)
     resolved = [
         f"{key}={plugin.get_value(key)} ({origin.detail or 'default'})"
         for key, origin in plugin.origins.items()
@@ -300,7 +291,8 @@ def build_plugin(
         settings.pop(key, None)
     facts = DeepSpeedFacts(world_size=detect().world_size, settings=settings, batch_sizes=(batch_size,))
     origin = Origin(SettingSource.CODE, f"{of}.deepspeed")
-    return DeepSpeedPlugin(hf_ds_config=resolve_deepspeed(config, facts, origin=origin).config)
+    resolved, _ = resolve_deepspeed(config, facts, origin=origin)
+    return DeepSpeedPlugin(hf_ds_config=resolved)
 
 
 def translate_plugin_to_fsdp2(

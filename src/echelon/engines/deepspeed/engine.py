@@ -17,19 +17,23 @@ from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import warn
 from echelon.engines.base import Engine, Prepared
-from echelon.engines.deepspeed.ds_config import unresolved
-from echelon.engines.deepspeed.flat_shards import full_shape, hook_loading, write_full
-from echelon.engines.deepspeed.library import announce_kernels, import_deepspeed
-from echelon.engines.deepspeed.model_run import DeepSpeedModel
-from echelon.engines.deepspeed.options import DeepSpeedOptions, DrivenScheduler, DummyOptim, DummyScheduler
-from echelon.engines.deepspeed.training_config import (
+from echelon.engines.deepspeed.config import (
     evaluation_config,
-    host_optimizer,
     is_on,
-    parameters_by_group,
     replaces_optimizer_on_host,
     stage_of,
     training_config,
+    unresolved,
+)
+from echelon.engines.deepspeed.flat_shards import full_shape, hook_loading, write_full
+from echelon.engines.deepspeed.library import announce_kernels, host_optimizer, import_deepspeed
+from echelon.engines.deepspeed.model_run import DeepSpeedModel
+from echelon.engines.deepspeed.options import (
+    DeepSpeedOptions,
+    DrivenScheduler,
+    DummyOptim,
+    DummyScheduler,
+    parameters_by_group,
 )
 from echelon.engines.output_hooks import OutputFlattener, flatten_outputs_for_hooks
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils import cpp_extension
 
-from echelon.base.errors import UsageError
+from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
 from echelon.config.variables import library_variable
@@ -21,7 +22,7 @@ from echelon.distributed.small_messages import gather_counts
 from echelon.launch.library_variables import deepspeed_on
 from echelon.world.world import World
 
-__all__ = ["announce_kernels", "import_deepspeed"]
+__all__ = ["announce_kernels", "host_optimizer", "import_deepspeed"]
 
 _logger = get_logger(__name__)
 
@@ -150,3 +151,31 @@ def _kernels(config: Mapping[str, Any], optimizer: str | None) -> list[str]:
     if "nvme" in (offload, (zero.get("offload_param") or {}).get("device")):
         found.append("async_io")
     return found
+
+
+def host_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the DeepSpeed CPU optimizer that corresponds to ``optimizer``, with the same groups.
+
+    Raises:
+        ConfigError: DeepSpeed has no corresponding optimizer.
+
+    Source: accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed (1.15), which uses Adam for unknown optimizers.
+    """
+    require("deepspeed", extra="deepspeed", purpose="an optimizer on the CPU")
+    name = type(optimizer).__name__
+    adams = {"AdamW": True, "Adam": False}
+    kept = {key: value for key, value in optimizer.defaults.items() if key in ("lr", "weight_decay")}
+    found: Any
+    if name in adams:
+        module = import_module("deepspeed.ops.adam")
+        found = module.DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=adams[name], **kept)
+    elif name in ("Adagrad", "Lion"):
+        module = import_module(f"deepspeed.ops.{name.lower()}")
+        found = getattr(module, f"DeepSpeedCPU{name}")(optimizer.param_groups, **kept)
+    else:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer keeps the optimizer state on the CPU, but DeepSpeed has no CPU version of {name}",
+            do=f"use AdamW, Adam or Adagrad, or set zero_force_ds_cpu_optimizer=false in DeepSpeed's config to use torch's slower "
+            f"{name} on the CPU",
+        )
+    return found  # type: ignore[no-any-return]

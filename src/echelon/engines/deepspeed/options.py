@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["DeepSpeedOptions", "DummyOptim", "DummyScheduler", "DrivenScheduler"]
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["DeepSpeedOptions", "DrivenScheduler", "DummyOptim", "DummyScheduler", "parameters_by_group"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +82,13 @@ class DrivenScheduler:
         if name == "scheduler":
             raise AttributeError(name)  # not set yet (unpickling)
         return getattr(self.scheduler, name)
+
+
+def parameters_by_group(optimizer: Any) -> list[list[nn.Parameter]]:
+    """Return the parameters in each group of an optimizer or a ``DummyOptim``."""
+    if isinstance(optimizer, Optimizer):
+        return [list(group["params"]) for group in optimizer.param_groups]
+    optimizer.params = list(optimizer.params)  # a generator can be consumed only once
+    if optimizer.params and isinstance(optimizer.params[0], Mapping):
+        return [list(group["params"]) for group in optimizer.params]
+    return [optimizer.params]
