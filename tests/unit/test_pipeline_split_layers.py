@@ -8,8 +8,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from echelon.base.errors import ConfigError
-from echelon.engines.pipeline_parallel.stages import require_whole_boundaries
-from echelon.engines.pipeline_parallel.stages import StageCut
+from echelon.engines.pipeline_parallel.stages import StageCut, require_whole_boundaries
 
 _PAIR = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
