@@ -170,7 +170,7 @@ def test_damage_is_found_when_a_weight_is_read_first(tmp_path: Path) -> None:
         weights["b"]
     assert "offload the weights again" in str(raised.value.do)
     path.write_bytes(intact[:-1])
-    with pytest.raises(CheckpointError, match="is not a safetensors file: .*file not fully covered"):
+    with pytest.raises(CheckpointError, match=r"is not a safetensors file: .*file not fully covered"):
         weights["a"]
     path.unlink()
     with pytest.raises(CheckpointError, match=r"cannot be read: .*No such file"):
