@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Mutant, mutant
 
 __all__ = ["MUTANTS"]
 
@@ -11,260 +11,179 @@ _SHARD = "data = torch.utils.data.Subset(data, range(RANK, len(data), WORLD_SIZE
 _RAW = "raw_ddp"
 
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
-        name="no set_epoch: the same order in each epoch",
-        script=_RAW,
-        edits=(("        sampler.set_epoch(epoch)\n", ""),),
+    mutant(
+        "no set_epoch: the same order in each epoch",
+        "raw_ddp: data in update 3",
+        ("        sampler.set_epoch(epoch)\n", ""),
         against="correct",
-        update=3,
-        stages=("data",),
     ),
-    Mutant(
-        name="set_epoch on rank 0 only",
-        script=_RAW,
-        edits=(("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch if RANK == 0 else 0)"),),
-        update=3,
-        stages=("data",),
+    mutant(
+        "set_epoch on rank 0 only",
+        "raw_ddp: data in update 3",
+        ("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch if RANK == 0 else 0)"),
     ),
-    Mutant(
-        name="a sampler seed per rank",
-        script=_RAW,
-        edits=(("seed=3)", "seed=3 + RANK)"),),
-        update=0,
-        stages=("data",),
+    mutant("a sampler seed per rank", "raw_ddp: data in update 0", ("seed=3)", "seed=3 + RANK)")),
+    mutant(
+        "no sharding: all ranks read all samples",
+        "raw_ddp: data in update 0",
+        ("num_replicas=WORLD_SIZE, rank=RANK", "num_replicas=1, rank=0"),
     ),
-    Mutant(
-        name="no sharding: all ranks read all samples",
-        script=_RAW,
-        edits=(("num_replicas=WORLD_SIZE, rank=RANK", "num_replicas=1, rank=0"),),
-        update=0,
-        stages=("data",),
+    mutant(
+        "data sharded twice",
+        "raw_ddp: data in update 0",
+        ("    data = make_data()\n", f"    data = make_data(80)\n    {_SHARD}\n"),
     ),
-    Mutant(
-        name="data sharded twice",
-        script=_RAW,
-        edits=(("    data = make_data()\n", f"    data = make_data(80)\n    {_SHARD}\n"),),
-        update=0,
-        stages=("data",),
+    mutant(
+        "each rank shuffles its own shard",
+        "raw_ddp: data in update 0",
+        (_SAMPLER, f"{_SHARD}\n    sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=3)"),
     ),
-    Mutant(
-        name="each rank shuffles its own shard",
-        script=_RAW,
-        edits=((_SAMPLER, f"{_SHARD}\n    sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=3)"),),
-        update=0,
-        stages=("data",),
-    ),
-    Mutant(
-        name="padding of the sampler repeats a sample",
-        script=_RAW,
-        edits=(("count=40", "count=39"),),
+    mutant(
+        "padding of the sampler repeats a sample",
+        "raw_ddp: data in update 2",
+        ("count=40", "count=39"),
         has_probe=False,
-        update=2,
-        stages=("data",),
     ),
-    Mutant(
-        name="drop_last drops what one process uses",
-        script=_RAW,
-        edits=(("count=40", "count=41"), ("seed=3)", "seed=3, drop_last=True)")),
+    mutant(
+        "drop_last drops what one process uses",
+        "raw_ddp: data in update 2",
+        ("count=40", "count=41"),
+        ("seed=3)", "seed=3, drop_last=True)"),
         has_probe=False,
-        update=2,
-        stages=("data",),
     ),
-    Mutant(
-        name="rank 0 trains on the shard of rank 1",
-        script=_RAW,
-        edits=(("rank=RANK, shuffle", "rank=WORLD_SIZE - 1, shuffle"),),
-        update=0,
-        stages=("data",),
+    mutant(
+        "rank 0 trains on the shard of rank 1",
+        "raw_ddp: data in update 0",
+        ("rank=RANK, shuffle", "rank=WORLD_SIZE - 1, shuffle"),
     ),
-    Mutant(
-        name="a stream that is not split between the ranks",
-        script="stream",
-        edits=(("order[RANK::WORLD_SIZE]", "order"),),
-        update=0,
-        stages=("data",),
+    mutant(
+        "a stream that is not split between the ranks", "stream: data in update 0", ("order[RANK::WORLD_SIZE]", "order")
     ),
-    Mutant(
-        name="a stream cut in halves, one per rank",
-        script="stream",
-        edits=(
-            (
-                "order[RANK::WORLD_SIZE]",
-                "order[RANK * len(order) // WORLD_SIZE : (RANK + 1) * len(order) // WORLD_SIZE]",
-            ),
+    mutant(
+        "a stream cut in halves, one per rank",
+        "stream: data in update 0",
+        (
+            "order[RANK::WORLD_SIZE]",
+            "order[RANK * len(order) // WORLD_SIZE : (RANK + 1) * len(order) // WORLD_SIZE]",
         ),
-        update=0,
-        stages=("data",),
     ),
-    Mutant(
-        name="a stream shuffled with a seed per rank",
-        script="stream",
-        edits=(("manual_seed(self.epoch)", "manual_seed(self.epoch + 100 * RANK)"),),
-        update=0,
-        stages=("data",),
+    mutant(
+        "a stream shuffled with a seed per rank",
+        "stream: data in update 0",
+        ("manual_seed(self.epoch)", "manual_seed(self.epoch + 100 * RANK)"),
     ),
-    Mutant(
-        name="a stream without a new order in each epoch",
-        script="stream",
-        edits=(("readings.epoch = epoch", "readings.epoch = 0"),),
+    mutant(
+        "a stream without a new order in each epoch",
+        "stream: data in update 4",
+        ("readings.epoch = epoch", "readings.epoch = 0"),
         against="correct",
-        update=4,
-        stages=("data",),
     ),
-    Mutant(
-        name="the Accelerator's loader declared unsharded, which it is not meant to be",
-        script="accelerated",
-        edits=(
-            (
-                "model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)",
-                "model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)\n"
-                "    accelerator.allow_unsharded(loader)",
-            ),
-            ("        loader.set_epoch(epoch)\n", ""),
+    mutant(
+        "the Accelerator's loader declared unsharded, which it is not meant to be",
+        "accelerated: data in update 0",
+        (
+            "model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)",
+            "model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)\n"
+            "    accelerator.allow_unsharded(loader)",
         ),
-        update=0,
-        stages=("data",),
+        ("        loader.set_epoch(epoch)\n", ""),
     ),
-    Mutant(
-        name="the Trainer's dataset already cut by the script",
-        script="trainer",
-        edits=(
-            (
-                "train_dataset=make_texts()",
-                'train_dataset=make_texts(80)[int(__import__("os").environ.get("RANK", 0)) :: 2]',
-            ),
+    mutant(
+        "the Trainer's dataset already cut by the script",
+        "trainer: data in update 0",
+        (
+            "train_dataset=make_texts()",
+            'train_dataset=make_texts(80)[int(__import__("os").environ.get("RANK", 0)) :: 2]',
         ),
-        update=0,
-        stages=("data",),
     ),
-    Mutant(
-        name="the Trainer's dataset shuffled with a seed per rank",
-        script="trainer",
-        edits=(
-            (
-                "train_dataset=make_texts()",
-                'train_dataset=__import__("random").Random(int(__import__("os").environ.get("RANK", 0))).sample(make_texts(), 40)',
-            ),
+    mutant(
+        "the Trainer's dataset shuffled with a seed per rank",
+        "trainer: data in update 0",
+        (
+            "train_dataset=make_texts()",
+            'train_dataset=__import__("random").Random(int(__import__("os").environ.get("RANK", 0))).sample(make_texts(), 40)',
         ),
-        update=0,
-        stages=("data",),
     ),
-    Mutant(
-        name="equal dropout masks on all ranks",
-        script=_RAW,
-        edits=(("torch.manual_seed(100 + RANK)", "torch.manual_seed(100)"),),
-        update=0,
-        stages=("rng",),
+    mutant(
+        "equal dropout masks on all ranks",
+        "raw_ddp: rng in update 0",
+        ("torch.manual_seed(100 + RANK)", "torch.manual_seed(100)"),
     ),
-    Mutant(
-        name="equal dropout masks on all ranks, Accelerator",
-        script="accelerated",
-        edits=(("torch.manual_seed(100 + accelerator.process_index)", "torch.manual_seed(100)"),),
-        update=0,
-        stages=("rng",),
+    mutant(
+        "equal dropout masks on all ranks, Accelerator",
+        "accelerated: rng in update 0",
+        ("torch.manual_seed(100 + accelerator.process_index)", "torch.manual_seed(100)"),
     ),
-    Mutant(
-        name="equal dropout masks on all ranks, fsdp2",
-        script="language_model",
+    mutant(
+        "equal dropout masks on all ranks, fsdp2",
+        "language_model: rng in update 0",
+        ("torch.manual_seed(100 + accelerator.process_index)", "torch.manual_seed(100)"),
         engine="fsdp2",
-        edits=(("torch.manual_seed(100 + accelerator.process_index)", "torch.manual_seed(100)"),),
-        update=0,
-        stages=("rng",),
     ),
-    Mutant(
-        name="ranks seeded anew, and alike, in each epoch",
-        script="resume_loop",
-        edits=(
-            (
-                "        sampler.set_epoch(epoch)\n",
-                "        sampler.set_epoch(epoch)\n        torch.manual_seed(epoch)\n",
-            ),
+    mutant(
+        "ranks seeded anew, and alike, in each epoch",
+        "resume_loop: rng in update 0",
+        (
+            "        sampler.set_epoch(epoch)\n",
+            "        sampler.set_epoch(epoch)\n        torch.manual_seed(epoch)\n",
         ),
-        update=0,
-        stages=("rng",),
     ),
-    Mutant(
-        name="the same dropout masks in each step",
-        script="resume_loop",
-        edits=(
-            (
-                "            optimizer.zero_grad()\n",
-                "            optimizer.zero_grad()\n            torch.manual_seed(100 + RANK)\n",
-            ),
+    mutant(
+        "the same dropout masks in each step",
+        "resume_loop: rng in update 1",
+        (
+            "            optimizer.zero_grad()\n",
+            "            optimizer.zero_grad()\n            torch.manual_seed(100 + RANK)\n",
         ),
         against="correct",
-        update=1,
-        stages=("rng",),
     ),
-    Mutant(
-        name="batch norm per rank",
-        script=_RAW,
-        edits=(("self.norm = GlobalBatchNorm(16)", "self.norm = nn.BatchNorm1d(16)"),),
-        update=0,
-        stages=("forward",),
+    mutant(
+        "batch norm per rank",
+        "raw_ddp: forward in update 0",
+        ("self.norm = GlobalBatchNorm(16)", "self.norm = nn.BatchNorm1d(16)"),
         tensors="norm",
     ),
-    Mutant(
-        name="inputs normalized per rank",
-        script=_RAW,
-        edits=(
-            ("loss = F.cross_entropy(model(x), y)", "loss = F.cross_entropy(model((x - x.mean(0)) / x.std(0)), y)"),
-        ),
-        update=0,
-        stages=("forward",),
+    mutant(
+        "inputs normalized per rank",
+        "raw_ddp: forward in update 0",
+        ("loss = F.cross_entropy(model(x), y)", "loss = F.cross_entropy(model((x - x.mean(0)) / x.std(0)), y)"),
         tensors="first",
     ),
-    Mutant(
-        name="inputs scaled on one rank",
-        script=_RAW,
-        edits=(("model(x)", "model(x * (1 + 0.1 * RANK))"),),
-        update=0,
-        stages=("forward",),
+    mutant(
+        "inputs scaled on one rank",
+        "raw_ddp: forward in update 0",
+        ("model(x)", "model(x * (1 + 0.1 * RANK))"),
         tensors="first",
     ),
-    Mutant(
-        name="padding leaks into the outputs",
-        script="language_model",
-        edits=(
-            ("return self.head(x + self", "x = x + x.mean(dim=1, keepdim=True)\n        return self.head(x + self"),
-        ),
-        update=0,
-        stages=("forward",),
+    mutant(
+        "padding leaks into the outputs",
+        "language_model: forward in update 0",
+        ("return self.head(x + self", "x = x + x.mean(dim=1, keepdim=True)\n        return self.head(x + self"),
         tensors="mix",
     ),
-    Mutant(
-        name="the model left in eval mode after an evaluation",
-        script="resume_loop",
-        edits=(
-            (
-                "        done = update % per_epoch\n",
-                "        done = update % per_epoch\n        net.train(epoch == 0)\n",
-            ),
+    mutant(
+        "the model left in eval mode after an evaluation",
+        "resume_loop: forward or buffers in update 4",
+        (
+            "        done = update % per_epoch\n",
+            "        done = update % per_epoch\n        net.train(epoch == 0)\n",
         ),
         against="correct",
-        update=4,
-        stages=("forward", "buffers"),
         tensors="*",
     ),
-    Mutant(
-        name="one rank in eval mode",
-        script="resume_loop",
-        edits=(
-            (
-                "        done = update % per_epoch\n",
-                "        done = update % per_epoch\n        net.train(RANK == 0)\n",
-            ),
+    mutant(
+        "one rank in eval mode",
+        "resume_loop: forward or buffers in update 0",
+        (
+            "        done = update % per_epoch\n",
+            "        done = update % per_epoch\n        net.train(RANK == 0)\n",
         ),
-        update=0,
-        stages=("forward", "buffers"),
         tensors="*",
     ),
-    Mutant(
-        name="labels in the wrong order on one rank",
-        script=_RAW,
-        edits=(("model(x), y)", "model(x), y.roll(RANK))"),),
-        update=0,
-        stages=("loss weight", "backward"),
+    mutant(
+        "labels in the wrong order on one rank",
+        "raw_ddp: loss weight or backward in update 0",
+        ("model(x), y)", "model(x), y.roll(RANK))"),
         tensors="*",
     ),
 )

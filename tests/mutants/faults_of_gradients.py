@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import CUT_TEXTS, REDUCED_WHEN_CLIPPED, Mutant
+from tests.mutants.mutant import CUT_TEXTS, REDUCED_WHEN_CLIPPED, Mutant, mutant
 
 __all__ = ["MUTANTS"]
 
@@ -34,530 +34,388 @@ def _hook(body: str) -> tuple[tuple[str, str], ...]:
 
 
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
-        name="loss divided by the ranks, which DDP does again",
-        script=_RAW,
-        edits=(("(loss / window).backward()", "(loss / window / WORLD_SIZE).backward()"),),
-        update=0,
-        stages=("loss weight",),
+    mutant(
+        "loss divided by the ranks, which DDP does again",
+        "raw_ddp: loss weight in update 0",
+        ("(loss / window).backward()", "(loss / window / WORLD_SIZE).backward()"),
     ),
-    Mutant(
-        name="loss multiplied by the ranks (scaled by the tensor-parallel size)",
-        script=_RAW,
-        edits=(("(loss / window).backward()", "(loss / window * WORLD_SIZE).backward()"),),
-        update=0,
-        stages=("loss weight",),
+    mutant(
+        "loss multiplied by the ranks (scaled by the tensor-parallel size)",
+        "raw_ddp: loss weight in update 0",
+        ("(loss / window).backward()", "(loss / window * WORLD_SIZE).backward()"),
     ),
-    Mutant(
-        name="loss not divided by the micro-steps",
-        script=_RAW,
-        edits=(("(loss / window).backward()", "loss.backward()"),),
+    mutant(
+        "loss not divided by the micro-steps",
+        "raw_ddp: loss weight in update 0",
+        ("(loss / window).backward()", "loss.backward()"),
         against="correct",
-        update=0,
-        stages=("loss weight",),
     ),
-    Mutant(
-        name="last window divided by the full count",
-        script=_RAW,
-        edits=(("(loss / window)", "(loss / ACCUMULATION)"),),
+    mutant(
+        "last window divided by the full count",
+        "raw_ddp: loss weight in update 2",
+        ("(loss / window)", "(loss / ACCUMULATION)"),
         against="correct",
-        update=2,
-        stages=("loss weight",),
     ),
-    Mutant(
-        name="loss divided by the micro-steps twice, Accelerator",
-        script="accelerated",
-        edits=(("accelerator.backward(loss)", "accelerator.backward(loss / ACCUMULATION)"),),
+    mutant(
+        "loss divided by the micro-steps twice, Accelerator",
+        "accelerated: loss weight in update 0",
+        ("accelerator.backward(loss)", "accelerator.backward(loss / ACCUMULATION)"),
         against="correct",
-        update=0,
-        stages=("loss weight",),
     ),
-    Mutant(
-        name="loss.backward() in place of accelerator.backward(loss)",
-        script="accelerated",
-        edits=(("accelerator.backward(loss)", "loss.backward()"),),
+    mutant(
+        "loss.backward() in place of accelerator.backward(loss)",
+        "accelerated: loss weight in update 0",
+        ("accelerator.backward(loss)", "loss.backward()"),
         against="correct",
-        update=0,
-        stages=("loss weight",),
     ),
-    Mutant(
-        name="weighted loss averaged per rank",
-        script="level1",
-        edits=(("/ total * world.world_size", "/ weights.sum()"),),
-        update=0,
-        stages=("loss weight",),
+    mutant(
+        "weighted loss averaged per rank",
+        "level1: loss weight in update 0",
+        ("/ total * world.world_size", "/ weights.sum()"),
     ),
-    Mutant(
-        name="weighted loss without the factor of the ranks",
-        script="level1",
-        edits=(("/ total * world.world_size", "/ total"),),
-        update=0,
-        stages=("loss weight",),
+    mutant(
+        "weighted loss without the factor of the ranks",
+        "level1: loss weight in update 0",
+        ("/ total * world.world_size", "/ total"),
     ),
-    Mutant(
-        name="unequal last batches averaged per rank",
-        script="stream",
+    mutant(
+        "unequal last batches averaged per rank",
+        "stream: loss weight in update 3",
+        ('F.mse_loss(model(x), y, reduction="sum") / total * WORLD_SIZE', "F.mse_loss(model(x), y)"),
         variant=(("count=24", "count=23"),),
-        edits=(('F.mse_loss(model(x), y, reduction="sum") / total * WORLD_SIZE', "F.mse_loss(model(x), y)"),),
-        update=3,
-        stages=("loss weight",),
     ),
-    Mutant(
-        name="sum of losses divided by the rank's own count",
-        script="stream",
+    mutant(
+        "sum of losses divided by the rank's own count",
+        "stream: loss weight in update 3",
+        ("            if WORLD_SIZE > 1:\n                dist.all_reduce(total)\n", ""),
+        ("/ total * WORLD_SIZE", "/ total"),
         variant=(("count=24", "count=23"),),
-        edits=(
-            ("            if WORLD_SIZE > 1:\n                dist.all_reduce(total)\n", ""),
-            ("/ total * WORLD_SIZE", "/ total"),
-        ),
-        update=3,
-        stages=("loss weight",),
     ),
-    Mutant(
-        name="token loss averaged per rank: no num_items=",
-        script="language_model",
-        edits=((", num_items=(labels != IGNORED).sum())", ")"),),
-        update=0,
-        stages=("loss weight",),
+    mutant(
+        "token loss averaged per rank: no num_items=",
+        "language_model: loss weight in update 0",
+        (", num_items=(labels != IGNORED).sum())", ")"),
     ),
-    Mutant(
-        name="token loss averaged per rank: no num_items=, texts that the batch cuts",
-        script="language_model",
+    mutant(
+        "token loss averaged per rank: no num_items=, texts that the batch cuts",
+        "language_model: loss weight in update 0",
+        (", num_items=(labels != IGNORED).sum())", ")"),
         variant=CUT_TEXTS,
-        edits=((", num_items=(labels != IGNORED).sum())", ")"),),
-        update=0,
-        stages=("loss weight",),
     ),
-    Mutant(
-        name="token loss averaged per rank: no num_items=, fsdp2",
-        script="language_model",
+    mutant(
+        "token loss averaged per rank: no num_items=, fsdp2",
+        "language_model: loss weight in update 0",
+        (", num_items=(labels != IGNORED).sum())", ")"),
         engine="fsdp2",
-        edits=((", num_items=(labels != IGNORED).sum())", ")"),),
-        update=0,
-        stages=("loss weight",),
     ),
-    Mutant(
-        name="padding counted as items",
-        script="language_model",
-        edits=(("num_items=(labels != IGNORED).sum()", "num_items=labels.numel()"),),
-        update=0,
-        stages=("loss weight",),
+    mutant(
+        "padding counted as items",
+        "language_model: loss weight in update 0",
+        ("num_items=(labels != IGNORED).sum()", "num_items=labels.numel()"),
     ),
-    Mutant(
-        name="num_items already summed over the ranks",
-        script="language_model",
-        edits=(("num_items=(labels != IGNORED).sum()", "num_items=accelerator.reduce((labels != IGNORED).sum())"),),
-        update=0,
-        stages=("loss weight",),
+    mutant(
+        "num_items already summed over the ranks",
+        "language_model: loss weight in update 0",
+        ("num_items=(labels != IGNORED).sum()", "num_items=accelerator.reduce((labels != IGNORED).sum())"),
     ),
-    Mutant(
-        name="number of texts passed as num_items",
-        script="language_model",
-        edits=(("num_items=(labels != IGNORED).sum()", "num_items=len(labels)"),),
-        update=0,
-        stages=("loss weight",),
+    mutant(
+        "number of texts passed as num_items",
+        "language_model: loss weight in update 0",
+        ("num_items=(labels != IGNORED).sum()", "num_items=len(labels)"),
     ),
-    Mutant(
-        name="the Trainer's model ignores num_items_in_batch",
-        script="trainer",
-        edits=(('kwargs.get("num_items_in_batch", (labels != IGNORED).sum())', "(labels != IGNORED).sum()"),),
-        update=0,
-        stages=("loss weight",),
+    mutant(
+        "the Trainer's model ignores num_items_in_batch",
+        "trainer: loss weight in update 0",
+        ('kwargs.get("num_items_in_batch", (labels != IGNORED).sum())', "(labels != IGNORED).sum()"),
     ),
-    Mutant(
-        name="average_tokens_across_devices=False",
-        script="trainer",
-        edits=(("            seed=5,\n", "            seed=5,\n            average_tokens_across_devices=False,\n"),),
-        update=0,
-        stages=("loss weight",),
+    mutant(
+        "average_tokens_across_devices=False",
+        "trainer: loss weight in update 0",
+        ("            seed=5,\n", "            seed=5,\n            average_tokens_across_devices=False,\n"),
     ),
-    Mutant(
-        name="a different loss scale on each rank",
-        script="ema_scaler",
-        edits=(("init_scale=1024.0", "init_scale=1024.0 * (1 + RANK)"),),
-        update=0,
-        stages=("loss weight", "reduce"),
+    mutant(
+        "a different loss scale on each rank",
+        "ema_scaler: loss weight or reduce in update 0",
+        ("init_scale=1024.0", "init_scale=1024.0 * (1 + RANK)"),
         tensors="*",
     ),
-    Mutant(
-        name="gradient of the head scaled by the tensor-parallel size",
-        script=_RAW,
-        edits=((_DDP, f"net.head.weight.register_hook(lambda gradient: gradient * WORLD_SIZE)\n    {_DDP}"),),
-        update=0,
-        stages=("backward",),
+    mutant(
+        "gradient of the head scaled by the tensor-parallel size",
+        "raw_ddp: backward in update 0",
+        (_DDP, f"net.head.weight.register_hook(lambda gradient: gradient * WORLD_SIZE)\n    {_DDP}"),
         tensors="head.weight",
     ),
-    Mutant(
-        name="optimizer step inside no_sync",
-        script=_RAW,
-        edits=((_SYNC, _NO_SYNC),),
-        update=0,
-        stages=("reduce",),
+    mutant("optimizer step inside no_sync", "raw_ddp: reduce in update 0", (_SYNC, _NO_SYNC), tensors="*"),
+    mutant(
+        "gradients synchronized in the first micro-step, not in the last",
+        "raw_ddp: reduce in update 0",
+        (_SYNC, "with nullcontext() if i == first or WORLD_SIZE == 1 else model.no_sync():"),
         tensors="*",
     ),
-    Mutant(
-        name="gradients synchronized in the first micro-step, not in the last",
-        script=_RAW,
-        edits=((_SYNC, "with nullcontext() if i == first or WORLD_SIZE == 1 else model.no_sync():"),),
-        update=0,
-        stages=("reduce",),
+    mutant(
+        "forward pass of the inner model, past DDP",
+        "raw_ddp: reduce in update 0",
+        ("model(x), y)", "net(x), y)"),
         tensors="*",
     ),
-    Mutant(
-        name="forward pass of the inner model, past DDP",
-        script=_RAW,
-        edits=(("model(x), y)", "net(x), y)"),),
-        update=0,
-        stages=("reduce",),
+    mutant(
+        "gradients summed over the ranks, not averaged",
+        "raw_ddp: reduce in update 0",
+        *_hook("reduced.then(lambda f: f.value()[0])"),
         tensors="*",
     ),
-    Mutant(
-        name="gradients summed over the ranks, not averaged",
-        script=_RAW,
-        edits=_hook("reduced.then(lambda f: f.value()[0])"),
-        update=0,
-        stages=("reduce",),
+    mutant(
+        "gradients averaged twice",
+        "raw_ddp: reduce in update 0",
+        *_hook("reduced.then(lambda f: f.value()[0] / WORLD_SIZE**2)"),
         tensors="*",
     ),
-    Mutant(
-        name="gradients averaged twice",
-        script=_RAW,
-        edits=_hook("reduced.then(lambda f: f.value()[0] / WORLD_SIZE**2)"),
-        update=0,
-        stages=("reduce",),
-        tensors="*",
-    ),
-    Mutant(
-        name="communication hook without communication",
-        script=_RAW,
-        edits=(
-            (
-                _DDP,
-                f"{_DDP}\n    if WORLD_SIZE > 1:\n        from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook\n"
-                "        model.register_comm_hook(None, noop_hook)",
-            ),
+    mutant(
+        "communication hook without communication",
+        "raw_ddp: reduce in update 0",
+        (
+            _DDP,
+            f"{_DDP}\n    if WORLD_SIZE > 1:\n        from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook\n"
+            "        model.register_comm_hook(None, noop_hook)",
         ),
-        update=0,
-        stages=("reduce",),
         tensors="*",
     ),
-    Mutant(
-        name="gradients compressed to float16 by a communication hook",
-        script=_RAW,
-        edits=(
-            (
-                _DDP,
-                f"{_DDP}\n    if WORLD_SIZE > 1:\n        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import "
-                "fp16_compress_hook\n        model.register_comm_hook(None, fp16_compress_hook)",
-            ),
+    mutant(
+        "gradients compressed to float16 by a communication hook",
+        "raw_ddp: reduce in update 0",
+        (
+            _DDP,
+            f"{_DDP}\n    if WORLD_SIZE > 1:\n        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import "
+            "fp16_compress_hook\n        model.register_comm_hook(None, fp16_compress_hook)",
         ),
-        update=0,
-        stages=("reduce",),
         tensors="*",
     ),
-    Mutant(
-        name="all_reduce by hand, without the division",
-        script=_RAW,
-        edits=_by_hand("dist.all_reduce(p.grad)"),
-        update=0,
-        stages=("reduce",),
+    mutant(
+        "all_reduce by hand, without the division",
+        "raw_ddp: reduce in update 0",
+        *_by_hand("dist.all_reduce(p.grad)"),
         tensors="*",
     ),
-    Mutant(
-        name="reduce by hand to rank 0 only",
-        script=_RAW,
-        edits=_by_hand("dist.reduce(p.grad.div_(WORLD_SIZE), 0)"),
-        update=0,
-        stages=("reduce",),
+    mutant(
+        "reduce by hand to rank 0 only",
+        "raw_ddp: reduce in update 0",
+        *_by_hand("dist.reduce(p.grad.div_(WORLD_SIZE), 0)"),
         tensors="*",
     ),
-    Mutant(
-        name="all_reduce by hand, without the biases",
-        script=_RAW,
-        edits=_by_hand("dist.all_reduce(p.grad.div_(WORLD_SIZE)) if p.ndim > 1 else None"),
-        update=0,
-        stages=("reduce",),
+    mutant(
+        "all_reduce by hand, without the biases",
+        "raw_ddp: reduce in update 0",
+        *_by_hand("dist.all_reduce(p.grad.div_(WORLD_SIZE)) if p.ndim > 1 else None"),
         tensors="*.bias",
     ),
-    Mutant(
-        name="all_reduce by hand in bfloat16",
-        script=_RAW,
-        edits=_by_hand("half = p.grad.bfloat16(); dist.all_reduce(half); p.grad.copy_(half / WORLD_SIZE)"),
-        update=0,
-        stages=("reduce",),
+    mutant(
+        "all_reduce by hand in bfloat16",
+        "raw_ddp: reduce in update 0",
+        *_by_hand("half = p.grad.bfloat16(); dist.all_reduce(half); p.grad.copy_(half / WORLD_SIZE)"),
         tensors="*",
     ),
-    Mutant(
-        name="gradients of rank 0 broadcast",
-        script=_RAW,
-        edits=_by_hand("dist.broadcast(p.grad, 0)"),
-        update=0,
-        stages=("reduce",),
+    mutant(
+        "gradients of rank 0 broadcast",
+        "raw_ddp: reduce in update 0",
+        *_by_hand("dist.broadcast(p.grad, 0)"),
         tensors="*",
     ),
-    Mutant(
-        name="weights averaged after the step in place of gradients before it",
-        script=_RAW,
-        edits=(
-            (_SYNC, _NO_SYNC),
-            (
-                "                schedule.step()\n",
-                "                schedule.step()\n                for p in model.parameters() if WORLD_SIZE > 1 else []:\n"
-                "                    dist.all_reduce(p.data.div_(WORLD_SIZE))\n",
-            ),
+    mutant(
+        "weights averaged after the step in place of gradients before it",
+        "raw_ddp: reduce in update 0",
+        (_SYNC, _NO_SYNC),
+        (
+            "                schedule.step()\n",
+            "                schedule.step()\n                for p in model.parameters() if WORLD_SIZE > 1 else []:\n"
+            "                    dist.all_reduce(p.data.div_(WORLD_SIZE))\n",
         ),
-        update=0,
-        stages=("reduce",),
         tensors="*",
     ),
-    Mutant(
-        name="a parameter that DDP ignores",
-        script=_RAW,
-        edits=(
-            (
-                _DDP,
-                'DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["head.bias"])\n    ' + _DDP,
-            ),
+    mutant(
+        "a parameter that DDP ignores",
+        "raw_ddp: reduce in update 0",
+        (
+            _DDP,
+            'DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["head.bias"])\n    ' + _DDP,
         ),
-        update=0,
-        stages=("reduce",),
         tensors="head.bias",
     ),
-    Mutant(
-        name="a layer unfrozen after DDP was built",
-        script=_RAW,
-        edits=((_DDP, f"net.head.weight.requires_grad_(False)\n    {_DDP}\n    net.head.weight.requires_grad_(True)"),),
-        update=0,
-        stages=("reduce",),
+    mutant(
+        "a layer unfrozen after DDP was built",
+        "raw_ddp: reduce in update 0",
+        (_DDP, f"net.head.weight.requires_grad_(False)\n    {_DDP}\n    net.head.weight.requires_grad_(True)"),
         tensors="head.weight",
     ),
-    Mutant(
-        name="a new head after DDP was built",
-        script=_RAW,
-        variant=((_DDP, f"net.head = nn.Linear(16, 4)\n    {_DDP}"),),
-        edits=(
-            (
-                f"net.head = nn.Linear(16, 4)\n    {_DDP}",
-                _DDP.replace("(net)", "(net, find_unused_parameters=True)") + "\n    net.head = nn.Linear(16, 4)",
-            ),
+    mutant(
+        "a new head after DDP was built",
+        "raw_ddp: reduce in update 0",
+        (
+            f"net.head = nn.Linear(16, 4)\n    {_DDP}",
+            _DDP.replace("(net)", "(net, find_unused_parameters=True)") + "\n    net.head = nn.Linear(16, 4)",
         ),
-        update=0,
-        stages=("reduce",),
+        variant=((_DDP, f"net.head = nn.Linear(16, 4)\n    {_DDP}"),),
         tensors="head.*",
     ),
-    Mutant(
-        name="gradients not cleared between updates",
-        script=_RAW,
-        edits=(("                optimizer.zero_grad()\n", ""),),
+    mutant(
+        "gradients not cleared between updates",
+        "raw_ddp: reduce in update 1",
+        ("                optimizer.zero_grad()\n", ""),
         against="correct",
-        update=1,
-        stages=("reduce",),
         tensors="*",
     ),
-    Mutant(
-        name="gradients cleared in each micro-step",
-        script="fsdp_loop",
-        edits=(
-            (
-                "            if is_last:\n",
-                "            if not is_last:\n                optimizer.zero_grad()\n            if is_last:\n",
-            ),
-            ("model.set_requires_gradient_sync(is_last)", "model.set_requires_gradient_sync(True)"),
+    mutant(
+        "gradients cleared in each micro-step",
+        "fsdp_loop: reduce in update 0",
+        (
+            "            if is_last:\n",
+            "            if not is_last:\n                optimizer.zero_grad()\n            if is_last:\n",
         ),
+        ("model.set_requires_gradient_sync(is_last)", "model.set_requires_gradient_sync(True)"),
         against="correct",
-        update=0,
-        stages=("reduce",),
         tensors="*",
     ),
-    Mutant(
-        name="fully_shard sums gradients in place of averaging them",
-        script="fsdp_loop",
-        edits=(
-            (
-                "        fully_shard(model)\n",
-                "        fully_shard(model)\n        for one in (*model.blocks, model):\n            one.set_force_sum_reduction_for_comms(True)\n            one.set_gradient_divide_factor(1.0)\n",
-            ),
+    mutant(
+        "fully_shard sums gradients in place of averaging them",
+        "fsdp_loop: reduce in update 0",
+        (
+            "        fully_shard(model)\n",
+            "        fully_shard(model)\n        for one in (*model.blocks, model):\n            one.set_force_sum_reduction_for_comms(True)\n            one.set_gradient_divide_factor(1.0)\n",
         ),
-        update=0,
-        stages=("reduce",),
         tensors="*",
     ),
-    Mutant(
-        name="one block of fully_shard with another divisor",
-        script="fsdp_loop",
-        edits=(
-            (
-                "        fully_shard(model)\n",
-                "        fully_shard(model)\n        model.blocks[1].set_force_sum_reduction_for_comms(True)\n        model.blocks[1].set_gradient_divide_factor(1.0)\n",
-            ),
+    mutant(
+        "one block of fully_shard with another divisor",
+        "fsdp_loop: reduce in update 0",
+        (
+            "        fully_shard(model)\n",
+            "        fully_shard(model)\n        model.blocks[1].set_force_sum_reduction_for_comms(True)\n        model.blocks[1].set_gradient_divide_factor(1.0)\n",
         ),
-        update=0,
-        stages=("reduce",),
         tensors="blocks.1.*",
     ),
-    Mutant(
-        name="fully_shard reduces in bfloat16",
-        script="fsdp_loop",
-        edits=(
-            (
-                "from torch.distributed.fsdp import fully_shard",
-                "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",
-            ),
-            (
-                "        fully_shard(model)\n",
-                "        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))\n",
-            ),
+    mutant(
+        "fully_shard reduces in bfloat16",
+        "fsdp_loop: reduce in update 0",
+        (
+            "from torch.distributed.fsdp import fully_shard",
+            "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",
         ),
-        update=0,
-        stages=("reduce",),
+        (
+            "        fully_shard(model)\n",
+            "        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))\n",
+        ),
         tensors="*",
     ),
-    Mutant(
-        name="a parameter that fully_shard ignores",
-        script="fsdp_loop",
+    mutant(
+        "a parameter that fully_shard ignores",
+        "fsdp_loop: reduce in update 0",
+        ("        fully_shard(model)\n", "        fully_shard(model, ignored_params={model.scale})\n"),
         variant=(("                nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)\n", ""),),
-        edits=(("        fully_shard(model)\n", "        fully_shard(model, ignored_params={model.scale})\n"),),
-        update=0,
-        stages=("reduce",),
         tensors="scale",
     ),
-    Mutant(
-        name="weights computed in bfloat16 on ranks only",
-        script="fsdp_loop",
-        edits=(
-            (
-                "from torch.distributed.fsdp import fully_shard",
-                "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",
-            ),
-            (
-                "            fully_shard(block)\n",
-                "            fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))\n",
-            ),
+    mutant(
+        "weights computed in bfloat16 on ranks only",
+        "fsdp_loop: forward in update 0",
+        (
+            "from torch.distributed.fsdp import fully_shard",
+            "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",
         ),
-        update=0,
-        stages=("forward",),
+        (
+            "            fully_shard(block)\n",
+            "            fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))\n",
+        ),
         tensors="blocks.0",
     ),
-    Mutant(
-        name="tied weights split on the ranks",
-        script="language_model",
-        edits=(
-            (
-                "    model = LanguageModel()\n",
-                "    model = LanguageModel()\n    if accelerator.num_processes > 1:\n"
-                "        model.head.weight = nn.Parameter(model.head.weight.detach().clone())\n",
-            ),
+    mutant(
+        "tied weights split on the ranks",
+        "language_model: backward or initial weights in update 0",
+        (
+            "    model = LanguageModel()\n",
+            "    model = LanguageModel()\n    if accelerator.num_processes > 1:\n"
+            "        model.head.weight = nn.Parameter(model.head.weight.detach().clone())\n",
         ),
-        update=0,
-        stages=("backward", "initial weights"),
         tensors="*",
     ),
-    Mutant(
-        name="tied weights split on the ranks, fsdp2",
-        script="language_model",
+    mutant(
+        "tied weights split on the ranks, fsdp2",
+        "language_model: backward or initial weights or reduce in update 0",
+        (
+            "    model = LanguageModel()\n",
+            "    model = LanguageModel()\n    if accelerator.num_processes > 1:\n"
+            "        model.head.weight = nn.Parameter(model.head.weight.detach().clone())\n",
+        ),
         engine="fsdp2",
-        edits=(
-            (
-                "    model = LanguageModel()\n",
-                "    model = LanguageModel()\n    if accelerator.num_processes > 1:\n"
-                "        model.head.weight = nn.Parameter(model.head.weight.detach().clone())\n",
-            ),
-        ),
-        update=0,
-        stages=("backward", "initial weights", "reduce"),
         tensors="*",
     ),
-    Mutant(
-        name="gradients clipped before they are reduced",
-        script=_RAW,
-        edits=_by_hand("dist.all_reduce(p.grad.div_(WORLD_SIZE))", after_clip=True),
-        update=0,
-        stages=("clip",),
+    mutant(
+        "gradients clipped before they are reduced",
+        "raw_ddp: clip in update 0",
+        *_by_hand("dist.all_reduce(p.grad.div_(WORLD_SIZE))", after_clip=True),
         tensors="*",
     ),
-    Mutant(
-        name="gradients clipped in each micro-step",
-        script=_RAW,
-        edits=((_CLIP, ""), ("            if is_last:\n", _CLIP[4:] + "            if is_last:\n")),
+    mutant(
+        "gradients clipped in each micro-step",
+        "raw_ddp: clip in update 0",
+        (_CLIP, ""),
+        ("            if is_last:\n", _CLIP[4:] + "            if is_last:\n"),
         against="correct",
-        update=0,
-        stages=("clip",),
         tensors="*",
     ),
-    Mutant(
-        name="gradients clipped on rank 0 only",
-        script=_RAW,
-        edits=((_CLIP, f"                if RANK == 0:\n    {_CLIP}"),),
-        update=0,
-        stages=("clip",),
+    mutant(
+        "gradients clipped on rank 0 only",
+        "raw_ddp: clip in update 0",
+        (_CLIP, f"                if RANK == 0:\n    {_CLIP}"),
         tensors="*",
     ),
-    Mutant(
-        name="max_norm multiplied by the ranks",
-        script=_RAW,
-        edits=(("parameters(), MAX_NORM)", "parameters(), MAX_NORM * WORLD_SIZE)"),),
-        update=0,
-        stages=("clip",),
+    mutant(
+        "max_norm multiplied by the ranks",
+        "raw_ddp: clip in update 0",
+        ("parameters(), MAX_NORM)", "parameters(), MAX_NORM * WORLD_SIZE)"),
         tensors="*",
     ),
-    Mutant(
-        name="gradients clipped after the step",
-        script=_RAW,
-        edits=((_CLIP + _STEP, _STEP + _CLIP),),
+    mutant(
+        "gradients clipped after the step",
+        "raw_ddp: clip in update 0",
+        (_CLIP + _STEP, _STEP + _CLIP),
         against="correct",
-        update=0,
-        stages=("clip",),
         tensors="*",
     ),
-    Mutant(
-        name="only the head clipped",
-        script=_RAW,
-        edits=((_CLIP, _CLIP.replace("model", "net.head")),),
+    mutant(
+        "only the head clipped",
+        "raw_ddp: clip in update 0",
+        (_CLIP, _CLIP.replace("model", "net.head")),
         against="correct",
-        update=0,
-        stages=("clip",),
         tensors="*",
     ),
-    Mutant(
-        name="another max_norm on each rank, where clipping reduces the gradients",
-        script="accelerated",
+    mutant(
+        "another max_norm on each rank, where clipping reduces the gradients",
+        "accelerated: clip in update 0",
+        ("parameters(), MAX_NORM)", "parameters(), MAX_NORM * (1 + accelerator.process_index))"),
         variant=REDUCED_WHEN_CLIPPED,
-        edits=(("parameters(), MAX_NORM)", "parameters(), MAX_NORM * (1 + accelerator.process_index))"),),
-        update=0,
-        stages=("clip",),
         tensors="*",
     ),
-    Mutant(
-        name="gradients clipped while the loss scale is still in them",
-        script="ema_scaler",
-        edits=(("            scaler.unscale_(optimizer)\n", ""),),
+    mutant(
+        "gradients clipped while the loss scale is still in them",
+        "ema_scaler: clip in update 0",
+        ("            scaler.unscale_(optimizer)\n", ""),
         against="correct",
-        update=0,
-        stages=("clip",),
         tensors="*",
     ),
-    Mutant(
-        name="norm of the rank's shards, fully_shard",
-        script="fsdp_loop",
-        edits=(
-            (
-                "nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)",
-                "shards = [torch.nn.Parameter(getattr(p, '_local_tensor', p.data)) for p in model.parameters()]\n"
-                "                for shard, p in zip(shards, model.parameters(), strict=True):\n"
-                "                    shard.grad = getattr(p.grad, '_local_tensor', p.grad)\n"
-                "                nn.utils.clip_grad_norm_(shards, MAX_NORM)",
-            ),
+    mutant(
+        "norm of the rank's shards, fully_shard",
+        "fsdp_loop: clip in update 0",
+        (
+            "nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)",
+            "shards = [torch.nn.Parameter(getattr(p, '_local_tensor', p.data)) for p in model.parameters()]\n"
+            "                for shard, p in zip(shards, model.parameters(), strict=True):\n"
+            "                    shard.grad = getattr(p.grad, '_local_tensor', p.grad)\n"
+            "                nn.utils.clip_grad_norm_(shards, MAX_NORM)",
         ),
-        update=0,
-        stages=("clip",),
         tensors="*",
     ),
-    Mutant(
-        name="values clipped to a bound divided by the ranks",
-        script="stream",
-        edits=(("parameters(), 0.2)", "parameters(), 0.2 / WORLD_SIZE)"),),
-        update=0,
-        stages=("clip",),
+    mutant(
+        "values clipped to a bound divided by the ranks",
+        "stream: clip in update 0",
+        ("parameters(), 0.2)", "parameters(), 0.2 / WORLD_SIZE)"),
         tensors="*",
     ),
 )

@@ -2,177 +2,131 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Mutant, mutant
 
 __all__ = ["MUTANTS"]
 
 
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
-        name="zero1: the parts of the weights are not exchanged after the step",
-        script="accelerated",
+    mutant(
+        "zero1: the parts of the weights are not exchanged after the step",
+        "accelerated: optimizer in update 0",
         engine="zero1",
         fault="no_exchange_of_parts",
-        update=0,
-        stages=("optimizer",),
         tensors="*",
     ),
-    Mutant(
-        name="zero1: the schedule does not reach the parts",
-        script="accelerated",
+    mutant(
+        "zero1: the schedule does not reach the parts",
+        "accelerated: scheduler or optimizer in update 1",
         engine="zero1",
         fault="rates_not_passed_on",
-        update=1,
-        stages=("scheduler", "optimizer"),
         tensors="*",
     ),
-    Mutant(
-        name="fsdp2: gradients divided by the ranks twice",
-        script="accelerated",
+    mutant(
+        "fsdp2: gradients divided by the ranks twice",
+        "accelerated: reduce in update 0",
         engine="fsdp2",
         fault="gradients_divided_twice",
-        update=0,
-        stages=("reduce",),
         tensors="*",
     ),
-    Mutant(
-        name="fsdp2: gradients not divided by the ranks",
-        script="language_model",
+    mutant(
+        "fsdp2: gradients not divided by the ranks",
+        "language_model: reduce in update 0",
         engine="fsdp2",
         fault="gradients_not_divided",
-        update=0,
-        stages=("reduce",),
         tensors="*",
     ),
-    Mutant(
-        name="fsdp2: norm of the rank's own shards",
-        script="accelerated",
+    mutant(
+        "fsdp2: norm of the rank's own shards",
+        "accelerated: clip in update 0",
         engine="fsdp2",
         fault="norm_of_own_shards",
-        update=0,
-        stages=("clip",),
         tensors="*",
     ),
-    Mutant(
-        name="fsdp2: norm counted once per rank (wrong by sqrt(shards))",
-        script="language_model",
+    mutant(
+        "fsdp2: norm counted once per rank (wrong by sqrt(shards))",
+        "language_model: clip in update 0",
         engine="fsdp2",
         fault="norm_too_large",
-        update=0,
-        stages=("clip",),
         tensors="*",
     ),
-    Mutant(
-        name="fsdp2: only the last micro-batch's gradient kept",
-        script="accelerated",
+    mutant(
+        "fsdp2: only the last micro-batch's gradient kept",
+        "accelerated: reduce in update 0",
         engine="fsdp2",
         fault="earlier_micro_steps_dropped",
-        update=0,
-        stages=("reduce",),
         tensors="*",
     ),
-    Mutant(
-        name="ddp: only the last micro-batch's gradient kept",
-        script="accelerated",
+    mutant(
+        "ddp: only the last micro-batch's gradient kept",
+        "accelerated: reduce in update 0",
         fault="earlier_micro_steps_dropped",
-        update=0,
-        stages=("reduce",),
         tensors="*",
     ),
-    Mutant(
-        name="num_items of the own rank only",
-        script="language_model",
+    mutant(
+        "num_items of the own rank only",
+        "language_model: loss weight or reduce in update 0",
         fault="items_not_summed",
-        update=0,
-        stages=("loss weight", "reduce"),
         tensors="*",
     ),
-    Mutant(
-        name="the loader repeats its first samples on the last rank",
-        script="accelerated",
+    mutant(
+        "the loader repeats its first samples on the last rank",
+        "accelerated: data in update 0",
         fault="repeated_samples",
-        update=0,
-        stages=("data",),
     ),
-    Mutant(
-        name="DDP averages over one rank too many",
-        script="raw_ddp",
-        fault="average_over_too_many",
-        update=0,
-        stages=("reduce",),
-        tensors="*",
+    mutant(
+        "DDP averages over one rank too many", "raw_ddp: reduce in update 0", fault="average_over_too_many", tensors="*"
     ),
-    Mutant(
-        name="DistributedSampler ignores the epoch",
-        script="raw_ddp",
+    mutant(
+        "DistributedSampler ignores the epoch",
+        "raw_ddp: data in update 3",
         fault="sampler_without_epoch",
         against="correct",
-        update=3,
-        stages=("data",),
     ),
-    Mutant(
-        name="loaded optimizer state assigned in another order",
-        script="resume_loop",
+    mutant(
+        "loaded optimizer state assigned in another order",
+        "resume_loop: load in update 6",
         fault="optimizer_state_shifted",
         against="correct",
         resume=(6, 6),
-        update=6,
-        stages=("load",),
         tensors="*",
     ),
-    Mutant(
-        name="torch: clip_grad_norm_ with the norm of the rank's shards",
-        script="fsdp_loop",
+    mutant(
+        "torch: clip_grad_norm_ with the norm of the rank's shards",
+        "fsdp_loop: clip in update 0",
         fault="torch_norm_of_own_shards",
-        update=0,
-        stages=("clip",),
         tensors="*",
     ),
-    Mutant(
-        name="torch: clip_grad_norm_ with the norm of one gradient",
-        script="raw_ddp",
+    mutant(
+        "torch: clip_grad_norm_ with the norm of one gradient",
+        "raw_ddp: clip in update 0",
         fault="norm_of_first_tensor",
-        update=0,
-        stages=("clip",),
         tensors="*",
     ),
-    Mutant(
-        name="DDP: a parameter is missing in the buckets",
-        script="accelerated",
+    mutant(
+        "DDP: a parameter is missing in the buckets",
+        "accelerated: reduce in update 0",
         fault="buckets_without_last_parameter",
-        update=0,
-        stages=("reduce",),
         tensors="head.bias",
     ),
-    Mutant(
-        name="DDP: no_sync leaks into the next backward pass",
-        script="raw_ddp",
+    mutant(
+        "DDP: no_sync leaks into the next backward pass",
+        "raw_ddp: reduce in update 0",
         fault="no_sync_leaks",
-        update=0,
-        stages=("reduce",),
         tensors="*",
     ),
-    Mutant(
-        name="DDP: weights not sent at the start",
-        script="level1",
+    mutant(
+        "DDP: weights not sent at the start",
+        "level1: initial weights in update -1",
         fault="weights_not_broadcast",
-        update=-1,
-        stages=("initial weights",),
         tensors="*",
     ),
-    Mutant(
-        name="DistributedSampler: the last rank reads another rank's shard",
-        script="raw_ddp",
+    mutant(
+        "DistributedSampler: the last rank reads another rank's shard",
+        "raw_ddp: data in update 0",
         fault="sampler_of_neighbours",
-        update=0,
-        stages=("data",),
     ),
-    Mutant(
-        name="Adam counts steps twice on one rank",
-        script="level1",
-        fault="steps_counted_twice",
-        update=1,
-        stages=("optimizer",),
-        tensors="*",
+    mutant(
+        "Adam counts steps twice on one rank", "level1: optimizer in update 1", fault="steps_counted_twice", tensors="*"
     ),
 )

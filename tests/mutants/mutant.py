@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from echelon.verify.finding import Finding, Stage
+from echelon.verify.finding import STAGES, Finding, Stage
 
-__all__ = ["CUT_TEXTS", "REDUCED_WHEN_CLIPPED", "SCRIPTS", "Mutant", "correct_text", "mutated_text"]
+__all__ = ["CUT_TEXTS", "REDUCED_WHEN_CLIPPED", "SCRIPTS", "Mutant", "correct_text", "mutant", "mutated_text"]
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 CUT_TEXTS = (
@@ -76,6 +76,18 @@ class Mutant:
         if self.tensors in ("", "*") and not finding.tensors:
             return True  # all of them
         return any(fnmatchcase(name.partition("/")[0], self.tensors or "*") for name in names)
+
+
+def mutant(name: str, where: str, *edits: tuple[str, str], **options: Any) -> Mutant:
+    """Return a fault with these edits.
+
+    Args:
+        where: script, right stage (or stages), and first update with an effect: ``"raw_ddp: reduce or clip in update 3"``.
+    """
+    script, _, rest = where.partition(": ")
+    stages, _, update = rest.rpartition(" in update ")
+    right = tuple(STAGES[STAGES.index(stage)] for stage in stages.split(" or "))  # type: ignore[arg-type]
+    return Mutant(name=name, script=script, update=int(update), stages=right, edits=edits, **options)
 
 
 def mutated_text(mutant: Mutant) -> str:
