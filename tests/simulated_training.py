@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
-from echelon.verify.sketch import Sketch, sketches_of
+from echelon.distributed.checks.sketch import Sketch, sketches_of
 from echelon.verify.trace import (
     Batch,
     Buffers,
@@ -383,7 +382,6 @@ class Simulation:
                 module=module,
                 shape=list(value.shape),
                 rows=rows,
-                total=np.zeros(32),
             )
         )
 

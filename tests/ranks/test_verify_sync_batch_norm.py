@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from echelon.verify.recorders.sync_batch_norm import SyncBatchNormOnCpu
 from echelon.verify.recording import recording
-from echelon.verify.sync_batch_norm import SyncBatchNormOnCpu
 from tests.harness import run_on_ranks
 
 SIZES = (3, 5)  # samples of each rank

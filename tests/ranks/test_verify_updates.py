@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon import Accelerator
+from echelon.distributed.checks.sketch import Sketch, sketch_of
 from echelon.parallelism_config import ParallelismConfig
 from echelon.verify.compare import compare
 from echelon.verify.parts import default_parts
 from echelon.verify.recording import recording
-from echelon.verify.sketch import Sketch, sketch_of
 from echelon.verify.trace import (
     Clip,
     Gradients,

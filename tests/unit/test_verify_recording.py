@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
+from echelon.distributed.checks.sketch import Sketch, sketch_of
 from echelon.verify.parts import default_parts
 from echelon.verify.recording import recording
-from echelon.verify.sketch import Sketch, sketch_of
 from echelon.verify.trace import (
     Buffers,
     Clip,

@@ -11,12 +11,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
+from echelon.verify.parts import parts_of_updates
 from echelon.verify.recorders.merged_batches import MergedBatches
-from echelon.verify.recorders.updates import UpdateRecorder
+from echelon.verify.recorders.perturbation import GradientPerturbation, Perturbation
 from echelon.verify.recording import recording
-from echelon.verify.reference_parts.merged_schedules import MergedSchedules
-from echelon.verify.reference_parts.perturbation import GradientPerturbation, Perturbation
-from echelon.verify.reference_parts.unprepared_lengths import UnpreparedLengths
 from echelon.verify.trace import Gradients, read_trace
 
 
@@ -36,7 +34,7 @@ def _loader() -> DataLoader[Any]:
 
 
 def test_a_prepared_scheduler_steps_once_for_each_merged_batch(tmp_path: Path, accelerator: Accelerator) -> None:
-    with recording(**_options(tmp_path, MergedBatches(), MergedSchedules())):
+    with recording(**_options(tmp_path, MergedBatches())):
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -55,7 +53,7 @@ def test_a_prepared_scheduler_steps_once_for_each_merged_batch(tmp_path: Path, a
 def test_a_loader_that_is_not_prepared_has_the_length_of_several_processes(
     tmp_path: Path, accelerator: Accelerator
 ) -> None:
-    with recording(**_options(tmp_path, MergedBatches(), UnpreparedLengths())):
+    with recording(**_options(tmp_path, MergedBatches())):
         loader = _loader()
         assert (len(loader), len(list(loader))) == (6, 3)
         prepared = accelerator.prepare(loader)
@@ -69,7 +67,8 @@ def test_without_an_accelerator_a_length_is_that_of_the_merged_batches(
     # One of an earlier test may live, ours or theirs.
     monkeypatch.setattr("echelon.accelerator.current.has_accelerator", lambda: False)
     monkeypatch.setattr("accelerate.state.AcceleratorState._shared_state", {})
-    with recording(**_options(tmp_path, MergedBatches(), UnpreparedLengths())):
+    monkeypatch.delitem(globals(), "Accelerator")  # a script that has imported it is about to prepare its loaders
+    with recording(**_options(tmp_path, MergedBatches())):
         assert len(_loader()) == 3
 
 
@@ -92,7 +91,7 @@ def test_gradients_are_perturbed_after_they_are_recorded_and_in_opposite_directi
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         before = model.weight.detach().clone()
         folder = tmp_path / str(seed)
-        parts = (UpdateRecorder(), GradientPerturbation(seed, {"0:weight": 0.25}))
+        parts = (*parts_of_updates(), GradientPerturbation(seed, {"0:weight": 0.25}))
         with recording(**_options(folder, *parts, factor=1)):
             for _ in range(2):
                 optimizer.zero_grad()

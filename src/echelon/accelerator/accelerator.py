@@ -367,7 +367,7 @@ class Accelerator:
             UsageError: the loss is not a scalar that requires grad, weights contradict each other, or a loader was
                 not prepared (checked only in the first call, with multiple processes).
         """
-        self.session.update.backward(loss, num_items, kwargs)
+        self.session.backward(loss, num_items, kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the previous norm.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ class Epochs(PassTracker[PreparedLoader]):
         objects: the prepared objects.
         preemption: handler that may stop the run at the end of an update or epoch.
         is_exact: whether the update policy itself tracks the position of an update.
+        on_batch: observes the loaders' batches.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class Epochs(PassTracker[PreparedLoader]):
         objects: PreparedObjects,
         preemption: PreemptionHandler,
         is_exact: bool,
+        on_batch: Callable[[PreparedLoader, Any], None] | None = None,
     ) -> None:
+        self._on_batch = on_batch
         self._state = state
         self._progress = progress
         self._objects = objects
@@ -85,6 +88,8 @@ class Epochs(PassTracker[PreparedLoader]):
 
     def begin_batch(self, loader: PreparedLoader, batch: Any) -> None:
         """Record where an update with several micro-steps starts; the exact modes do this themselves."""
+        if self._on_batch is not None:
+            self._on_batch(loader, batch)
         state = self._state
         if self._is_exact or not state.sync_gradients or (state.plugin.num_steps or 1) == 1:
             return

@@ -241,7 +241,7 @@ class Pipeline:
         loss: torch.Tensor = _LossOfSchedule.apply(value, self, batch, is_empty)  # type: ignore[no-untyped-call]
         result = loss.detach()
         self._result = result
-        update.backward(loss if weight == 1.0 else loss * weight, num_items, {})
+        session.backward(loss if weight == 1.0 else loss * weight, num_items, {})
         return result if weight == 1.0 else result * weight
 
     def run_schedule(self, batch: Any, scale: torch.Tensor, *, is_empty: bool) -> None:

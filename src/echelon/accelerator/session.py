@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from echelon.accelerator.epochs import Epochs
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration, TorchDynamoPlugin
@@ -88,6 +90,8 @@ class Session:
     epochs: Epochs = field(init=False)
     guard: UnpreparedOptimizerGuard = field(init=False)
     direct_backward: DirectBackwardCheck = field(init=False)
+    backward: Callable[[torch.Tensor, float | None, Mapping[str, Any]], None] = field(init=False)
+    """Runs a backward pass of the update: the policy's, checked if ``verify_every`` is set."""
     _steps_before: int = 0  # optimizer steps that the current optimizers have not counted
 
     def __post_init__(self) -> None:
@@ -99,10 +103,13 @@ class Session:
             objects=self.objects,
             preemption=self.preemption,
             is_exact=self.parity != "off",
+            on_batch=None if self.live_check is None else self.live_check.note_batch,
         )
         contribution = None if self.update.driver is None else self.update.driver.contribution
+        self.backward = self.update.backward
         if self.live_check is not None:
-            self.live_check.attach(self.update, self.epochs, contribution)
+            self.live_check.attach(self.update, contribution)
+            self.backward = self.live_check.run_backward
         self.guard = UnpreparedOptimizerGuard(
             engine=self.engine,
             models=self.objects.models,
@@ -120,7 +127,8 @@ class Session:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "watcher": None, "epochs": None, "guard": None, "direct_backward": None}
+        built = dict.fromkeys(("watcher", "epochs", "guard", "direct_backward", "backward"))
+        return {**vars(self), **built}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.verify.comparison.alignment import AlignedRun
-from echelon.verify.comparison.differences import Comparison, RunDifference, Tally
+from echelon.verify.comparison.differences import Comparison, RunDifference, Tally, structure_differences
 from echelon.verify.comparison.findings import finding_of
-from echelon.verify.comparison.invariants import GeneratorHistory, rates_of, unequal_clips, unequal_steps
-from echelon.verify.comparison.model_structure import structure_differences
-from echelon.verify.comparison.progress import unequal_progress, untrained_ranks
+from echelon.verify.comparison.invariants import (
+    GeneratorHistory,
+    rates_of,
+    unequal_clips,
+    unequal_progress,
+    unequal_steps,
+    untrained_ranks,
+)
 from echelon.verify.comparison.sample_comparison import SampleComparison
 from echelon.verify.comparison.saved_states import load_differences, resume_differences, save_differences
 from echelon.verify.comparison.tolerance import Measurement, RoundingModel

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from weakref import WeakSet
@@ -35,8 +36,8 @@ class RecordingDone(BaseException):
 class Part(Protocol):
     """Records one aspect of a run."""
 
-    def install(self, recording: Recording) -> Callable[[], None]:
-        """Register callbacks, patch what is needed, and return a function that undoes the patches."""
+    def install(self, recording: Recording) -> None:
+        """Register callbacks, and patch what is needed with ``recording.patch`` and ``recording.wrap``."""
 
 
 class Recording:
@@ -81,17 +82,31 @@ class Recording:
         self._notes: set[str] = set()
         self._owners: dict[int, tuple[int, str]] = {}  # by the ids of parameters, which their models keep alive
         self._model_of_root: dict[int, RecordedModel] = {}
-        self._on_other_forward: list[Callable[[nn.Module], None]] = []
         self._other_roots: WeakSet[nn.Module] = WeakSet()
-        self._on_model: list[Callable[[nn.Module], None]] = []
-        self._input_transforms: list[InputTransform] = []
-        self._on_training_forward: list[OnTrainingForward] = []
-        self._on_forward_end: list[OnForwardEnd] = []
-        self._on_backward: list[OnBackward] = []
-        self._on_micro_step_end: list[Callable[[], None]] = []
-        self._on_update_closed: list[Callable[[int], None]] = []
-        self._on_model_recorded: list[Callable[[RecordedModel], None]] = []
-        self._on_step: list[OnStep] = []
+        self.undo = ExitStack()
+        """Undoes what the parts have patched, and runs what else they have left for the end of the recording."""
+
+        # Callbacks of the parts.
+        self.on_model: list[Callable[[nn.Module], None]] = []
+        """``(root)`` before a new model is recorded; they may convert the model in place."""
+        self.on_model_recorded: list[Callable[[RecordedModel], None]] = []
+        """``(model)`` after the ``Model`` event of a new model, and again if its parameters were replaced."""
+        self.input_transforms: list[InputTransform] = []
+        """Return what replaces the arguments of a root forward pass (training and evaluation): ``(root, args, kwargs)``."""
+        self.on_training_forward: list[OnTrainingForward] = []
+        """``(model_index, root, args, kwargs)`` when a training forward pass begins."""
+        self.on_forward_end: list[OnForwardEnd] = []
+        """``(model_index, root, output)`` when a training forward pass has ended."""
+        self.on_other_forward: list[Callable[[nn.Module], None]] = []
+        """``(root)`` when the first forward pass of a module begins that is not a training forward pass."""
+        self.on_backward: list[OnBackward] = []
+        """``(tensors, gradients)`` before an outermost backward pass."""
+        self.on_micro_step_end: list[Callable[[], None]] = []
+        """``()`` after an outermost backward pass; ``micro_step`` is still its index."""
+        self.on_step: list[OnStep] = []
+        """``(optimizer, loss_scale)`` before a step, or where a loss scaler skips one. The gradients have still that factor."""
+        self.on_update_closed: list[Callable[[int], None]] = []
+        """``(update)`` when nothing in the update can change anymore."""
 
     # What parts call.
 
@@ -105,52 +120,27 @@ class Recording:
             self._notes.add(text)
             self.add(Note(update=self.update, text=text))
 
-    def on_model(self, callback: Callable[[nn.Module], None]) -> None:
-        """Call ``callback(root)`` before a new model is recorded; it may convert the model in place."""
-        self._on_model.append(callback)
+    def patch(self, owner: Any, name: str, value: Any) -> None:
+        """Set ``owner.name`` until the recording ends."""
+        if name in vars(owner):
+            self.undo.callback(setattr, owner, name, vars(owner)[name])
+        else:  # inherited, or found by __getattr__
+            self.undo.callback(delattr, owner, name)
+        setattr(owner, name, value)
 
-    def on_model_recorded(self, callback: Callable[[RecordedModel], None]) -> None:
-        """Call ``callback(model)`` after the ``Model`` event of a new model, and again if its parameters were replaced."""
-        self._on_model_recorded.append(callback)
+    def wrap(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Call ``call(original, *args, **kwargs)`` in place of ``owner.name`` until the recording ends."""
+        original = getattr(owner, name)
 
-    def transform_inputs(self, transform: InputTransform) -> None:
-        """Replace the arguments of each root forward pass (training and evaluation) by ``transform(root, args, kwargs)``."""
-        self._input_transforms.append(transform)
+        @wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
 
-    def on_training_forward(self, callback: OnTrainingForward) -> None:
-        """Call ``callback(model_index, root, args, kwargs)`` when a training forward pass begins."""
-        self._on_training_forward.append(callback)
-
-    def on_forward_end(self, callback: OnForwardEnd) -> None:
-        """Call ``callback(model_index, root, output)`` when a training forward pass has ended."""
-        self._on_forward_end.append(callback)
-
-    def on_other_forward(self, callback: Callable[[nn.Module], None]) -> None:
-        """Call ``callback(root)`` when the first forward pass of a module begins that is not a training forward pass."""
-        self._on_other_forward.append(callback)
-
-    def on_backward(self, callback: OnBackward) -> None:
-        """Call ``callback(tensors, gradients)`` before an outermost backward pass."""
-        self._on_backward.append(callback)
-
-    def on_micro_step_end(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` after an outermost backward pass; ``micro_step`` is still its index."""
-        self._on_micro_step_end.append(callback)
-
-    def on_update_closed(self, callback: Callable[[int], None]) -> None:
-        """Call ``callback(update)`` when nothing in the update can change anymore."""
-        self._on_update_closed.append(callback)
-
-    def on_step(self, callback: OnStep) -> None:
-        """Call ``callback(optimizer, loss_scale)`` before a step, or where a loss scaler skips one.
-
-        The gradients have still the factor ``loss_scale``.
-        """
-        self._on_step.append(callback)
+        self.patch(owner, name, wrapped)
 
     def begin_step(self, optimizer: Optimizer, loss_scale: float) -> None:
         """Tell all parts that ``optimizer`` is about to step."""
-        for on_step in self._on_step:
+        for on_step in self.on_step:
             on_step(optimizer, loss_scale)
 
     def owner_of(self, parameter: torch.Tensor) -> tuple[int, str] | None:
@@ -173,37 +163,25 @@ class Recording:
 
     # What ``recording`` calls.
 
-    def install(self) -> Callable[[], None]:
-        """Patch module calls and backward passes; return a function that undoes it."""
-        call_module, run_backward = nn.Module.__call__, torch.autograd.backward
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._depth or self.is_in_backward:
-                return call_module(module, *args, **kwargs)
-            if not _has_trainable_parameters(module):
-                self._see_other(module)
-                return call_module(module, *args, **kwargs)
-            return self._run_root(call_module, module, args, kwargs)
-
-        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            if self.is_in_backward:  # of a checkpointed block
-                run_backward(tensors, grad_tensors, *args, **kwargs)
-            else:
-                self._run_backward(run_backward, tensors, grad_tensors, args, kwargs)
-
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd.backward = backward
-
-        def remove() -> None:
-            nn.Module.__call__ = call_module  # type: ignore[method-assign]
-            torch.autograd.backward = run_backward
-
-        return remove
+    def install(self, parts: Sequence[Part]) -> None:
+        """Patch module calls and backward passes, and install ``parts``."""
+        self.wrap(nn.Module, "__call__", self._call)
+        self.wrap(torch.autograd, "backward", self._run_backward)
+        for part in parts:
+            part.install(self)
 
     def finish(self) -> None:
         """Close the last update if it is complete."""
         if self._is_complete:
             self._close()
+
+    def _call(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._depth or self.is_in_backward:
+            return call(module, *args, **kwargs)
+        if not _has_trainable_parameters(module):
+            self._see_other(module)
+            return call(module, *args, **kwargs)
+        return self._run_root(call, module, args, kwargs)
 
     def _run_root(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         root = without_wrappers(module)
@@ -218,10 +196,10 @@ class Recording:
         model = self._find_model(root) if is_training else None
         if model is None:
             self._see_other(module)
-        for transform in self._input_transforms:
+        for transform in self.input_transforms:
             args, kwargs = transform(root, args, kwargs)
         if model is not None:
-            for on_forward in self._on_training_forward:
+            for on_forward in self.on_training_forward:
                 on_forward(model.index, root, args, kwargs)
             self.training_model = model.index
         self._depth += 1
@@ -231,21 +209,27 @@ class Recording:
             self._depth -= 1
             self.training_model = None
         if model is not None:
-            for on_end in self._on_forward_end:
+            for on_end in self.on_forward_end:
                 on_end(model.index, root, output)
         return output
 
-    def _run_backward(self, run: Callable[..., None], tensors: Any, gradients: Any, args: Any, kwargs: Any) -> None:
+    def _run_backward(
+        self, run: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if self.is_in_backward:  # of a checkpointed block
+            run(tensors, grad_tensors, *args, **kwargs)
+            return
         losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        given = [gradients] if gradients is None or isinstance(gradients, torch.Tensor) else list(gradients)
-        for on_backward in self._on_backward:
+        is_one = grad_tensors is None or isinstance(grad_tensors, torch.Tensor)
+        given = [grad_tensors] if is_one else list(grad_tensors)
+        for on_backward in self.on_backward:
             on_backward(losses, given + [None] * (len(losses) - len(given)))
         self.is_in_backward = True
         try:
-            run(tensors, gradients, *args, **kwargs)
+            run(tensors, grad_tensors, *args, **kwargs)
         finally:
             self.is_in_backward = False
-        for on_end in self._on_micro_step_end:
+        for on_end in self.on_micro_step_end:
             on_end()
         self.micro_step += 1
         self._modes.clear()
@@ -255,7 +239,7 @@ class Recording:
         if not self.models or module in self._other_roots:
             return  # without a model it cannot be known what the module is
         self._other_roots.add(module)
-        for on_other in self._on_other_forward:
+        for on_other in self.on_other_forward:
             on_other(without_wrappers(module))
 
     def _find_model(self, root: nn.Module) -> RecordedModel:
@@ -263,20 +247,20 @@ class Recording:
         if known is None:
             known = next((model for model in self.models if model.contains(root)), None)
             if known is None:
-                for convert in self._on_model:
+                for convert in self.on_model:
                     convert(root)
                 known = RecordedModel(root, index=len(self.models))
                 self.models.append(known)
                 self._note_owners(known)
                 self.add(model_event(known))
-                for on_recorded in self._on_model_recorded:
+                for on_recorded in self.on_model_recorded:
                     on_recorded(known)
             self._model_of_root[id(root)] = known
             known.roots.append(root)  # keeps the id valid
         elif known.is_stale():
             known.refresh()
             self._note_owners(known)
-            for on_recorded in self._on_model_recorded:
+            for on_recorded in self.on_model_recorded:
                 on_recorded(known)
         return known
 
@@ -293,7 +277,7 @@ class Recording:
     def _close(self) -> None:
         self._is_complete = False
         self._was_closed = True
-        for on_closed in self._on_update_closed:
+        for on_closed in self.on_update_closed:
             on_closed(self.update)
         self._writer.flush()
 
@@ -322,7 +306,7 @@ def recording(
     """Record what happens in the block, until ``steps`` updates are complete.
 
     Args:
-        folder: the folder of the run; this process writes ``rank_<rank>.trace.jsonl`` and ``rank_<rank>.values``.
+        folder: the folder of the run; this process writes ``rank_<rank>.trace.jsonl``.
         parts: what is recorded (``parts.default_parts()``: everything).
         steps: number of updates; the next forward pass after the last one raises ``RecordingDone``, which ends the block.
         dtype: ``"float64"`` converts models and batches.
@@ -353,11 +337,9 @@ def recording(
             torch=torch.__version__,
         )
     )
-    with ExitStack() as stack:
-        stack.callback(writer.close)
-        stack.callback(one.install())
-        for part in parts:
-            stack.callback(part.install(one))
+    with one.undo:
+        one.undo.callback(writer.close)
+        one.install(parts)
         try:
             yield one
         except RecordingDone:

@@ -60,7 +60,6 @@ from echelon.world.world import World, mesh_along
 if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
     from echelon.accelerator.update.live_check.live_check import LiveCheck
-    from echelon.accelerator.update.live_check.watched_engine import WatchedEngine
 
 __all__ = ["build_session"]
 
@@ -112,17 +111,27 @@ def build_session(
     built = build_engine(
         deepspeed.engine, world, scaler, of_ddp, sharding, options, engine_from=config.origins["engine"]
     )
-    watched = _watch(built, config, has_other_axes=_has_other_axes(layout))
+    objects = PreparedObjects()
+    scaler = None if built.capabilities.owns_loss_scaling else scaler
+    live_check = _build_live_check(
+        built,
+        config,
+        has_other_axes=_has_other_axes(layout),
+        world=world,
+        state=state,
+        objects=objects,
+        scaler=scaler,
+    )
     parts = UpdateParts(
         config=config,
         world=world,
         data_world=data_world,
         loss_world=loss_world,
-        engine=watched or built,
-        scaler=None if built.capabilities.owns_loss_scaling else scaler,
+        engine=live_check or built,
+        scaler=scaler,
         state=state,
         progress=Progress(),
-        objects=PreparedObjects(),
+        objects=objects,
         unprepared=UnpreparedModelCheck(num_processes=data_world.world_size, state=state),
     )
     return Session(
@@ -144,7 +153,7 @@ def build_session(
         objects=parts.objects,
         unprepared=parts.unprepared,
         update=_build_update(parts, layout, comm_hook=of_ddp.comm_hook, num_chunks=num_chunks),
-        live_check=None if watched is None else _build_live_check(parts, watched),
+        live_check=live_check,
         **given,
     )
 
@@ -204,8 +213,10 @@ def _has_other_axes(layout: ParallelismConfig | None) -> bool:
     return layout is not None and (bool(layout.non_dp_dim_names) or layout.ep_enabled)
 
 
-def _watch(engine: Engine, config: Resolved[RunConfig], *, has_other_axes: bool) -> WatchedEngine | None:
-    """Return ``engine`` as the live check observes it; None without ``verify_every``."""
+def _build_live_check(
+    engine: Engine, config: Resolved[RunConfig], *, has_other_axes: bool, **parts: Any
+) -> LiveCheck | None:
+    """Return a live check that wraps ``engine``; None without ``verify_every``."""
     if config.value.verify_every is None:
         return None
     facts = engine.capabilities
@@ -224,15 +235,9 @@ def _watch(engine: Engine, config: Resolved[RunConfig], *, has_other_axes: bool)
             do="remove verify_every, or use engine='ddp', 'zero1' or 'fsdp2' (DeepSpeed's settings also work with engine='fsdp2')",
         )
     # Runs without live checks do not import them.
-    from echelon.accelerator.update.live_check.watched_engine import WatchedEngine  # noqa: PLC0415
+    from echelon.accelerator.update.live_check.live_check import LiveCheck  # noqa: PLC0415
 
-    return WatchedEngine(engine)
-
-
-def _build_live_check(parts: UpdateParts, watched: WatchedEngine) -> LiveCheck:
-    from echelon.accelerator.update.live_check.live_check import LiveCheck  # noqa: PLC0415 - see _watch
-
-    return LiveCheck(parts.config, parts.world, watched, parts.state, parts.objects, parts.scaler)
+    return LiveCheck(engine, config=config, **parts)
 
 
 def _build_scaler(

@@ -68,13 +68,7 @@ class UpdatePolicy:
         self._warned_of_micro_step_after_last = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # The session builds these; a live check sets ``backward`` on the object.
-        return {
-            **{k: v for k, v in vars(self).items() if k != "backward"},
-            "epochs": None,
-            "_recorder": None,
-            "_notes": None,
-        }
+        return {**vars(self), "epochs": None, "_recorder": None, "_notes": None}  # the session builds the first
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

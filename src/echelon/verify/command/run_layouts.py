@@ -323,7 +323,6 @@ _KINDS: Mapping[str, str] = {
     "model": "first forward pass",
     "batch": "batch",
     "forward": "forward pass",
-    "forwards": "forward pass",
     "loss": "loss",
     "gradients": "gradients",
     "clip": "clipping",

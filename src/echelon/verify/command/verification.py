@@ -13,7 +13,7 @@ from echelon.verify.command.references import MergeError, Reference, References,
 from echelon.verify.command.run_layouts import LayoutRun, RunFailure, RunRequest
 from echelon.verify.compare import CompareOptions, compare
 from echelon.verify.comparison.alignment import AlignedRun
-from echelon.verify.comparison.progress import unequal_progress
+from echelon.verify.comparison.invariants import unequal_progress
 from echelon.verify.finding import Finding, Verdict
 from echelon.verify.trace import Event, Model, Trace, read_trace
 

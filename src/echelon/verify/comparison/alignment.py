@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from echelon.verify.sketch import Sketch
+from echelon.distributed.checks.sketch import Sketch
 from echelon.verify.trace import (
     Batch,
     Buffers,
@@ -106,7 +106,7 @@ class RecordedTensor:
         return [
             rank
             for rank, one in (self.replicas if self.is_sharded else self.by_rank).items()
-            if one.bits != self.whole.bits or one.num_elements != self.whole.num_elements
+            if not one.has_bits_of(self.whole)
         ]
 
 
@@ -314,8 +314,6 @@ def rows_by_sample(
     one = run.at(rank, update)
     calls: dict[tuple[int, int, str], int] = {}
     for forward in one.forwards:
-        if not forward.is_training:
-            continue
         key = (forward.micro_step, forward.model, forward.module)
         calls[key] = calls.get(key, -1) + 1
         rows = one.rows_of(forward.micro_step)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
-from echelon.verify.comparison.likely_cause import LikelyCause
 from echelon.verify.finding import Stage
 
-__all__ = ["CAUSES", "KnownCause", "likely_cause"]
+__all__ = ["CAUSES", "KnownCause", "LikelyCause", "likely_cause"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,18 +453,24 @@ CAUSES: Mapping[str, KnownCause] = MappingProxyType(
 """Causes by name, in the order of the stages of an update."""
 
 
-def likely_cause(
-    key: str,
-    case: str = "",
-    *,
-    why: str,
-    name: str | None = None,
-    stage: Stage | None = None,
-    ranks: Sequence[int] = (),
-    tensors: Sequence[str] = (),
-    ratio: float | None = None,
-    line: str = "",
-) -> LikelyCause:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LikelyCause:
+    """A hypothesis that the recorded values support."""
+
+    name: str
+    """Short name, as in ``Finding.cause``."""
+    why: str
+    do: str
+    stage: Stage | None = None
+    """The stage at fault, if it is not the one whose values differ (a loss that is averaged per rank shows in ``reduce``)."""
+    ranks: list[int] = field(default_factory=list)
+    tensors: list[str] = field(default_factory=list)
+    """Tensors at fault, if these are not simply those that differ."""
+    ratio: float | None = None
+    line: str = ""
+
+
+def likely_cause(key: str, case: str = "", *, why: str, name: str | None = None, **facts: Any) -> LikelyCause:
     """Return the cause ``key`` of the catalogue with the values that support it.
 
     Args:
@@ -472,16 +478,7 @@ def likely_cause(
         case: which of its remedies fits the script.
         why: the cause in words, with the values that support it.
         name: the name that is shown, if it is not ``key``.
-        stage: as in ``LikelyCause``, and so are all others.
+        facts: the other fields of ``LikelyCause``.
     """
     shown = "" if key.startswith("no known cause") else key
-    return LikelyCause(
-        name=shown if name is None else name,
-        why=why,
-        do=CAUSES[key].remedies[case],
-        stage=stage,
-        ranks=list(ranks),
-        tensors=list(tensors),
-        ratio=ratio,
-        line=line,
-    )
+    return LikelyCause(name=shown if name is None else name, why=why, do=CAUSES[key].remedies[case], **facts)

@@ -10,13 +10,13 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from echelon.distributed.checks.sketch import NUM_BUCKETS, Sketch
 from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor, SampleIds, TensorKind, rows_by_sample
 from echelon.verify.comparison.tolerance import Measurement, RoundingModel, unit_roundoff
 from echelon.verify.finding import Stage
-from echelon.verify.sketch import NUM_BUCKETS, Sketch
 from echelon.verify.trace import Forward
 
-__all__ = ["Comparison", "RunDifference", "DifferenceKind", "Tolerances"]
+__all__ = ["Comparison", "DifferenceKind", "RunDifference", "Tolerances", "failed_values", "structure_differences"]
 
 DifferenceKind: TypeAlias = Literal[
     "values",
@@ -204,12 +204,7 @@ class Comparison:
             self._compare_copies(update, stage, name, ours.get(name))
             own = ours[name].whole if name in ours else None
             other = theirs[name].whole if name in theirs else None
-            if (
-                own is not None
-                and other is not None
-                and own.bits == other.bits
-                and own.num_elements == other.num_elements
-            ):
+            if own is not None and other is not None and own.has_bits_of(other):
                 self.passed(update, stage)
                 allowed_of[name] = explained[name]
                 continue
@@ -477,10 +472,9 @@ def _rows_by_position(run: AlignedRun, update: int) -> dict[tuple[object, ...], 
     for rank, one in enumerate(run.ranks_at(update)):
         calls: dict[tuple[int, int, str], int] = {}
         for forward in one.forwards:
-            if forward.is_training:
-                key = (forward.micro_step, forward.model, forward.module)
-                calls[key] = calls.get(key, -1) + 1
-                result[(rank, *key, calls[key])] = forward.rows
+            key = (forward.micro_step, forward.model, forward.module)
+            calls[key] = calls.get(key, -1) + 1
+            result[(rank, *key, calls[key])] = forward.rows
     return result
 
 
@@ -516,3 +510,35 @@ def failed_values(differences: Sequence[RunDifference]) -> Iterator[RunDifferenc
     """Yield the differences that have a distance, the greatest relative one first."""
     known = [one for one in differences if one.kind in ("values", "nonfinite", "unequal ranks", "missing")]
     yield from sorted(known, key=lambda one: -(one.relative if one.relative is not None else math.inf))
+
+
+def structure_differences(comparison: Comparison) -> Iterator[RunDifference]:
+    """Yield parameters that only one of the runs has, or that are tied in only one of them."""
+    for index, theirs in comparison.reference.models.items():
+        ours = comparison.layout.models.get(index)
+        if ours is None or not set(ours.parameters) & set(theirs.parameters):
+            continue
+        found = {
+            name: f"{name} is a parameter of its own; in the reference run it is the same parameter as {theirs.tied[name]}"
+            for name in ours.parameters
+            if name in theirs.tied
+        }
+        for name in theirs.parameters:
+            if name in ours.tied:
+                found[name] = (
+                    f"{name} is the same parameter as {ours.tied[name]}; in the reference run it is a parameter of its own"
+                )
+        for name in ours.parameters:
+            if name not in theirs.parameters and name not in theirs.tied:
+                found[name] = f"the reference run has no parameter {name}"
+        for name in theirs.parameters:
+            if name not in ours.parameters and name not in ours.tied:
+                found[name] = f"the model has no parameter {name}, unlike that of the reference run"
+        for name, values in found.items():
+            yield RunDifference(
+                stage="initial weights",
+                update=comparison.layout.first_update - 1,
+                kind="structure",
+                tensor=f"{index}:{name}",
+                values=values,
+            )

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from echelon.verify.comparison.alignment import RankUpdate
-from echelon.verify.comparison.cause_catalogue import likely_cause
+from echelon.verify.comparison.cause_catalogue import LikelyCause, likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference, failed_values
 from echelon.verify.comparison.gradient_causes import GradientCauses
-from echelon.verify.comparison.likely_cause import LikelyCause
-from echelon.verify.comparison.model_structure import structure_cause
 from echelon.verify.comparison.sample_comparison import SampleComparison
 from echelon.verify.comparison.saved_states import load_cause, save_cause
 from echelon.verify.comparison.value_causes import (
@@ -23,6 +21,7 @@ from echelon.verify.comparison.value_causes import (
     optimizer_cause,
     rate_cause,
     rng_cause,
+    structure_cause,
 )
 from echelon.verify.comparison.wording import named_ranks
 from echelon.verify.finding import Finding, Stage

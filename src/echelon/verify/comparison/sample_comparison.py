@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from echelon.verify.comparison.alignment import AlignedRun, SampleIds
-from echelon.verify.comparison.cause_catalogue import likely_cause
-from echelon.verify.comparison.likely_cause import LikelyCause
+from echelon.verify.comparison.cause_catalogue import LikelyCause, likely_cause
 
 __all__ = ["SampleComparison"]
 

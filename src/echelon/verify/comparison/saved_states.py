@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
+from echelon.distributed.checks.sketch import Sketch
 from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor, TensorKind, whole_tensor
-from echelon.verify.comparison.cause_catalogue import likely_cause
+from echelon.verify.comparison.cause_catalogue import LikelyCause, likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference
-from echelon.verify.comparison.likely_cause import LikelyCause
 from echelon.verify.comparison.wording import listed
-from echelon.verify.sketch import Sketch
 from echelon.verify.trace import SavedState
 
 __all__ = ["load_cause", "load_differences", "resume_differences", "save_cause", "save_differences"]
@@ -149,7 +148,7 @@ def resume_differences(comparison: Comparison) -> Iterator[RunDifference]:
 
 
 def _equal(first: RecordedTensor, second: RecordedTensor) -> bool:
-    if first.whole.bits == second.whole.bits and first.whole.num_elements == second.whole.num_elements:
+    if first.whole.has_bits_of(second.whole):
         own = {one.bits for one in first.by_rank.values()}
         # Copies of all ranks must be what was saved, too; generators differ between ranks.
         return first.is_sharded or len(own) == 1 or own == {one.bits for one in second.by_rank.values()}

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import median
 
 __all__ = ["Measurement", "RoundingModel", "f_quantile", "unit_roundoff"]
 
@@ -60,21 +61,16 @@ class RoundingModel:
             total += one.freedom
         if not logs:
             return
-        center = _median(logs)
-        spread = (1.4826 * _median([abs(value - center) for value in logs])) ** 2 - sum(trigammas) / len(trigammas)
+        center = median(logs)
+        spread = (1.4826 * median([abs(value - center) for value in logs])) ** 2 - sum(trigammas) / len(trigammas)
         half_prior = _inverse_trigamma(spread) if spread > 0 else _MAX_FREEDOM
         # No more than what has been measured: a single tensor has no spread, and is no proof that there is none.
         self._prior_freedom = min(2 * half_prior, float(total))
         half = self._prior_freedom / 2
         self._prior_square = math.exp(center + _digamma(half) - math.log(half))
 
-    def allowed(self, one: Measurement, *, freedom: int | None = None) -> float:
-        """Return the greatest distance to the reference that rounding explains.
-
-        Args:
-            one: the tensor of the reference.
-            freedom: degrees of freedom of the distance, if they are not those of the measured error.
-        """
+    def allowed(self, one: Measurement) -> float:
+        """Return the greatest distance to the reference ``one`` that rounding explains."""
         if one.freedom <= 0:
             return 0.0
         scale = one.norm * one.norm
@@ -83,7 +79,7 @@ class RoundingModel:
         square = (weight * self._prior_square * scale + one.freedom * own) / (weight + one.freedom)
         # The prior leaves out tensors whose error is far from the median (gradients that cancel); they count by their own error.
         square = max(square, own)
-        quantile = f_quantile(self._probability, freedom or one.freedom, weight + one.freedom)
+        quantile = f_quantile(self._probability, one.freedom, weight + one.freedom)
         # Both runs have rounding errors of their own, hence twice the variance.
         return math.sqrt(2 * square * quantile)
 
@@ -175,9 +171,3 @@ def _inverse_trigamma(value: float) -> float:
         else:
             high = middle
     return high
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from echelon.distributed.checks.sketch import Sketch
 from echelon.verify.comparison.alignment import AlignedRun, TensorKind
-from echelon.verify.comparison.cause_catalogue import likely_cause
+from echelon.verify.comparison.cause_catalogue import LikelyCause, likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference, failed_values
 from echelon.verify.comparison.gradient_causes import ratio_between, scale_between
-from echelon.verify.comparison.likely_cause import LikelyCause
 from echelon.verify.comparison.wording import listed, named_ranks, per_rank
-from echelon.verify.sketch import Sketch
 from echelon.verify.trace import OptimizerStep
 
 __all__ = [
@@ -25,6 +24,7 @@ __all__ = [
     "optimizer_cause",
     "rate_cause",
     "rng_cause",
+    "structure_cause",
 ]
 
 
@@ -43,6 +43,13 @@ def initial_cause(comparison: Comparison, differences: Sequence[RunDifference]) 
         "other initial weights",
         why=f"on all ranks alike, but with other values than in the reference run: {listed(names)}",
     )
+
+
+def structure_cause(differences: Sequence[RunDifference]) -> LikelyCause:
+    """Explain parameters that only one of the runs has, or that are tied in only one of them."""
+    is_tied = any("parameter of its own" in one.values for one in differences)
+    names = [one.tensor for one in differences]
+    return likely_cause("tied weights" if is_tied else "other parameters", why=differences[0].values, tensors=names)
 
 
 def drawn_numbers(comparison: Comparison) -> str:
@@ -367,7 +374,7 @@ def buffer_cause(comparison: Comparison, differences: Sequence[RunDifference]) -
 def _steps_without_forward(run: AlignedRun, update: int) -> bool:
     """Return whether a backward pass of the update belongs to no forward pass in training mode."""
     one = run.at(0, update)
-    seen = {forward.micro_step for forward in one.forwards if forward.is_training}
+    seen = {forward.micro_step for forward in one.forwards}
     return bool(seen) and any(loss.micro_step not in seen for loss in one.losses)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Any
 from weakref import ref
 
@@ -43,7 +42,8 @@ class Batches:
     """
 
     def __init__(self) -> None:
-        self._recording: Recording | None = None
+        self._recording: Recording
+        self._patched: set[type] = set()
         self._held: list[_Batch] = []
         self._used: list[_Batch] = []
         """Batches of the latest training forward pass that used a new one."""
@@ -53,22 +53,16 @@ class Batches:
         """Whether the script trains on batches of loaders; None before the first training forward pass."""
         self._inputs: Any = None
         self._rows: SampleRows | None = None
-        self._transforms: list[Callable[[Any], Any]] = []
-        self._while_reading: list[Callable[[], AbstractContextManager[None]]] = []
+        self.transform: Callable[[Any], Any] = lambda batch: batch
+        """What the script receives in place of each batch."""
+        self.while_reading: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Each batch is read inside it."""
         self._nested = threading.local()
         self._num_iterators = 0
         self._collated: list[tuple[dict[int, Callable[[], bool]], np.ndarray]] = []
         """Storages of the batches that the script's collate function has returned lately, and the lengths of their items."""
         self._lengths_by_content: dict[bytes, np.ndarray] = {}
         """The same by the content of a batch's integer tensors: accelerate copies batches to ``cpu:0``, so their storages are others."""
-
-    def transform_batches(self, transform: Callable[[Any], Any]) -> None:
-        """Hand ``transform(batch)`` to the script in place of each batch."""
-        self._transforms.append(transform)
-
-    def while_reading(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """Read each batch inside ``context()``."""
-        self._while_reading.append(context)
 
     @property
     def rows(self) -> SampleRows | None:
@@ -77,75 +71,54 @@ class Batches:
             self._rows, self._inputs = rows_of(self._inputs), None
         return self._rows
 
-    def install(self, recording: Recording) -> Callable[[], None]:
+    def install(self, recording: Recording) -> None:
         """Patch the loaders."""
         self._recording = recording
-        patched: dict[type, Any] = {}
-        thread = threading.get_ident()
+        self._thread = threading.get_ident()
+        self._patch_loaders()
+        recording.wrap(DataLoader, "__init__", self._construct)
+        recording.patch(DataLoader, "__init_subclass__", classmethod(self._init_subclass))
+        recording.wrap(_MapDatasetFetcher, "__init__", self._init_fetcher)
+        recording.input_transforms.append(self._before_forward)
 
-        def patch(kind: type) -> None:
-            if "__iter__" not in vars(kind) or kind in patched:
-                return
-            begin = patched[kind] = vars(kind)["__iter__"]
+    def _patch_loaders(self) -> None:
+        kinds: list[type] = [DataLoader]
+        while kinds:
+            kind = kinds.pop()
+            self._patch(kind)
+            kinds += kind.__subclasses__()
+        for module, names in _OTHER_LOADERS.items():
+            for name in names:
+                other = getattr(sys.modules.get(module), name, None)
+                if other is not None:
+                    self._patch(other)
 
-            @wraps(begin)
-            def iterate(loader: Any) -> Any:
-                patch_loaders()
-                iterator = begin(loader)
-                if threading.get_ident() != thread:
-                    return iterator
-                self._num_iterators += 1
-                return _Iterator(iterator, self, self._num_iterators)
+    def _patch(self, kind: type) -> None:
+        if "__iter__" in vars(kind) and kind not in self._patched:
+            self._patched.add(kind)
+            self._recording.wrap(kind, "__iter__", self._iterate)
 
-            kind.__iter__ = iterate  # type: ignore[attr-defined]
+    def _iterate(self, begin: Callable[..., Any], loader: Any) -> Any:
+        self._patch_loaders()
+        iterator = begin(loader)
+        if threading.get_ident() != self._thread:
+            return iterator
+        self._num_iterators += 1
+        return _Iterator(iterator, self, self._num_iterators)
 
-        def patch_loaders() -> None:
-            kinds: list[type] = [DataLoader]
-            while kinds:
-                kind = kinds.pop()
-                patch(kind)
-                kinds += kind.__subclasses__()
-            for module, names in _OTHER_LOADERS.items():
-                for name in names:
-                    other = getattr(sys.modules.get(module), name, None)
-                    if other is not None:
-                        patch(other)
+    def _construct(self, construct: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+        self._patch_loaders()
+        construct(loader, *args, **kwargs)
 
-        construct = DataLoader.__init__
+    def _init_subclass(self, kind: Any, /, **kwargs: Any) -> None:
+        super(DataLoader, kind).__init_subclass__(**kwargs)  # type: ignore[misc]
+        self._patch(kind)
 
-        @wraps(construct)
-        def patched_init(loader: Any, *args: Any, **kwargs: Any) -> None:
-            patch_loaders()
-            construct(loader, *args, **kwargs)
-
-        def init_subclass(kind: Any, /, **kwargs: Any) -> None:
-            super(DataLoader, kind).__init_subclass__(**kwargs)  # type: ignore[misc]
-            patch(kind)
-
-        patch_loaders()
-        loaders: Any = DataLoader
-        loaders.__init__, loaders.__init_subclass__ = patched_init, classmethod(init_subclass)
-        recording.transform_inputs(self._before_forward)
-        fetchers: Any = _MapDatasetFetcher
-        construct_fetcher = fetchers.__init__
-
-        @wraps(construct_fetcher)
-        def init_fetcher(fetcher: Any, *args: Any, **kwargs: Any) -> None:
-            construct_fetcher(fetcher, *args, **kwargs)
-            # A worker process cannot tell. default_collate neither pads nor cuts: a row that ends in a repeated token is not padded.
-            if fetcher.auto_collation and get_worker_info() is None:
-                fetcher.collate_fn = self._noting_items(fetcher.collate_fn)
-
-        fetchers.__init__ = init_fetcher
-
-        def remove() -> None:
-            fetchers.__init__ = construct_fetcher
-            for kind, begin in patched.items():
-                kind.__iter__ = begin  # type: ignore[attr-defined]
-            loaders.__init__ = construct
-            del loaders.__init_subclass__
-
-        return remove
+    def _init_fetcher(self, construct: Callable[..., None], fetcher: Any, *args: Any, **kwargs: Any) -> None:
+        construct(fetcher, *args, **kwargs)
+        # A worker process cannot tell. default_collate neither pads nor cuts: a row that ends in a repeated token is not padded.
+        if fetcher.auto_collation and get_worker_info() is None:
+            fetcher.collate_fn = self._noting_items(fetcher.collate_fn)
 
     def next_of(self, iterator: _Iterator) -> Any:
         """Return the next batch of ``iterator``, and hold it until a forward pass uses it."""
@@ -154,18 +127,12 @@ class Batches:
             return next(iterator.inner)
         self._nested.depth = 1
         try:
-            if self._while_reading:
-                with ExitStack() as stack:
-                    for context in self._while_reading:
-                        stack.enter_context(context())
-                    batch = next(iterator.inner)
-            else:
+            with self.while_reading():
                 batch = next(iterator.inner)
         finally:
             self._nested.depth = 0
         rows = rows_of(batch, self._lengths_of_items(batch)) if torch.is_grad_enabled() else None
-        for transform in self._transforms:
-            batch = transform(batch)
+        batch = self.transform(batch)
         if rows is not None:
             self._hold(batch, rows, iterator)
         return batch
@@ -216,7 +183,6 @@ class Batches:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Record the batches of a forward pass; return the arguments unchanged."""
         recording = self._recording
-        assert recording is not None
         inputs = {"args": args, **kwargs}
         storages = {_key(leaf) for leaf in leaves(inputs) if _has_storage(leaf)}
         if not (root.training and torch.is_grad_enabled()):
@@ -263,12 +229,10 @@ class Batches:
         self._num_used_rows = 0
 
     def _record(self, rows: SampleRows, source: Any, line: str) -> None:
-        recording = self._recording
-        assert recording is not None
-        recording.add(
+        self._recording.add(
             Batch(
-                update=recording.update,
-                micro_step=recording.micro_step,
+                update=self._recording.update,
+                micro_step=self._recording.micro_step,
                 source=source,
                 rows=rows.rows,
                 num_items=rows.num_items,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import sys
@@ -28,35 +27,23 @@ class ClipRecorder:
 
     def __init__(self, gradients: GradientRecorder) -> None:
         self._gradients = gradients
-        self._undo: list[tuple[Any, str, Any]] = []
         self._wrapped_methods: set[tuple[type, str]] = set()
         self._is_inside = False
         self._recording: Recording
 
-    def install(self, recording: Recording) -> Callable[[], None]:
+    def install(self, recording: Recording) -> None:
         self._recording = recording
         self._wrap_functions()
         self._wrap_methods()
-        recording.on_model_recorded(lambda _: self._wrap_methods())
-
-        def remove() -> None:
-            for owner, name, original in reversed(self._undo):
-                setattr(owner, name, original)
-            self._undo.clear()
-            self._wrapped_methods.clear()
-
-        return remove
+        recording.on_model_recorded.append(lambda _: self._wrap_methods())
 
     def _wrap_functions(self) -> None:
         """Replace torch's functions in all modules that have imported them."""
         for name in _FUNCTIONS:
             original = getattr(torch.nn.utils, name, None)
-            if original is None:
-                continue
-            wrapped = self._wrapped(original)
-            for module in list(sys.modules.values()):
+            for module in list(sys.modules.values()) if original is not None else ():
                 if getattr(module, "__dict__", {}).get(name) is original:
-                    self._replace(module, name, wrapped)
+                    self._recording.wrap(module, name, self._call)
 
     def _wrap_methods(self) -> None:
         classes = [getattr(sys.modules.get(module), name, None) for module, name in _CLASSES]
@@ -65,25 +52,12 @@ class ClipRecorder:
             classes += _subclasses(engine)
         for one in filter(None, classes):
             for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value"):
-                original = vars(one).get(name)
-                if original is not None and (one, name) not in self._wrapped_methods:
+                if name in vars(one) and (one, name) not in self._wrapped_methods:
                     self._wrapped_methods.add((one, name))
-                    self._replace(one, name, self._wrapped(original))
+                    self._recording.wrap(one, name, self._call)
 
-    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         names = list(inspect.signature(original).parameters)
-
-        @functools.wraps(original)
-        def clip(*args: Any, **kwargs: Any) -> Any:
-            return self._call(original, names, *args, **kwargs)
-
-        return clip
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, value)
-
-    def _call(self, original: Callable[..., Any], names: list[str], *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args)), **kwargs}
         limit = given.get("max_norm", given.get("clip_value", math.inf))
         if self._is_inside:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -51,39 +51,29 @@ class Float64:
         self._is_on = False
         self._default = torch.float32
 
-    def install(self, recording: Recording) -> Callable[[], None]:
-        """Patch what converts or casts; return a function that undoes it. Converted models stay in float64."""
+    def install(self, recording: Recording) -> None:
+        """Patch what converts or casts. Converted models stay in float64."""
         if recording.dtype != "float64":
-            return lambda: None
-        recording.on_model(self._begin)
-        recording.transform_inputs(self._transform)
-        self._batches.transform_batches(_cast)
-        construct, begin_autocast = DistributedDataParallel.__init__, torch.autocast.__init__
-
-        def wrap(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            self._convert_modules(module)  # its buckets have the dtype of the parameters
-            construct(wrapper, module, *args, **kwargs)
-
-        def autocast(context: Any, *args: Any, **kwargs: Any) -> None:
-            begin_autocast(context, *args, **kwargs)
-            context._enabled = False
-
-        wrapper_class: Any = DistributedDataParallel
-        autocast_class: Any = torch.autocast
-        wrapper_class.__init__, autocast_class.__init__ = wrap, autocast
+            return
+        recording.on_model.append(self._begin)
+        recording.input_transforms.append(self._transform)
+        self._batches.transform = _cast
+        self._batches.while_reading = self._pause
+        recording.wrap(DistributedDataParallel, "__init__", self._wrap_model)
+        recording.wrap(torch.autocast, "__init__", _begin_autocast)
         self._default = torch.get_default_dtype()
-        self._batches.while_reading(self._pause)
-        hook = register_optimizer_step_pre_hook(_convert_state)
+        recording.undo.callback(register_optimizer_step_pre_hook(_convert_state).remove)
+        recording.undo.callback(self._end)
 
-        def remove() -> None:
-            wrapper_class.__init__, autocast_class.__init__ = construct, begin_autocast
-            hook.remove()
-            if self._is_on:
-                self._is_on = False
-                self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                torch.set_default_dtype(self._default)
+    def _wrap_model(self, construct: Any, wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        self._convert_modules(module)  # its buckets have the dtype of the parameters
+        construct(wrapper, module, *args, **kwargs)
 
-        return remove
+    def _end(self) -> None:
+        if self._is_on:
+            self._is_on = False
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            torch.set_default_dtype(self._default)
 
     def _begin(self, root: nn.Module) -> None:
         self._convert_modules(root)
@@ -147,6 +137,11 @@ class _InFloat64(TorchFunctionMode):
             args = tuple(_raised(one) for one in args)
             kwargs = {name: _raised(value) for name, value in kwargs.items()}
         return function(*args, **kwargs)
+
+
+def _begin_autocast(begin: Any, context: Any, *args: Any, **kwargs: Any) -> None:
+    begin(context, *args, **kwargs)
+    context._enabled = False
 
 
 def _lowered(data: Any) -> Any:

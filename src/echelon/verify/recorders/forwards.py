@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,8 +16,7 @@ from echelon.distributed.tree import leaves
 from echelon.verify.recorders.batches import Batches
 from echelon.verify.recorders.models import plain_name
 from echelon.verify.recording import Recording
-from echelon.verify.sketch import sketch_of
-from echelon.verify.trace import NUM_PROJECTIONS, ForwardPass
+from echelon.verify.trace import NUM_PROJECTIONS, Forward
 
 __all__ = ["Forwards", "projection_of_rows"]
 
@@ -37,22 +35,15 @@ class Forwards:
         self._batches = batches
         self._names: WeakKeyDictionary[nn.Module, dict[nn.Module, str]] = WeakKeyDictionary()
         self._active: dict[nn.Module, str] = {}
-        self._pass: dict[str, int] = {}
-        self._outputs: list[_Output] = []
-        self._recording: Recording | None = None
+        self._model = 0
+        self._recording: Recording
 
-    def install(self, recording: Recording) -> Callable[[], None]:
+    def install(self, recording: Recording) -> None:
         """Register a hook that runs after each module call."""
         self._recording = recording
-        recording.on_training_forward(self._begin)
-        recording.on_forward_end(self._end)
-        hook = register_module_forward_hook(self._after_module)
-
-        def remove() -> None:
-            hook.remove()
-            self._write()
-
-        return remove
+        recording.on_training_forward.append(self._begin)
+        recording.on_forward_end.append(lambda *_: self._active.clear())
+        recording.undo.callback(register_module_forward_hook(self._after_module).remove)
 
     def _begin(self, model: int, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = self._names.get(root)
@@ -63,34 +54,11 @@ class Forwards:
                 if module is root or not any(True for _ in module.children())
             }
             self._names[root] = names
-        self._write()  # of a forward pass that has failed
-        assert self._recording is not None
-        self._active = names
-        self._pass = {"update": self._recording.update, "micro_step": self._recording.micro_step, "model": model}
-
-    def _end(self, model: int, root: nn.Module, output: Any) -> None:
-        self._active = {}
-        self._write()
-
-    def _write(self) -> None:
-        """Write one event for all modules: one for each would take much more time."""
-        outputs, self._outputs = self._outputs, []
-        if outputs:
-            assert self._recording is not None
-            self._recording.add(
-                ForwardPass(
-                    **self._pass,
-                    modules=[one.module for one in outputs],
-                    shapes=[one.shape for one in outputs],
-                    num_rows=[one.num_rows for one in outputs],
-                    is_without_padding=[one.is_without_padding for one in outputs],
-                    numbers=np.concatenate([one.numbers for one in outputs]),
-                )
-            )
+        self._active, self._model = dict(names), model
 
     def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
         recording, name = self._recording, self._active.get(module)
-        if name is None or recording is None or recording.is_in_backward:
+        if name is None or recording.is_in_backward:
             return
         samples = self._batches.rows
         count = None if samples is None else len(samples.rows)
@@ -100,23 +68,17 @@ class Forwards:
         lengths = {} if samples is None else samples.lengths
         rows = projection_of_rows(value, count, lengths)
         has_rows = rows is not None and len(rows) > 0
-        self._outputs.append(
-            _Output(
-                name,
-                list(value.shape),
-                len(rows) if rows is not None else 0,
-                has_rows and bool(lengths) and _has_known_lengths(value, count, lengths),
-                rows.reshape(-1) if rows is not None and has_rows else sketch_of(value).projection,
+        recording.add(
+            Forward(
+                update=recording.update,
+                micro_step=recording.micro_step,
+                model=self._model,
+                module=name,
+                shape=list(value.shape),
+                rows=np.zeros((0, NUM_PROJECTIONS)) if rows is None else rows,
+                is_without_padding=has_rows and bool(lengths) and _has_known_lengths(value, count, lengths),
             )
         )
-
-
-class _Output(NamedTuple):
-    module: str
-    shape: list[int]
-    num_rows: int
-    is_without_padding: bool
-    numbers: np.ndarray
 
 
 def projection_of_rows(value: torch.Tensor, count: int | None, lengths: dict[int, np.ndarray]) -> np.ndarray | None:

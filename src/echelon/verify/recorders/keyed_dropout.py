@@ -43,52 +43,31 @@ class KeyedDropout:
         self.num_masks = 0
         """Number of masks drawn so far."""
         self._batches = batches
-        self._recording: Recording | None = None
+        self._recording: Recording
         self._call = 0
         self._rows: SampleRows | None = None
         self._key = 0
         self._is_active = False
 
-    def install(self, recording: Recording) -> Callable[[], None]:
+    def install(self, recording: Recording) -> None:
         """Patch torch's dropout functions, attention with dropout, and checkpointing."""
         self._recording = recording
-        recording.on_training_forward(self._begin)
-        recording.on_forward_end(self._end)
-        restored: list[tuple[Any, str, Any]] = []
-
-        def patch(owner: Any, name: str, function: Any) -> None:
-            restored.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, function)
-
+        recording.on_training_forward.append(self._begin)
+        recording.on_forward_end.append(self._end)
         for name in _DROPOUTS:
             for owner in (torch, torch._VF):
                 if hasattr(owner, name):
-                    patch(owner, name, self._keyed(getattr(owner, name), name))
+                    recording.patch(owner, name, self._keyed(getattr(owner, name), name))
         for owner in (F, torch._C._nn):
-            patch(owner, "scaled_dot_product_attention", self._attention(owner.scaled_dot_product_attention))
+            recording.wrap(owner, "scaled_dot_product_attention", self._attention)
         blocks = torch.utils.checkpoint
-        patch(
-            blocks,
-            "_checkpoint_without_reentrant_generator",
-            self._checkpoint(blocks._checkpoint_without_reentrant_generator),
-        )
-        apply = blocks.CheckpointFunction.apply
-        patch(blocks.CheckpointFunction, "apply", self._checkpoint(apply))
-
-        def remove() -> None:
-            for owner, name, function in reversed(restored):
-                if function is None:  # inherited, or found by __getattr__
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, function)
-
-        return remove
+        recording.wrap(blocks.CheckpointFunction, "apply", self._checkpoint)
+        if getattr(blocks, "_checkpoint_without_reentrant_generator", None) is not None:
+            recording.wrap(blocks, "_checkpoint_without_reentrant_generator", self._checkpoint)
 
     def _begin(self, model: int, root: nn.Module, args: Any, kwargs: Any) -> None:
-        recording = self._recording
-        assert recording is not None
         self._call, self._is_active, self._rows = 0, True, None
-        self._key = _mixed_number(recording.update)
+        self._key = _mixed_number(self._recording.update)
 
     def _end(self, model: int, root: nn.Module, output: Any) -> None:
         self._is_active = False
@@ -114,55 +93,48 @@ class KeyedDropout:
 
         return dropout
 
-    def _attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def attention(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attn_mask: torch.Tensor | None = None,
-            dropout_p: float = 0.0,
-            is_causal: bool = False,
-            scale: float | None = None,
-            enable_gqa: bool = False,
-        ) -> torch.Tensor:
-            if not dropout_p or not (self._is_active or self._is_in_recomputed_block()):
-                return original(  # type: ignore[no-any-return]
-                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-                )
-            if enable_gqa:
-                key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
-                value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-            weights = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
-            if is_causal:
-                attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
-            if attn_mask is not None:
-                is_bool = attn_mask.dtype is torch.bool
-                weights = weights.masked_fill(~attn_mask, -math.inf) if is_bool else weights + attn_mask
-            weights = torch._safe_softmax(weights, -1)  # rows that are masked as a whole give zeros, as in torch
-            return F.dropout(weights, dropout_p) @ value
+    def _attention(
+        self,
+        original: Callable[..., Any],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if not dropout_p or not (self._is_active or self._recording.is_in_backward):
+            return original(  # type: ignore[no-any-return]
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if enable_gqa:
+            key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+            value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+        weights = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+        if attn_mask is not None:
+            is_bool = attn_mask.dtype is torch.bool
+            weights = weights.masked_fill(~attn_mask, -math.inf) if is_bool else weights + attn_mask
+        weights = torch._safe_softmax(weights, -1)  # rows that are masked as a whole give zeros, as in torch
+        return F.dropout(weights, dropout_p) @ value
 
-        return attention
-
-    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _checkpoint(self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Let the second pass of a checkpointed function draw the masks of its first pass."""
+        if not self._is_active:
+            return original(function, *args, **kwargs)
+        begin = (self._call, self._rows or self._batches.rows, self._key)
 
-        @wraps(original)
-        def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not self._is_active:
-                return original(function, *args, **kwargs)
-            begin = (self._call, self._rows or self._batches.rows, self._key)
+        @wraps(function)
+        def keyed(*inputs: Any, **options: Any) -> Any:
+            if not self._recording.is_in_backward:
+                return function(*inputs, **options)
+            with self._from(begin):
+                return function(*inputs, **options)
 
-            @wraps(function)
-            def keyed(*inputs: Any, **options: Any) -> Any:
-                if not self._is_in_recomputed_block():
-                    return function(*inputs, **options)
-                with self._from(begin):
-                    return function(*inputs, **options)
-
-            return original(keyed, *args, **kwargs)
-
-        return checkpoint
+        return original(keyed, *args, **kwargs)
 
     @contextmanager
     def _from(self, begin: tuple[int, SampleRows | None, int]) -> Iterator[None]:
@@ -174,13 +146,8 @@ class KeyedDropout:
         finally:
             self._call, self._rows, self._key, self._is_active = before
 
-    def _is_in_recomputed_block(self) -> bool:
-        return self._recording is not None and self._recording.is_in_backward
-
     def _mask(self, shape: torch.Size, device: torch.device, p: float) -> torch.Tensor | None:
         """Return which elements are kept, or None where an ordinary mask must be drawn."""
-        recording = self._recording
-        assert recording is not None
         if not self._is_active:
             return None
         rows = self._rows or self._batches.rows
@@ -188,7 +155,7 @@ class KeyedDropout:
         self._call += 1
         layout = None if rows is None else _layout(shape, len(rows.rows))
         if rows is None or layout is None:
-            recording.note(
+            self._recording.note(
                 f"a dropout mask of shape {list(shape)} has no dimension of samples, so it depends on the layout"
             )
             return None

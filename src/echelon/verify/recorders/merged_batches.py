@@ -6,12 +6,13 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial
 from itertools import islice
-from types import FrameType, FunctionType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,12 +25,14 @@ from torch.utils.data import (
 
 from echelon.base.errors import UsageError
 from echelon.data.batch import join_batches
+from echelon.verify.recorders.user_code import frames, line_of_user
 from echelon.verify.recording import Recording
 
 __all__ = ["MergedBatches"]
 
 # Libraries that rebuild a loader from the attributes of the script's loader, which has been merged already.
 _REBUILDERS = ("accelerate.", "echelon.data.", "echelon.distributed.", "echelon.accelerator.", "torch.", "torchdata.")
+_SCHEDULERS = ("echelon.accelerator.update.scheduler", "accelerate.scheduler")
 
 
 class MergedBatches:
@@ -38,44 +41,82 @@ class MergedBatches:
     The result is what a loader with the larger batch size returns: the same order, and at the end a smaller batch or, with drop_last, none.
     """
 
-    def install(self, recording: Recording) -> Callable[[], None]:
-        """Patch the constructor of DataLoader."""
-        construct, factor = DataLoader.__init__, recording.batch_factor
-        if factor == 1:
-            return lambda: None
-        signature = inspect.signature(construct)
-        unmerged: WeakKeyDictionary[Any, Callable[[], int]] = WeakKeyDictionary()
+    def __init__(self) -> None:
+        self._factor = 1
+        self._own_lengths: WeakKeyDictionary[DataLoader[Any], Callable[[], int]] = WeakKeyDictionary()
+        self._schedulers: set[type] = set()
 
-        @wraps(construct)
-        def merged(loader: Any, *args: Any, **kwargs: Any) -> None:
-            if not _is_rebuilt():
-                given = signature.bind(loader, *args, **kwargs)
-                given.apply_defaults()
-                options = _merged_options(given.arguments, factor)
-                own = _own_length(given.arguments)
-                if own is not None:
-                    unmerged[loader] = own
-                given.arguments.update(options)
-                args, kwargs = given.args[1:], given.kwargs
-            construct(loader, *args, **kwargs)
+    def install(self, recording: Recording) -> None:
+        """Patch the constructor and the length of DataLoader."""
+        self._factor = recording.batch_factor
+        if self._factor > 1:
+            recording.wrap(DataLoader, "__init__", self._construct)
+            recording.wrap(DataLoader, "__len__", self._length)
+            recording.on_training_forward.append(partial(self._follow_schedulers, recording))
 
-        length = DataLoader.__len__
+    def _construct(self, construct: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+        if not _is_rebuilt():
+            given = inspect.signature(construct).bind(loader, *args, **kwargs)
+            given.apply_defaults()
+            options, own = _merged_options(given.arguments, self._factor), _own_length(given.arguments)
+            if own is not None:
+                self._own_lengths[loader] = own
+            given.arguments.update(options)
+            args, kwargs = given.args[1:], given.kwargs
+        construct(loader, *args, **kwargs)
 
-        @wraps(length)
-        def length_for_caller(loader: Any) -> int:
-            """Before it is prepared, a loader has the length that the script gave it; a schedule may be computed from it."""
-            own = unmerged.get(loader)
-            if own is not None and _is_prepared_later(sys._getframe(1)):
-                return own()
-            return length(loader)
+    def _length(self, length: Callable[[Any], int], loader: DataLoader[Any]) -> int:
+        """Return the length of a loader: for a script with an Accelerator, that which the script gave it.
 
-        loaders: Any = DataLoader
-        loaders.__init__, loaders.__len__ = merged, length_for_caller
+        On each of several processes, a loader that is not prepared has all batches of the data, and a schedule may be computed from its
+        length. Prepared loaders are others, and libraries that iterate need the true length.
+        """
+        own = self._own_lengths.get(loader)
+        caller = next(one for one in frames(sys._getframe(1)) if not _is_own(one))
+        is_users = line_of_user() == f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        if own is not None and is_users and (_has_accelerator() or _uses_accelerator(caller)):
+            return own()
+        return length(loader)
 
-        def remove() -> None:
-            loaders.__init__, loaders.__len__ = construct, length
+    def _follow_schedulers(self, recording: Recording, *_: Any) -> None:
+        """Patch prepared schedulers when a training forward pass begins: by then the script has imported the class."""
+        for name in _SCHEDULERS:
+            kind: Any = getattr(sys.modules.get(name), "AcceleratedScheduler", None)
+            if kind is not None and kind not in self._schedulers:
+                self._schedulers.add(kind)
+                recording.wrap(kind, "step", self._step)
 
-        return remove
+    def _step(self, step: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """Step once for each merged batch.
+
+        echelon and accelerate step a prepared scheduler ``num_processes`` times per update, because the user's schedule counts the
+        batches of one process.
+        """
+        is_per_batch = scheduler.step_with_optimizer and not scheduler.split_batches
+        # A scheduler that follows a metric counts evaluations.
+        is_repeated = is_per_batch and not isinstance(scheduler.scheduler, ReduceLROnPlateau)
+        for _ in range(self._factor if is_repeated else 1):
+            step(scheduler, *args, **kwargs)
+
+
+def _has_accelerator() -> bool:
+    own = sys.modules.get("echelon.accelerator.current")
+    if own is not None and own.has_accelerator():
+        return True
+    theirs = sys.modules.get("accelerate.state")
+    state = getattr(theirs, "AcceleratorState", None)
+    return bool(getattr(state, "_shared_state", None))
+
+
+def _uses_accelerator(script: FrameType) -> bool:
+    """Return whether the script has imported an Accelerator."""
+    found = [*script.f_globals.values()]
+    modules = [one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", None) for one in found]
+    return any(str(one).startswith(("accelerate", "echelon.accelerator.")) for one in modules)
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("echelon.verify.")
 
 
 def _merged_options(given: dict[str, Any], factor: int) -> dict[str, Any]:
@@ -105,24 +146,9 @@ def _own_length(given: dict[str, Any]) -> Callable[[], int] | None:
         return None
     if batches is not None:
         return lambda: len(batches)
-    samples, batch_size, drop_last = (
-        sampler if sampler is not None else dataset,
-        given["batch_size"],
-        given["drop_last"],
-    )
-    return lambda: len(samples) // batch_size if drop_last else math.ceil(len(samples) / batch_size)
-
-
-def _is_prepared_later(caller: FrameType) -> bool:
-    """Return whether the caller is a script that has a library which shards the loaders that it is given."""
-    if str(caller.f_globals.get("__name__", "")).startswith((*_REBUILDERS, "transformers.", "echelon.")):
-        return False
-    for one in [*caller.f_globals.values()]:
-        module = one.__name__ if isinstance(one, ModuleType) else getattr(type(one), "__module__", None)
-        module = getattr(one, "__module__", module) if isinstance(one, (type, FunctionType)) else module
-        if str(module).startswith(("accelerate", "echelon")):
-            return True
-    return False
+    samples = sampler if sampler is not None else dataset
+    batch_size, rounded = given["batch_size"], math.floor if given["drop_last"] else math.ceil
+    return lambda: rounded(len(samples) / batch_size)
 
 
 def _merged_sampler(sampler: Any, factor: int) -> Any:
@@ -215,11 +241,8 @@ def _joined(batches: list[Any]) -> Any:
 
 def _is_rebuilt() -> bool:
     """Return whether a library builds the loader from another loader; the constructors of subclasses are left out."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", "")) + "."
+    for frame in frames(sys._getframe(1)):
         in_constructor = frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), DataLoader)
-        if not in_constructor and not name.startswith("echelon.verify."):
-            return name.startswith(_REBUILDERS)
-        frame = frame.f_back  # type: ignore[assignment]
+        if not in_constructor and not _is_own(frame):
+            return f"{frame.f_globals.get('__name__', '')}.".startswith(_REBUILDERS)
     return False

@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch.optim import Optimizer, optimizer as torch_optimizer
 
-from echelon.verify.recorders.loss_scales import LossScales
+from echelon.verify.recorders.losses import LossScales, parameters_of
 from echelon.verify.recorders.shards import NamedSketches, as_shards, sketch_named
 from echelon.verify.recorders.user_code import line_of_user
 from echelon.verify.recording import Recording
@@ -40,32 +40,22 @@ class OptimizerRecorder:
         self._has_stepped = False
         self._takes_closure = False
         self._stepped: set[int] = set()  # in this update
-        self._names: dict[tuple[int, str], str] = {}
 
-    def install(self, recording: Recording) -> Callable[[], None]:
+    def install(self, recording: Recording) -> None:
         self._recording = recording
         self._scales.on_step = self._step_by_scaler
-        hooks = [
-            torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
-            torch_optimizer.register_optimizer_step_post_hook(self._after_step),
-        ]
-        before: Any = torch_optimizer._global_optimizer_pre_hooks
+        before = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
+        recording.undo.callback(before.remove)
+        recording.undo.callback(torch_optimizer.register_optimizer_step_post_hook(self._after_step).remove)
+        hooks: Any = torch_optimizer._global_optimizer_pre_hooks
 
         def begin_forward(*_: Any) -> None:
             if not self._takes_closure:
                 self._outermost = None  # also after a step that has failed
-            before.move_to_end(
-                hooks[0].id
-            )  # after echelon's hook, which reduces the gradients of unprepared optimizers
+            hooks.move_to_end(before.id)  # after echelon's hook, which reduces the gradients of unprepared optimizers
 
-        recording.on_training_forward(begin_forward)
-        recording.on_update_closed(self._record_states)
-
-        def remove() -> None:
-            for hook in hooks:
-                hook.remove()
-
-        return remove
+        recording.on_training_forward.append(begin_forward)
+        recording.on_update_closed.append(self._record_states)
 
     def number_of(self, optimizer: Optimizer) -> int:
         """Return the number of an optimizer; they are numbered in the order of their first steps."""
@@ -93,12 +83,12 @@ class OptimizerRecorder:
 
     def _record_step(self, optimizer: Optimizer) -> None:
         if not self._is_in_scaler:
-            self._recording.begin_step(optimizer, self._scales.of(_parameters_of(optimizer)))
+            self._recording.begin_step(optimizer, self._scales.of(parameters_of(optimizer)))
         found: Any = getattr(optimizer, "found_inf", None)  # a fused optimizer skips in its kernel
         self._add_step(optimizer, is_skipped=found is not None and bool(found))
 
-    def _step_by_scaler(self, _scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        self._recording.begin_step(optimizer, self._scales.of(_parameters_of(optimizer)))
+    def _step_by_scaler(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        self._recording.begin_step(optimizer, self._scales.of(parameters_of(optimizer)))
         self._is_in_scaler, self._has_stepped = True, False
         try:
             result = step()
@@ -111,15 +101,13 @@ class OptimizerRecorder:
 
     def _add_step(self, optimizer: Optimizer, *, is_skipped: bool) -> None:
         groups = optimizer.param_groups
-        group_of, names = {}, self._names
-        for number, group in enumerate(groups):
-            for parameter in group["params"]:
-                owner = self._recording.owner_of(parameter)
-                if owner is not None:
-                    name = names.get(owner)
-                    if name is None:
-                        name = names[owner] = f"{owner[0]}:{owner[1]}"
-                    group_of[name] = number
+        owner_of = self._recording.owner_of
+        group_of = {
+            f"{owner[0]}:{owner[1]}": number
+            for number, group in enumerate(groups)
+            for owner in map(owner_of, group["params"])
+            if owner is not None
+        }
         number = self.number_of(optimizer)
         self._stepped.add(number)
         self._recording.add(
@@ -185,10 +173,6 @@ def _state(recording: Recording, state: Any, update: int | None) -> tuple[list[s
 def _phase(begin: str, key: str) -> int:
     """Return a number that is the same on all ranks and in all runs."""
     return crc32(f"{begin}{key}".encode())
-
-
-def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def _class_name(optimizer: Optimizer) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,23 +33,21 @@ class RngStates:
 
     def __init__(self, dropout: KeyedDropout) -> None:
         self._dropout = dropout
-        self._recording: Recording | None = None
+        self._recording: Recording
         self._begin: tuple[int, int, int, int] | None = None
         self._advanced_in: int | None = None
 
-    def install(self, recording: Recording) -> Callable[[], None]:
+    def install(self, recording: Recording) -> None:
         """Register the callbacks."""
         self._recording = recording
-        recording.on_training_forward(self._before)
-        recording.on_forward_end(self._after)
-        return lambda: None
+        recording.on_training_forward.append(self._before)
+        recording.on_forward_end.append(self._after)
 
     def _before(self, model: int, root: nn.Module, args: Any, kwargs: Any) -> None:
         self._begin = (_torch_state(), _python_state(), _numpy_state(), self._dropout.num_masks)
 
     def _after(self, model: int, root: nn.Module, output: Any) -> None:
         recording = self._recording
-        assert recording is not None
         assert self._begin is not None
         of_torch, of_python, of_numpy, num_masks = self._begin
         has_drawn = _torch_state() != of_torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import weakref
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from echelon.verify.recorders.losses import parameters_of
 from echelon.verify.recorders.models import RecordedModel
 from echelon.verify.recorders.optimizers import sketch_optimizer_state
 from echelon.verify.recorders.shards import NamedSketches, sketch_named, together
@@ -44,43 +44,23 @@ class SavedStateRecorder:
 
     def __init__(self) -> None:
         self._recording: Recording
-        self._undo: list[tuple[Any, str, Any]] = []
         self._wrapped: set[tuple[type, str]] = set()
         self._is_inside = False
         self._file = ""  # that torch.load has read last
         self._loaded: tuple[str, str, int] | None = None  # path, line, and the first model that it concerns
         self._optimizers: list[weakref.ref[Optimizer]] = []
 
-    def install(self, recording: Recording) -> Callable[[], None]:
+    def install(self, recording: Recording) -> None:
         self._recording = recording
         self._wrap_methods()
-        recording.on_model_recorded(lambda _: self._wrap_methods())
-        recording.on_training_forward(self._before_forward)
-        recording.on_step(lambda optimizer, _: self._add_optimizer(optimizer))
-        self._follow(Optimizer, "__init__", self._note_optimizer)
-        self._follow(torch, "save", self._save_plain)
-        self._follow(torch, "load", self._note_file)
-        self._follow(nn.Module, "load_state_dict", self._load_plain)
-        self._follow(Optimizer, "load_state_dict", self._load_plain)
-
-        def remove() -> None:
-            for owner, name, original in reversed(self._undo):
-                setattr(owner, name, original)
-            self._undo.clear()
-            self._wrapped.clear()
-
-        return remove
-
-    def _follow(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Replace ``owner.name`` by ``call(original, *args, **kwargs)``."""
-        original = vars(owner)[name]
-        self._undo.append((owner, name, original))
-
-        @functools.wraps(original)
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            return call(original, *args, **kwargs)
-
-        setattr(owner, name, followed)
+        recording.on_model_recorded.append(lambda _: self._wrap_methods())
+        recording.on_training_forward.append(self._before_forward)
+        recording.on_step.append(lambda optimizer, _: self._add_optimizer(optimizer))
+        recording.wrap(Optimizer, "__init__", self._note_optimizer)
+        recording.wrap(torch, "save", self._save_plain)
+        recording.wrap(torch, "load", self._note_file)
+        recording.wrap(nn.Module, "load_state_dict", self._load_plain)
+        recording.wrap(Optimizer, "load_state_dict", self._load_plain)
 
     def _wrap_methods(self) -> None:
         for methods, call in ((_SAVES, self._save), (_LOADS, self._load)):
@@ -89,7 +69,7 @@ class SavedStateRecorder:
                 for attribute in attributes if kind is not None else ():
                     if attribute in vars(kind) and (kind, attribute) not in self._wrapped:
                         self._wrapped.add((kind, attribute))
-                        self._follow(kind, attribute, call)
+                        self._recording.wrap(kind, attribute, call)
 
     # ---- what is saved -------------------------------------------------------------------------------------------------
 
@@ -193,7 +173,7 @@ class SavedStateRecorder:
         found: dict[int, Optimizer] = {}
         for reference in self._optimizers:
             optimizer = reference()
-            parameters = [one for group in optimizer.param_groups for one in group["params"]] if optimizer else []
+            parameters = parameters_of(optimizer) if optimizer else []
             owner = self._recording.owner_of(parameters[0]) if parameters else None
             if optimizer is not None and owner is not None and owner[0] >= first:
                 found[id(parameters[0])] = optimizer

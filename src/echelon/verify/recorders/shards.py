@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from echelon.base.sharded import is_dtensor
-from echelon.verify.sketch import NUM_BUCKETS, Positions, Sketches, sketches_of
+from echelon.distributed.checks.sketch import Positions, Sketches, sketches_of
 
 __all__ = ["NamedSketches", "SketchedPart", "as_shards", "sketch_named", "together"]
 
@@ -47,7 +47,7 @@ class NamedSketches:
             places = [place for place, name in enumerate(self.shard_names) if self.replicas.get(name, 0) == replica]
             yield SketchedPart(
                 names=[self.shard_names[place] for place in places],
-                sketches=Sketches(self.shards.numbers[places], self.shards.counts[places]),
+                sketches=self.shards[places],
                 is_sharded=True,
                 replica=replica,
             )
@@ -68,7 +68,7 @@ def as_shards(found: NamedSketches) -> NamedSketches:
     """Return the same sketches as those of shards: of tensors of which each rank has some."""
     return NamedSketches(
         whole_names=[],
-        whole=_NONE,
+        whole=Sketches.empty(),
         shard_names=[*found.whole_names, *found.shard_names],
         shards=_joined([found.whole, found.shards]),
         replicas=found.replicas,
@@ -78,7 +78,7 @@ def as_shards(found: NamedSketches) -> NamedSketches:
 def sketch_named(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> NamedSketches:
     """Return the sketches of ``tensors``; those of the shards of one replica add up to the whole tensor."""
     if all(type(one) in _PLAIN and one.layout is torch.strided for one in tensors):
-        return NamedSketches(list(names), sketches_of(tensors), [], _NONE)
+        return NamedSketches(list(names), sketches_of(tensors), [], Sketches.empty())
     whole: list[str] = []
     shards: list[str] = []
     whole_tensors: list[torch.Tensor] = []
@@ -105,13 +105,7 @@ def sketch_named(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Named
 
 
 def _joined(parts: Sequence[Sketches]) -> Sketches:
-    filled = [part for part in parts if len(part)]
-    if len(filled) < 2:
-        return filled[0] if filled else _NONE
-    return Sketches(np.concatenate([part.numbers for part in filled]), np.concatenate([part.counts for part in filled]))
-
-
-_NONE = Sketches(np.zeros((0, NUM_BUCKETS + 1)), np.zeros((0, 3), dtype=np.int64))
+    return Sketches(np.concatenate([part.numbers for part in parts]), np.concatenate([part.counts for part in parts]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["LossCode", "line_of_batch", "line_of_loss", "line_of_user", "lines_of_modules"]
+__all__ = ["LossCode", "frames", "line_of_batch", "line_of_loss", "line_of_user", "lines_of_modules"]
 
 LossCode: TypeAlias = Literal["", "compute_loss", "compute_loss_func", "model", "library"]
 """Which code computes the loss of a Trainer; empty if no Trainer does."""
@@ -89,19 +89,20 @@ def lines_of_modules(root: Any) -> dict[str, str]:
     return found
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+def frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield ``frame`` and those that have called it, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _user_frame(frame: FrameType) -> FrameType | None:
-    return next((one for one in _frames(frame) if not _is_in_library(one.f_code.co_filename)), None)
+    return next((one for one in frames(frame) if not _is_in_library(one.f_code.co_filename)), None)
 
 
 def _trainer_in(frame: FrameType) -> Any:
     """Return the Trainer, of echelon or transformers, that trains in this stack, or None."""
-    for one in _frames(frame):
+    for one in frames(frame):
         if one.f_code.co_name in _TRAINING and _is_of_trainer(one.f_code.co_filename):
             owner = one.f_locals.get("self")
             if callable(getattr(owner, "compute_loss", None)):

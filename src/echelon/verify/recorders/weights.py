@@ -36,26 +36,18 @@ class WeightRecorder:
             int, dict[str, bytes]
         ] = {}  # by model: a few values of each parameter before the first update
 
-    def install(self, recording: Recording) -> Callable[[], None]:
+    def install(self, recording: Recording) -> None:
         self._recording = recording
-        recording.on_model_recorded(self._record_first)
-        recording.on_update_closed(self._record)
-        recording.on_other_forward(self._note_copy)
-        kind: Any = AveragedModel
-        update_parameters = kind.update_parameters
+        recording.on_model_recorded.append(self._record_first)
+        recording.on_update_closed.append(self._record)
+        recording.on_other_forward.append(self._note_copy)
+        recording.wrap(AveragedModel, "update_parameters", self._update_average)
 
-        def update_and_note(averaged: AveragedModel, model: nn.Module) -> Any:
-            result = update_parameters(averaged, model)
-            if all(one is not averaged for one, _ in self._averaged):
-                self._averaged.append((averaged, model))
-            return result
-
-        kind.update_parameters = update_and_note
-
-        def remove() -> None:
-            kind.update_parameters = update_parameters
-
-        return remove
+    def _update_average(self, update: Callable[..., Any], averaged: AveragedModel, model: nn.Module) -> Any:
+        result = update(averaged, model)
+        if all(one is not averaged for one, _ in self._averaged):
+            self._averaged.append((averaged, model))
+        return result
 
     def _note_copy(self, root: nn.Module) -> None:
         """Remember a module that is not trained and has the parameters of a model: an average that the script computes by hand."""

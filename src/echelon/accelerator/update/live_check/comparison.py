@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger
 from echelon.accelerator.update.live_check.mismatch import Mismatch, allowed_factor, those
 from echelon.accelerator.update.live_check.observation import LossWeight, Observation
 from echelon.distributed.alone import is_alone
-from echelon.distributed.checks.linear_sketch import NUM_BUCKETS
-from echelon.distributed.small_messages import gather_bytes, gather_counts, host_wire
+from echelon.distributed.checks.sketch import NUM_BUCKETS
+from echelon.distributed.small_messages import gather_bytes, host_wire
 
 __all__ = ["UpdateComparison"]
 
@@ -53,9 +53,8 @@ class UpdateComparison:
         averages: bool,
         carried_rows: Sequence[np.ndarray[Any, np.dtype[np.uint64]]] = (),
     ) -> None:
-        assert observation.ledger is not None
         self._own = observation
-        self._ledger: GradientLedger = observation.ledger
+        self._ledger = observation.ledger
         self._rank = rank
         self._world_size = world_size
         self._averages = averages
@@ -63,7 +62,8 @@ class UpdateComparison:
         self._factor = allowed_factor(len(self._names) * (NUM_BUCKETS + 2), number=number)
         self._rows = [*carried_rows, *observation.rows]
         self._found: list[Mismatch] = []
-        self._ranks: dict[str, list[int]] = {}
+        self._ranks: list[dict[str, Any]] = []
+        """Facts of all ranks, by rank."""
         self.is_over = False
         """Whether any rank has stepped: otherwise, the update continues with another loss."""
         self.suspects_duplicates = False
@@ -75,12 +75,9 @@ class UpdateComparison:
 
     def run(self, *, is_exact: bool) -> list[Mismatch]:
         """Return what differs, the first stage first. Collective: call on every rank."""
-        header = self._header() if self._world_size > 1 else self._begin_of_header()
-        self._ranks = dict(zip(header, gather_counts(*header.values())))
-        self.is_over = any(self._ranks["num_steps"])
-        if not self.is_over or any(self._ranks["is_abandoned"]):
-            return []
-        if self._world_size > 1 and len(set(self._ranks["layout"])) > 1:
+        self._ranks = [json.loads(theirs) for theirs in gather_bytes(json.dumps(self._facts()).encode())]
+        self.is_over = any(self._all("num_steps"))
+        if not self.is_over or any(self._all("is_abandoned")) or not self._is_equal("layout"):
             return []
         self.compared.add("optimizer")
         if self._world_size > 1:
@@ -88,10 +85,7 @@ class UpdateComparison:
             self._compare_samples()
             self._compare_generators(is_exact=is_exact)
             self._compare_buffers()
-        if self._world_size > 1:
-            self._compare_sums(self._sum_over_ranks(self._sums()))
-        else:
-            self._compare_own_sums()
+        self._compare_sums(self._sum_over_ranks(self._sums()))
         if self._world_size > 1 and self._compare_steps():
             self._compare_hashes("weights", "weights")
             self._compare_changes()
@@ -102,69 +96,69 @@ class UpdateComparison:
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
-    def _begin_of_header(self) -> dict[str, int]:
-        return {"num_steps": self._own.num_steps, "is_abandoned": int(self._own.is_abandoned)}
-
-    def _header(self) -> dict[str, int]:
+    def _facts(self) -> dict[str, Any]:
+        """Return what this rank tells the others; of long values, a hash."""
         own, watched = self._own, self._ledger.watched
-        rows = (
-            np.unique(np.concatenate(self._rows))
-            if self._rows and not own.has_padding
-            else np.empty(0, dtype=np.uint64)
-        )
-        num_rows = 0 if own.has_padding else sum(map(len, self._rows))
+        facts: dict[str, Any] = {"num_steps": own.num_steps, "is_abandoned": own.is_abandoned, "layout": 0}
+        if self._world_size == 1:
+            return facts
+        given = [] if own.has_padding else self._rows
+        rows = np.unique(np.concatenate(given)) if given else np.empty(0, dtype=np.uint64)
         ratios = self._ledger.ratios[self._ledger.changed]
-        header = self._begin_of_header() | {
-            "layout": _digest(json.dumps([(one.name, one.num_elements) for one in watched])),
+        facts |= {
+            "layout": _digest([(one.name, one.num_elements) for one in watched]),
             "shard": next((one.shard for one in watched if one.is_sharded), 0),
-            "steps": _digest(json.dumps(self._steps())),
-            "settings": _digest(json.dumps(self._settings())),
-            "buffers": _digest(json.dumps(own.forward.buffers, sort_keys=True)),
+            "steps": self._steps(),
+            "settings": _digest(self._settings()),
+            "buffers": _digest(own.forward.buffers),
             "generator": own.forward.generator,
-            "draws_masks": int(own.draws_masks and own.forward.has_masks and not own.has_padding),
+            "draws_masks": own.draws_masks and own.forward.has_masks and not own.has_padding,
             "num_changed": int(self._ledger.changed.sum()),
-            "ratio": int(ratios.median().view(torch.int64)) if len(ratios) and not bool(ratios.isnan().any()) else 0,
-            "num_rows": num_rows,
+            "ratio": float(ratios.median()) if len(ratios) and not bool(ratios.isnan().any()) else None,
+            "num_rows": sum(map(len, given)),
             "num_distinct": len(rows),
+            "rows": rows[:_NUM_ROWS].tolist(),  # of the same samples on all ranks, if they are equal
         }
         for kind in _KINDS:
-            values = own.hashes.get(kind)
+            values = self._hashes(kind)
             for name, is_sharded in (("whole", False), ("shard", True)):
-                chosen = (
-                    []
-                    if values is None
-                    else [values[i] for i, one in enumerate(watched) if one.is_sharded is is_sharded]
-                )
-                header[f"{kind} {name}"] = _digest(np.array(chosen, dtype=np.int64).tobytes())
-        smallest = [int(row) >> 1 for row in rows[:_NUM_ROWS]]  # of the same samples on all ranks, if they are equal
-        header |= {f"row {i}": smallest[i] if i < len(smallest) else -1 for i in range(_NUM_ROWS)}
-        return header
+                chosen = [int(value) for value, one in zip(values, watched) if one.is_sharded is is_sharded]
+                facts[f"{kind} {name}"] = _digest(chosen)
+        return facts
+
+    def _hashes(self, kind: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return self._own.hashes.get(kind, np.zeros(len(self._names), dtype=np.int64))
+
+    def _all(self, fact: str) -> list[Any]:
+        return [theirs[fact] for theirs in self._ranks]
+
+    def _is_equal(self, fact: str) -> bool:
+        return all(theirs == self._ranks[0][fact] for theirs in self._all(fact))
+
+    def _details(self, mine: object) -> list[Any]:
+        """Return a value of each rank, after a difference was found in its hash. Collective."""
+        return [json.loads(theirs) for theirs in gather_bytes(json.dumps(mine).encode())]
 
     def _agree(self) -> list[Mismatch]:
         """Return the mismatches of all ranks, those that only one rank sees included."""
-        (nums,) = gather_counts(len(self._own.found))
-        if not any(nums):
-            return self._found
-        texts = gather_bytes(json.dumps([one.to_json() for one in self._own.found]).encode())
         merged: dict[tuple[str, str], list[Mismatch]] = {}
-        for text in texts:
-            for one in map(Mismatch.from_json, json.loads(text)):
+        for found in self._details([asdict(one) for one in self._own.found]):
+            for one in (Mismatch(**facts) for facts in found):
                 merged.setdefault((one.stage, one.what), []).append(one)
         for same in merged.values():
             ranks = sorted({rank for one in same for rank in one.ranks})
             first = max(same, key=lambda one: one.size)
-            self._found.append(
-                Mismatch(
-                    stage=first.stage,
-                    what=first.what,
-                    do=first.do,
-                    tensors=first.tensors,
-                    ranks=[] if len(ranks) == self._world_size else ranks,
-                    size=first.size,
-                    line=first.line,
-                )
-            )
+            self._found.append(replace(first, ranks=[] if len(ranks) == self._world_size else ranks))
         return self._found
+
+    def _report(self, stage: str, what: str, do: str, **facts: Any) -> None:
+        """Add something that all ranks find."""
+        self._found.append(Mismatch(stage=stage, what=what, do=do, line=self._own.line, **facts))
+
+    def _note(self, stage: str, what: str, do: str, *, line: str = "", **facts: Any) -> None:
+        """Add something that this rank finds alone."""
+        line = line or self._own.line
+        self._own.found.append(Mismatch(stage=stage, what=what, do=do, ranks=[self._rank], line=line, **facts))
 
     def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         if is_alone():
@@ -173,14 +167,11 @@ class UpdateComparison:
         dist.all_reduce(numbers)
         return numbers.cpu()
 
-    def _details(self, mine: bytes) -> list[bytes]:
-        return gather_bytes(mine)
-
     # ---- data and random numbers -------------------------------------------------------------------------------------
 
     def _compare_samples(self) -> None:
-        sets = [{self._ranks[f"row {i}"][rank] for i in range(_NUM_ROWS)} - {-1} for rank in range(self._world_size)]
-        nums, distinct = self._ranks["num_rows"], self._ranks["num_distinct"]
+        sets = [set(rows) for rows in self._all("rows")]
+        nums, distinct = self._all("num_rows"), self._all("num_distinct")
         usable = [
             rank for rank in range(self._world_size) if nums[rank] and distinct[rank] >= _MOSTLY_DISTINCT * nums[rank]
         ]
@@ -199,56 +190,49 @@ class UpdateComparison:
             if smaller < _MIN_ROWS:
                 self.suspects_duplicates = True  # a few equal samples may be copies in the data
                 continue
-            self._found.append(
-                Mismatch(
-                    stage="data",
-                    what=f"{num} of {smaller} samples in the batches of rank {other} are also in the batches of rank {one}",
-                    do="pass the DataLoader to accelerator.prepare(), or give each rank its own part of the data (a "
-                    "DistributedSampler, split_dataset_by_node, or a seed per rank for data that is generated)",
-                    ranks=[one, other],
-                    line=self._own.line,
-                )
+            self._report(
+                "data",
+                f"{num} of {smaller} samples in the batches of rank {other} are also in the batches of rank {one}",
+                "pass the DataLoader to accelerator.prepare(), or give each rank its own part of the data (a "
+                "DistributedSampler, split_dataset_by_node, or a seed per rank for data that is generated)",
+                ranks=[one, other],
             )
 
     def _compare_generators(self, *, is_exact: bool) -> None:
-        drawing = [rank for rank in range(self._world_size) if self._ranks["draws_masks"][rank]]
+        drawing = [rank for rank, draws in enumerate(self._all("draws_masks")) if draws]
         self.compared |= {"rng"} if len(drawing) > 1 else set()
         by_state: dict[int, list[int]] = {}
         for rank in drawing:
-            by_state.setdefault(self._ranks["generator"][rank], []).append(rank)
+            by_state.setdefault(self._ranks[rank]["generator"], []).append(rank)
         equal = next((ranks for ranks in by_state.values() if len(ranks) > 1), None)
         if equal is None:
             return
         self.has_equal_masks = True
         if is_exact:
-            self._found.append(
-                Mismatch(
-                    stage="rng",
-                    what=f"{those(equal, 'rank')} draw the same dropout masks, because their generators have the same state",
-                    do="remove the call that gives all ranks the same seed inside the loop (torch.manual_seed), or add the rank to "
-                    "the seed: set_seed(seed, device_specific=True)",
-                    ranks=equal,
-                    line=self._own.line,
-                )
+            self._report(
+                "rng",
+                f"{those(equal, 'rank')} draw the same dropout masks, because their generators have the same state",
+                "remove the call that gives all ranks the same seed inside the loop (torch.manual_seed), or add the rank to "
+                "the seed: set_seed(seed, device_specific=True)",
+                ranks=equal,
             )
 
     # ---- replicas ----------------------------------------------------------------------------------------------------
 
     def _compare_hashes(self, kind: str, stage: str) -> None:
         """Compare tensors that must have the same bits on all ranks, or on all ranks that hold the same shard."""
-        keys = self._ranks["shard"]
-        wholes, shards = (self._ranks[f"{kind} {name}"] for name in ("whole", "shard"))
-        same_shard = {key: {shards[rank] for rank in range(self._world_size) if keys[rank] == key} for key in keys}
-        if len(set(wholes)) == 1 and all(len(found) == 1 for found in same_shard.values()):
+        keys = self._all("shard")
+        same_shard: dict[int, set[int]] = {}
+        for key, digest in zip(keys, self._all(f"{kind} shard")):
+            same_shard.setdefault(key, set()).add(digest)
+        if self._is_equal(f"{kind} whole") and all(len(digests) == 1 for digests in same_shard.values()):
             return
-        own = self._own.hashes.get(kind)
-        mine = np.zeros(len(self._names), dtype=np.int64) if own is None else own
-        ranks = [np.frombuffer(theirs, dtype=np.int64) for theirs in self._details(mine.tobytes())]
+        ranks = self._details(self._hashes(kind).tolist())
         tensors, odd = [], set()
         for i, one in enumerate(self._ledger.watched):
             groups = [[r for r in range(self._world_size) if keys[r] == key] for key in set(keys)]
             for group in groups if one.is_sharded else [list(range(self._world_size))]:
-                different = _odd_ranks([int(ranks[r][i]) for r in group])
+                different = _odd_ranks([ranks[r][i] for r in group])
                 if different:
                     tensors.append(one.name)
                     odd |= {group[place] for place in different}
@@ -257,38 +241,27 @@ class UpdateComparison:
         if kind == "after" and any(found.stage in ("weights", "reduce", "scheduler") for found in self._found):
             return  # it follows from them
         what, do = _REPLICAS[kind]
-        self._found.append(
-            Mismatch(
-                stage=stage,
-                what=what.format(tensors=those(tensors), ranks=those(sorted(odd), "rank")),
-                do=do,
-                tensors=tensors,
-                ranks=sorted(odd),
-                line=self._own.line,
-            )
-        )
+        shown = what.format(tensors=those(tensors), ranks=those(sorted(odd), "rank"))
+        self._report(stage, shown, do, tensors=tensors, ranks=sorted(odd))
 
     def _compare_buffers(self) -> None:
         self.compared |= {"buffers"} if self._own.forward.buffers else set()
-        if len(set(self._ranks["buffers"])) == 1:
+        if self._is_equal("buffers"):
             return
-        ranks = [json.loads(theirs) for theirs in self._details(json.dumps(self._own.forward.static()).encode())]
+        ranks = self._details(self._own.forward.static())
         common = [name for name in ranks[0] if all(name in theirs for theirs in ranks)]
         different = {name: _odd_ranks([theirs[name] for theirs in ranks]) for name in common}
         tensors = [name for name, odd in different.items() if odd]
         if not tensors:
             return
         odd = sorted({rank for name in tensors for rank in different[name]})
-        self._found.append(
-            Mismatch(
-                stage="buffers",
-                what=f"when the forward pass began, {those(tensors, 'buffer')} had different values on {those(odd, 'rank')}",
-                do="change buffers in the same way on every rank, load the same file on every rank, and call the prepared "
-                "model, not the module inside it",
-                tensors=tensors,
-                ranks=odd,
-                line=self._own.line,
-            )
+        self._report(
+            "buffers",
+            f"when the forward pass began, {those(tensors, 'buffer')} had different values on {those(odd, 'rank')}",
+            "change buffers in the same way on every rank, load the same file on every rank, and call the prepared "
+            "model, not the module inside it",
+            tensors=tensors,
+            ranks=odd,
         )
 
     # ---- sums over ranks ---------------------------------------------------------------------------------------------
@@ -322,18 +295,6 @@ class UpdateComparison:
         own = torch.where(self._is_sharded()[:, None], reduced.view(num, -1), self._ledger.reduced[:, :NUM_BUCKETS])
         is_compared = (are_reduced == self._world_size) & (are_unknown == 0) & torch.isfinite(norms)
         self._compare_gradients(expected.view(num, -1), own, norms, counts, is_compared)
-
-    def _compare_own_sums(self) -> None:
-        """Compare the sums of a single rank, which has all the terms."""
-        ledger, own = self._ledger, self._own
-        items = {one.micro_step: one.num_items for one in own.losses}
-        known = [num for num in items.values() if num is not None]
-        self._compare_weights(math.fsum(known) if items and len(known) == len(items) else None)
-        self._compare_norms([clip.own for clip in own.clips])
-        expected = ledger.local + ledger.base[:, :NUM_BUCKETS]
-        norms = ledger.norms + ledger.base[:, NUM_BUCKETS].sqrt()
-        is_compared = ledger.is_reduced & ~ledger.is_unknown & torch.isfinite(norms)
-        self._compare_gradients(expected, ledger.reduced[:, :NUM_BUCKETS], norms, ledger.counts, is_compared)
 
     def _compare_norms(self, powers: Sequence[float]) -> None:
         for clip, power in zip(self._own.clips, powers):
@@ -460,43 +421,35 @@ class UpdateComparison:
 
     def _compare_changes(self) -> None:
         """Report gradients that only some ranks changed after the reduction, or that each rank scaled in its own way."""
-        nums = self._ranks["num_changed"]
-        changing = [rank for rank, num in enumerate(nums) if num]
+        changing = [rank for rank, num in enumerate(self._all("num_changed")) if num]
         if not changing:
             return
-        ratios = [_as_float(bits) if bits else math.nan for bits in self._ranks["ratio"]]
-        known = [ratios[rank] for rank in changing if math.isfinite(ratios[rank])]
+        ratios = self._all("ratio")
+        known = [ratios[rank] for rank in changing if ratios[rank] is not None and math.isfinite(ratios[rank])]
         if len(known) == len(changing) == self._world_size and not _are_close(known, self._factor * self._coarsest()):
             shown = ", ".join(f"{ratios[rank]:.4g} on rank {rank}" for rank in changing[:4])
-            self._found.append(
-                Mismatch(
-                    stage="clip",
-                    what=f"after the backward pass, each rank multiplied its gradients by another number ({shown}), as if it had "
-                    "clipped by the norm of its own part",
-                    do="clip with accelerator.clip_grad_norm_(model.parameters(), max_norm), which uses the norm of the whole gradient",
-                    line=self._own.line,
-                )
+            self._report(
+                "clip",
+                f"after the backward pass, each rank multiplied its gradients by another number ({shown}), as if it had "
+                "clipped by the norm of its own part",
+                "clip with accelerator.clip_grad_norm_(model.parameters(), max_norm), which uses the norm of the whole gradient",
             )
         elif len(changing) < self._world_size:
-            mine = self._ledger.changed.to(torch.uint8).numpy().tobytes()
-            flags = [np.frombuffer(theirs, dtype=np.uint8) for theirs in self._details(mine)]
+            flags = self._details(self._ledger.changed.tolist())
             # Part of a sharded gradient may be on one rank (a mask for some rows), but no factor applies to one shard only.
             tensors = [
                 one.name
                 for i, one in enumerate(self._ledger.watched)
-                if any(flags[rank][i] and (not one.is_sharded or math.isfinite(ratios[rank])) for rank in changing)
+                if any(flags[rank][i] and (not one.is_sharded or ratios[rank] is not None) for rank in changing)
             ]
             if not tensors:
                 return
-            self._found.append(
-                Mismatch(
-                    stage="reduce",
-                    what=f"after the reduction, something changed the gradient of {those(tensors)} on {those(changing, 'rank')} only",
-                    do="change gradients in the same way on every rank, not under a condition on the rank or on the rank's own data",
-                    tensors=tensors,
-                    ranks=changing,
-                    line=self._own.line,
-                )
+            self._report(
+                "reduce",
+                f"after the reduction, something changed the gradient of {those(tensors)} on {those(changing, 'rank')} only",
+                "change gradients in the same way on every rank, not under a condition on the rank or on the rank's own data",
+                tensors=tensors,
+                ranks=changing,
             )
 
     def _coarsest(self) -> float:
@@ -513,9 +466,9 @@ class UpdateComparison:
         }
 
     def _compare_settings(self) -> None:
-        if len(set(self._ranks["settings"])) == 1:
+        if self._is_equal("settings"):
             return
-        ranks = [json.loads(theirs) for theirs in self._details(json.dumps(self._settings()).encode())]
+        ranks = self._details(self._settings())
         for name in ranks[0]:
             values = [theirs.get(name) for theirs in ranks]
             odd = _odd_ranks(values)
@@ -523,15 +476,12 @@ class UpdateComparison:
                 shown = ", ".join(
                     f"{values[rank]} on rank {rank}" for rank in sorted({0, odd[0], self._world_size - 1})
                 )
-                self._found.append(
-                    Mismatch(
-                        stage="scheduler",
-                        what=f"the ranks stepped with different settings: {name} is {shown}",
-                        do="call scheduler.step() the same number of times on every rank, and compute the values that it uses (a "
-                        "validation loss) over all ranks: accelerator.reduce(loss, 'mean')",
-                        ranks=odd,
-                        line=self._own.line,
-                    )
+                self._report(
+                    "scheduler",
+                    f"the ranks stepped with different settings: {name} is {shown}",
+                    "call scheduler.step() the same number of times on every rank, and compute the values that it uses (a "
+                    "validation loss) over all ranks: accelerator.reduce(loss, 'mean')",
+                    ranks=odd,
                 )
                 return
 
@@ -540,40 +490,21 @@ class UpdateComparison:
 
     def _compare_steps(self) -> bool:
         """Return whether all ranks took the same steps."""
-        if len(set(self._ranks["steps"])) > 1:
-            ranks = [json.loads(theirs) for theirs in self._details(json.dumps(self._steps()).encode())]
-            odd = _odd_ranks([json.dumps(theirs) for theirs in ranks])
-            shown = "; ".join(
-                f"rank {rank}: {sum(num for _, num, _ in ranks[rank])} step(s), {sum(num for *_, num in ranks[rank])} skipped"
-                for rank in sorted({0, *odd[:3]})
-            )
-            self._found.append(
-                Mismatch(
-                    stage="optimizer",
-                    what=f"the ranks did not take the same optimizer steps with the update's gradients ({shown})",
-                    do="call optimizer.step() once per update on every rank, not under a condition on the rank",
-                    ranks=odd,
-                    line=self._own.line,
-                )
-            )
-            return False
-        return True
-
-    def _note(
-        self, stage: str, what: str, do: str, *, tensors: Iterable[str] = (), size: float = 0.0, line: str = ""
-    ) -> None:
-        """Add something that this rank found alone."""
-        self._own.found.append(
-            Mismatch(
-                stage=stage,
-                what=what,
-                do=do,
-                tensors=list(tensors),
-                ranks=[self._rank],
-                size=size,
-                line=line or self._own.line,
-            )
+        if self._is_equal("steps"):
+            return True
+        ranks = self._all("steps")
+        odd = _odd_ranks([json.dumps(theirs) for theirs in ranks])
+        shown = "; ".join(
+            f"rank {rank}: {sum(num for _, num, _ in ranks[rank])} step(s), {sum(num for *_, num in ranks[rank])} skipped"
+            for rank in sorted({0, *odd[:3]})
         )
+        self._report(
+            "optimizer",
+            f"the ranks did not take the same optimizer steps with the update's gradients ({shown})",
+            "call optimizer.step() once per update on every rank, not under a condition on the rank",
+            ranks=odd,
+        )
+        return False
 
 
 _REPLICAS = {
@@ -593,8 +524,8 @@ _REPLICAS = {
 }
 
 
-def _digest(value: str | bytes) -> int:
-    return xxhash.xxh3_64_intdigest(value.encode() if isinstance(value, str) else value) >> 2
+def _digest(value: object) -> int:
+    return xxhash.xxh3_64_intdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def _odd_ranks(values: Sequence[Any]) -> list[int]:
@@ -604,10 +535,6 @@ def _odd_ranks(values: Sequence[Any]) -> list[int]:
         return []
     has_majority = counted[0][1] > len(values) / 2
     return [place for place, value in enumerate(values) if not has_majority or value != counted[0][0]]
-
-
-def _as_float(bits: int) -> float:
-    return float(np.array([bits], dtype=np.int64).view(np.float64)[0])
 
 
 def _are_close(values: Sequence[float], tolerance: float) -> bool:

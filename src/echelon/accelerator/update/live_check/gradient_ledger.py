@@ -7,22 +7,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from torch import nn
 
-from echelon.accelerator.update.live_check.content_hashes import content_hashes
 from echelon.accelerator.update.live_check.mismatch import roundoff, smallest
 from echelon.base.sharded import is_dtensor, local_shape_and_offset
-from echelon.distributed.checks.linear_sketch import NUM_BUCKETS, WIDTH, LinearSketch
+from echelon.distributed.checks.sketch import NUM_BUCKETS, sketches_of
+from echelon.distributed.small_messages import bytes_of
 from echelon.distributed.uncompiled import uncompiled
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_parameters
 
-__all__ = ["GradientLedger", "WatchedParameter", "local_of", "watched_parameters"]
+__all__ = ["GradientLedger", "Hashes", "WatchedParameter", "content_hashes", "local_of", "watched_parameters"]
 
-_ZEROS = torch.zeros(WIDTH, dtype=torch.float64)  # sketch of a missing gradient
+Hashes = np.ndarray[Any, np.dtype[np.int64]]
+
+_WIDTH = NUM_BUCKETS + 1  # numbers of a sketch; the last one is the sum of squares
+_ZEROS = torch.zeros(_WIDTH, dtype=torch.float64)  # sketch of a missing gradient
 _PLAIN = (torch.Tensor, nn.Parameter)  # types that are no DTensor
 _SMALL = 4096  # elements of a gradient that is copied, to be sketched together with others
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,24 +106,41 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-@dataclass(frozen=True, slots=True)
-class _Contents:
-    """A gradient that one backward pass computed; on one rank, the reduced gradient often has the same bits."""
+def content_hashes(tensors: Sequence[torch.Tensor]) -> Hashes:
+    """Return a hash of each tensor's contents: 62 bits of xxh3 on the CPU, elsewhere the sum of the bit patterns.
 
-    dtype: torch.dtype
-    digest: int
-    sketch: torch.Tensor
+    For tensors that must have the same bits, it takes much less time than a sketch.
+    """
+    found = np.zeros(len(tensors), dtype=np.int64)
+    elsewhere: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for i, tensor in enumerate(tensors):
+        plain = tensor.detach()
+        if plain.device.type == "cpu":
+            found[i] = xxhash.xxh3_64_intdigest(bytes_of(plain).numpy().data) >> 2 if plain.numel() else 1
+            continue
+        plain = torch.view_as_real(plain) if plain.is_complex() else plain
+        total = plain.contiguous().view(_INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
+        elsewhere.setdefault(plain.device, []).append((i, total))
+    for sums in elsewhere.values():  # one transfer for each device
+        found[[i for i, _ in sums]] = torch.stack([total for _, total in sums]).cpu().numpy()
+    return found
+
+
+def _sketch(tensors: Sequence[torch.Tensor], offsets: Sequence[int] | None = None) -> torch.Tensor:
+    """Return the sketches, ``[number of tensors, _WIDTH]``; nan for a tensor whose elements are not all finite."""
+    found = sketches_of(tensors, offsets)
+    numbers = torch.from_numpy(found.numbers)
+    numbers[torch.from_numpy(found.counts[:, 2] > 0)] = torch.nan
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     """A gradient as it was after the last change that echelon knows of."""
 
-    gradient: torch.Tensor
-    version: int
-    sketch: torch.Tensor
     digest: int
     """Hash of the contents, on the CPU; elsewhere 0: the sum of the bits would not tell a permutation."""
+    sketch: torch.Tensor
 
 
 class GradientLedger:
@@ -126,25 +149,19 @@ class GradientLedger:
     Args:
         watched: parameters.
         engine: tells where local gradients can be observed.
-        sketch: computes sketches.
-        world_size: number of ranks.
     """
 
-    def __init__(
-        self, watched: Sequence[WatchedParameter], engine: Engine, sketch: LinearSketch, *, world_size: int
-    ) -> None:
+    def __init__(self, watched: Sequence[WatchedParameter], engine: Engine) -> None:
         self.watched = watched
-        self._world_size = world_size
         self.number_of = {id(one.parameter): i for i, one in enumerate(watched)}
         """Row of each parameter, by id."""
         self._engine = engine
-        self._sketch = sketch
         num = len(watched)
         self.local = torch.zeros(num, NUM_BUCKETS, dtype=torch.float64)
         """Sum of the gradients that this rank's backward passes computed, before any reduction."""
         self.norms = torch.zeros(num, dtype=torch.float64)
         """Sum of their norms: the absolute sum, which bounds rounding errors."""
-        self.base = torch.zeros(num, WIDTH, dtype=torch.float64)
+        self.base = torch.zeros(num, _WIDTH, dtype=torch.float64)
         """Gradients from before the update."""
         self.factors = torch.ones(num, dtype=torch.float64)
         """By what these three were multiplied."""
@@ -152,7 +169,7 @@ class GradientLedger:
         """Number of gradients added."""
         self.roundoffs = torch.zeros(num, dtype=torch.float64)
         self.spacings = torch.zeros(num, dtype=torch.float64)
-        self.reduced = torch.zeros(num, WIDTH, dtype=torch.float64)
+        self.reduced = torch.zeros(num, _WIDTH, dtype=torch.float64)
         """After the last backward pass of the update."""
         self.is_reduced = torch.zeros(num, dtype=torch.bool)
         self.is_unknown = torch.zeros(num, dtype=torch.bool)
@@ -164,7 +181,6 @@ class GradientLedger:
         self._known: dict[int, _Known] = {}
         self._held: list[tuple[int, torch.Tensor]] = []
         self._sketched: list[tuple[int, torch.Tensor]] = []
-        self._computed: dict[int, _Contents] = {}  # by the last backward pass
         self._is_begun = False
 
     # ---- backward passes ---------------------------------------------------------------------------------------------
@@ -179,7 +195,7 @@ class GradientLedger:
             self._is_begun = True
             present = [i for i in range(len(self.watched)) if self._gradient(i) is not None]
             if present:
-                self.base[present] = self._sketch(*self._locals(present))
+                self.base[present] = _sketch(*self._locals(present))
             return
         if keeps_gradients:
             self.clear(i for i, one in enumerate(self.watched) if one.parameter.grad is None and not one.is_sharded)
@@ -199,7 +215,6 @@ class GradientLedger:
                 handles.append(local.leaf.register_hook(self._hook(i)))  # type: ignore[no-untyped-call]
         if rows:
             self.roundoffs[rows], self.spacings[rows] = torch.tensor(errors, dtype=torch.float64).T
-        self._computed.clear()
         try:
             yield
         finally:
@@ -215,26 +230,15 @@ class GradientLedger:
             elif gradient.numel() <= _SMALL:
                 self._held.append((number, gradient.detach().clone()))  # DDP may reduce it in place
             else:
-                sketch = self._sketch([gradient])
-                self._sketched.append((number, sketch))
-                self._note_computed([number], [gradient], sketch)
+                self._sketched.append((number, _sketch([gradient])))
 
         return hold
-
-    def _note_computed(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor], sketches: torch.Tensor) -> None:
-        if self._world_size > 1:
-            return  # the reduced gradient differs
-        for number, gradient, sketch, digest in zip(numbers, gradients, sketches, _digests(gradients)):
-            self._computed[number] = _Contents(gradient.dtype, digest, sketch)
 
     def _add_held(self) -> None:
         held, self._held = self._held, []
         sketched, self._sketched = self._sketched, []
         if held:
-            numbers, gradients = [number for number, _ in held], [gradient for _, gradient in held]
-            sketches = self._sketch(gradients)
-            self._note_computed(numbers, gradients, sketches)
-            self._add(numbers, sketches)
+            self._add([number for number, _ in held], _sketch([gradient for _, gradient in held]))
         if sketched:
             self._add([number for number, _ in sketched], torch.cat([sketch for _, sketch in sketched]))
 
@@ -281,60 +285,25 @@ class GradientLedger:
 
     def now(self, numbers: Sequence[int]) -> torch.Tensor:
         """Return the sketches of the current gradients, zero for missing ones; they become known."""
-        sketches: list[torch.Tensor] = [_ZEROS] * len(numbers)
-        changed: list[tuple[int, int, torch.Tensor]] = []  # place, row, gradient
-        for place, i in enumerate(numbers):
-            gradient = self._gradient(i)
-            if gradient is None:
-                self._known.pop(i, None)
-                continue
-            known = self._known.get(i)
-            if known is not None and known.gradient is gradient and known.version == _version_of(gradient):
-                sketches[place] = known.sketch
-            else:
-                changed.append((place, i, gradient))
-        locals_ = [local_of(gradient) for *_, gradient in changed]
-        digests = _digests(locals_)
-        new = []
-        for k, ((place, i, _), digest) in enumerate(zip(changed, digests)):
-            sketch = self._sketch_of(i, digest, locals_[k])
-            if sketch is None:
-                new.append(k)
-            else:
-                sketches[place] = sketch
-        if new:
-            offsets = [self.watched[changed[k][1]].offset for k in new]
-            for k, sketch in zip(new, self._sketch([locals_[k] for k in new], offsets)):
-                sketches[changed[k][0]] = sketch
-        for (place, i, gradient), digest in zip(changed, digests):
-            self._known[i] = _Known(gradient, _version_of(gradient), sketches[place], digest)
-        return torch.stack(sketches) if sketches else torch.zeros(0, WIDTH, dtype=torch.float64)
+        present = {i: local_of(gradient) for i in numbers if (gradient := self._gradient(i)) is not None}
+        digests = dict(zip(present, _digests(list(present.values()))))
+        known = self._known
+        new = [i for i in present if i not in known or not digests[i] or known[i].digest != digests[i]]
+        sketches = _sketch([present[i] for i in new], [self.watched[i].offset for i in new])
+        known |= {i: _Known(digests[i], sketch) for i, sketch in zip(new, sketches)}
+        for i in numbers:
+            if i not in present:
+                known.pop(i, None)
+        return self._known_sketches(numbers)
 
-    def _sketch_of(self, number: int, digest: int, local: torch.Tensor) -> torch.Tensor | None:
-        """Return the sketch of a gradient whose contents have been sketched before."""
-        known, computed = self._known.get(number), self._computed.get(number)
-        if not digest:
-            return None
-        if known is not None and known.digest == digest and known.gradient.dtype == local.dtype:
-            return known.sketch
-        if computed is not None and computed.digest == digest and computed.dtype == local.dtype:
-            return None if self.watched[number].is_sharded else computed.sketch
-        return None
+    def _known_sketches(self, numbers: Sequence[int]) -> torch.Tensor:
+        found = [self._known[i].sketch if i in self._known else _ZEROS for i in numbers]
+        return torch.stack(found) if found else torch.zeros(0, _WIDTH, dtype=torch.float64)
 
     def note_changes(self, numbers: Sequence[int]) -> None:
         """Compare the gradients with what they were after the last change that echelon knows of."""
         chosen = [i for i in numbers if self.is_reduced[i] and not self.is_unknown[i]]
-        chosen = self._without_unchanged(chosen)
-        known = [self._known.get(i) for i in chosen]
-        before = (
-            torch.stack([torch.zeros(WIDTH, dtype=torch.float64) if one is None else one.sketch for one in known])
-            if chosen
-            else None
-        )
-        if before is None:
-            return
-        self.forget_known(chosen)  # a change through ``.data``, or by a loss scaler, leaves the version as it is
-        after = self.now(chosen)
+        before, after = self._known_sketches(chosen), self.now(chosen)
         differs = (before != after) & ~(before.isnan() & after.isnan())
         for place in differs.any(dim=1).nonzero().flatten().tolist():
             i = chosen[place]
@@ -344,17 +313,6 @@ class GradientLedger:
             error = torch.linalg.vector_norm(other - ratio * one)
             if bool(error <= NUM_BUCKETS * self.roundoffs[i] * torch.linalg.vector_norm(other)):
                 self.ratios[i] = ratio
-
-    def _without_unchanged(self, numbers: list[int]) -> list[int]:
-        """Leave out the gradients whose bits are what they were after the last change that echelon knows of."""
-        hashed = [i for i in numbers if i in self._known and self._known[i].digest and self._gradient(i) is not None]
-        now = dict(zip(hashed, _digests(self._locals(hashed)[0])))
-        return [i for i in numbers if i not in now or now[i] != self._known[i].digest]
-
-    def forget_known(self, numbers: Iterable[int] | None = None) -> None:
-        """Drop the references to gradients (default: to all)."""
-        for number in list(self._known) if numbers is None else numbers:
-            self._known.pop(number, None)
 
     def _gradient(self, number: int) -> torch.Tensor | None:
         gradient = self.watched[number].parameter.grad
@@ -375,7 +333,3 @@ def _digests(locals_: Sequence[torch.Tensor]) -> list[int]:
         return [0] * len(locals_)
     found: list[int] = content_hashes(locals_).tolist()
     return found
-
-
-def _version_of(gradient: torch.Tensor) -> int:
-    return gradient._version if type(gradient) in _PLAIN else local_of(gradient)._version

@@ -8,9 +8,9 @@ all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,29 +30,29 @@ from echelon.accelerator.update.live_check.observation import (
     generator_hash,
 )
 from echelon.accelerator.update.live_check.optimizer_twin import OptimizerTwin
-from echelon.accelerator.update.live_check.watched_engine import WatchedEngine
 from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.base.errors import VerificationError
 from echelon.base.warnings import user_line, warn
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
-from echelon.data.active_loaders import PassFacts, PassTracker
 from echelon.data.global_batch_slices import Contribution
 from echelon.data.loader import PreparedLoader
 from echelon.distributed.checks.data_fingerprint import row_fingerprints
-from echelon.distributed.checks.linear_sketch import NUM_BUCKETS, LinearSketch
+from echelon.distributed.checks.sketch import NUM_BUCKETS
+from echelon.engines.base import Engine
+from echelon.engines.delegating_engine import DelegatingEngine
 from echelon.world.world import World
 
 __all__ = ["LiveCheck"]
 
 
-class LiveCheck(PassTracker[PreparedLoader]):
-    """Checks every N-th update of one run.
+class LiveCheck(DelegatingEngine):
+    """Checks every N-th update of one run: wraps its engine, and the backward passes of its update policy.
 
     Args:
+        inner: the run's engine.
         config: the run's settings, with ``verify_every`` and ``verify_action``.
         world: the ranks.
-        engine: the run's engine.
         state: gradient accumulation state.
         objects: the prepared objects.
         scaler: gradient scaler, in an fp16 run.
@@ -60,16 +60,17 @@ class LiveCheck(PassTracker[PreparedLoader]):
 
     def __init__(
         self,
+        inner: Engine,
+        *,
         config: Resolved[RunConfig],
         world: World,
-        engine: WatchedEngine,
         state: GradientState,
         objects: PreparedObjects,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
+        super().__init__(inner)
         self._config = config
         self._world = world
-        self._engine = engine
         self._state = state
         self._objects = objects
         self._scaler = scaler
@@ -83,7 +84,6 @@ class LiveCheck(PassTracker[PreparedLoader]):
         self._restart()
 
     def _restart(self) -> None:
-        self._sketch = LinearSketch()
         self._num_synced = 0  # backward passes that ended an update
         self._next = self._every - 1  # value of _num_synced after which the next update is observed
         self._pending: Observation | None = None  # has seen no backward pass
@@ -98,53 +98,38 @@ class LiveCheck(PassTracker[PreparedLoader]):
         self._num_items: float | None = None
         self._is_finished = False
         self._factor = 1.0  # by which the gradients of the last backward pass were multiplied
+        self._num_no_sync = 0  # open ``no_sync`` contexts
+
+    @classmethod
+    def from_options(
+        cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]
+    ) -> LiveCheck:
+        """See ``Engine.from_options``; ``options`` has the other arguments of the constructor."""
+        return cls(world=world, scaler=scaler, **options)
 
     def __getstate__(self) -> dict[str, Any]:
-        dropped = (
-            "_contribution",
-            "_backward",
-            "_tracker",
-            "_policy",
-            "_sketch",
-            "_pending",
-            "_current",
-            "_hooked",
-            "_carried_rows",
-        )
+        dropped = ("_contribution", "_policy", "_pending", "_current", "_hooked", "_carried_rows")
         return {name: value for name, value in vars(self).items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._restart()
 
-    def attach(
-        self,
-        policy: UpdatePolicy,
-        tracker: PassTracker[PreparedLoader],
-        contribution: Callable[[], Contribution | None] | None,
-    ) -> None:
-        """Observe ``policy`` and the loaders. Without a live check, none of this exists, so it costs nothing.
+    def attach(self, policy: UpdatePolicy, contribution: Callable[[], Contribution | None] | None) -> None:
+        """Set the policy whose updates are checked.
 
         Args:
             policy: runs the backward passes.
-            tracker: receives the loaders' batches.
             contribution: returns the current batch's share of its update. None outside the exact modes.
         """
         self._policy = policy
         self._contribution = contribution
-        self._backward: Callable[[torch.Tensor, float | None, Mapping[str, Any]], None] = partial(
-            type(policy).backward, policy
-        )
-        vars(policy)["backward"] = self.backward
-        self._tracker = tracker
-        self._state.reading.tracker = self
-        self._engine.observer = self
         if self._next == 0:
             self._prepare()
 
     # ---- which updates -----------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, num_items: float | None, kwargs: Mapping[str, Any]) -> None:
+    def run_backward(self, loss: torch.Tensor, num_items: float | None, kwargs: Mapping[str, Any]) -> None:
         """Run the policy's ``backward``, observed if it belongs to an update that is checked.
 
         Collective in the first backward pass after such an update.
@@ -152,15 +137,24 @@ class LiveCheck(PassTracker[PreparedLoader]):
         Raises:
             VerificationError: the update was not the update of one process, and ``verify_action`` is ``stop``.
         """
-        if self._current is None and self._pending is None:
-            self._backward(loss, num_items, kwargs)
-        elif self._state.reading.joined:  # the ranks may run different numbers of updates
+        if self._state.reading.joined:  # the ranks may run different numbers of updates
             self.forget()
-            self._backward(loss, num_items, kwargs)
+        if self._current is None and self._pending is None:
+            self._policy.backward(loss, num_items, kwargs)
         else:
             self._run_observed(loss, num_items, kwargs)
-        if self._state.sync_gradients and not self._engine.num_no_sync:
+        if self._state.sync_gradients and not self._num_no_sync:
             self._count()
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """See ``Engine.no_sync``."""
+        self._num_no_sync += 1
+        try:
+            with self.inner.no_sync(model):
+                yield
+        finally:
+            self._num_no_sync -= 1
 
     def _count(self) -> None:
         """Count a backward pass that ends an update; they are the same on all ranks."""
@@ -186,7 +180,6 @@ class LiveCheck(PassTracker[PreparedLoader]):
         """Observe the batches and forward passes that come before the update's first backward pass."""
         if self._pending is None:
             self._pending = Observation()
-            self._engine.watch(True)
             self._hook_models()
 
     def _hook_models(self) -> None:
@@ -194,7 +187,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
             return
         for number, model in enumerate(self._objects.models):
             prefix = f"model {number}: " if len(self._objects.models) > 1 else ""
-            inner = self._engine.unwrap(model)
+            inner = self.inner.unwrap(model)
             self._hooked.append(inner.register_forward_pre_hook(_BeforeForward(self, prefix, model)))
 
     def before_forward(self, prefix: str, model: nn.Module, inner: nn.Module) -> None:
@@ -203,16 +196,16 @@ class LiveCheck(PassTracker[PreparedLoader]):
         if observed is None or not inner.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if not any(name.startswith(prefix) for name in observed.forward.buffers) or not observed.forward.is_complete:
-            observed.forward.add(prefix, model, self._engine, self._world.device)
+            observed.forward.add(prefix, model, self.inner, self._world.device)
 
-    def note_drop_update(self) -> None:
-        """See ``EngineObserver``."""
+    def drop_update(self) -> None:
+        """See ``Engine.drop_update``."""
+        self.inner.drop_update()
         self.forget()
 
     def forget(self) -> None:
         """Drop what was observed."""
         self._pending = self._current = None
-        self._engine.watch(False)
         for hook in self._hooked:
             hook.remove()
         self._hooked.clear()
@@ -236,11 +229,10 @@ class LiveCheck(PassTracker[PreparedLoader]):
                 self._current = Observation()
             if self._current is None:
                 self.forget()
-                self._backward(loss, num_items, kwargs)
+                self._policy.backward(loss, num_items, kwargs)
                 return
             self._begin(self._current)
         observed = self._current
-        assert observed.ledger is not None
         if observed.forward.is_complete and not observed.draws_masks:
             observed.draws_masks = generator_hash(self._world.device) != observed.forward.generator
         observed.ledger.begin_backward(keeps_gradients=self._policy.averages_gradients)
@@ -251,20 +243,20 @@ class LiveCheck(PassTracker[PreparedLoader]):
         observed.ledger.is_reduced[:] = False
         self._loss, self._num_items, self._is_finished = loss, num_items, False
         try:
-            self._backward(loss, num_items, kwargs)
+            self._policy.backward(loss, num_items, kwargs)
         finally:
             self._loss = None
-        if self._state.sync_gradients and not self._engine.num_no_sync:
+        if self._state.sync_gradients and not self._num_no_sync:
             observed.is_synced = True
             is_inside = self._policy.accumulating is not None or self._policy.drives
             observed.num_micro_steps = self._policy.window.num_micro_steps if is_inside else None
-            if all(self._engine.reduced(model) for model in self._objects.models):
+            if all(self.inner.reduced(model) for model in self._objects.models):
                 observed.ledger.take_reduced()
 
     def _begin(self, observed: Observation) -> None:
         stepped = (p for one in self._objects.optimizers for group in one.param_groups for p in group["params"])
-        watched = watched_parameters(self._engine.inner, self._objects.models, stepped)
-        observed.ledger = GradientLedger(watched, self._engine.inner, self._sketch, world_size=self._world.world_size)
+        watched = watched_parameters(self.inner, self._objects.models, stepped)
+        observed.ledger = GradientLedger(watched, self.inner)
         observed.update = self._objects.num_steps() + 1
         observed.is_whole = self._policy.window.num_micro_steps <= 1
 
@@ -275,22 +267,26 @@ class LiveCheck(PassTracker[PreparedLoader]):
         if is_at_end if contribution is None else contribution.is_padding:
             observed.has_padding = True
 
-    def run_backward(self, loss: torch.Tensor, *, parameters: Iterable[torch.Tensor] | None, **options: Any) -> None:
-        """See ``EngineObserver``."""
-        inner, observed = self._engine.inner, self._current
-        if observed is None or observed.ledger is None:
-            if parameters is None:
-                inner.backward(loss, **options)
-            else:
-                inner.backward_zeros(loss, parameters, **options)
+    def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
+        """See ``Engine.backward``."""
+        with self._observing(loss, is_zero=False):
+            self.inner.backward(loss, model, **options)
+
+    def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+        """See ``Engine.backward_zeros``."""
+        with self._observing(loss, is_zero=True):
+            self.inner.backward_zeros(loss, parameters, **options)
+
+    @contextmanager
+    def _observing(self, loss: torch.Tensor, *, is_zero: bool) -> Iterator[None]:
+        observed = self._current
+        if observed is None:
+            yield
             return
         self._note_padding(observed)
-        self._note_weight(observed, loss, is_zero=parameters is not None)
-        with observed.ledger.observing(adds_zeros=parameters is not None):
-            if parameters is None:
-                inner.backward(loss, **options)
-            else:
-                inner.backward_zeros(loss, parameters, **options)
+        self._note_weight(observed, loss, is_zero=is_zero)
+        with observed.ledger.observing(adds_zeros=is_zero):
+            yield
 
     def _note_weight(self, observed: Observation, scaled: torch.Tensor, *, is_zero: bool) -> None:
         loss = self._loss
@@ -306,20 +302,22 @@ class LiveCheck(PassTracker[PreparedLoader]):
         line = str(user_line())
         observed.losses.append(LossWeight(micro_step, weight, num_items, roundoff(loss.dtype), line))
 
-    def note_finish_gradients(self, model: nn.Module, factor: float) -> None:
-        """See ``EngineObserver``."""
+    def finish_gradients(self, model: nn.Module, factor: float) -> None:
+        """See ``Engine.finish_gradients``."""
+        self.inner.finish_gradients(model, factor)
         observed = self._current
-        if observed is not None and observed.ledger is not None:
+        if observed is not None:
             observed.ledger.multiply(model.parameters(), factor)
             if not self._is_finished:
                 self._is_finished, self._factor = True, factor
                 observed.ledger.multiply(self._objects.stray_parameters(), factor)
                 observed.losses = [replace(one, weight=one.weight * factor) for one in observed.losses]
 
-    def note_zero_grad(self, optimizer: Optimizer) -> None:
-        """See ``EngineObserver``."""
+    def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
+        """See ``Engine.zero_grad``."""
+        self.inner.zero_grad(optimizer, set_to_none=set_to_none)
         observed = self._current
-        if observed is not None and observed.ledger is not None and not observed.num_steps:
+        if observed is not None and not observed.num_steps:
             observed.ledger.clear(observed.ledger.numbers(_parameters_of(optimizer)))
             observed.losses.clear()
 
@@ -328,29 +326,27 @@ class LiveCheck(PassTracker[PreparedLoader]):
     def _synced(self) -> Observation | None:
         """Return the observed update if its gradients are reduced."""
         observed = self._current
-        is_usable = (
-            observed is not None and observed.ledger is not None and observed.is_synced and not observed.is_abandoned
-        )
-        return observed if is_usable else None
+        return observed if observed is not None and observed.is_synced and not observed.is_abandoned else None
 
-    def run_unscale(self, optimizer: Optimizer, *, unsynced: bool) -> None:
-        """See ``EngineObserver``."""
+    def _is_reduced(self) -> bool:
+        return all(self.inner.reduced(model) for model in self._objects.models)
+
+    def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
+        """See ``Engine.unscale``."""
         observed = self._synced()
-        if observed is None or observed.ledger is None:
-            self._engine.inner.unscale(optimizer, unsynced=unsynced)
-            return
-        numbers = observed.ledger.numbers(_parameters_of(optimizer))
-        observed.ledger.note_changes(numbers)
-        self._engine.inner.unscale(optimizer, unsynced=unsynced)
-        observed.ledger.forget_known(numbers)
-        observed.ledger.now(numbers)
+        numbers = [] if observed is None else observed.ledger.numbers(_parameters_of(optimizer))
+        if observed is not None:
+            observed.ledger.note_changes(numbers)
+        self.inner.unscale(optimizer, unsynced=unsynced)
+        if observed is not None:
+            observed.ledger.now(numbers)
 
-    def run_clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
     ) -> torch.Tensor:
-        """See ``EngineObserver``."""
-        chosen, inner, observed = list(parameters), self._engine.inner, self._current
-        if observed is None or observed.ledger is None or observed.is_abandoned:
+        """See ``Engine.clip_grad_norm``."""
+        chosen, inner, observed = list(parameters), self.inner, self._current
+        if observed is None or observed.is_abandoned:
             return inner.clip_grad_norm(chosen, max_norm, norm_type, unsynced=unsynced)
         ledger = observed.ledger
         numbers = ledger.numbers(chosen)
@@ -358,7 +354,7 @@ class LiveCheck(PassTracker[PreparedLoader]):
             norm = inner.clip_grad_norm(chosen, max_norm, norm_type, unsynced=unsynced)
             self._note_early_clip(observed, chosen, float(norm), max_norm)
             return norm
-        if not all(inner.reduced(model) for model in self._objects.models):
+        if not self._is_reduced():
             observed.is_abandoned = True  # the step guard is about to reduce the gradients
             return inner.clip_grad_norm(chosen, max_norm, norm_type)
         late = [i for i in numbers if ledger.watched[i].is_late]
@@ -369,13 +365,11 @@ class LiveCheck(PassTracker[PreparedLoader]):
         before = ledger.now(numbers)
         own = self._power(ledger, numbers, before, norm_type)
         norm = inner.clip_grad_norm(chosen, max_norm, norm_type)
-        is_whole = sum(p.grad is not None for p in chosen) <= len(numbers) and not bool(
-            ledger.is_unknown[numbers].any()
-        )
+        num_present = sum(one.grad is not None for one in chosen)
+        is_whole = num_present <= len(numbers) and not bool(ledger.is_unknown[numbers].any())
         if math.isfinite(own) and is_whole:
             observed.clips.append(
                 ClipCall(
-                    numbers=numbers,
                     norm=float(norm),
                     norm_type=norm_type,
                     own=own,
@@ -391,22 +385,22 @@ class LiveCheck(PassTracker[PreparedLoader]):
         self, observed: Observation, parameters: list[torch.Tensor], norm: float, max_norm: float
     ) -> None:
         """Note that gradients were clipped before they were complete."""
-        assert observed.ledger is not None
         coefficient = _coefficient(norm, max_norm)
         if coefficient == 1.0:
             return
         observed.ledger.multiply(parameters, coefficient)
         if self._world.world_size > 1:
-            observed.found.append(
-                Mismatch(
-                    stage="clip",
-                    what="clip_grad_norm_() was called in the middle of an update, so each rank clipped by the norm of its own "
-                    "gradients, before they were reduced",
-                    do="clip only if accelerator.sync_gradients is true",
-                    ranks=[self._world.rank],
-                    line=str(user_line()),
-                )
+            self._add(
+                observed,
+                stage="clip",
+                what="clip_grad_norm_() was called in the middle of an update, so each rank clipped by the norm of its own "
+                "gradients, before they were reduced",
+                do="clip only if accelerator.sync_gradients is true",
             )
+
+    def _add(self, observed: Observation, **facts: Any) -> None:
+        """Add a mismatch that this rank sees alone."""
+        observed.found.append(Mismatch(**facts, ranks=[self._world.rank], line=str(user_line())))
 
     def _power(self, ledger: GradientLedger, numbers: list[int], before: torch.Tensor, norm_type: float) -> float:
         """Return this rank's share of the sum of the elements' powers."""
@@ -420,7 +414,6 @@ class LiveCheck(PassTracker[PreparedLoader]):
         self, observed: Observation, numbers: list[int], before: torch.Tensor, norm: float, max_norm: float
     ) -> None:
         """Compare the clipped gradients with the previous ones, multiplied by the coefficient."""
-        assert observed.ledger is not None
         ledger, coefficient = observed.ledger, _coefficient(norm, max_norm)
         after = ledger.now(numbers)[:, :NUM_BUCKETS]
         if coefficient == 1.0 and torch.equal(after, before[:, :NUM_BUCKETS]):
@@ -434,29 +427,28 @@ class LiveCheck(PassTracker[PreparedLoader]):
         bad = [numbers[place] for place in (distances > allowed).nonzero().flatten().tolist()]
         if bad and math.isfinite(norm):
             tensors = [ledger.watched[i].name for i in bad]
-            observed.found.append(
-                Mismatch(
-                    stage="clip",
-                    what=f"clip_grad_norm_() did not multiply the gradient of {those(tensors)} by min(1, max_norm / norm) = "
-                    f"{coefficient:.6g}",
-                    do="report this as a bug of echelon, with the engine and the loop",
-                    tensors=tensors,
-                    ranks=[self._world.rank],
-                    line=str(user_line()),
-                )
+            self._add(
+                observed,
+                stage="clip",
+                what=f"clip_grad_norm_() did not multiply the gradient of {those(tensors)} by min(1, max_norm / norm) = "
+                f"{coefficient:.6g}",
+                do="report this as a bug of echelon, with the engine and the loop",
+                tensors=tensors,
             )
 
-    def note_clip_grad_value(self, parameters: Iterable[torch.Tensor]) -> None:
-        """See ``EngineObserver``."""
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
+        """See ``Engine.clip_grad_value``."""
+        chosen = list(parameters)
+        self.inner.clip_grad_value(chosen, clip_value, unsynced=unsynced)
         observed = self._synced()
-        if observed is not None and observed.ledger is not None:
-            observed.ledger.now(observed.ledger.numbers(parameters))
+        if observed is not None:
+            observed.ledger.now(observed.ledger.numbers(chosen))
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def run_step(self, optimizer: Optimizer, *, closure: Any, unsynced: bool) -> bool:
-        """See ``EngineObserver``."""
-        inner, observed = self._engine.inner, self._current
+    def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
+        """See ``Engine.step``."""
+        inner, observed = self.inner, self._current
         if closure is not None:
             has_stepped = inner.step(optimizer, closure=closure, unsynced=unsynced)
             observed = self._synced()  # the closure's backward pass may have begun the update
@@ -464,49 +456,43 @@ class LiveCheck(PassTracker[PreparedLoader]):
                 if unsynced:
                     observed.is_abandoned = True
                 else:
-                    self._note_step(observed, optimizer, has_stepped=has_stepped, has_closure=True)
+                    steps = self._note_step(observed, optimizer, has_stepped=has_stepped)
+                    steps.settings = _settings_of(optimizer)
             return has_stepped
-        if observed is None or observed.ledger is None or observed.is_abandoned:
+        if observed is None or observed.is_abandoned:
             return inner.step(optimizer, unsynced=unsynced)
-        if unsynced or not observed.is_synced or not all(inner.reduced(model) for model in self._objects.models):
+        if unsynced or not observed.is_synced or not self._is_reduced():
             observed.is_abandoned = True  # the step guard reduces the gradients, or nobody does
             return inner.step(optimizer, unsynced=unsynced)
         ledger = observed.ledger
-        numbers = ledger.numbers(_parameters_of(optimizer))
-        parameters = [ledger.watched[i].parameter for i in numbers]
+        early = [i for i in ledger.numbers(_parameters_of(optimizer)) if not ledger.watched[i].is_late]
         if self._scaler is not None:
-            self.run_unscale(optimizer, unsynced=False)
-        if not observed.steps and self._world.world_size > 1:
-            ledger.note_changes(range(len(ledger.watched)))  # to compare them with the changes on other ranks
-        if self._world.world_size > 1:  # late parameters are shared by the first step
-            early = [i for i in numbers if not ledger.watched[i].is_late]
+            self.unscale(optimizer)
+        if self._world.world_size > 1:
+            if not observed.steps:
+                ledger.note_changes(range(len(ledger.watched)))  # to compare them with the changes on other ranks
+            # Late parameters are shared by the first step.
             observed.hash_values("weights", early, [ledger.watched[i].parameter for i in early])
-        stepping = inner.stepping_optimizer(optimizer)
-        candidates = [(i, p) for i, p in zip(numbers, parameters) if not ledger.watched[i].is_late]
         is_first = not any(steps.optimizer is optimizer for steps in observed.steps.values())
         settings = _settings_of(optimizer) if is_first else {}
-        twin = OptimizerTwin(optimizer, stepping, candidates if is_first else (), number=self.num_checks)
+        candidates = [(i, ledger.watched[i].parameter) for i in early] if is_first else ()
+        twin = OptimizerTwin(optimizer, inner.stepping_optimizer(optimizer), candidates, number=self.num_checks)
         has_stepped = inner.step(optimizer, unsynced=unsynced)
-        steps = self._note_step(observed, optimizer, has_stepped=has_stepped, has_closure=False)
+        steps = self._note_step(observed, optimizer, has_stepped=has_stepped)
         if is_first:
             steps.settings = settings
         if has_stepped:
             self._compare_twin(observed, optimizer, twin)
         return has_stepped
 
-    def _note_step(
-        self, observed: Observation, optimizer: Optimizer, *, has_stepped: bool, has_closure: bool
-    ) -> OptimizerSteps:
-        assert observed.ledger is not None
+    def _note_step(self, observed: Observation, optimizer: Optimizer, *, has_stepped: bool) -> OptimizerSteps:
         ledger = observed.ledger
         wrapped = [one.optimizer for one in self._objects.optimizers]
         index = next((i for i, one in enumerate(wrapped) if one is optimizer), len(wrapped))
         numbers = ledger.numbers(_parameters_of(optimizer))
         steps = observed.steps.get(index)
         if steps is None:
-            steps = observed.steps[index] = OptimizerSteps(
-                optimizer, numbers, line=str(user_line()), has_closure=has_closure
-            )
+            steps = observed.steps[index] = OptimizerSteps(optimizer, line=str(user_line()))
         steps.num_steps += 1
         steps.num_skipped += not has_stepped
         self._missing.discard(index)
@@ -518,28 +504,20 @@ class LiveCheck(PassTracker[PreparedLoader]):
             if has_stepped:
                 observed.hash_values("gradient", numbers, [parameter.grad for parameter in parameters])
             observed.hash_values("after", numbers, parameters)
-        if has_closure:
-            steps.settings = _settings_of(optimizer)
-        ledger.forget_known()
         return steps
 
     def _compare_twin(self, observed: Observation, optimizer: Optimizer, twin: OptimizerTwin) -> None:
-        assert observed.ledger is not None
         different = twin.compare()
         if different:
-            names = [observed.ledger.watched[i].name for i, *_ in different]
-            size = max(difference for _, difference, _ in different)
-            observed.found.append(
-                Mismatch(
-                    stage="optimizer",
-                    what=f"{type(optimizer).__name__} did not update {those(names)} by what the same step gives on copies of weight, "
-                    "gradient and state",
-                    do="do not change weights or optimizer state inside step() (hooks, a replaced step method), and call it once",
-                    tensors=names,
-                    ranks=[self._world.rank],
-                    size=size,
-                    line=str(user_line()),
-                )
+            names = [observed.ledger.watched[i].name for i, _ in different]
+            self._add(
+                observed,
+                stage="optimizer",
+                what=f"{type(optimizer).__name__} did not update {those(names)} by what the same step gives on copies of weight, "
+                "gradient and state",
+                do="do not change weights or optimizer state inside step() (hooks, a replaced step method), and call it once",
+                tensors=names,
+                size=max(difference for _, difference in different),
             )
 
     # ---- the comparison ----------------------------------------------------------------------------------------------
@@ -593,15 +571,8 @@ class LiveCheck(PassTracker[PreparedLoader]):
             raise VerificationError(what, where=where, do=first.do)
         warn(f"{what}. Where: {where}. To fix it: {first.do}")
 
-    # ---- PassTracker: the loaders' batches ---------------------------------------------------------------------------
-
-    def begin_pass(self, loader: PreparedLoader) -> PassFacts:
-        """See ``PassTracker``."""
-        return self._tracker.begin_pass(loader)
-
-    def begin_batch(self, loader: PreparedLoader, batch: Any) -> None:
-        """See ``PassTracker``."""
-        self._tracker.begin_batch(loader, batch)
+    def note_batch(self, loader: PreparedLoader, batch: Any) -> None:
+        """Observe the samples of a batch that a loop receives."""
         observed = self._pending or self._current
         if observed is None or observed.is_synced or self._world.world_size == 1:
             return
@@ -611,18 +582,6 @@ class LiveCheck(PassTracker[PreparedLoader]):
             rows = row_fingerprints(batch)
             if rows is not None:
                 observed.rows.append(rows)
-
-    def end_batch(self, loader: PreparedLoader) -> None:
-        """See ``PassTracker``."""
-        self._tracker.end_batch(loader)
-
-    def end_pass(self, loader: PreparedLoader) -> None:
-        """See ``PassTracker``."""
-        self._tracker.end_pass(loader)
-
-    def unfinished_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
-        """See ``PassTracker``."""
-        return self._tracker.unfinished_update(loader)
 
 
 class _BeforeForward:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -40,15 +39,6 @@ class Mismatch:
     def order(self) -> tuple[int, float]:
         """What is reported first compares lowest."""
         return STAGES.index(self.stage), -self.size
-
-    def to_json(self) -> str:
-        """Return the mismatch for ``from_json`` on another rank."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Mismatch:
-        """Return the mismatch that ``to_json`` returned."""
-        return Mismatch(**json.loads(text))
 
 
 def those(names: Sequence[object], kind: str = "") -> str:

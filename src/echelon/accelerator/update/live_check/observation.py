@@ -14,8 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from echelon.accelerator.update.live_check.content_hashes import Hashes, content_hashes
-from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger, local_of
+from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger, Hashes, content_hashes, local_of
 from echelon.accelerator.update.live_check.mismatch import Mismatch
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_name
@@ -34,7 +33,6 @@ __all__ = [
 class ClipCall:
     """One call of ``clip_grad_norm_``."""
 
-    numbers: list[int]
     norm: float
     """What the call returned."""
     norm_type: float
@@ -60,16 +58,14 @@ class LossWeight:
 
 @dataclass(slots=True)
 class OptimizerSteps:
-    """OptimizerSteps of one optimizer."""
+    """The steps of one optimizer."""
 
     optimizer: Optimizer
-    numbers: list[int]
     num_steps: int = 0
     num_skipped: int = 0
     settings: dict[str, float] = field(default_factory=dict)
     """At the first step."""
     line: str = ""
-    has_closure: bool = False
 
 
 class ForwardFacts:
@@ -118,8 +114,8 @@ class Observation:
     rows: list[np.ndarray[Any, np.dtype[np.uint64]]] = field(default_factory=list)
     """Hashes of the samples in this rank's batches."""
     has_padding: bool = False
-    ledger: GradientLedger | None = None
-    """None before the first backward pass."""
+    ledger: GradientLedger = field(init=False)
+    """Set by the first backward pass."""
     update: int = 0
     """Number of the update, from 1."""
     is_whole: bool = True
@@ -152,7 +148,6 @@ class Observation:
 
     def hash_values(self, kind: str, numbers: Sequence[int], tensors: Sequence[torch.Tensor | None]) -> None:
         """Record the contents of ``tensors`` in the rows ``numbers`` of ``kind``; 0 stands for None."""
-        assert self.ledger is not None
         values = self.hashes.setdefault(kind, np.zeros(len(self.ledger.watched), dtype=np.int64))
         present = [(i, local_of(t)) for i, t in zip(numbers, tensors) if t is not None and _is_readable(local_of(t))]
         values[[i for i, _ in present]] = content_hashes([t for _, t in present])

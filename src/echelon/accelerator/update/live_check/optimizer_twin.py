@@ -80,8 +80,8 @@ class OptimizerTwin:
         Optimizer.__setstate__(twin, {**kept, "param_groups": groups, "state": state})
         return twin
 
-    def compare(self) -> list[tuple[int, float, float]]:
-        """Repeat the step; return number, difference and allowed difference of each parameter that differs, relative to its update."""
+    def compare(self) -> list[tuple[int, float]]:
+        """Repeat the step; return number and difference, relative to its update, of each parameter that differs."""
         if self._twin is None:
             return []
         step: Any = type(self._optimizer).step
@@ -99,8 +99,7 @@ class OptimizerTwin:
             difference = (now - expected).abs()
             if bool((difference > allowed).any()):  # False for nan
                 scale = float(torch.linalg.vector_norm(expected - before)) or 1.0
-                norms = [float(torch.linalg.vector_norm(each)) / scale for each in (difference, allowed)]
-                found.append((sample.number, norms[0], norms[1]))
+                found.append((sample.number, float(torch.linalg.vector_norm(difference)) / scale))
         return found
 
 

@@ -6,7 +6,7 @@ Runs that differ only in this show how far rounding errors grow.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,11 +28,10 @@ class Perturbation:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def install(self, recording: Recording) -> Callable[[], None]:
+    def install(self, recording: Recording) -> None:
         """Register the callback."""
         if self._seed:
-            recording.on_model(self._perturb)
-        return lambda: None
+            recording.on_model.append(self._perturb)
 
     def _perturb(self, root: nn.Module) -> None:
         signs = _Signs(self._seed)
@@ -59,26 +58,19 @@ class GradientPerturbation:
         self._outermost: Optimizer | None = None
         self._recording: Recording
 
-    def install(self, recording: Recording) -> Callable[[], None]:
+    def install(self, recording: Recording) -> None:
         """Register the hooks."""
         self._recording = recording
-        hooks = [
-            torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
-            torch_optimizer.register_optimizer_step_post_hook(self._after_step),
-        ]
-        before: Any = torch_optimizer._global_optimizer_pre_hooks
+        before = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
+        recording.undo.callback(before.remove)
+        recording.undo.callback(torch_optimizer.register_optimizer_step_post_hook(self._after_step).remove)
+        hooks: Any = torch_optimizer._global_optimizer_pre_hooks
 
         def begin_forward(*_: Any) -> None:
             self._outermost = None
-            before.move_to_end(hooks[0].id)  # after the hook that records the gradients
+            hooks.move_to_end(before.id)  # after the hook that records the gradients
 
-        recording.on_training_forward(begin_forward)
-
-        def remove() -> None:
-            for hook in hooks:
-                hook.remove()
-
-        return remove
+        recording.on_training_forward.append(begin_forward)
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._outermost is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,32 +20,22 @@ class SyncBatchNormOnCpu:
     Source: torch.nn.SyncBatchNorm, with two differentiable sums over the ranks in place of its CUDA kernels.
     """
 
-    def install(self, recording: Recording) -> Callable[[], None]:
-        """Patch the classes, and return a function that undoes this."""
-        kind: Any = nn.SyncBatchNorm
-        ddp: Any = DistributedDataParallel
-        forward = kind.forward
-        check: Any = vars(ddp).get("_passing_sync_batchnorm_handle")
+    def install(self, recording: Recording) -> None:
+        """Patch the classes."""
+        recording.wrap(nn.SyncBatchNorm, "forward", _forward)
+        if getattr(DistributedDataParallel, "_passing_sync_batchnorm_handle", None) is not None:
+            recording.wrap(DistributedDataParallel, "_passing_sync_batchnorm_handle", _check)
 
-        def forward_on_cpu(layer: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
-            is_torchs = x.device.type != "cpu" or not layer.training or not dist.is_initialized()
-            result: torch.Tensor = forward(layer, x) if is_torchs else _normalized(layer, x)
-            return result
 
-        def check_if_not_on_cpu(model: Any, module: nn.Module) -> None:
-            if getattr(model, "device_type", "") != "cpu":
-                check(model, module)
+def _forward(forward: Any, layer: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
+    is_torchs = x.device.type != "cpu" or not layer.training or not dist.is_initialized()
+    result: torch.Tensor = forward(layer, x) if is_torchs else _normalized(layer, x)
+    return result
 
-        kind.forward = forward_on_cpu
-        if check is not None:
-            ddp._passing_sync_batchnorm_handle = check_if_not_on_cpu
 
-        def remove() -> None:
-            kind.forward = forward
-            if check is not None:
-                ddp._passing_sync_batchnorm_handle = check
-
-        return remove
+def _check(check: Any, model: Any, module: nn.Module) -> None:
+    if getattr(model, "device_type", "") != "cpu":
+        check(model, module)
 
 
 class _SumOverRanks(torch.autograd.Function):

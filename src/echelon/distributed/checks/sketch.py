@@ -1,0 +1,317 @@
+"""Linear sketches of tensors: the sketches of all shards of a tensor add up to the sketch of the whole tensor.
+
+They tell whether two tensors are equal, and whether the gradients of several ranks and micro-steps add up to another gradient, without
+storing or gathering any of them. They are computed where the tensors are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import overload
+
+import numpy as np
+import torch
+
+__all__ = ["NUM_BUCKETS", "Positions", "Sketch", "Sketches", "sketch_of", "sketches_of"]
+
+NUM_BUCKETS = 32
+"""Length of the projection; the norm of a difference is estimated with a relative error of about sqrt(2 / NUM_BUCKETS)."""
+
+Positions = int | np.ndarray
+"""Where a shard's elements are in the flattened whole tensor: the index of the first one, or the index of each (int64)."""
+
+_COLUMNS = 1021
+"""Elements whose buckets repeat after them: a prime, so that the elements of one column of a matrix get different ones."""
+_CHUNK = 96 * _COLUMNS
+"""Elements; what is drawn for the first chunk is used for all chunks, each with other signs and another key of its own."""
+_CHUNKS_AT_ONCE = 40
+"""On accelerators, where each operation costs a kernel launch. On the CPU, one chunk in float64 with its signs stays in the cache."""
+_SMALL = 2**12  # elements; smaller tensors are sketched together: each operation takes longer than their elements
+_MODULUS = 1 << 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sketch:
+    """What is kept of one tensor, or of the shards of it that one rank holds."""
+
+    projection: np.ndarray
+    """float64, ``(NUM_BUCKETS,)``: each bucket sums the elements that a hash of their index gives it, each times a random sign."""
+    square_sum: float
+    """Sum of the squared elements."""
+    bits: int
+    """Sum of a hash of each element's value and index, modulo 2**64: equal for bit-equal tensors."""
+    num_elements: int
+    num_nonfinite: int
+
+    def __add__(self, other: Sketch) -> Sketch:
+        """Return the sketch of both shards together."""
+        return Sketch(
+            projection=self.projection + other.projection,
+            square_sum=self.square_sum + other.square_sum,
+            bits=(self.bits + other.bits) % _MODULUS,
+            num_elements=self.num_elements + other.num_elements,
+            num_nonfinite=self.num_nonfinite + other.num_nonfinite,
+        )
+
+    @property
+    def norm(self) -> float:
+        """The L2 norm of the tensor."""
+        return math.sqrt(self.square_sum)
+
+    def has_bits_of(self, other: Sketch) -> bool:
+        """Return whether the tensors are bit-equal."""
+        return self.bits == other.bits and self.num_elements == other.num_elements
+
+    def distance(self, other: Sketch) -> float:
+        """Return an estimate of the L2 norm of the difference (unbiased in its square); exactly 0.0 if the bits are equal."""
+        return 0.0 if self.has_bits_of(other) else float(np.linalg.norm(self.projection - other.projection))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sketches(Sequence[Sketch]):
+    """Sketches of several tensors, kept in arrays: a ``Sketch`` is made when one is asked for."""
+
+    numbers: np.ndarray
+    """float64, ``(number of tensors, NUM_BUCKETS + 1)``: the projections and the sums of squares."""
+    counts: np.ndarray
+    """int64, ``(number of tensors, 3)``: the bits as a signed number, ``num_elements`` and ``num_nonfinite``."""
+
+    @classmethod
+    def empty(cls, count: int = 0) -> Sketches:
+        """Return the sketches of ``count`` tensors without elements."""
+        return cls(np.zeros((count, NUM_BUCKETS + 1)), np.zeros((count, 3), dtype=np.int64))
+
+    @classmethod
+    def of(cls, sketches: Sequence[Sketch]) -> Sketches:
+        """Return ``sketches`` as arrays."""
+        if isinstance(sketches, Sketches):
+            return sketches
+        found = cls.empty(len(sketches))
+        for row, one in enumerate(sketches):
+            found.numbers[row, :-1], found.numbers[row, -1] = one.projection, one.square_sum
+            found.counts[row] = one.bits - _MODULUS * (one.bits >> 63), one.num_elements, one.num_nonfinite
+        return found
+
+    @overload
+    def __getitem__(self, index: int) -> Sketch: ...
+    @overload
+    def __getitem__(self, index: slice | list[int]) -> Sketches: ...
+    def __getitem__(self, index: int | slice | list[int]) -> Sketch | Sketches:
+        if not isinstance(index, int):
+            return Sketches(self.numbers[index], self.counts[index])
+        bits, num_elements, num_nonfinite = self.counts[index].tolist()
+        return Sketch(
+            projection=self.numbers[index, :-1],
+            square_sum=float(self.numbers[index, -1]),
+            bits=bits % _MODULUS,
+            num_elements=num_elements,
+            num_nonfinite=num_nonfinite,
+        )
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @property
+    def bits(self) -> list[int]:
+        """The bits of each, as signed numbers."""
+        found: list[int] = self.counts[:, 0].tolist()
+        return found
+
+
+def sketch_of(tensor: torch.Tensor, *, offset: Positions = 0) -> Sketch:
+    """Return the sketch of a dense tensor, whose elements are at ``offset`` in the flattened whole tensor."""
+    return sketches_of([tensor], [offset])[0]
+
+
+@torch.no_grad()
+def sketches_of(tensors: Sequence[torch.Tensor], positions: Sequence[Positions] | None = None) -> Sketches:
+    """Return the sketch of each tensor. One call for many small tensors takes much less time than many calls.
+
+    Args:
+        tensors: dense local tensors of any dtype and device.
+        positions: where each tensor's elements are in the whole tensor; None: each is a whole tensor.
+
+    Source: Charikar, Chen and Farach-Colton, "Finding frequent items in data streams" (count sketch).
+    """
+    found = Sketches.empty(len(tensors))
+    flats = [_flat(tensor) for tensor in tensors]
+    where = [0] * len(flats) if positions is None else positions
+    together: dict[torch.device, list[int]] = {}
+    for row, (flat, place) in enumerate(zip(flats, where, strict=True)):
+        found.counts[row, 1] = flat.numel()
+        if flat.numel() <= (_SMALL if isinstance(place, int) else _CHUNK):
+            together.setdefault(flat.device, []).append(row)
+        elif isinstance(place, int):
+            found.numbers[row], found.counts[row, 0], found.counts[row, 2] = _sketch_run(flat, place)
+        else:
+            cuts = range(_CHUNK, flat.numel(), _CHUNK)
+            parts = sketches_of(torch.split(flat, _CHUNK), np.split(place, cuts))
+            found.numbers[row], found.counts[row] = parts.numbers.sum(axis=0), parts.counts.sum(axis=0)
+    for rows in together.values():
+        numbers, bits, num_nonfinite = _sketch_together([flats[row] for row in rows], [where[row] for row in rows])
+        found.numbers[rows], found.counts[rows, 0], found.counts[rows, 2] = numbers, bits, num_nonfinite
+    return found
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.device.type == "mps":  # it has no float64
+        tensor = tensor.cpu()
+    return tensor.reshape(-1)
+
+
+def _hashed(values: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Write to ``out`` what is multiplied by the keys of elements: the bits of float64 ``values``, whose nan all have the same.
+
+    A product does not mix higher bits into lower ones: without the sum, the hashes of two words whose signs differ would add up to the
+    same.
+    """
+    words = values.view(torch.int64)
+    return torch.bitwise_right_shift(words, 32, out=out).add_(words)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What was drawn at random for some elements of a whole tensor.
+
+    Each element has a sign of its own, and each run of NUM_BUCKETS elements (out of _COLUMNS) its own rotation of the buckets: with one
+    sign per run, or with bucket ``j % NUM_BUCKETS``, the estimates of rank-one matrices and of matrices with few columns (most
+    gradients) would have one degree of freedom in place of NUM_BUCKETS. Tensors of up to NUM_BUCKETS elements are kept exactly.
+    """
+
+    signs: torch.Tensor
+    """float64: 1 or -1."""
+    keys: torch.Tensor
+    """int64, odd."""
+    buckets: torch.Tensor
+    """int64."""
+
+
+@lru_cache(maxsize=8)
+def _first_chunk(device: torch.device) -> _Drawn:
+    random = np.random.default_rng(0x5EED)  # the global generators stay as they are
+    columns = np.arange(_CHUNK) % _COLUMNS
+    rotations = random.permutation(NUM_BUCKETS)
+    drawn = (
+        random.integers(0, 2, _CHUNK).astype(np.float64) * 2 - 1,
+        random.integers(-(2**63), 2**63, _CHUNK, dtype=np.int64) | 1,
+        (columns + rotations[columns // NUM_BUCKETS]) % NUM_BUCKETS,
+    )
+    return _Drawn(*(torch.from_numpy(one).to(device) for one in drawn))
+
+
+@lru_cache(maxsize=8)
+def _buckets_of_columns(device: torch.device) -> torch.Tensor:
+    """Return which bucket each column has, ``(_COLUMNS, NUM_BUCKETS)``."""
+    return torch.eye(NUM_BUCKETS, dtype=torch.float64, device=device)[_first_chunk(device).buckets[:_COLUMNS]]
+
+
+@lru_cache(maxsize=4096)
+def _signs_and_key_of_chunk(number: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sign of each column and the odd key by which those of the first chunk are multiplied; 1 for the first chunk."""
+    random = np.random.default_rng((0xC4A7, number))
+    signs, key = random.integers(0, 2, _COLUMNS).astype(np.float64) * 2 - 1, int(random.integers(0, 2**63)) | 1
+    if number == 0:
+        signs, key = np.ones(_COLUMNS), 1
+    return torch.from_numpy(signs).to(device), torch.tensor(key, device=device)
+
+
+def _drawn_at(positions: np.ndarray) -> _Drawn:
+    """Return what was drawn for the elements at ``positions``, on the CPU."""
+    cpu = torch.device("cpu")
+    first, numbers, places = _first_chunk(cpu), positions // _CHUNK, positions % _CHUNK
+    signs, keys, buckets = first.signs[places], first.keys[places], first.buckets[places]
+    for number in np.unique(numbers).tolist():
+        of_chunk, key = _signs_and_key_of_chunk(number, cpu)
+        here = (numbers == number).nonzero()[0]
+        signs[here] *= of_chunk[places[here] % _COLUMNS]
+        keys[here] *= key
+    return _Drawn(signs, keys, buckets)
+
+
+class _Layout:
+    """Several tensors, one after the other, and what was drawn for their elements."""
+
+    def __init__(self, sizes: Sequence[int], where: Sequence[Positions], device: torch.device) -> None:
+        ranges = [np.arange(one, one + size) if isinstance(one, int) else one for one, size in zip(where, sizes)]
+        drawn = _drawn_at(np.concatenate(ranges))
+        self.owners = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)
+        """Number of the tensor of each element."""
+        self.buckets = self.owners * (NUM_BUCKETS + 1) + drawn.buckets.to(device)
+        """Bucket of each element, numbered over all tensors."""
+        self.squares = self.owners * (NUM_BUCKETS + 1) + NUM_BUCKETS
+        self.signs, self.keys = drawn.signs.to(device), drawn.keys.to(device)
+
+
+_known_layout = lru_cache(maxsize=16)(_Layout)
+
+
+def _sketch_together(
+    flats: Sequence[torch.Tensor], where: Sequence[Positions]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the numbers, the bits and the numbers of elements that are not finite."""
+    count, sizes, device = len(flats), tuple(flat.numel() for flat in flats), flats[0].device
+    offsets = tuple(one for one in where if isinstance(one, int))
+    layout = _known_layout(sizes, offsets, device) if len(offsets) == count else _Layout(sizes, where, device)
+    is_uniform = all(flat.dtype is flats[0].dtype for flat in flats)
+    values = (torch.cat(list(flats)) if is_uniform else torch.cat([flat.double() for flat in flats])).double()
+    is_finite = math.isfinite(float(values @ values))
+    if not is_finite:
+        values = values.masked_fill(values.isnan(), math.nan)
+    products = _hashed(values, out=torch.empty_like(layout.keys)).mul_(layout.keys)
+    bits = torch.zeros(count, dtype=torch.int64, device=device).index_add_(0, layout.owners, products)
+    nonfinite = torch.zeros_like(bits)
+    if not is_finite:
+        wrong = ~values.isfinite()
+        nonfinite.index_add_(0, layout.owners, wrong.long())
+        values = values.masked_fill(wrong, 0.0)
+    numbers = torch.zeros(count * (NUM_BUCKETS + 1), dtype=torch.float64, device=device)
+    numbers.index_add_(0, layout.buckets, values * layout.signs).index_add_(0, layout.squares, values * values)
+    return numbers.view(count, -1).cpu().numpy(), bits.cpu().numpy(), nonfinite.cpu().numpy()
+
+
+@lru_cache(maxsize=8)
+def _space(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return room for the chunks and hashes that are computed at once; fresh memory takes longer than the computation."""
+    size = _CHUNK if device.type == "cpu" else _CHUNKS_AT_ONCE * _CHUNK
+    return tuple(torch.empty(size, dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))  # type: ignore[return-value]
+
+
+def _sketch_run(flat: torch.Tensor, first: int) -> tuple[np.ndarray, int, int]:
+    """Return the same for consecutive elements of one tensor, from the element ``first`` of the whole tensor on."""
+    device, stop = flat.device, first + flat.numel()
+    drawn, space = _first_chunk(device), _space(device)
+    total = torch.zeros(NUM_BUCKETS + 1, dtype=torch.float64, device=device)
+    bits = torch.zeros((), dtype=torch.int64, device=device)
+    nonfinite = torch.zeros_like(bits)
+    last, at_once = -(-stop // _CHUNK), len(space[0]) // _CHUNK
+    for number in range(first // _CHUNK, last, at_once):
+        chunks, start = range(number, min(number + at_once, last)), number * _CHUNK
+        begin, end = max(first, start) - start, min(stop, start + len(chunks) * _CHUNK) - start
+        low, high = 0, len(chunks) * _CHUNK
+        if len(chunks) == 1:  # only the rows that it has
+            low, high = begin // _COLUMNS * _COLUMNS, -(-end // _COLUMNS) * _COLUMNS
+        here = slice(low, min(high, low + _CHUNK))
+        block, hashed = (one[: high - low] for one in space)
+        block[: begin - low], block[end - low :] = 0.0, 0.0
+        block[begin - low : end - low].copy_(flat[start + begin - first : start + end - first])
+        square = block @ block
+        if not math.isfinite(float(square)):
+            block[block.isnan()] = math.nan
+        products = _hashed(block, out=hashed).view(len(chunks), -1).mul_(drawn.keys[here]).sum(dim=1)
+        if not math.isfinite(float(square)):
+            wrong = ~block.isfinite()
+            nonfinite += wrong.sum()
+            square = block.masked_fill_(wrong, 0.0) @ block
+        table = block.view(len(chunks), -1, _COLUMNS).mul_(drawn.signs[here].view(-1, _COLUMNS))
+        of_chunks = [_signs_and_key_of_chunk(one, device) for one in chunks]
+        columns = (table.sum(dim=1) * torch.stack([one for one, _ in of_chunks])).sum(dim=0)
+        total[:-1] += columns @ _buckets_of_columns(device)  # in all rows, a column has the same bucket
+        total[-1] += square
+        bits += (products * torch.stack([key for _, key in of_chunks])).sum()
+    return total.cpu().numpy(), int(bits), int(nonfinite)

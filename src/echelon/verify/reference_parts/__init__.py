@@ -1,1 +1,0 @@
-"""Parts of a recording that change the run on one process with which layouts are compared."""
