@@ -50,8 +50,6 @@ TORCH_FREE = (
         "variables",
     )
 )
-# These use torch's elastic agent; the rest of launch/ imports them when it starts processes.
-TORCH_AT_IMPORT = ("launch/agent.py", "launch/loopback_store.py", "launch/multinode/rendezvous.py")
 
 
 @pytest.mark.parametrize("path", SOURCES)
@@ -60,7 +58,7 @@ def test_the_source_keeps_the_rules(path: str) -> None:
 
 
 def test_the_torch_free_modules_load_without_torch() -> None:
-    modules = [_dotted(path) for path in SOURCES if path.startswith(TORCH_FREE) and path not in TORCH_AT_IMPORT]
+    modules = [_dotted(path) for path in SOURCES if path.startswith(TORCH_FREE)]
     assert "echelon.base.errors" in modules
     assert _first_that_loads_torch(modules) is None
 

@@ -58,7 +58,7 @@ from echelon.compat.enums import DDPCommunicationHookType as DDPCommunicationHoo
 from echelon.data.rng.host_rng import synchronize_rng_states as synchronize_rng_states
 from echelon.data.shared_memory import share_dataset as share_dataset
 from echelon.engines.expert_parallel.moe import MixtureOfExperts as MixtureOfExperts
-from echelon.launch.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
+from echelon.launch.spawn import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
 from echelon.trainer import (
     BestRun as BestRun,
     CallbackHandler as CallbackHandler,

@@ -1,3 +1,3 @@
 """Provides the names in ``accelerate.launchers``, implemented by echelon."""
 
-from echelon.launch.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
+from echelon.launch.spawn import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher

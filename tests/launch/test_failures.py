@@ -156,13 +156,3 @@ def test_script_sees_the_signal_and_may_clean_up(command: Command) -> None:
     process.send_signal(signal.SIGINT)
     assert command.finish(process).code == 130
     assert (command.directory / "saved").exists()
-
-
-@pytest.mark.slow
-def test_kill_of_the_launcher_leaves_no_orphans(command: Command) -> None:
-    command.write("train.py", HEAD + "wait()\n")
-    process = command.start_launch("--num_processes=2", "train.py")
-    command.wait_for_files("ready_0", "ready_1")
-    process.kill()
-    command.finish(process)
-    command.wait_for(lambda: not command.left_over(), "the end of every process")

@@ -21,8 +21,8 @@ import torch
 
 from echelon.base.errors import ConfigError, LaunchError, UsageError
 from echelon.base.warnings import EchelonWarning
-from echelon.launch import notebook
-from echelon.launch.notebook import debug_launcher, notebook_launcher
+from echelon.launch import spawn as spawning
+from echelon.launch.spawn import debug_launcher, notebook_launcher
 from tests.launch.conftest import Command
 
 _LIMIT_S = 400
@@ -52,7 +52,7 @@ import os
 import psutil
 import torch
 from echelon import Accelerator
-from echelon.launch.notebook import debug_launcher, notebook_launcher
+from echelon.launch.spawn import debug_launcher, notebook_launcher
 
 torch.set_num_threads(2)
 
@@ -230,8 +230,8 @@ def test_new_processes_are_started_only_after_the_device_was_used(
 ) -> None:
     module = SimpleNamespace(is_initialized=lambda: is_used)
     monkeypatch.setattr(torch, "get_device_module", lambda: module)
-    assert notebook._start_method(uses_device=True) == method
-    assert notebook._start_method(uses_device=False) == "fork"
+    assert spawning._start_method(uses_device=True) == method
+    assert spawning._start_method(uses_device=False) == "fork"
 
 
 def test_what_cannot_be_carried_to_new_processes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +288,7 @@ def test_a_kernel_in_a_process_group_is_refused(shown: dict[str, _Shown]) -> Non
 _STUCK = """
 import pathlib
 import torch.distributed as dist
-from echelon.launch.notebook import notebook_launcher
+from echelon.launch.spawn import notebook_launcher
 
 def stuck():
     dist.init_process_group("gloo")

@@ -59,7 +59,7 @@ def ask_store(address: str, port: int) -> str:
 def main() -> None:
     address, count, draw, until = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3])), sys.argv[4]
     ports = open_ports(address)
-    claim = b"ECHELON1" + draw.randbytes(32) + b"N\0\0\0\0" + draw.randbytes(32)  # as one that was heard
+    claim = b"ECHELON2" + draw.randbytes(32) + b"N\0\0\0\0" + draw.randbytes(32)  # as one that was heard
     held: deque[socket.socket] = deque(maxlen=400)  # the oldest goes when there are more
     answers: dict[int, set[int]] = {port: set() for port in ports}
     jobs = [(ports[i % len(ports)], i % 4, draw.randbytes(draw.randrange(1, 300))) for i in range(count)]

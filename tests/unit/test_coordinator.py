@@ -14,19 +14,20 @@ from typing import Any, cast
 import pytest
 
 from echelon.base.errors import LaunchError
+from echelon.launch import coordinator as coordinator_module
+from echelon.launch.coordinator import Coordinator
 from echelon.launch.failures.failure import ErrorRecord, RankEnd
 from echelon.launch.interrupts import Interrupts
 from echelon.launch.local.processes import Workers
-from echelon.launch.local.run_recorder import RunRecorder
-from echelon.launch.multinode import coordinator as coordinator_module
-from echelon.launch.multinode.coordinator import Coordinator
+from echelon.launch.multinode.machines import MultinodePlan
 from echelon.launch.multinode.network import listen
-from echelon.launch.multinode.node import MultinodeNode, RendezvousTimes
-from echelon.launch.multinode.roster import NodeInfo
-from echelon.launch.node import AttemptRanks, GenerationResult, NodeGeneration, RunOver, RunRules
+from echelon.launch.multinode.remote_coordinator import RemoteCoordinator
+from echelon.launch.multinode.roster import NodeInfo, RendezvousTimes
+from echelon.launch.node import AttemptRanks, GenerationResult, Node, NodeGeneration, RunOver, RunRules
 from echelon.launch.supervisor import StallRules
 from echelon.status.board import Board, Mark
 from echelon.status.run_files import read_lines
+from echelon.status.run_recorder import RunRecorder
 from echelon.status.stop_barrier import EXIT_CODE, RankState, StopCommand
 
 TOKEN = b"sixteen bytes at least"
@@ -37,7 +38,7 @@ SECOND = timedelta(seconds=1)
 class Ranks:
     """A board and workers of ranks that do not exist; the position follows the commands as a rank's would."""
 
-    def __init__(self, node: MultinodeNode, numbers: range, directory: Path) -> None:
+    def __init__(self, node: Node, numbers: range, directory: Path) -> None:
         self._node, self._numbers = node, numbers
         self._ends: list[RankEnd] = []
         self.position = 5 << 2 | RankState.PAST
@@ -84,8 +85,8 @@ class Stage:
 
     def __init__(self, tmp_path: Path) -> None:
         self._tmp_path = tmp_path
-        self._nodes: list[MultinodeNode] = []
-        self._ranks: dict[MultinodeNode, Ranks] = {}
+        self._nodes: list[Node] = []
+        self._ranks: dict[Node, Ranks] = {}
         self._coordinator: Coordinator | None = None
         self._listener = listen("127.0.0.1", 0)
         self._port = self._listener.getsockname()[1]
@@ -120,31 +121,28 @@ class Stage:
             began_ns=time.monotonic_ns(),
             record=RunRecorder(self._tmp_path, began_ns=time.monotonic_ns()),
         )
-        self._coordinator = Coordinator(
-            self.info("head"), listener=self._listener, token=TOKEN, times=times, rules=rules, new_store=self._store
-        )
+        self._coordinator = Coordinator(self.info("head"), times=times, rules=rules, new_store=self._store)
+        self._coordinator.listen(self._listener, TOKEN)
 
     def _store(self) -> Any:
         self.num_stores += 1
         return SimpleNamespace(port=self.num_stores)
 
-    def node(self, name: str, **changes: Any) -> MultinodeNode:
-        node = MultinodeNode(
-            self.info(name, **changes),
-            host="127.0.0.1",
-            port=self._port,
-            where="test",
-            token=TOKEN,
-            times=RendezvousTimes(
-                join_timeout=60 * SECOND, last_call=SECOND, heartbeat=0.1 * SECOND, lost_after=60 * SECOND
-            ),
-            interrupts=Interrupts(),
+    def node(self, name: str, **changes: Any) -> Node:
+        info = self.info(name, **changes)
+        times = RendezvousTimes(
+            join_timeout=60 * SECOND, last_call=SECOND, heartbeat=0.1 * SECOND, lost_after=60 * SECOND
         )
+        where = {"host": "127.0.0.1", "port": self._port, "where": "test", "token": TOKEN}
+        plan = MultinodePlan(info=info, times=times, listener=None, interface=None, **where)  # type: ignore[arg-type]
+        assert self._coordinator is not None
+        coordinator = self._coordinator if name == "head" else RemoteCoordinator(plan)
+        node = Node(info, coordinator, Interrupts())
         self._nodes.append(node)
         node.join()
         return node
 
-    def generations(self, *nodes: MultinodeNode) -> list[NodeGeneration]:
+    def generations(self, *nodes: Node) -> list[NodeGeneration]:
         """The next generation of each."""
         found: dict[int, NodeGeneration] = {}
         threads = [
@@ -162,7 +160,7 @@ class Stage:
             node.watch(ranks.attempt)
         return [found[i] for i in range(len(nodes))]
 
-    def ranks_of(self, node: MultinodeNode) -> Ranks:
+    def ranks_of(self, node: Node) -> Ranks:
         return self._ranks[node]
 
     def end(self, code: int = 1) -> None:
@@ -209,7 +207,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
     return found
 
 
-def result(node: MultinodeNode) -> GenerationResult:
+def result(node: Node) -> GenerationResult:
     found: GenerationResult = wait_for(node.result)
     return found
 
@@ -242,6 +240,7 @@ def test_a_failure_is_reported_with_its_machine_and_restarted_max_restarts_times
         stage.ranks_of(other).fail(RankEnd(rank=2, exit_code=None), RankEnd(rank=3, exit_code=1, record=record))
         other.report({2: None, 3: 1})
         assert result(head) == result(other) == GenerationResult(then=("restart", "stop")[number], code=number)
+    assert (head.report_end(), other.report_end()) == (1, 1)
     told = capsys.readouterr().err
     assert told.count("rank 3 failed first: ValueError: bad sample 17") == 4  # on both machines, twice
     assert "rank 3 of 4, on other (127.0.0.1)" in told
@@ -287,21 +286,24 @@ def test_a_late_machine_is_admitted_after_all_have_saved(stage: Stage) -> None:
     assert mine.world_size == 4
 
 
-def test_a_preempted_machine_leaves_after_all_have_saved_and_the_others_continue(stage: Stage) -> None:
-    stage.open(least=1)
-    head, other = stage.node("head"), stage.node("other")
-    stage.generations(head, other)
-    other.request_preemption("SIGTERM")
-    assert result(other) == GenerationResult(then="preempted", code=EXIT_CODE)
-    assert result(head).then == "restart"
-
-
-def test_all_end_when_the_rendezvous_host_is_preempted(stage: Stage) -> None:
-    stage.open(least=1)
-    head, other = stage.node("head"), stage.node("other")
-    stage.generations(head, other)
-    head.request_preemption("SIGTERM")
-    assert result(head) == result(other) == GenerationResult(then="preempted", code=EXIT_CODE)
+@pytest.mark.parametrize(
+    ("least", "who", "ends"),
+    [
+        (1, "other", {"other": "preempted", "head": "restart"}),  # it leaves, and enough machines remain
+        (1, "head", {"other": "preempted", "head": "preempted"}),  # the run cannot continue without its host
+        (2, "other", {"other": "preempted", "head": "preempted"}),  # all are needed
+    ],
+)
+def test_a_preempted_machine_ends_at_the_step_at_which_all_have_saved(
+    stage: Stage, least: int, who: str, ends: dict[str, str]
+) -> None:
+    stage.open(least=least)
+    nodes = {"head": stage.node("head"), "other": stage.node("other")}
+    stage.generations(*nodes.values())
+    nodes[who].request_preemption("SIGTERM")
+    found = {name: result(node) for name, node in nodes.items()}
+    assert {name: end.then for name, end in found.items()} == ends
+    assert {end.code for end in found.values() if end.then == "preempted"} == {EXIT_CODE}
 
 
 def test_an_invalid_message_disconnects_its_sender_only(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,14 +341,6 @@ def test_a_waiting_machine_ends_well_with_the_run(stage: Stage) -> None:
     other.report({2: 0, 3: 0})
     waits.join(_LIMIT_S)
     assert [error.result.code for error in over] == [0]
-
-
-def test_all_end_at_one_step_when_all_are_needed(stage: Stage) -> None:
-    stage.open()
-    head, other = stage.node("head"), stage.node("other")
-    stage.generations(head, other)
-    other.request_preemption("SIGTERM")
-    assert result(head) == result(other) == GenerationResult(then="preempted", code=EXIT_CODE)
 
 
 def test_mismatches_are_refused_and_missing_machines_named(

@@ -68,33 +68,3 @@ def test_the_attribute_that_cannot_be_pickled_is_named(options: dict[str, Any], 
 def test_other_errors_are_unchanged() -> None:
     assert unpicklable_part(ValueError("bad sample")) == ""
     assert unpicklable_part(TypeError("cannot pickle a cucumber")) == ""
-
-
-@pytest.mark.parametrize("message", ["Torch not compiled with CUDA enabled", "No CUDA GPUs are available"])
-def test_the_advice_for_a_missing_gpu_names_the_device_of_the_run(message: str, tmp_path: Path) -> None:
-    what, do = _say(AssertionError(message), tmp_path)
-    assert message in what
-    assert "accelerator.device" in do
-    assert "fix this error" not in do
-
-
-@pytest.mark.parametrize(
-    ("message", "parts"),
-    [
-        (
-            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB",
-            ["gradient_accumulation_steps", "engine='fsdp2'", "expandable_segments"],
-        ),
-        (
-            "CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert'",
-            ["CUDA_LAUNCH_BLOCKING=1", "out of range"],
-        ),
-        ("CUDA error: an illegal memory access was encountered", ["CUDA_LAUNCH_BLOCKING=1", "compute-sanitizer"]),
-        ("CUDA error: misaligned address", ["CUDA_LAUNCH_BLOCKING=1"]),
-    ],
-)
-def test_errors_of_a_cuda_device_have_advice(message: str, parts: list[str], tmp_path: Path) -> None:
-    """The messages are those that an H200 gave with torch 2.11 (the last two: as in torch's documentation)."""
-    what, do = _say(RuntimeError(message), tmp_path)
-    assert message.splitlines()[0] in what
-    assert all(part in do for part in parts), do

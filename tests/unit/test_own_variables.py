@@ -69,7 +69,7 @@ def test_the_launcher_warns_once_for_its_ranks(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr("echelon.launch.agent.run_job", start)
+    monkeypatch.setattr("echelon.cli.launch.run_job", start)
     Path("train.py").write_text("")
     with environ.patch({"ECHELON_HELD": "1"}):
         assert _run(["launch", "-q", "--cpu", "--num_processes=2", "train.py"]) == 1

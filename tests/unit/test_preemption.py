@@ -7,24 +7,26 @@ where each rank, the coordinator and the words are; from each, everybody who can
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from echelon.launch.coordinator import joined_run
 from echelon.launch.interrupts import Interrupted, Interrupts
-from echelon.launch.local.local_node import LocalNode
-from echelon.launch.local.run_recorder import RunRecorder
-from echelon.launch.node import AttemptRanks, GenerationResult, RunRules
+from echelon.launch.node import AttemptRanks, GenerationResult, Node, RunRules
 from echelon.launch.supervisor import StallRules
 from echelon.status.board import Board, Slot
+from echelon.status.run_recorder import RunRecorder
 from echelon.status.stop_barrier import (
+    EXIT_CODE,
     BarrierCoordinator,
     BarrierMember,
     BarrierOutcome,
@@ -227,19 +229,9 @@ def test_the_coordinator_tries_update_boundaries_then_any_boundary_then_gives_up
     assert words.commands[-1] == command_word(StopCommand.END)
 
 
-class Signals:
-    """The signals of a launcher that came, as ``Interrupts`` has them."""
-
-    def __init__(self) -> None:
-        self.interrupts = Interrupts()
-        self.interrupts.hold()
-
-    def come(self, number: int) -> None:
-        self.interrupts.on_signal(number, None)
-
-
-def local_node(interrupts: Interrupts, grace_s: float, board: Board) -> LocalNode:
-    """A node whose ranks only have a board."""
+@contextmanager
+def run_of(board: Board, *, grace_s: float) -> Iterator[tuple[Node, Callable[[int], None]]]:
+    """The node of a run whose ranks only have ``board``, and a function with which its launcher receives a signal."""
     directory = Path(board.path).parent
     rules = RunRules(
         max_restarts=0,
@@ -250,18 +242,26 @@ def local_node(interrupts: Interrupts, grace_s: float, board: Board) -> LocalNod
         began_ns=0,
         record=RunRecorder(None, began_ns=0),
     )
-    node = LocalNode(num_processes=board.num_slots, port=0, rules=rules, interrupts=interrupts)
+    interrupts = Interrupts()
+    interrupts.hold()
     workers: Any = SimpleNamespace(exit_codes=lambda: [None] * board.num_slots, running=dict)
-    node.watch(AttemptRanks(board=board, workers=workers, directory=directory, numbers=[*range(board.num_slots)]))
-    return node
+    # torch's store opens a pipe that lasts as long as the process.
+    store = mock.patch("echelon.world.group.LoopbackStore", return_value=SimpleNamespace(port=1))
+    with store, joined_run(None, rules, interrupts, num_processes=board.num_slots, port=0) as node:
+        node.next_generation()
+        node.watch(AttemptRanks(board=board, workers=workers, directory=directory, numbers=[*range(board.num_slots)]))
+        try:
+            yield node, lambda number: interrupts.on_signal(number, None)
+        finally:
+            node.watch(None)
+            board.close()
 
 
 def test_the_launcher_coordinates_the_ranks_and_names_missing_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    signals, board = Signals(), Board(2, folder=str(tmp_path))
-    try:
-        node = local_node(signals.interrupts, 0.05, board)
+    board = Board(2, folder=str(tmp_path))
+    with run_of(board, grace_s=0.05) as (node, receive):
         assert node.poll() is None
         slots = [Slot(board.path, rank) for rank in range(2)]
         BarrierMember(slots[0])
@@ -269,19 +269,16 @@ def test_the_launcher_coordinates_the_ranks_and_names_missing_ones(
         slots[1].write_preemption_signal(signal.SIGUSR1)
         assert node.poll() is None
         assert node.is_preempting
-        signals.come(signal.SIGTERM)  # a scheduler tells all processes: this is still the first one
-        time.sleep(0.06)
-        assert node.poll() == GenerationResult(then="preempted")
-        assert node.report_end() == 143
+        receive(signal.SIGTERM)  # a scheduler tells all processes: this is still the first one
+        assert node.poll(timedelta(seconds=60)) == GenerationResult(then="preempted", code=EXIT_CODE)
+        assert node.report_end() == EXIT_CODE
         error = capsys.readouterr().err
         assert "SIGUSR1 to rank 1: all ranks save at the same step and exit (within 0.05 s; a second signal" in error
         assert "the ranks did not reach a common step within 0.05 s and were stopped" in error
         assert "where: rank 0: no step yet; rank 1: no step yet (at the stop barrier)" in error
-        signals.come(signal.SIGTERM)
+        receive(signal.SIGTERM)
         with pytest.raises(Interrupted):
             node.poll()
-    finally:
-        board.close()
 
 
 @pytest.mark.parametrize(
@@ -290,13 +287,10 @@ def test_the_launcher_coordinates_the_ranks_and_names_missing_ones(
 def test_a_signal_stops_a_run_that_cannot_be_saved(
     tmp_path: Path, grace_s: float, takes_part: bool, number: str
 ) -> None:
-    signals, board = Signals(), Board(1, folder=str(tmp_path))
-    try:
-        node = local_node(signals.interrupts, grace_s, board)
+    board = Board(1, folder=str(tmp_path))
+    with run_of(board, grace_s=grace_s) as (node, receive):
         if takes_part:
             BarrierMember(Slot(board.path, 0))
-        signals.come(signal.Signals[number])
+        receive(signal.Signals[number])
         with pytest.raises(Interrupted):
             node.poll()
-    finally:
-        board.close()

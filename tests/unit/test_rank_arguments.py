@@ -9,19 +9,13 @@ from typing import Any
 import pytest
 
 from echelon.base.errors import UsageError
-from echelon.launch.rank_arguments import arguments_of_rank
+from echelon.launch.spawn import _Call
 
 
 def call(function: Callable[..., Any], *args: object, rank_first: bool = False) -> Any:
-    given, by_name = arguments_of_rank(
-        function,
-        args,
-        rank=1,
-        world_size=4,
-        caller="spawn" if rank_first else "notebook_launcher",
-        rank_first=rank_first,
-    )
-    return function(*given, **by_name)
+    given = _Call(function=function, args=args, caller="spawn", has_rank_first=rank_first)
+    positional, by_name = given.arguments(rank=1, world_size=4)
+    return function(*positional, **by_name)
 
 
 def tutorial(rank: int, world_size: int) -> tuple[int, int]:
@@ -45,38 +39,27 @@ def several(*args: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    ("function", "args", "expected"),
+    ("function", "args", "expected", "rank_first"),
     [
-        (tutorial, (), (1, 4)),
-        (tutorial, (0, 2), (0, 2)),  # what is given in full stays
-        (longer, (10,), (1, 4, 10, 0.1)),
-        (longer, (10, 0.5), (1, 4, 10, 0.5)),
-        (own, (3,), (3, -1)),  # it fits: a default is the user's
-        (keyword, (3,), (3, 4)),
-        (several, (5, 6), (5, 6)),
-        (functools.partial(longer, epochs=7), (), (1, 4, 7, 0.1)),
+        (tutorial, (), (1, 4), False),
+        (tutorial, (0, 2), (0, 2), False),  # what is given in full stays
+        (longer, (10,), (1, 4, 10, 0.1), False),
+        (longer, (10, 0.5), (1, 4, 10, 0.5), False),
+        (own, (3,), (3, -1), False),  # it fits: a default is the user's
+        (keyword, (3,), (3, 4), False),
+        (several, (5, 6), (5, 6), False),
+        (functools.partial(longer, epochs=7), (), (1, 4, 7, 0.1), False),
+        (tutorial, (), (1, 4), True),
+        (tutorial, (2,), (1, 2), True),
+        (longer, (9, 10), (1, 9, 10, 0.1), True),
+        (longer, (10,), (1, 4, 10, 0.1), True),
+        (several, (5,), (1, 5), True),
     ],
 )
-def test_a_notebook_function_gets_its_rank_if_it_accepts_it(
-    function: Callable[..., Any], args: tuple[object, ...], expected: tuple[object, ...]
+def test_a_function_gets_its_rank_and_world_size_if_it_accepts_them(
+    function: Callable[..., Any], args: tuple[object, ...], expected: tuple[object, ...], rank_first: bool
 ) -> None:
-    assert call(function, *args) == expected
-
-
-@pytest.mark.parametrize(
-    ("function", "args", "expected"),
-    [
-        (tutorial, (), (1, 4)),
-        (tutorial, (2,), (1, 2)),
-        (longer, (9, 10), (1, 9, 10, 0.1)),
-        (longer, (10,), (1, 4, 10, 0.1)),
-        (several, (5,), (1, 5)),
-    ],
-)
-def test_spawn_passes_rank_and_world_size_if_accepted(
-    function: Callable[..., Any], args: tuple[object, ...], expected: tuple[object, ...]
-) -> None:
-    assert call(function, *args, rank_first=True) == expected
+    assert call(function, *args, rank_first=rank_first) == expected
 
 
 @pytest.mark.parametrize(

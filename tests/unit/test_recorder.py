@@ -23,8 +23,7 @@ from echelon.base.warnings import EchelonWarning
 from echelon.distributed.record.device_values import DeviceValues
 from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
 from echelon.distributed.record.run_place import RunWithoutLauncher
-from echelon.launch.local import run_recorder
-from echelon.status import step_records
+from echelon.status import run_recorder, step_records
 from echelon.status.notes import notes_of_process
 from echelon.status.run_files import read_info, read_lines, steps_path
 from echelon.status.step_records import StepFile, StepRecorder, read_step_file

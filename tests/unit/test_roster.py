@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.launch.multinode.roster import NodeInfo, assign_slots, describe_missing, refusal
+from echelon.launch.multinode.roster import NodeInfo, describe_missing, in_rank_order, refusal
 
 A = NodeInfo(
     uid="a",
@@ -65,12 +65,14 @@ def test_each_mistake_is_named(change: dict[str, object], what: str) -> None:
 
 
 def test_ranks_are_numbered_by_the_machine_ranks_then_as_before_then_the_first_first() -> None:
-    slots = assign_slots([B, A], last_order=[], first="b")
-    assert [(slot.uid, slot.group_rank, slot.first_rank) for slot in slots] == [("a", 0, 0), ("b", 1, 2)]
+    def ordered(*infos: NodeInfo, before: str = "") -> str:
+        return "".join(info.uid for info in in_rank_order(infos, last_order=before, first="b"))
+
+    assert ordered(B, A) == "ab"
     free = [replace(info, machine_rank=None) for info in (A, B)]
     c = replace(free[0], uid="c")
-    assert [slot.uid for slot in assign_slots([*free, c], last_order=[], first="b")] == ["b", "a", "c"]
-    assert [slot.uid for slot in assign_slots([*free, c], last_order=["b", "c", "a"], first="b")] == ["b", "c", "a"]
+    assert ordered(*free, c) == "bac"
+    assert ordered(*free, c, before="bca") == "bca"
 
 
 def test_missing_machines_are_named_by_rank() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from echelon.status import step_records
-from echelon.status.step_records import StepRecorder, read_step_file, sample_step_file
+from echelon.status.step_records import StepRecorder, read_step_file
 
 SPENT = tuple(range(10, 18))
 
@@ -50,11 +50,11 @@ def test_written_records_are_read(tmp_path: Path) -> None:
 def test_the_last_records_can_be_read_alone(tmp_path: Path) -> None:
     recorder = _recorder(tmp_path)
     path = tmp_path / "rank_3.steps"
-    assert read_step_file(path, last=3).records == []
+    assert read_step_file(path, num_last=3).last == []
     for step in range(1, 7):
         recorder.record(step, 0.1, SPENT)
-    assert [record.step for record in read_step_file(path, last=2).records] == [5, 6]
-    assert len(read_step_file(path, last=9).records) == 6
+    assert [record.step for record in read_step_file(path, num_records=0, num_last=2).last] == [5, 6]
+    assert len(read_step_file(path, num_records=0, num_last=9).last) == 6
 
 
 def test_a_loss_is_filled_in_later(tmp_path: Path) -> None:
@@ -206,9 +206,9 @@ def test_a_sample_has_evenly_spaced_records_and_the_last(tmp_path: Path, num_rec
     for step in range(1, num_records + 1):
         recorder.add_loss(step / 2)
         recorder.record(step, 0.1, SPENT)
-    sample = sample_step_file(tmp_path / "rank_3.steps", num_spread=10, num_last=8)
+    sample = read_step_file(tmp_path / "rank_3.steps", num_records=10, num_last=8)
     steps = _steps(tmp_path)
     assert (sample.rank, sample.world_size) == (3, 4)
     assert [record.step for record in sample.last] == steps[-8:]
     spread = steps if num_records <= 10 else [1 + i * (num_records - 1) // 9 for i in range(10)]
-    assert [(record.step, record.loss) for record in sample.spread] == [(step, step / 2) for step in spread]
+    assert [(record.step, record.loss) for record in sample.records] == [(step, step / 2) for step in spread]

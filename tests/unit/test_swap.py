@@ -247,7 +247,7 @@ def test_the_ranks_are_told_by_a_variable(
         raise LaunchError("the ranks are started")
 
     monkeypatch.chdir(site)
-    monkeypatch.setattr("echelon.launch.agent.run_job", start)
+    monkeypatch.setattr("echelon.cli.launch.run_job", start)
     flags = ["--as=transformers,accelerate"] if by_flag else []
     with environ.patch({"ECHELON_AS": None if by_flag else "accelerate, transformers"}):
         assert _run(["launch", "--cpu", "--num_processes=1", *flags, "program.py"]) == 1
@@ -269,7 +269,7 @@ def test_the_launcher_can_be_started_from_python(site: Path, monkeypatch: pytest
 
     jobs: list[Any] = []
     monkeypatch.chdir(site)
-    monkeypatch.setattr("echelon.launch.agent.run_job", start)
+    monkeypatch.setattr("echelon.cli.launch.run_job", start)
     parser = launch_command_parser()
     args = parser.parse_args(["--num_processes", "1", "--cpu", "--mixed-precision=bf16", "program.py", "--cpu", "-m"])
     args.num_processes = "2"
@@ -295,7 +295,7 @@ def test_strict_is_passed_to_the_ranks(is_strict: bool, site: Path, monkeypatch:
         raise LaunchError("the ranks are started")
 
     monkeypatch.chdir(site)
-    monkeypatch.setattr("echelon.launch.agent.run_job", start)
+    monkeypatch.setattr("echelon.cli.launch.run_job", start)
     assert _run(["launch", "--cpu", "--num_processes=1", *(["--strict"] if is_strict else []), "program.py"]) == 1
 
 

@@ -1,4 +1,4 @@
-"""``echelon launch``: turns flags and config files into a job, runs it with torch's elastic agent, and reports how it ended."""
+"""``echelon launch``: turns flags and config files into a job, runs it, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -33,27 +33,26 @@ from echelon.config.resolve import Layer, Resolved, resolve
 from echelon.config.run_record import RUN_FILE, to_run_file
 from echelon.config.schema import RunConfig
 from echelon.config.sources import from_environment, without_effect
-from echelon.launch.environment import rank_variables, replaced_libraries
+from echelon.launch.agent import Job, run_job
+from echelon.launch.coordinator import joined_run
+from echelon.launch.environment import LOOPBACK_INTERFACE, rank_variables, replaced_libraries
 from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
 from echelon.launch.local.capacity import check_capacity
-from echelon.launch.local.goodput_recorder import process_start_ns
-from echelon.launch.local.local_node import LocalNode
 from echelon.launch.local.output import Outputs, parse_streams
-from echelon.launch.local.run_recorder import run_folder
+from echelon.launch.local.run_folder import run_folder
 from echelon.launch.local.slots import Slots, is_this_machine, named_slots, no_accelerator
 from echelon.launch.multinode.machines import (
     CliOverrides,
     MultinodePlan,
     check_rendezvous,
-    interface_variables,
     make_plan,
     node_range,
 )
-from echelon.launch.multinode.multinode_session import multinode_session
-from echelon.launch.node import Node, RunOver, RunRules
+from echelon.launch.node import RunOver, RunRules
 from echelon.launch.schedulers.slurm import Step, current_step
 from echelon.launch.script import Script, check
 from echelon.launch.supervisor import StallRules
+from echelon.status.run_facts import process_start_ns
 from echelon.status.run_files import DEFAULT_PARENT
 from echelon.status.stop_barrier import EXIT_CODE, SIGNALS
 from echelon.world.launch_variables import is_recording_off
@@ -173,7 +172,8 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
         (directory / RUN_FILE).write_text(to_run_file(resolved), encoding="utf-8")
         record.describe(
             command=["echelon", "launch", *ctx.meta[ARGV]],
-            script=script,
+            script=script.target,
+            arguments=script.args,
             num_processes=processes.number * machines.number,
             num_machines=machines.number,
         )
@@ -219,13 +219,9 @@ def _run(
     flags = request.flags
     with ExitStack() as stack:
         stack.enter_context(_terminal_restored())
-        node: Node
-        if plan is None:
-            node = LocalNode(num_processes=processes.number, port=machines.port, rules=rules, interrupts=interrupts)
-        else:
-            node = stack.enter_context(multinode_session(plan, rules, interrupts))
-        from echelon.launch.agent import Job, run_job  # noqa: PLC0415 - imports torch
-
+        node = stack.enter_context(
+            joined_run(plan, rules, interrupts, num_processes=processes.number, port=machines.port)
+        )
         job = Job(
             script=request.script,
             num_processes=processes.number,
@@ -240,7 +236,7 @@ def _run(
         interrupts.hold()
         goodput = run_job(job, interrupts, node)
     goodput = node.goodput or goodput
-    rules.record.goodput(goodput)
+    goodput.record(rules.record)
     if flags["summary"] or (goodput.is_notable and not flags["quiet"]):
         for line in goodput.lines():
             say(line)
@@ -478,7 +474,7 @@ def _variables(request: _Request, processes: _Processes, plan: MultinodePlan | N
         num_processes=processes.number,
         num_threads=threads,
         has_accelerator=processes.num_accelerators > 0,
-        interface=None if plan is None else interface_variables(plan.interface),
+        interface=LOOPBACK_INTERFACE if plan is None else plan.interface,
     )
     if request.flags["strict"]:
         variables["ECHELON_STRICT"] = "1"

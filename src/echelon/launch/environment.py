@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from echelon.base import environ
 from echelon.base.cores import threads_of_each
+from echelon.config.library_variables import for_accelerate
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import CHOSEN_THREADS, CONFIG_VARIABLE, encode
-from echelon.launch.library_variables import for_accelerate
 
-__all__ = ["inherited", "is_of_rank", "loopback_variables", "rank_variables", "replaced_libraries"]
+__all__ = [
+    "LOOPBACK_INTERFACE",
+    "inherited",
+    "interface_variables",
+    "is_of_rank",
+    "rank_variables",
+    "replaced_libraries",
+]
 
 _OF_A_RANK = frozenset(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "NODE_RANK")
 )
 _OF_A_JOB = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MV2_")
-_LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def inherited(*, without: Callable[[str], bool] = lambda name: False) -> dict[str, str]:
@@ -39,10 +46,10 @@ def replaced_libraries() -> str | None:
     return environ.get("ECHELON_AS")
 
 
-def loopback_variables() -> dict[str, str]:
-    """Return the variables that bind gloo and NCCL to loopback, unless the user chose an interface."""
+def interface_variables(interface: str | None) -> dict[str, str]:
+    """Return the variables that bind gloo and NCCL to the interface that the user chose, or else to ``interface`` if it is known."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: environ.get(name) or _LOOPBACK_INTERFACE for name in names}
+    return {name: value for name in names if (value := environ.get(name) or interface)}
 
 
 def rank_variables(
@@ -51,7 +58,7 @@ def rank_variables(
     num_processes: int,
     num_threads: int | None,
     has_accelerator: bool,
-    interface: Mapping[str, str] | None = None,
+    interface: str | None = LOOPBACK_INTERFACE,
 ) -> dict[str, str]:
     """Return the variables that are the same for all ranks on this machine.
 
@@ -61,11 +68,9 @@ def rank_variables(
         num_threads: OMP_NUM_THREADS for each process; None keeps the user's value or, if unset, divides the cores
             equally.
         has_accelerator: whether this machine has an accelerator.
-        interface: variables that bind the ranks to the network they share with other machines; None on a single
-            machine.
+        interface: the network interface to the other machines; None if it is unknown.
     """
-    own = loopback_variables() if interface is None else interface
-    variables = {**own, CONFIG_VARIABLE: encode(resolved), **for_accelerate(resolved)}
+    variables = {**interface_variables(interface), CONFIG_VARIABLE: encode(resolved), **for_accelerate(resolved)}
     if num_processes > 1 and not has_accelerator:
         # Without this variable and without accelerators, accelerate runs every process as a separate run.
         variables["ACCELERATE_USE_CPU"] = "true"

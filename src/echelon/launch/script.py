@@ -29,6 +29,11 @@ class Script:
     has_local_rank: bool = False
     """Whether to insert ``--local_rank=N`` before ``args``, like DeepSpeed's launcher."""
 
+    @property
+    def name(self) -> str:
+        """The program's name for its run: the last part of a module's name, or a file's name without its extension."""
+        return self.target.rpartition(".")[2] if self.kind == "module" else Path(self.target).stem
+
     def args_of(self, local_rank: int) -> tuple[str, ...]:
         """Return the arguments for process ``local_rank``."""
         return (f"--local_rank={local_rank}", *self.args) if self.has_local_rank else self.args

@@ -18,7 +18,7 @@ from echelon.report.rank_rows import RankRow, RankSample, RowTracker
 from echelon.report.run_folder import RecordedRun, read_run
 from echelon.status.board import BoardReader
 from echelon.status.run_files import EVENTS_FILE, INFO_FILE, METRICS_FILE
-from echelon.status.step_records import StepSample, sample_step_file
+from echelon.status.step_records import StepFile, read_step_file
 from echelon.status.strict_json import loads
 
 __all__ = ["LiveRun", "Snapshot"]
@@ -186,14 +186,14 @@ class _RecentSteps:
 
     def __init__(self, paths: Sequence[tuple[int, int, Path]]) -> None:
         attempt = max((number for number, _, _ in paths), default=0)
-        self._files: list[StepSample] = []
+        self._files: list[StepFile] = []
         for number, _, path in paths:
             with suppress(OSError, ValueError):  # the rank is creating it
                 if number == attempt:
                     num_spread = 0 if self._files else _NUM_LOSSES  # the curve is that of one rank
-                    self._files.append(sample_step_file(path, num_spread=num_spread, num_last=_NUM_LAST))
+                    self._files.append(read_step_file(path, num_records=num_spread, num_last=_NUM_LAST))
         first = self._files[0] if self._files else None
-        self.losses = [record.loss for record in first.spread] if first else []
+        self.losses = [record.loss for record in first.records] if first else []
         """The losses of one rank, evenly spaced over the attempt."""
         self.loss_from = f"rank {first.rank}" if first else ""
         last = list(reversed(first.last)) if first else []
@@ -213,7 +213,7 @@ class _RecentSteps:
         return sum(rates) or math.nan
 
 
-def _rate(file: StepSample, total: Literal["num_samples", "num_items"]) -> float:
+def _rate(file: StepFile, total: Literal["num_samples", "num_items"]) -> float:
     if len(file.last) < 2:
         return 0.0
     first, last = file.last[0], file.last[-1]

@@ -178,7 +178,7 @@ def last_step(run: RecordedRun) -> tuple[int | None, float | None]:
         if attempt != paths[-1][0]:
             continue
         try:
-            records = read_step_file(path, last=_MAX_PENDING).records
+            records = read_step_file(path, num_records=0, num_last=_MAX_PENDING).last
         except (OSError, ValueError):
             continue
         known = [one for one in records if one.num_losses]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import linecache
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
@@ -44,15 +44,6 @@ class CallSite:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" + (f": {self.source}" if self.source else "")
-
-    def to_json(self) -> str:
-        """Return the call site as JSON that ``from_json`` can read."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> CallSite:
-        """Return the call site written by ``to_json``."""
-        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

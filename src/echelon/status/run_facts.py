@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, final
 from echelon._version import __version__
 from echelon.base.cores import usable_cores
 
-__all__ = ["GitQuery", "machine_facts", "mask_secrets", "package_versions"]
+__all__ = ["GitQuery", "machine_facts", "mask_secrets", "package_versions", "process_start_ns"]
 
 _PACKAGES = (
     "torch",
@@ -189,3 +190,16 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def process_start_ns() -> int:
+    """Return this process's start time as ``time.monotonic_ns``, or the current time if it is unknown."""
+    now = time.monotonic_ns()
+    try:
+        ticks = int(
+            Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
+        )
+        since_boot = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError, IndexError, ValueError):  # not Linux
+        return now
+    return min(now, now - since_boot + ticks * 10**9 // os.sysconf("SC_CLK_TCK"))

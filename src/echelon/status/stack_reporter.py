@@ -7,6 +7,7 @@ path and passes it the modules ``board`` and ``call_site``, so this file uses on
 from __future__ import annotations
 
 import _thread
+import dataclasses
 import faulthandler
 import json
 import os
@@ -127,7 +128,7 @@ class Reporter:
         call_site = self._call_site.call_site_of_thread(self._subject)
         own = _thread.get_ident()
         answer = {
-            "call_site": None if call_site is None else json.loads(call_site.to_json()),
+            "call_site": None if call_site is None else dataclasses.asdict(call_site),
             "trains": frame is not None and self._call_site.summarize_stack(frame).trains,
             "stack": traceback.format_stack(frame) if frame is not None else [],
             "threads": [

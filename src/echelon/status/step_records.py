@@ -31,9 +31,7 @@ __all__ = [
     "StepFile",
     "StepRecord",
     "StepRecorder",
-    "StepSample",
     "read_step_file",
-    "sample_step_file",
 ]
 
 MAX_RECORDS = 1 << 17
@@ -95,24 +93,14 @@ class StepRecord(NamedTuple):
 
 
 class StepFile(NamedTuple):
-    """The contents of a file of step records."""
+    """Records in a file of step records."""
 
     rank: int
     world_size: int
     began_ns: int
     """``time.time_ns()`` at the start of the file."""
     records: list[StepRecord]
-
-
-class StepSample(NamedTuple):
-    """Some of the records in a file of step records."""
-
-    rank: int
-    world_size: int
-    began_ns: int
-    """``time.time_ns()`` at the start of the file."""
-    spread: list[StepRecord]
-    """Records that are evenly spaced over the file."""
+    """All records, or some that are evenly spaced over the file."""
     last: list[StepRecord]
     """The records at its end."""
 
@@ -239,23 +227,6 @@ class StepRecorder:
         self._stride *= 2
 
 
-def read_step_file(path: Path, *, last: int | None = None) -> StepFile:
-    """Return the contents of a file that a ``StepRecorder`` has written, or is still writing.
-
-    Args:
-        path: the file.
-        last: read only this number of records at the end; None: all of them.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a file of step records.
-    """
-    rank, world_size, began_ns, data = read_step_bytes(path)
-    first = 0 if last is None else max(0, len(data) // _RECORD.size - last)
-    fields = _RECORD.iter_unpack(data[first * _RECORD.size :])
-    return StepFile(rank, world_size, began_ns, [StepRecord._make((*one[:9], one[9:])) for one in fields])
-
-
 def read_step_bytes(path: Path) -> tuple[int, int, int, memoryview]:
     """Return the rank, the number of ranks, and the start time of a file of step records, and its records as bytes.
 
@@ -278,12 +249,12 @@ def read_step_bytes(path: Path) -> tuple[int, int, int, memoryview]:
     )
 
 
-def sample_step_file(path: Path, *, num_spread: int, num_last: int) -> StepSample:
-    """Return some records of a file, of which only small parts are read, whatever its size.
+def read_step_file(path: Path, *, num_records: int = MAX_RECORDS, num_last: int = 0) -> StepFile:
+    """Return the records of a file; only the parts with the requested records are read, whatever its size.
 
     Args:
         path: a file that a ``StepRecorder`` has written, or is still writing.
-        num_spread: maximum number of records that are evenly spaced over the file.
+        num_records: maximum number of records that are evenly spaced over the file.
         num_last: maximum number of records at the end of the file.
 
     Raises:
@@ -301,12 +272,12 @@ def sample_step_file(path: Path, *, num_spread: int, num_last: int) -> StepSampl
             return [record for record in found if record.time_ns]
 
         size = (os.fstat(file.fileno()).st_size - _HEADER_BYTES) // _RECORD.size
-        num_records = bisect_left(range(max(size, 0)), True, key=lambda index: not read(index))
-        last = read(max(num_records - num_last, 0), min(num_last, num_records))
-        if num_records <= num_spread:
-            return StepSample(**numbers, spread=read(0, num_records), last=last)
-        places = (i * (num_records - 1) // max(num_spread - 1, 1) for i in range(num_spread))
-        return StepSample(**numbers, spread=[record for place in places for record in read(place)], last=last)
+        length = bisect_left(range(max(size, 0)), True, key=lambda index: not read(index))
+        last = read(max(length - num_last, 0), min(num_last, length))
+        if length <= num_records:
+            return StepFile(**numbers, records=read(0, length), last=last)
+        places = (i * (length - 1) // max(num_records - 1, 1) for i in range(num_records))
+        return StepFile(**numbers, records=[record for place in places for record in read(place)], last=last)
 
 
 def _read_header(data: bytes, path: Path) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from echelon.checkpoint.formats.merged_weights import merge_fsdp_weights as merge_fsdp_weights
 from echelon.compat import unsupported as _unsupported
-from echelon.launch.library_variables import (
+from echelon.config.library_variables import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
 )

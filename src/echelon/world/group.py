@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from echelon.base import environ
 from echelon.base.device import use_device
-from echelon.base.errors import SetupError
+from echelon.base.errors import LaunchError, SetupError
 from echelon.world.environment import LaunchEnvironment
 from echelon.world.launch_variables import attempt_number
 from echelon.world.world import World
 
-__all__ = ["DEFAULT_TIMEOUT", "close_group", "open_group", "serve_store"]
+__all__ = ["DEFAULT_TIMEOUT", "LOOPBACK", "LoopbackStore", "close_group", "open_group", "serve_store"]
 
+LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """torch's default timeout, which is long enough for a first compilation or a slow file system."""
 
@@ -217,3 +218,35 @@ def serve_store(listener: socket.socket, *, world_size: int | None = None, timeo
         # The libuv server accepts a socket since torch 2.8 (pytorch/pytorch#150215), which also added clone().
         use_libuv=hasattr(dist.TCPStore, "clone"),
     )
+
+
+_BACKLOG = 512
+_LOOPBACK_TIMEOUT = timedelta(minutes=5)
+
+
+class LoopbackStore:
+    """A ``TCPStore`` that listens only on loopback. It has no password, so any user on this machine can reach it.
+
+    The store receives a socket that is already bound. torch itself would listen on all addresses, and another process
+    could take a free port between its lookup and its use.
+
+    Args:
+        port: port to listen on; 0 for any free port.
+
+    Raises:
+        LaunchError: the port is in use.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((LOOPBACK, port))
+            except (OSError, OverflowError) as error:
+                raise LaunchError(
+                    f"cannot listen on {LOOPBACK}:{port}: {error}",
+                    do="use another --main_process_port, or 0 for any free port",
+                ) from error
+            listener.listen(_BACKLOG)
+            self.port: int = listener.getsockname()[1]
+            self.store = serve_store(listener, timeout=_LOOPBACK_TIMEOUT)

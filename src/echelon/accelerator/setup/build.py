@@ -32,6 +32,7 @@ from echelon.base.messages.terminal import say
 from echelon.base.rank import known_rank
 from echelon.base.warnings import warn
 from echelon.config.explain import overridden
+from echelon.config.library_variables import configure_transformers
 from echelon.config.origin import Origin, SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
@@ -41,7 +42,6 @@ from echelon.distributed.setup import setup
 from echelon.engines.base import Engine
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.engines.registry import GROUPLESS, SHARDING, default_engine, load_engine
-from echelon.launch.library_variables import configure_transformers
 from echelon.world.environment import detect
 from echelon.world.world import World
 

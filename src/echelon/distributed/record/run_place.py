@@ -16,11 +16,10 @@ import torch.distributed as dist
 
 from echelon.diagnose.goodput import Attempt, RankTimes, break_down_time
 from echelon.distributed.stores import store_of
-from echelon.launch.local.goodput_recorder import process_start_ns
-from echelon.launch.local.run_recorder import RunOutcome, RunRecorder, new_folder, run_name
-from echelon.launch.script import Script
 from echelon.status.notes import notes_of_process
+from echelon.status.run_facts import process_start_ns
 from echelon.status.run_files import DEFAULT_PARENT
+from echelon.status.run_recorder import RunOutcome, RunRecorder, new_folder, run_name
 from echelon.world.environment import LaunchEnvironment, detect
 from echelon.world.launch_variables import has_elastic_agent
 
@@ -104,8 +103,8 @@ class RunWithoutLauncher(Run):
         self._recorder: RunRecorder | None = None
         name = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
         is_notebook = "ipykernel" in sys.modules
-        self._script = Script(kind="script", target="notebook" if is_notebook else name, args=tuple(sys.argv[1:]))
-        self._name = run_name(self._script, str(os.getpid()))
+        self._script = "notebook" if is_notebook else name
+        self._name = run_name(Path(self._script).stem, str(os.getpid()))
         self._is_published = False
 
     def publish(self) -> None:
@@ -139,6 +138,7 @@ class RunWithoutLauncher(Run):
             self._recorder.describe(
                 command=["python", *sys.argv],
                 script=self._script,
+                arguments=sys.argv[1:],
                 num_processes=size,
                 num_machines=num_machines,
                 launcher=_launcher(here),
@@ -162,7 +162,8 @@ class RunWithoutLauncher(Run):
         if notes is not None:
             times = RankTimes(rank=0, times=notes.times)
             attempt = Attempt(started_ns=self._began_ns, failed_ns=now, noticed_ns=now, ranks=[times])
-            self._recorder.breakdown(break_down_time([attempt], began_ns=self._began_ns, ended_ns=now))
+            breakdown = break_down_time([attempt], began_ns=self._began_ns, ended_ns=now)
+            self._recorder.breakdown(wall_s=breakdown.wall_s, seconds=breakdown.seconds)
         self._recorder.end(outcome, code)
 
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import warn
+from echelon.config.library_variables import deepspeed_knows_rank
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.deepspeed.config import (
     evaluation_config,
@@ -38,7 +39,6 @@ from echelon.engines.deepspeed.options import (
 from echelon.engines.output_hooks import OutputFlattener, flatten_outputs_for_hooks
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
 from echelon.engines.stepper import Stepper, drop_scheduler_groups, repoint_scheduler, require_graph, zero_backward
-from echelon.launch.library_variables import deepspeed_knows_rank
 from echelon.world.world import World
 
 __all__ = ["DeepSpeedEngine"]

@@ -17,9 +17,9 @@ from torch.utils import cpp_extension
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
+from echelon.config.library_variables import deepspeed_on
 from echelon.config.variables import library_variable
 from echelon.distributed.small_messages import gather_counts
-from echelon.launch.library_variables import deepspeed_on
 from echelon.world.world import World
 
 __all__ = ["announce_kernels", "host_optimizer", "import_deepspeed"]

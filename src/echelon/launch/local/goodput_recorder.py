@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from echelon.diagnose.straggler import Steps, steps_of
 from echelon.launch.failures.failure import RankEnd
 from echelon.status import strict_json
 from echelon.status.board import Board, Doing, StepPart
+from echelon.status.run_recorder import RunRecorder
 
 __all__ = [
     "ALL_MACHINES_FILE",
@@ -22,7 +22,6 @@ __all__ = [
     "GoodputRecorder",
     "GoodputReport",
     "first_sign",
-    "process_start_ns",
     "read_goodput",
     "times_on",
 ]
@@ -47,6 +46,12 @@ class GoodputReport:
         """Whether to print the report even without ``--summary``: after a restart, or if one rank slowed a long run."""
         slowed = self.steps is not None and self.steps.slowest is not None and self.breakdown.wall_s >= _LONG_S
         return self.breakdown.num_restarts > 0 or slowed
+
+    def record(self, recorder: RunRecorder) -> None:
+        """Record the time breakdown, and the slow rank."""
+        if self.steps is not None and self.steps.slowest is not None:
+            recorder.event("straggler", self.steps.verdict, rank=self.steps.slowest)
+        recorder.breakdown(wall_s=self.breakdown.wall_s, seconds=self.breakdown.seconds)
 
     def lines(self) -> list[str]:
         """Return the report as text for the terminal."""
@@ -172,19 +177,6 @@ def first_sign(ends: Sequence[RankEnd]) -> int | None:
     """Return the time of a failed rank's first exception or exit, or None if it is unknown."""
     signs = [end.record.time_ns if end.record is not None else end.ended_ns for end in ends if end.failed]
     return min((ns for ns in signs if ns is not None), default=None)
-
-
-def process_start_ns() -> int:
-    """Return this process's start time as ``time.monotonic_ns``, or the current time if it is unknown."""
-    now = time.monotonic_ns()
-    try:
-        ticks = int(
-            Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
-        )
-        since_boot = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    except (OSError, AttributeError, IndexError, ValueError):  # not Linux
-        return now
-    return min(now, now - since_boot + ticks * 10**9 // os.sysconf("SC_CLK_TCK"))
 
 
 def read_goodput(run: Path) -> GoodputReport | None:

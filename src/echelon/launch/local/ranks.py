@@ -61,7 +61,6 @@ class LocalRanks:
         board: the ranks' status board.
         directory: the attempt's directory, in which ``rank_<n>/`` contains the answers.
         running: returns a dict from rank to (process id, exit code or None), in slot order.
-        check: called during waits; raises an exception if the launcher must stop.
     """
 
     def __init__(
@@ -70,12 +69,10 @@ class LocalRanks:
         *,
         directory: Path,
         running: Callable[[], Mapping[int, tuple[int, int | None]]],
-        check: Callable[[], None],
     ) -> None:
         self._board = board
         self._directory = directory
         self._running = running
-        self._check = check
         self._request = 0
 
     def views(self) -> list[RankView]:
@@ -107,7 +104,6 @@ class LocalRanks:
         missing = {rank: index for index, rank in enumerate(ranks) if ranks[rank][1] is None}
         while missing and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            self._check()
             missing = {r: i for r, i in missing.items() if not (w := self._board.watch(i)) or w.answered < request}
         answers = {
             rank: read_answer(folders[rank] / ANSWER_FILE.format(request)) for rank in ranks if rank not in missing
@@ -138,20 +134,16 @@ class LocalRanks:
         (self._directory / STALL_FILE.format(self._request)).write_text(report + "\n", encoding="utf-8")
 
 
-def wait_for_verdict(
-    ends_now: Callable[[], Sequence[RankEnd]], ranks: Ranks, check: Callable[[], None] = lambda: None
-) -> list[RankEnd]:
+def wait_for_verdict(ends_now: Callable[[], Sequence[RankEnd]], ranks: Ranks) -> list[RankEnd]:
     """Wait until it is certain which rank failed first, and return how all ranks ended.
 
     Args:
         ends_now: returns how each rank has ended, or that it is still running.
         ranks: the same ranks.
-        check: called during the wait; raises an exception if the launcher must stop.
     """
     deadline = time.monotonic() + _STRAGGLERS_S
     while not is_settled(ends := ends_now()) and time.monotonic() < deadline:
         time.sleep(_SETTLE_POLL_S)
-        check()
     running = [end.rank for end in ends if end.exit_code is None and end.record is None]
     if not running or not lost_each_other(ends):
         return list(ends)

@@ -1,76 +1,58 @@
-"""Connections between a run's launchers: TCP, mutual authentication by a shared token, then signed JSON frames.
+"""What a run's launchers say to each other: messages, requests and heartbeats in JSON, over TCP or within one process.
 
-Authentication: The server sends a nonce. The client sends its own nonce, its purpose, and a MAC (HMAC-SHA256 under the
-token) of all of these. The server answers with a MAC of the same data under a different label. Neither side reveals
-the token. Recorded traffic cannot open another connection, because the server's nonce is new each time, and the client
-accepts only a server that knows the token.
-
-Frames: Each frame consists of its length, a MAC and JSON. The MAC covers the direction, the frame number and the
-text, under a key that is unique to this connection, so that frames cannot be changed, replayed, dropped or reflected.
-They are not encrypted. This module uses only the standard library.
+Each frame is the length of its JSON text, and the text. The token opens the connection (``connections.py``); frames are neither
+signed nor encrypted, because whoever can change them on their way can also change what the ranks send each other (SECURITY.md).
 """
 
 from __future__ import annotations
 
-import hmac
 import json
-import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, TimeoutError as NoAnswer
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 __all__ = [
-    "NODE",
     "START_S",
-    "STORE",
-    "Channel",
     "ChannelError",
     "ConnectionLost",
-    "Peer",
-    "ConnectionRefused",
-    "accept",
+    "InProcessPeer",
     "clock_offset_ns",
-    "connect",
+    "OnMessage",
+    "OnRequest",
+    "Peer",
+    "receive_exactly",
 ]
 
-_MAGIC = b"ECHELON1"
-_NONCE_BYTES = 32
-_CODE_BYTES = 32
-_PURPOSE = struct.Struct(">cI")
-_HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES
-_CLAIM_BYTES = len(_MAGIC) + _NONCE_BYTES + _PURPOSE.size + _CODE_BYTES
-_HEAD = struct.Struct(f">I{_CODE_BYTES}s")
-_MAX_BYTES = 64 << 20
-_MAX_ANSWERING = 32
-"""Maximum number of requests that are answered concurrently, so that a flood of requests does not create a thread for each."""
+OnMessage: TypeAlias = Callable[[str, Mapping[str, Any]], None]
+OnRequest: TypeAlias = Callable[[str, Mapping[str, Any]], Any]
 
 START_S = 180.0
 """How long a side may be silent while it imports torch from a slow disk (the import holds the GIL)."""
-NODE, STORE = b"N", b"S"
-"""A client's purpose: to join as a node, or to reach a generation's store."""
+_SIZE = struct.Struct(">I")
+_MAX_BYTES = 64 << 20
+_MAX_ANSWERING = 32
+"""Maximum number of requests that are answered concurrently, so that a flood of requests does not create a thread for each."""
 
 
 class ChannelError(Exception):
     """Raised if the other side violates the protocol or does not respond."""
 
 
-class ConnectionRefused(ChannelError):
-    """Raised if the other side does not know the token or is a different program."""
-
-
 class ConnectionLost(ChannelError):
-    """Raised if the connection is lost or closed."""
+    """Raised if the connection is lost or closed, or a request is not answered."""
 
 
-def _code(key: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(key, b"".join(struct.pack(">I", len(part)) + part for part in parts), "sha256")
+def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    """Return the next bytes.
 
-
-def _receive(sock: socket.socket, num_bytes: int) -> bytes:
+    Raises:
+        ConnectionLost: the other side closed the connection, or exceeded the timeout of ``sock``.
+    """
     data = bytearray()
     while len(data) < num_bytes:
         try:
@@ -83,147 +65,33 @@ def _receive(sock: socket.socket, num_bytes: int) -> bytes:
     return bytes(data)
 
 
-def accept(sock: socket.socket, token: bytes) -> tuple[bytes, int, bytes]:
-    """Authenticate both sides of ``sock`` as the server; return the client's purpose and generation, and the frame key.
-
-    Raises:
-        ConnectionRefused: the client does not know the token.
-        ConnectionLost: the client disconnected or exceeded the timeout of ``sock``.
-    """
-    ours = secrets.token_bytes(_NONCE_BYTES)
-    _send(sock, _MAGIC + ours)
-    claim = _receive(sock, _CLAIM_BYTES)
-    body, code = claim[:-_CODE_BYTES], claim[-_CODE_BYTES:]
-    if not body.startswith(_MAGIC) or not hmac.compare_digest(code, _code(token, b"client", ours, body)):
-        raise ConnectionRefused("the client does not know the token")
-    _send(sock, _code(token, b"server", ours, body))
-    purpose, number = _PURPOSE.unpack(body[-_PURPOSE.size :])
-    return purpose, number, _code(token, b"session", ours, body)
-
-
-def connect(
-    host: str, port: int, token: bytes, *, purpose: bytes, number: int = 0, timeout_s: float
-) -> tuple[socket.socket, bytes]:
-    """Connect to a server that knows ``token``; return the socket and the frame key.
-
-    Raises:
-        OSError: no server is listening there.
-        ConnectionRefused: a different program is listening there, or the server has a different token.
-        ConnectionLost: the server disconnected.
-    """
-    sock = socket.create_connection((host, port), timeout=timeout_s)
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = _receive(sock, _HELLO_BYTES)
-        if not hello.startswith(_MAGIC):
-            raise ConnectionRefused("another program is listening there")
-        theirs = hello[len(_MAGIC) :]
-        body = _MAGIC + secrets.token_bytes(_NONCE_BYTES) + _PURPOSE.pack(purpose, number)
-        _send(sock, body + _code(token, b"client", theirs, body))
-        try:
-            answer = _receive(sock, _CODE_BYTES)
-        except ConnectionLost as error:
-            if isinstance(error.__cause__, TimeoutError):
-                raise  # a timeout is not a refusal
-            raise ConnectionRefused("the server closed the connection because it has a different token") from error
-        if not hmac.compare_digest(answer, _code(token, b"server", theirs, body)):
-            raise ConnectionRefused("the server does not know the token")
-        return sock, _code(token, b"session", theirs, body)
-    except BaseException:
-        sock.close()
-        raise
-
-
-def _send(sock: socket.socket, data: bytes) -> None:
-    try:
-        sock.sendall(data)
-    except OSError as error:
-        raise ConnectionLost("no answer" if isinstance(error, TimeoutError) else str(error)) from error
-
-
-@final
-class Channel:
-    """Signed JSON frames on an open connection. Any thread may send; one thread receives.
-
-    Args:
-        sock: a socket whose timeout is how long the other side may be silent before it counts as lost.
-        key: this connection's key.
-        is_server: whether this is the server's side.
-    """
-
-    def __init__(self, sock: socket.socket, key: bytes, *, is_server: bool) -> None:
-        self._sock = sock
-        self._key = key
-        self._out, self._in = (b"s", b"c") if is_server else (b"c", b"s")
-        self._num_sent = self._num_received = 0
-        self._lock = threading.Lock()
-
-    def send(self, message: Any) -> None:
-        """Send ``message``.
-
-        Raises:
-            ConnectionLost: the connection is lost or closed.
-        """
-        payload = json.dumps(message, separators=(",", ":")).encode()
-        with self._lock:
-            code = _code(self._key, self._out, struct.pack(">Q", self._num_sent), payload)
-            self._num_sent += 1
-            _send(self._sock, _HEAD.pack(len(payload), code) + payload)
-
-    def receive(self) -> Any:
-        """Return the next message.
-
-        Raises:
-            ChannelError: the frame is invalid, or the connection is lost or closed.
-        """
-        size, code = _HEAD.unpack(_receive(self._sock, _HEAD.size))
-        if size > _MAX_BYTES:
-            raise ChannelError(f"received a message of {size} bytes, above the limit")
-        payload = _receive(self._sock, size)
-        if not hmac.compare_digest(code, _code(self._key, self._in, struct.pack(">Q", self._num_received), payload)):
-            raise ChannelError("received a message with an invalid signature")
-        self._num_received += 1
-        return json.loads(payload)
-
-    def set_timeout(self, seconds: float) -> None:
-        """Set how many seconds of silence count as a lost connection, starting with the next message."""
-        self._sock.settimeout(seconds)
-
-    def close(self) -> None:
-        """Close the connection, which makes a pending ``receive`` fail."""
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
-
-
 @final
 class Peer:
-    """The other side of a channel, with which this side exchanges messages, requests and heartbeats.
+    """The other side of a connection.
 
     Args:
-        channel: open channel.
+        sock: a connected socket, whose timeout is how long the other side may be silent before it counts as lost.
         on_message: called in the receiving thread with a message's kind and content.
         on_request: called in a separate thread with a request's kind and content; returns the answer.
         on_lost: called once with the reason when the connection is lost.
-        heartbeat_s: seconds between each side's heartbeats.
+        heartbeat_s: seconds between this side's heartbeats.
     """
 
     def __init__(
         self,
-        channel: Channel,
+        sock: socket.socket,
         *,
-        on_message: Callable[[str, Mapping[str, Any]], None],
-        on_request: Callable[[str, Mapping[str, Any]], Any],
+        on_message: OnMessage,
+        on_request: OnRequest,
         on_lost: Callable[[str], None],
         heartbeat_s: float,
     ) -> None:
-        self._channel = channel
+        self._sock = sock
         self._on_message, self._on_request, self._on_lost = on_message, on_request, on_lost
         self._heartbeat_s = heartbeat_s
-        self._open_requests: set[int] = set()
-        self._answers: dict[int, Any] = {}
-        self._changed = threading.Condition()
-        self._number = 0
+        self._lock = threading.Lock()
+        self._answers: dict[int, Future[Any]] = {}
+        self._num_requests = 0
         self._is_closed = threading.Event()
         self._answering = threading.Semaphore(_MAX_ANSWERING)
 
@@ -239,50 +107,56 @@ class Peer:
 
     def set_timeout(self, seconds: float) -> None:
         """Set how many seconds of silence count as a lost connection, starting with the next message."""
-        with suppress(OSError):  # the connection is closed
-            self._channel.set_timeout(seconds)
+        self._sock.settimeout(seconds)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send a message. Does nothing if the connection is lost, because ``on_lost`` reports that."""
+        """Send a message; does nothing if the connection is lost, because ``on_lost`` reports it."""
         self._send({"kind": kind, "content": content})
 
-    def request(self, kind: str, *, timeout_s: float, **content: Any) -> Any:
-        """Send a request and return the answer.
+    def request(self, kind: str, **content: Any) -> Callable[[float], Any]:
+        """Send a request; return a function that takes a timeout in seconds, waits for the answer and returns it.
 
-        Raises:
-            ConnectionLost: no answer arrived within ``timeout_s``, or the other side failed to answer.
+        The function raises ``ConnectionLost`` if no answer arrives in time, or the other side fails to answer.
         """
-        return self.start_request(kind, **content)(timeout_s)
-
-    def start_request(self, kind: str, **content: Any) -> Callable[[float], Any]:
-        """Send a request; return a function that takes a timeout in seconds, waits for the answer and returns it."""
-        with self._changed:
-            self._number += 1
-            number = self._number
-            self._open_requests.add(number)
+        answer: Future[Any] = Future()
+        with self._lock:
+            self._num_requests += 1
+            number = self._num_requests
+            self._answers[number] = answer
         self._send({"kind": kind, "content": content, "request": number})
+        if self.is_lost:
+            self._fail_requests()
 
         def wait(timeout_s: float) -> Any:
-            with self._changed:
-                self._changed.wait_for(lambda: number in self._answers or self.is_lost, timeout_s)
-                found = self._answers.pop(number, None)
-                self._open_requests.discard(number)
-            if found is None or "failed" in found:
-                raise ConnectionLost(f"no answer to {kind!r}" + (f": {found['failed']}" if found else ""))
+            try:
+                found = answer.result(timeout_s)
+            except NoAnswer:
+                found = {"failed": ""}
+            finally:
+                self._answers.pop(number, None)
+            if "failed" in found:
+                raise ConnectionLost(f"no answer to {kind!r}" + (f": {found['failed']}" if found["failed"] else ""))
             return found["answer"]
 
         return wait
 
     def _send(self, message: Any) -> None:
-        with suppress(ConnectionLost):
-            self._channel.send(message)
+        text = json.dumps(message, separators=(",", ":")).encode()
+        with self._lock, suppress(OSError):  # the receiving thread detects a lost connection
+            self._sock.sendall(_SIZE.pack(len(text)) + text)
 
     def close(self) -> None:
         """Close the connection without calling ``on_lost``."""
         self._is_closed.set()
-        self._channel.close()
-        with self._changed:
-            self._changed.notify_all()
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # ends a receive
+        self._sock.close()
+        self._fail_requests()
+
+    def _fail_requests(self) -> None:
+        for answer in list(self._answers.values()):
+            if not answer.done():
+                answer.set_result({"failed": ""})
 
     def _send_heartbeats(self) -> None:
         while not self._is_closed.wait(self._heartbeat_s):
@@ -291,31 +165,31 @@ class Peer:
     def _receive(self) -> None:
         try:
             while True:
-                message = self._channel.receive()
-                kind, content = str(message["kind"]), message.get("content", {})
-                if kind == "answer":
-                    with self._changed:
-                        if message["request"] in self._open_requests:
-                            self._answers[message["request"]] = message
-                            self._changed.notify_all()
-                elif "request" in message:
-                    self._start_answer(message["request"], kind, content)
-                elif kind != "heartbeat":
-                    self._on_message(kind, content)
+                (size,) = _SIZE.unpack(receive_exactly(self._sock, _SIZE.size))
+                if size > _MAX_BYTES:
+                    raise ChannelError(f"received a message of {size} bytes, above the limit")
+                self._handle(json.loads(receive_exactly(self._sock, size)))
         except Exception as error:  # noqa: BLE001 - after any error this thread ends, and on_lost must be called
             was_closed = self.is_lost
             self.close()
             if not was_closed:
                 self._on_lost(str(error))
 
-    def _start_answer(self, request: int, kind: str, content: Mapping[str, Any]) -> None:
-        if not self._answering.acquire(blocking=False):
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        kind, content = str(message["kind"]), message.get("content", {})
+        if kind == "answer":
+            answer = self._answers.get(message["request"])
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        elif "request" not in message:
+            if kind != "heartbeat":
+                self._on_message(kind, content)
+        elif self._answering.acquire(blocking=False):
+            work = (message["request"], kind, content)
+            threading.Thread(target=self._answer, args=work, daemon=True, name=f"echelon-{kind}").start()
+        else:
             failed = f"{_MAX_ANSWERING} earlier requests are still being answered"
-            self._send({"kind": "answer", "request": request, "failed": failed})
-            return
-        threading.Thread(
-            target=self._answer, args=(request, kind, content), daemon=True, name=f"echelon-{kind}"
-        ).start()
+            self._send({"kind": "answer", "request": message["request"], "failed": failed})
 
     def _answer(self, request: int, kind: str, content: Mapping[str, Any]) -> None:
         message: dict[str, Any] = {"kind": "answer", "request": request}
@@ -328,17 +202,49 @@ class Peer:
         self._send(message)
 
 
-def clock_offset_ns(peer: Peer, *, timeout_s: float, num_tries: int = 3) -> int:
+@final
+class InProcessPeer:
+    """The other side within this process, with the interface of ``Peer``: calls take the place of messages."""
+
+    def __init__(self, *, on_message: OnMessage, on_request: OnRequest = lambda kind, content: None) -> None:
+        self._on_message, self._on_request = on_message, on_request
+        self.is_lost = False
+
+    def set_timeout(self, seconds: float) -> None:
+        """Do nothing, because this process cannot lose itself."""
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Deliver a message."""
+        if not self.is_lost:
+            self._on_message(kind, content)
+
+    def request(self, kind: str, **content: Any) -> Callable[[float], Any]:
+        """Return a function that returns the answer to a request, or raises ``ConnectionLost`` if that fails."""
+
+        def answer(timeout_s: float) -> Any:
+            try:
+                return self._on_request(kind, content)
+            except Exception as error:
+                raise ConnectionLost(f"no answer to {kind!r}: {type(error).__name__}: {error}") from error
+
+        return answer
+
+    def close(self) -> None:
+        """Deliver no more messages."""
+        self.is_lost = True
+
+
+def clock_offset_ns(peer: Peer | InProcessPeer, *, timeout_s: float, num_tries: int = 3) -> int:
     """Return the offset from the other side's ``time.monotonic_ns`` to ours; its error is at most half a round trip.
 
     Source: RFC 5905 (NTP), section 8. The answer with the shortest round trip is used.
     """
-    best: tuple[int, int] | None = None
+    if isinstance(peer, InProcessPeer):
+        return 0
+    tries = []
     for _ in range(num_tries):
         started = time.monotonic_ns()
-        theirs = int(peer.request("clock", timeout_s=timeout_s))
+        theirs = int(peer.request("clock")(timeout_s))
         took = time.monotonic_ns() - started
-        if best is None or took < best[0]:
-            best = took, started + took // 2 - theirs
-    assert best is not None
-    return best[1]
+        tries.append((took, started + took // 2 - theirs))
+    return min(tries)[1]

@@ -14,7 +14,6 @@ from importlib.metadata import version
 from types import MappingProxyType
 
 from echelon._version import __version__
-from echelon.base import environ
 from echelon.base.errors import ConfigError, LaunchError
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
@@ -29,15 +28,13 @@ from echelon.launch.multinode.network import (
     own_address_towards,
     own_addresses,
 )
-from echelon.launch.multinode.node import RendezvousTimes
-from echelon.launch.multinode.roster import NodeInfo
+from echelon.launch.multinode.roster import NodeInfo, RendezvousTimes
 from echelon.launch.schedulers.slurm import Step
 
 __all__ = [
     "CliOverrides",
     "MultinodePlan",
     "check_rendezvous",
-    "interface_variables",
     "make_plan",
     "node_range",
     "parse_rdzv_conf",
@@ -205,8 +202,7 @@ def make_plan(
     )
     return MultinodePlan(
         info=info,
-        # The rendezvous host connects to itself at its listening address, unless that is a wildcard.
-        host=address if overrides.listen_on is None or listener is None else _connectable(overrides.listen_on),
+        host=address,
         port=port,
         where=where,
         token=token,
@@ -323,10 +319,6 @@ def _listen(
         ) from error
 
 
-def _connectable(listen_on: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(listen_on, listen_on)
-
-
 def _token(overrides: CliOverrides, run_id: str, *, is_loopback: bool) -> bytes:
     token = find_token()
     if token is not None:
@@ -358,10 +350,3 @@ def _interface(overrides: CliOverrides, own: str) -> str | None:
 def _versions() -> dict[str, str]:
     # The part after + is the device that torch was built for.
     return {"echelon": __version__, "torch": version("torch").partition("+")[0]}
-
-
-def interface_variables(interface: str | None) -> dict[str, str]:
-    """Return the variables that bind gloo and NCCL to the interface to the other machines, unless the user set them."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    chosen = {name: environ.get(name) for name in names}
-    return {name: value for name in names if (value := chosen[name] or interface)}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from echelon.base.errors import LaunchError
 
 __all__ = [
-    "MachineSlot",
     "NodeInfo",
-    "assign_slots",
+    "RendezvousTimes",
     "describe_missing",
-    "machine_of_each_rank",
+    "in_rank_order",
     "name_of",
     "node_range_text",
     "refusal",
@@ -39,6 +39,20 @@ class NodeInfo:
     versions: Mapping[str, str]
     settings: Mapping[str, str]
     """Maps the name of each non-default setting that must be the same on all machines to its value and origin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousTimes:
+    """Rendezvous time limits."""
+
+    join_timeout: timedelta
+    """How long to wait for all machines to join."""
+    last_call: timedelta
+    """How long to wait for more machines after the minimum number has joined."""
+    heartbeat: timedelta
+    """Interval between each side's heartbeats."""
+    lost_after: timedelta
+    """How long a side may be silent before it counts as lost."""
 
 
 def name_of(info: NodeInfo) -> str:
@@ -115,18 +129,8 @@ def node_range_text(info: NodeInfo) -> str:
     return f"{info.min_nodes}" if info.min_nodes == info.max_nodes else f"{info.min_nodes} to {info.max_nodes}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineSlot:
-    """One machine's ranks in a generation."""
-
-    uid: str
-    group_rank: int
-    first_rank: int
-    num_processes: int
-
-
-def assign_slots(infos: Sequence[NodeInfo], *, last_order: Sequence[str], first: str) -> list[MachineSlot]:
-    """Assign ranks to the machines: first those with a given rank, then the host, then the others in their last order.
+def in_rank_order(infos: Sequence[NodeInfo], *, last_order: Sequence[str], first: str) -> list[NodeInfo]:
+    """Return the machines in the order of their ranks: those with a given rank, the host, and the others in their last order.
 
     Args:
         infos: machines in the order in which they joined.
@@ -135,28 +139,11 @@ def assign_slots(infos: Sequence[NodeInfo], *, last_order: Sequence[str], first:
     """
     last = {uid: i for i, uid in enumerate(last_order)}
 
-    def order(entry: tuple[int, NodeInfo]) -> tuple[float, bool, int, int]:
-        i, info = entry
+    def order(info: NodeInfo) -> tuple[float, bool, int]:
         given = float("inf") if info.machine_rank is None else info.machine_rank
-        return given, info.uid != first, last.get(info.uid, len(last)), i
+        return given, info.uid != first, last.get(info.uid, len(last))
 
-    slots: list[MachineSlot] = []
-    rank = 0
-    for group_rank, (_, info) in enumerate(sorted(enumerate(infos), key=order)):
-        slots.append(
-            MachineSlot(uid=info.uid, group_rank=group_rank, first_rank=rank, num_processes=info.num_processes)
-        )
-        rank += info.num_processes
-    return slots
-
-
-def machine_of_each_rank(infos: Mapping[str, NodeInfo], slots: Sequence[MachineSlot]) -> dict[int, str]:
-    """Return a dict from each rank to its machine's name."""
-    return {
-        rank: name_of(infos[slot.uid])
-        for slot in slots
-        for rank in range(slot.first_rank, slot.first_rank + slot.num_processes)
-    }
+    return sorted(infos, key=order)
 
 
 def describe_missing(here: Sequence[NodeInfo], *, min_nodes: int, max_nodes: int) -> str:

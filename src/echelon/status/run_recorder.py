@@ -1,30 +1,22 @@
-"""A run's folder, and the launcher's record of the run in it: ``run.json`` and ``events.jsonl``."""
+"""The record of a run in its folder: ``run.json`` and ``events.jsonl``, by the launcher or by the first process without one."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, final
 
-from echelon.base.errors import ConfigError
 from echelon.base.messages.terminal import say
-from echelon.diagnose.goodput import TimeBreakdown
-from echelon.launch.interrupts import Interrupted
-from echelon.launch.local.goodput_recorder import GoodputReport
-from echelon.launch.local.ranks import STALL_FILE
-from echelon.launch.script import Script
 from echelon.status.run_facts import GitQuery, machine_facts, mask_secrets, package_versions
-from echelon.status.run_files import DEFAULT_PARENT, EVENTS_FILE, append_line, write_info
+from echelon.status.run_files import EVENTS_FILE, append_line, write_info
 
-__all__ = ["EventKind", "RunOutcome", "RunRecorder", "new_folder", "run_folder", "run_name"]
+__all__ = ["EventKind", "RunOutcome", "RunRecorder", "new_folder", "run_name"]
 
 EventKind: TypeAlias = Literal["start", "restart", "failure", "stall", "straggler", "preemption", "end"]
 RunOutcome: TypeAlias = Literal["succeeded", "failed", "preempted", "interrupted"]
@@ -32,51 +24,10 @@ RunOutcome: TypeAlias = Literal["succeeded", "failed", "preempted", "interrupted
 _MAX_SAME_NAME = 100
 
 
-@contextmanager
-def run_folder(
-    log_dir: str | None, *, script: Script, machine: str, is_recorded: bool, began_ns: int
-) -> Iterator[tuple[Path, RunRecorder]]:
-    """Yield a new folder for the run, and the run's recorder, which records how the run ends if an exception ends it.
-
-    The folder is created below ``log_dir`` or, for a recorded run, ``./echelon-runs``. If neither is possible, it is temporary
-    and is kept only if it contains stacks from a stall.
-
-    Args:
-        log_dir: the folder that the user has chosen.
-        script: the program.
-        machine: prefix that makes the name unique among machines; empty on a single machine.
-        is_recorded: whether to record the run.
-        began_ns: ``time.monotonic_ns()`` when the launcher started.
-
-    Raises:
-        ConfigError: the folder cannot be created below ``log_dir``.
-    """
-    name = run_name(script, f"{machine}{os.getpid()}")
-    folder = None
-    if log_dir is not None or is_recorded:
-        folder = _create(Path(log_dir or DEFAULT_PARENT).absolute() / name, is_requested=log_dir is not None)
-    if folder is not None:
-        recorder = RunRecorder(folder if is_recorded else None, began_ns=began_ns)
-        try:
-            yield folder, recorder
-        except Interrupted as stop:
-            recorder.end("interrupted", 128 + stop.number)
-            raise
-        except BaseException:
-            recorder.end("failed", 1)
-            raise
-        return
-    folder = Path(tempfile.mkdtemp(prefix="echelon-"))
-    try:
-        yield folder, RunRecorder(None, began_ns=began_ns)
-    finally:
-        if not any(folder.glob(f"attempt_*/{STALL_FILE.format('*')}")):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def run_name(script: Script, unique: str) -> str:
-    """Return the name of a new run's folder, which ends with ``unique``."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{_stem(script)}-{unique}"
+def run_name(program: str, unique: str) -> str:
+    """Return the name of a new run's folder: the time, ``program``, and ``unique``."""
+    name = re.sub(r"[^\w.-]", "_", program)[:60] or "run"
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{unique}"
 
 
 def new_folder(path: Path) -> Path:
@@ -91,30 +42,6 @@ def new_folder(path: Path) -> Path:
             folder.mkdir(parents=True)
             return folder
     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-
-
-def _stem(script: Script) -> str:
-    name = script.target.rpartition(".")[2] if script.kind == "module" else Path(script.target).stem
-    return re.sub(r"[^\w.-]", "_", name)[:60] or "run"
-
-
-def _create(path: Path, *, is_requested: bool) -> Path | None:
-    try:
-        path = new_folder(path)
-    except OSError as error:
-        if is_requested:
-            raise ConfigError(
-                f"cannot create the log folder {path}: {error.strerror}",
-                where="flag --log_dir",
-                do="pass a folder that you can write to",
-            ) from error
-        say(
-            f"warning: the run is not recorded, because its folder {path} cannot be created: {error.strerror} "
-            "(--log_dir DIR chooses another one, --no_record none)",
-            kind="warning",
-        )
-        return None
-    return path
 
 
 @final
@@ -145,7 +72,8 @@ class RunRecorder:
         self,
         *,
         command: Sequence[str],
-        script: Script,
+        script: str,
+        arguments: Sequence[str],
         num_processes: int,
         num_machines: int,
         launcher: str = "echelon launch",
@@ -156,6 +84,7 @@ class RunRecorder:
         Args:
             command: the launcher's command line.
             script: the program.
+            arguments: its arguments.
             num_processes: number of processes on all machines.
             num_machines: number of machines.
             launcher: what started the processes.
@@ -163,13 +92,12 @@ class RunRecorder:
         """
         if self.folder is None:
             return
-        file = Path(script.target).absolute()
         self._info = {
             "run_id": run_id or self.folder.name,
             "launcher": launcher,
             "command": mask_secrets(command),
-            "script": script.target,
-            "arguments": mask_secrets(script.args),
+            "script": script,
+            "arguments": mask_secrets(arguments),
             "cwd": str(Path.cwd()),
             "git": None,
             "versions": package_versions(),
@@ -187,7 +115,8 @@ class RunRecorder:
         }
         self._write()
         if self.folder is not None:
-            self._git = GitQuery(file.parent if script.kind != "module" and file.is_file() else Path.cwd())
+            file = Path(script).absolute()
+            self._git = GitQuery(file.parent if file.is_file() else Path.cwd())
 
     def start_attempt(
         self,
@@ -252,18 +181,12 @@ class RunRecorder:
         except OSError as error:
             self._give_up(error)
 
-    def goodput(self, report: GoodputReport) -> None:
-        """Record the goodput of the run, and its slow rank."""
-        if report.steps is not None and report.steps.slowest is not None:
-            self.event("straggler", report.steps.verdict, rank=report.steps.slowest)
-        self.breakdown(report.breakdown)
-
-    def breakdown(self, breakdown: TimeBreakdown) -> None:
-        """Record the time breakdown of the run until now."""
+    def breakdown(self, *, wall_s: float, seconds: Mapping[str, float]) -> None:
+        """Record the time breakdown of the run until now: its duration, and the seconds in each of its parts."""
         if self.folder is not None:
-            seconds = {item: round(s, 6) for item, s in breakdown.seconds.items()}
             self._take_commit()
-            self._info["goodput"] = {"wall_s": round(breakdown.wall_s, 6), "parts": seconds}
+            parts = {item: round(s, 6) for item, s in seconds.items()}
+            self._info["goodput"] = {"wall_s": round(wall_s, 6), "parts": parts}
             self._write()
 
     def update(self) -> None:

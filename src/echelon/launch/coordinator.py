@@ -1,55 +1,60 @@
-"""The coordinator of a multi-machine run: admits launchers, starts and ends generations, and monitors all ranks.
+"""The coordinator of a run: admits machines, starts and ends generations, and decides on failures, stalls and preemption.
 
-It runs in a thread of the launcher on the rendezvous host. Each launcher, including that one, is a *node*
-(``node.py``). All messages from nodes pass through one queue, so that they are handled one at a time. A *generation* is
-one start of all ranks on the nodes that are present at that time, with its own store. It ends on all nodes at the same
-time, with "done", "restart", "stop" or "preempted".
+It runs in a thread of the launcher, on several machines of that on the rendezvous host. Each launcher, including that one, is a *node*
+(``node.py``), so a run on one machine is a coordinator with one node in its own process. All messages from nodes pass through one
+queue, so that they are handled one at a time. A *generation* is one start of all ranks on the nodes that are present at that time,
+with its own store. It ends on all nodes at the same time, with "done", "restart", "stop" or "preempted".
 """
 
 from __future__ import annotations
 
 import queue
+import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, final
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
 from echelon.launch.failures.failure import Cause, RankEnd, cause_of, exit_status, explain, first_failure
+from echelon.launch.generation import ANSWER_S, Generation, NodeMember, RendezvousStore
+from echelon.launch.interrupts import Interrupted, Interrupts
 from echelon.launch.local.goodput_recorder import ALL_MACHINES_FILE, GoodputRecorder, GoodputReport, first_sign
 from echelon.launch.local.ranks import wait_for_verdict
-from echelon.launch.multinode.channel import START_S, Channel, ConnectionLost, Peer, clock_offset_ns
-from echelon.launch.multinode.connection_listener import ConnectionListener
-from echelon.launch.multinode.generation import (
-    ANSWER_S,
-    Generation,
-    NodeCommands,
-    NodeMember,
-    RanksOfAllNodes,
-    RendezvousStore,
-    ends_of,
-    silent_members,
-    times_of,
+from echelon.launch.multinode.channel import (
+    START_S,
+    ConnectionLost,
+    InProcessPeer,
+    OnMessage,
+    OnRequest,
+    Peer,
+    clock_offset_ns,
 )
 from echelon.launch.multinode.messages import decode
-from echelon.launch.multinode.node import RendezvousTimes
 from echelon.launch.multinode.roster import (
     NodeInfo,
-    assign_slots,
+    RendezvousTimes,
     describe_missing,
-    machine_of_each_rank,
+    in_rank_order,
     name_of,
     node_range_text,
     refusal,
 )
-from echelon.launch.node import RunRules, Then
+from echelon.launch.node import Node, RunRules, Then
 from echelon.launch.preemption import stop_barrier_timeout
 from echelon.launch.supervisor import STALLED, Supervisor
 from echelon.status.stop_barrier import EXIT_CODE, BarrierCoordinator, BarrierOutcome
 
-__all__ = ["Coordinator"]
+if TYPE_CHECKING:
+    from echelon.launch.multinode.connections import ConnectionListener
+    from echelon.launch.multinode.machines import MultinodePlan
+
+__all__ = ["Coordinator", "joined_run"]
 
 _TICK_S = 0.02
 _MISSING_AFTER_S = 20.0
@@ -57,35 +62,94 @@ _JOINERS_WAIT_S = 2.0
 """How long to wait for more machines after a machine has joined a running generation."""
 _GOODBYE_S = 5.0
 _OVER = "the run is over"
+_ONE_MACHINE = NodeInfo(
+    uid="",
+    host="localhost",
+    address="127.0.0.1",
+    machine_rank=0,
+    num_processes=1,
+    min_nodes=1,
+    max_nodes=1,
+    run_id="",
+    versions={},
+    settings={},
+)
+_TIMES_OF_ONE_MACHINE = RendezvousTimes(
+    join_timeout=timedelta(days=1), last_call=timedelta(), heartbeat=timedelta(days=1), lost_after=timedelta(days=1)
+)
 
 _Event: TypeAlias = tuple[Literal["message", "lost", "new", "close"], Any, str, Mapping[str, Any]]
 
 
+@contextmanager
+def joined_run(
+    plan: MultinodePlan | None, rules: RunRules, interrupts: Interrupts, *, num_processes: int, port: int
+) -> Iterator[Node]:
+    """Join the run, start its coordinator if it belongs here, and leave the run at the end of the ``with`` block.
+
+    Args:
+        plan: how this machine takes part in a run on several machines; None for a run on this machine alone.
+        rules: the rules that the user set.
+        interrupts: the signals that the launcher has received.
+        num_processes: number of processes on this machine.
+        port: port of the store of a run on one machine; 0 for any free port.
+
+    Raises:
+        Interrupted: the launcher received a signal.
+        LaunchError: the connection failed, or the coordinator refused this machine.
+    """
+
+    def new_store() -> RendezvousStore:
+        from echelon.world.group import LoopbackStore  # noqa: PLC0415 - imports torch
+
+        return LoopbackStore(port)
+
+    info = replace(_ONE_MACHINE, num_processes=num_processes) if plan is None else plan.info
+    own: Coordinator | None = None
+    if plan is not None and plan.listener is None:
+        from echelon.launch.multinode.remote_coordinator import RemoteCoordinator  # noqa: PLC0415 - imports asyncio
+
+        node = Node(info, RemoteCoordinator(plan), interrupts, preemption_grace=rules.preemption_grace)
+    else:
+        times = _TIMES_OF_ONE_MACHINE if plan is None else plan.times
+        own = Coordinator(info, times=times, rules=rules, new_store=new_store)
+        if plan is not None and plan.listener is not None:
+            own.listen(plan.listener, plan.token)
+        node = Node(info, own, interrupts, preemption_grace=rules.preemption_grace)
+    reason, code = "its launcher failed", 1
+    try:
+        node.join()
+        yield node
+        reason = "its launcher has ended"
+        node.close()
+    except Interrupted as stop:
+        reason, code = f"interrupted by {signal.Signals(stop.number).name}", 128 + stop.number
+        raise
+    finally:
+        node.leave(reason, code)
+        if own is not None:
+            node.goodput = own.close(reason, code)
+
+
 @final
 class Coordinator:
-    """Serves ``listener`` in its own threads until ``close``.
+    """Coordinates a run in its own thread until ``close``.
 
     Args:
         own: the launcher whose process the coordinator runs in; it joins as a node, like all other launchers.
-        listener: bound socket.
-        token: the secret that all launchers share.
         times: the rendezvous time limits.
         rules: the rules that the user set.
         new_store: function that opens a generation's store, which closes when it is garbage-collected.
     """
 
     def __init__(
-        self,
-        own: NodeInfo,
-        *,
-        listener: Any,
-        token: bytes,
-        times: RendezvousTimes,
-        rules: RunRules,
-        new_store: Callable[[], RendezvousStore],
+        self, own: NodeInfo, *, times: RendezvousTimes, rules: RunRules, new_store: Callable[[], RendezvousStore]
     ) -> None:
-        self._own, self._times, self._rules, self._new_store = own, times, rules, new_store
+        self.times = times
+        self._own, self._rules, self._new_store = own, rules, new_store
         self._min_nodes, self._max_nodes = own.min_nodes, own.max_nodes
+        self._is_alone = own.max_nodes == 1
+        """Whether the run uses one machine, which its messages then do not mention."""
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._members: list[NodeMember] = []
         self._generation: Generation | None = None
@@ -99,28 +163,55 @@ class Coordinator:
         self._end_of_run: tuple[Then, int] | None = None
         self._goodbye_deadline: float | None = None
         """When to stop waiting for nodes to disconnect at the end of the run."""
-        self._goodput = GoodputRecorder(rules.directory / ALL_MACHINES_FILE, began_ns=rules.began_ns)
-        self._connections = ConnectionListener(listener, token, on_node=self._on_node, port_of=self._port_of)
+        self._goodput = None
+        if not self._is_alone:
+            self._goodput = GoodputRecorder(rules.directory / ALL_MACHINES_FILE, began_ns=rules.began_ns)
+        self._connections: ConnectionListener | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="echelon-coordinator")
         self._thread.start()
 
-    def close(self, reason: str, code: int) -> GoodputReport:
-        """End the run for ``reason`` if it is still running, notify the nodes, and return all machines' goodput."""
+    def listen(self, listener: socket.socket, token: bytes) -> None:
+        """Let the launchers that know ``token`` join through ``listener``, a bound socket."""
+        from echelon.launch.multinode.connections import ConnectionListener  # noqa: PLC0415 - imports asyncio
+
+        self._connections = ConnectionListener(listener, token, on_node=self._on_node, port_of=self._port_of)
+
+    def close(self, reason: str, code: int) -> GoodputReport | None:
+        """End the run for ``reason`` if it is still running, notify the nodes, and return the goodput of several machines."""
         self._events.put(("close", code, reason, {}))
         self._thread.join()
-        self._connections.close()
-        return replace(self._goodput.finish(), machines=self._machines)
+        if self._connections is not None:
+            self._connections.close()
+        return None if self._goodput is None else replace(self._goodput.finish(), machines=self._machines)
 
     # Methods that other threads call.
 
-    def _on_node(self, channel: Channel, address: str) -> None:
+    def connect(
+        self,
+        *,
+        on_message: OnMessage,
+        on_request: OnRequest,
+        on_lost: Callable[[str], None],
+        check: Callable[[], None],
+        started: float,
+    ) -> InProcessPeer:
+        """Connect the node in this process, which cannot be lost."""
+        member = NodeMember(InProcessPeer(on_message=on_message, on_request=on_request), "")
+        self._events.put(("new", member, "", {}))
+        return InProcessPeer(on_message=lambda kind, content: self._events.put(("message", member, kind, content)))
+
+    def open_store(self, number: int) -> socket.socket:
+        """Raise an error, because the store is in this process."""
+        raise AssertionError("the store is on this machine")
+
+    def _on_node(self, sock: socket.socket, address: str) -> None:
         member: list[NodeMember] = []
         peer = Peer(
-            channel,
+            sock,
             on_message=lambda kind, content: self._events.put(("message", member[0], kind, content)),
             on_request=lambda kind, content: None,
             on_lost=lambda reason: self._events.put(("lost", member[0], reason, {})),
-            heartbeat_s=self._times.heartbeat.total_seconds(),
+            heartbeat_s=self.times.heartbeat.total_seconds(),
         )
         member.append(NodeMember(peer, address))
         self._events.put(("new", member[0], "", {}))
@@ -137,7 +228,7 @@ class Coordinator:
             self._handle_events()
         except BaseException as error:
             for member in self._members:  # the launchers must not wait for a dead coordinator
-                member.peer.send("end", then="stop", code=1, text=f"the run's coordinator failed: {error!r}")
+                member.peer.send("end", then="stop", code=1, error=f"the run's coordinator failed: {error!r}")
             raise
 
     def _handle_events(self) -> None:
@@ -167,19 +258,27 @@ class Coordinator:
             member.peer.close()
 
     def _close(self, reason: str, code: int) -> None:
+        if self._end_of_run is None and self._generation is not None:
+            self._record_times(self._generation)
+        for member in [member for member in self._members if self._is_own(member)]:
+            self._drop(member)  # it sends no more messages
         if self._end_of_run is None:
+            self._tell(self._members, f"{name_of(self._own)}: {reason}; the run ends")
             for member in self._members:
-                if not self._is_own(member):
-                    text = f"{name_of(self._own)}: {reason}; the run ends"
-                    member.peer.send("end", then="stop", code=code, text=text)
+                member.peer.send("end", then="stop", code=code)
             self._finish()
-        # This launcher's own node sends no more messages.
-        for member in [member for member in self._members if self._is_own(member) or member.info is None]:
+        for member in [member for member in self._members if member.info is None]:
             self._drop(member)
         self._goodbye_deadline = time.monotonic() + _GOODBYE_S
 
     def _is_own(self, member: NodeMember) -> bool:
         return member.info is not None and member.info.uid == self._own.uid
+
+    def _tell(self, members: Sequence[NodeMember], text: str) -> None:
+        """Print ``text`` on the other machines."""
+        for member in members:
+            if not self._is_own(member):
+                member.peer.send("log", text=text)
 
     def _drop(self, member: NodeMember) -> None:
         member.peer.close()
@@ -204,8 +303,7 @@ class Coordinator:
     def _handle_message(self, member: NodeMember, kind: str, content: Mapping[str, Any]) -> None:
         generation = self._generation
         if kind == "hello" and self._end_of_run is not None:
-            then, code = self._end_of_run
-            member.peer.send("end", then=then, code=code, text=_OVER)
+            self._tell_over(member, *self._end_of_run)
         elif kind == "hello":
             self._admit(member, content["info"])
         elif kind in ("leave", "bye") and member.info is None:
@@ -215,11 +313,13 @@ class Coordinator:
         elif kind == "join":
             member.is_waiting = member.has_joined = True
             # It has imported torch by now.
-            member.peer.set_timeout(self._times.lost_after.total_seconds())
+            member.peer.set_timeout(self.times.lost_after.total_seconds())
         elif kind == "codes" and generation is not None and content["generation"] == generation.number:
             member.codes = content["codes"]
         elif kind == "preempt":
             member.requester = content["requester"]
+        elif kind == "leave" and self._is_own(member):
+            self._close(content["reason"], content["code"])
         elif kind == "leave":
             self._drop(member)
             if generation is not None and member in generation.members:
@@ -265,18 +365,12 @@ class Coordinator:
     def _end_without(self, generation: Generation, member: NodeMember, what: str, code: int) -> None:
         """End the generation that ``member`` has left, and end the run if it cannot continue."""
         left = [other for other in generation.members if other in self._members]
-        slot = next(slot for slot in generation.slots if member.info is not None and slot.uid == member.info.uid)
-        first, last = slot.first_rank, slot.first_rank + slot.num_processes - 1
+        first, last = member.ranks[0], member.ranks[-1]
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
         is_elastic = len(left) >= self._min_nodes
         continues = is_elastic or self._num_restarts < self._rules.max_restarts
-        then = (
-            "the run continues without it"
-            if is_elastic
-            else "waiting for it to rejoin"
-            if continues
-            else "the run ends"
-        )
+        then = "waiting for it to rejoin" if continues else "the run ends"
+        then = "the run continues without it" if is_elastic else then
         hint = (
             "; with --nnodes MIN:MAX, a run continues on fewer machines; with --max_restarts, it waits for the machine"
         )
@@ -287,9 +381,7 @@ class Coordinator:
                 do=f"check the lost machine and its network connection{'' if continues else hint}",
             )
         )
-        for other in left:
-            if not self._is_own(other):
-                other.peer.send("log", text=f"{what}; {then}")
+        self._tell(left, f"{what}; {then}")
         if continues:
             self._num_restarts += 0 if is_elastic else 1
             self._end("restart", failed_ns=time.monotonic_ns())
@@ -309,76 +401,90 @@ class Coordinator:
             self._enough_since = self._enough_since or now
             # After the first generation, only connected launchers are expected.
             all_ready = self._num_generations > 0 and all(m.is_waiting for m in self._members if m.info is not None)
-            if all_ready or now - self._enough_since >= self._times.last_call.total_seconds():
+            if all_ready or now - self._enough_since >= self.times.last_call.total_seconds():
                 self._start_generation(ready)
                 return
         else:
             self._enough_since = None
         # Connected nodes that are not waiting yet are importing torch.
         here = [member.info for member in self._members if member.info is not None]
-        limit_s = self._times.join_timeout.total_seconds() + (START_S if len(here) >= self._min_nodes else 0.0)
+        limit_s = self.times.join_timeout.total_seconds() + (START_S if len(here) >= self._min_nodes else 0.0)
         missing = describe_missing(here, min_nodes=self._min_nodes, max_nodes=self._max_nodes)
         if waited_s > limit_s:
             self._abandon_rendezvous(missing, waited_s)
         elif waited_s > _MISSING_AFTER_S * (2**self._num_missing_reports) and len(here) < self._min_nodes:
             self._num_missing_reports += 1
-            refused = self._connections.num_refused
+            refused = 0 if self._connections is None else self._connections.num_refused
             hint = f"; {refused} connection{'s' if refused > 1 else ''} failed token authentication" if refused else ""
             text = f"still waiting after {waited_s:.0f} s: {missing}{hint}"
             _print(text)
-            for member in self._members:
-                if not self._is_own(member):
-                    member.peer.send("log", text=text)
+            self._tell(self._members, text)
 
     def _abandon_rendezvous(self, missing: str, waited_s: float) -> None:
-        timeout = f"--rdzv_conf join_timeout={self._times.join_timeout.total_seconds():g}"
+        timeout = f"--rdzv_conf join_timeout={self.times.join_timeout.total_seconds():g}"
         error = LaunchError(
             f"{missing}; waited {waited_s:.0f} s",
             where=f"{name_of(self._own)} ({timeout})",
             do="run the same command on the missing machines, and check the messages there",
         )
         _print(error)
+        self._tell(self._members, error.what)
         for member in self._members:
-            member.peer.send("end", then="stop", code=1, text="" if self._is_own(member) else error.what)
+            member.peer.send("end", then="stop", code=1)
         self._finish()
 
     def _start_generation(self, ready: Sequence[NodeMember]) -> None:
         by_uid = {member.info.uid: member for member in ready if member.info is not None}
-        infos = {member.info.uid: member.info for member in ready if member.info is not None}
-        slots = assign_slots(list(infos.values()), last_order=self._last_order, first=self._own.uid)
-        members = [by_uid[slot.uid] for slot in slots]
+        infos = [member.info for member in ready if member.info is not None]
+        infos = in_rank_order(infos, last_order=self._last_order, first=self._own.uid)
+        self._last_order = [info.uid for info in infos]
+        members = [by_uid[uid] for uid in self._last_order]
         number = self._num_generations
         self._num_generations += 1
-        self._last_order = [slot.uid for slot in slots]
-        machines = self._machines = machine_of_each_rank(infos, slots)
-        generation = self._generation = Generation(number, slots, members, machines, self._new_store())
+        first_rank = 0
+        for member, info in zip(members, infos):
+            member.is_waiting, member.requester, member.codes = False, "", {}
+            member.ranks = range(first_rank, first_rank + info.num_processes)
+            first_rank = member.ranks.stop
+        if not self._is_alone:
+            self._machines = {rank: member.name for member in members for rank in member.ranks}
+        try:
+            store = self._new_store()
+        except LaunchError as error:  # for example a port in use
+            for member in members:
+                member.peer.send("refused", what=error.what, where=error.where, do=error.do)
+            self._finish()
+            return
+        generation = self._generation = Generation(number, members, store)
         self._num_missing_reports, self._enough_since, self._joiners_since = 0, None, None
         generation.supervisor = Supervisor(
-            RanksOfAllNodes(generation),
-            directory=self._rules.directory,
-            rules=self._rules.stall,
-            machines=machines,
+            generation, directory=self._rules.directory, rules=self._rules.stall, machines=self._machines
         )
-        self._goodput.start_attempt()
+        if self._goodput is not None:
+            self._goodput.start_attempt()
         world_size = generation.world_size
-        if number or len(slots) > 1:
-            names = ", ".join(name_of(infos[slot.uid]) for slot in slots)
-            _print(f"generation {number}: {world_size} ranks on {len(slots)} machines: {names}")
-        for slot, member in zip(slots, members):
-            member.is_waiting, member.requester, member.codes = False, "", {}
+        if not self._is_alone and (number or len(members) > 1):
+            names = ", ".join(member.name for member in members)
+            _print(f"generation {number}: {world_size} ranks on {len(members)} machines: {names}")
+        for group_rank, member in enumerate(members):
             member.peer.send(
                 "generation",
                 number=number,
-                group_rank=slot.group_rank,
-                group_world_size=len(slots),
-                first_rank=slot.first_rank,
+                group_rank=group_rank,
+                group_world_size=len(members),
+                first_rank=member.ranks.start,
                 world_size=world_size,
-                port=generation.store.port if self._is_own(member) else 0,
+                port=store.port if self._is_own(member) else 0,
                 num_restarts=self._num_restarts,
+                may_restart=self._may_restart or not self._is_alone,
                 run_name=self._rules.directory.name,
             )
 
     # Methods during a generation.
+
+    @property
+    def _may_restart(self) -> bool:
+        return self._num_restarts < self._rules.max_restarts
 
     def _poll_generation(self, generation: Generation) -> None:
         codes = [code for member in generation.members for code in member.codes.values()]
@@ -400,7 +506,8 @@ class Coordinator:
             self._poll_stall(generation)  # saving may stall
             return
         if any(member.requester for member in generation.members):
-            reason = next(f"{m.requester} on {m.name}" for m in generation.members if m.requester)
+            member = next(member for member in generation.members if member.requester)
+            reason = member.requester if self._is_alone else f"{member.requester} on {member.name}"
             self._start_barrier(generation, reason, "preempted")
             return
         if len(generation.members) < self._max_nodes and any(member.is_waiting for member in self._members):
@@ -413,20 +520,21 @@ class Coordinator:
     def _poll_stall(self, generation: Generation) -> None:
         assert generation.supervisor is not None
         stall = generation.supervisor.poll()
-        if stall is not None and stall.is_alarm:
-            self._rules.record.event("stall", stall.what, rank=next(iter(stall.culprits or stall.ranks), None))
-        if stall is None or not stall.is_alarm or self._rules.stall.on_stall == "report":
+        if stall is None or not stall.is_alarm:
+            return
+        culprit = next(iter(stall.culprits or stall.ranks), None)
+        self._rules.record.event("stall", stall.what, rank=culprit, step=generation.last_step())
+        if self._rules.stall.on_stall == "report":
             return
         failed_ns = time.monotonic_ns() - int(stall.waited_s * 1e9)
-        if self._rules.stall.on_stall == "restart" and self._num_restarts < self._rules.max_restarts:
-            self._num_restarts += 1
-            self._end("restart", failed_ns=failed_ns)
+        if self._rules.stall.on_stall == "restart" and self._may_restart and not generation.is_exiting:
+            self._restart(failed_ns=failed_ns)
         else:
             self._end("stop", code=STALLED, failed_ns=failed_ns)
 
     def _admit_joiners(self, generation: Generation) -> None:
         names = " and ".join(member.name for member in self._members if member.is_waiting)
-        if self._rules.preemption_grace and all(NodeCommands(generation).read_positions()):
+        if self._rules.preemption_grace and all(generation.read_positions()):
             self._start_barrier(generation, f"{names} joined", "restart")
             return
         _print(f"{names} joined; all ranks restart from the last checkpoint")
@@ -434,54 +542,65 @@ class Coordinator:
 
     def _start_barrier(self, generation: Generation, reason: str, then: Then) -> None:
         grace_s = self._rules.preemption_grace.total_seconds()
-        _print(f"{reason}: all ranks save at the same step and exit (within {grace_s:g} s)")
+        _print(
+            f"{reason}: all ranks save at the same step and exit (within {grace_s:g} s; a second signal stops them "
+            "immediately)"
+            if self._is_alone
+            else f"{reason}: all ranks save at the same step and exit (within {grace_s:g} s)"
+        )
         self._rules.record.event("preemption", f"{reason}: all ranks save at the same step and exit")
         generation.barrier_reason, generation.then = reason, then
-        generation.barrier = BarrierCoordinator(NodeCommands(generation), grace_s)
+        generation.barrier = BarrierCoordinator(generation, grace_s)
 
     def _handle_late_ranks(self, generation: Generation) -> None:
-        notes = {view.rank: view.note for view in RanksOfAllNodes(generation).views()}
-        positions = NodeCommands(generation).positions()
+        notes = {view.rank: view.note for view in generation.views()}
+        positions = dict(enumerate(generation.read_positions()))
         grace = self._rules.preemption_grace
-        _print(stop_barrier_timeout(generation.barrier_reason, grace, positions, notes))
-        self._end_at_barrier(generation)
+        error = stop_barrier_timeout(generation.barrier_reason, grace, positions, notes)
+        self._end_at_barrier(generation, error=str(error))
 
-    def _end_at_barrier(self, generation: Generation) -> None:
+    def _end_at_barrier(self, generation: Generation, *, error: str = "") -> None:
         """End a generation at the stop barrier. Preempted machines exit; the others continue if enough remain."""
         leaving = [member for member in generation.members if member.requester]
         num_staying = len(generation.members) - len(leaving)
         # The run cannot continue without the rendezvous host.
         host_stays = not any(self._is_own(member) for member in leaving)
         if host_stays and (generation.then == "restart" or (leaving and num_staying >= self._min_nodes)):
-            self._end("restart", failed_ns=time.monotonic_ns(), leaving=leaving)
+            self._end("restart", failed_ns=time.monotonic_ns(), leaving=leaving, error=error)
         else:
-            self._end("preempted", code=EXIT_CODE)
+            self._end("preempted", code=EXIT_CODE, error=error)
 
     def _handle_failure(self, generation: Generation) -> None:
-        ends = wait_for_verdict(lambda: ends_of(generation), RanksOfAllNodes(generation))
+        noticed_ns = time.monotonic_ns()
+        ends = wait_for_verdict(generation.ends, generation)
         first = first_failure(ends)
         if first is None:
             return  # the program succeeded, and only the interpreter's exit crashed
         if self._may_have_lost_a_node(generation, first, ends):
             return
-        is_exiting = generation.barrier is not None and generation.then != "restart"
-        restarts = self._num_restarts < self._rules.max_restarts and not is_exiting
-        what, where, do = explain(ends, logs=self._rules.logs, machines=generation.machines)
-        error = LaunchError(what, where=where, do=do)
-        self._rules.record.event("failure", what.splitlines()[0], rank=first.rank, at_ns=first_sign(ends))
-        culprit = generation.machines[first.rank]
-        then = f"restart {self._num_restarts + 1} of {self._rules.max_restarts}" if restarts else "the run ends"
-        for member in generation.members:
-            if self._is_own(member) or member.name == culprit:
-                text = f"{error}\nechelon: {then}"
-            else:
-                text = f"{what.splitlines()[0]} (on {culprit}, which has the full report); {then}"
-            member.peer.send("log", text=text)
-        if restarts:
-            self._num_restarts += 1
-            self._end("restart", failed_ns=first_sign(ends))
+        failed_ns = first_sign(ends)
+        what, where, do = explain(ends, logs=self._rules.logs, machines=self._machines)
+        self._rules.record.event(
+            "failure",
+            what.partition("\n")[0],
+            rank=first.rank,
+            step=generation.last_step(),
+            at_ns=noticed_ns if failed_ns is None else failed_ns,
+        )
+        error = str(LaunchError(what, where=where, do=do))
+        culprit = generation.member_of(first.rank)
+        if self._may_restart and not generation.is_exiting:
+            self._restart(error=error, culprit=culprit, failed_ns=failed_ns, noticed_ns=noticed_ns)
         else:
-            self._end("stop", code=exit_status(ends), failed_ns=first_sign(ends))
+            note = "" if self._is_alone else "the run ends"
+            code = exit_status(ends)
+            self._end(
+                "stop", code=code, error=error, culprit=culprit, note=note, failed_ns=failed_ns, noticed_ns=noticed_ns
+            )
+
+    def _restart(self, **details: Any) -> None:
+        self._num_restarts += 1
+        self._end("restart", note=f"restart {self._num_restarts} of {self._rules.max_restarts}", **details)
 
     def _may_have_lost_a_node(self, generation: Generation, first: RankEnd, ends: Sequence[RankEnd]) -> bool:
         """Return whether a machine may be lost; ranks that lost contact show this before the heartbeat times out."""
@@ -491,39 +610,83 @@ class Coordinator:
             return False
         generation.lost_contact_since = generation.lost_contact_since or time.monotonic()
         waited_s = time.monotonic() - generation.lost_contact_since
-        is_silent = bool(silent_members(generation, self._times.heartbeat.total_seconds()))
-        return is_silent and waited_s < self._times.lost_after.total_seconds() + ANSWER_S
+        is_silent = not generation.is_answered_by_all(self.times.heartbeat.total_seconds())
+        return is_silent and waited_s < self.times.lost_after.total_seconds() + ANSWER_S
 
     def _end(
-        self, then: Then, *, code: int = 0, failed_ns: int | None = None, leaving: Sequence[NodeMember] = ()
+        self,
+        then: Then,
+        *,
+        code: int = 0,
+        error: str = "",
+        culprit: NodeMember | None = None,
+        note: str = "",
+        failed_ns: int | None = None,
+        noticed_ns: int | None = None,
+        leaving: Sequence[NodeMember] = (),
     ) -> None:
+        """End the generation on all nodes.
+
+        Args:
+            then: what follows.
+            code: exit code of the launchers, if the run ends.
+            error: the report that the nodes print.
+            culprit: the only node, besides this machine's, that prints the whole report; None for all.
+            note: what the nodes print after it.
+            failed_ns: time of the first sign of a failure; None if nothing failed.
+            noticed_ns: time at which it was noticed; None for now.
+            leaving: nodes that exit as preempted, even if the run continues.
+        """
         generation = self._generation
         assert generation is not None
-        noticed_ns = time.monotonic_ns()
+        noticed_ns = time.monotonic_ns() if noticed_ns is None else noticed_ns
         here = [member for member in generation.members if member in self._members]
-        times = times_of(replace(generation, members=here))
-        if times:
-            self._goodput.end_attempt(times, failed_ns=failed_ns, noticed_ns=noticed_ns)
+        self._record_times(replace(generation, members=here), failed_ns=failed_ns, noticed_ns=noticed_ns)
         # Drop the references to the generation, so that its store closes now.
         generation.supervisor = generation.barrier = None
         self._generation = None
         self._rendezvous_since = time.monotonic()
+        brief = error
+        if culprit is not None:
+            brief = f"{error.splitlines()[0]} (on {culprit.name}, which has the full report)"
         for member in here:
             leaves = member in leaving
-            member.peer.send("end", then="preempted" if leaves else then, code=EXIT_CODE if leaves else code, text="")
+            member.peer.send(
+                "end",
+                then="preempted" if leaves else then,
+                code=EXIT_CODE if leaves else code,
+                error=error if member is culprit or self._is_own(member) else brief,
+                note=note,
+                failed_ns=None if failed_ns is None else failed_ns - member.offset_ns,
+                noticed_ns=noticed_ns - member.offset_ns,
+            )
         if then != "restart":
             self._finish(then, code)
+
+    def _record_times(
+        self, generation: Generation, *, failed_ns: int | None = None, noticed_ns: int | None = None
+    ) -> None:
+        if self._goodput is None:
+            return
+        noticed_ns = time.monotonic_ns() if noticed_ns is None else noticed_ns
+        if times := generation.times():
+            self._goodput.end_attempt(times, failed_ns=failed_ns, noticed_ns=noticed_ns)
 
     def _finish(self, then: Then = "stop", code: int = 1) -> None:
         self._generation, self._end_of_run = None, (then, code)
         for member in self._members:
             if member.is_waiting or member.info is None:
-                member.peer.send("end", then=then, code=code, text=_OVER)
+                self._tell_over(member, then, code)
+
+    @staticmethod
+    def _tell_over(member: NodeMember, then: Then, code: int) -> None:
+        member.peer.send("log", text=_OVER)
+        member.peer.send("end", then=then, code=code)
 
 
 def _answers(member: NodeMember) -> bool:
     try:
-        member.peer.request("clock", timeout_s=2.0)
+        member.peer.request("clock")(2.0)
     except ConnectionLost:
         return False
     return True
@@ -548,4 +711,5 @@ def _read_message(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _print(text: str | LaunchError) -> None:
-    say(text, kind="error" if isinstance(text, LaunchError) else "note")
+    with suppress(OSError):  # stderr is closed, which must not end the run
+        say(text, kind="error" if isinstance(text, LaunchError) else "note")
