@@ -31,15 +31,7 @@ def ulysses_attention(
     Two exchanges: from all heads of a piece of the sequence to the whole sequence of some heads, and back. Key and value heads are
     repeated if there are fewer than ranks.
 
-    Args:
-        q: (batch, heads, local length, size): this rank's positions, in the order of ``group.order``.
-        k: as ``q``; its number of heads may be a divisor of the heads of ``q`` (grouped-query attention).
-        v: as ``k``.
-        group: the ranks of the sequence.
-        is_causal: whether each position sees only itself and earlier ones.
-        scale: None: 1 / sqrt(size).
-        mask: documents, padding and window; None: everything is seen.
-        dropout_p: probability with which attention weights are dropped.
+    Args: as of ``ring_attention``, and ``dropout_p``, the probability with which attention weights are dropped.
 
     Collective: on all ranks of ``group``, forward and backward.
 

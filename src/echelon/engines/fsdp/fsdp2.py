@@ -41,8 +41,7 @@ from echelon.engines.fsdp.pipeline_state import (
 from echelon.engines.fsdp.shard_access import accept_full_state_dicts, warn_on_shard_values
 from echelon.engines.fsdp.unsharded_parameters import UnshardedParameters
 from echelon.engines.fsdp.wrap_policy import checkpoint_activations, ignored_parameters, modules_to_shard, reject_sparse
-from echelon.engines.fsdp.zero_outputs import ZeroOutputGradients
-from echelon.engines.output_hooks import flatten_outputs_for_hooks
+from echelon.engines.output_hooks import ZeroOutputGradients, flatten_outputs_for_hooks
 from echelon.engines.param_groups import (
     clear_unreduced_gradients,
     fsdp_params,

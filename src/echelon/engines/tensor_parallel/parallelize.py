@@ -10,17 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.base.errors import ConfigError
 from echelon.engines.output_hooks import output_tensors, replace_output_tensors
+from echelon.engines.random_numbers import restore_states, save_states
 from echelon.engines.tensor_parallel.canonical_chunks import CanonicalChunks
 from echelon.engines.tensor_parallel.canonical_layers import compute_in_chunks
 from echelon.engines.tensor_parallel.options import TensorParallelOptions
 from echelon.engines.tensor_parallel.plan import resolve_plan
-from echelon.engines.tensor_parallel.rng import separate_split_regions
 from echelon.engines.tensor_parallel.styles import mask_padding
 
 __all__ = ["adopt_split_layers", "divide_into_chunks", "has_split_layers", "parallelize", "return_no_views"]
@@ -54,7 +55,7 @@ def parallelize(
         for other, its in others:
             setattr(other, its, getattr(owner, attribute))
     if options.num_chunks is None:
-        separate_split_regions(model, plan, options.mesh)
+        _separate_split_regions(model, plan, options.mesh)
 
 
 def divide_into_chunks(model: nn.Module, given: Mapping[str, Any], *, num_chunks: int) -> None:
@@ -197,3 +198,74 @@ class _NoView(torch.autograd.Function):
     @staticmethod
     def backward(_context: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0]
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+def _separate_split_regions(model: nn.Module, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
+    """Give each rank its own random numbers between the first layer with split output and the one that takes split input.
+
+    All ranks have the same RNG state, so masks of whole activations are equal. In between, each rank has other heads or features, and
+    needs other masks: the state there is derived from the shared one and the rank. After it the shared state continues. Nothing is kept
+    between steps: activation checkpointing, which restores the shared state, recomputes the same masks.
+
+    The two belong together if they have the same parent module. Under sequence parallelism, ranks hold other tokens everywhere
+    else, so the whole model is one region. Models without dropout are left alone.
+    """
+    if not any(map(_draws, model.modules())):
+        return
+    rank = mesh.get_local_rank()
+    if any(isinstance(style, SequenceParallel) for style in plan.values()):
+        region = _Region(rank)
+        model.register_forward_pre_hook(region.begin)
+        model.register_forward_pre_hook(region.enter)
+        model.register_forward_hook(region.leave, always_call=True)
+        return
+    regions: dict[str, tuple[list[nn.Module], list[nn.Module]]] = {}
+    for name, style in plan.items():
+        starts, ends = regions.setdefault(name.rpartition(".")[0], ([], []))
+        if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):
+            starts.append(model.get_submodule(name))
+        elif isinstance(style, RowwiseParallel) and style.input_layouts == (Shard(-1),):
+            ends.append(model.get_submodule(name))
+    for parent, (starts, ends) in regions.items():
+        if starts and ends:
+            region = _Region(rank)
+            model.get_submodule(parent).register_forward_pre_hook(region.begin)
+            for module in starts:
+                module.register_forward_hook(region.enter)
+            for module in ends:
+                module.register_forward_pre_hook(region.leave, prepend=True)
+
+
+def _draws(module: nn.Module) -> bool:
+    """Return whether ``module`` may drop activations, in its own forward or in functions that it calls."""
+    return any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(module).items()) or (
+        isinstance(module, _DropoutNd) and module.p > 0
+    )
+
+
+class _Region:
+    """The part of a module's forward pass in which activations are split."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._outside: list[torch.Tensor] | None = None
+
+    def begin(self, _module: nn.Module, _args: Any) -> None:
+        """Forget a region that was not left: recomputation for activation checkpointing stops anywhere."""
+        self._outside = None
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        if not module.training or self._outside is not None:
+            return
+        device = next(module.parameters()).device
+        seed = int(torch.randint(2**31, (), device="cpu"))  # on the CPU: no wait for the device
+        self._outside = save_states(device)
+        torch.manual_seed((seed << 16) + self._rank)
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        if self._outside is not None:
+            restore_states(next(module.parameters()).device, self._outside)
+            self._outside = None
