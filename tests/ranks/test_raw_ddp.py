@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from echelon import Accelerator
 from echelon.distributed import process_group
@@ -364,15 +365,17 @@ def test_a_static_graph_or_a_communication_hook_does_not_warn() -> None:
 
 
 def _after_the_group() -> tuple[bool, list[str]]:
-    before = DistributedDataParallel.__init__
+    before = DistributedDataParallel.__init__, DataLoader.__iter__
     with process_group():
-        assert DistributedDataParallel.__init__ is not before
+        assert DistributedDataParallel.__init__ is not before[0]
+        assert DataLoader.__iter__ is not before[1]
         loop = _Loop()
         plain(loop)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         bare_forward(loop)
-    return DistributedDataParallel.__init__ is before, [str(one.message) for one in caught]
+    after = DistributedDataParallel.__init__, DataLoader.__iter__
+    return after == before, [str(one.message) for one in caught]
 
 
 def test_no_hooks_remain_after_the_group() -> None:

@@ -131,14 +131,3 @@ def _train_from(kind: str) -> list[str]:
 def test_a_loader_that_no_variable_holds_is_reported_too(kind: str) -> None:
     first, second = run_on_ranks(_train_from, kind, init_group=False)
     assert len(first + second) == (kind != "sharded")
-
-
-def _after() -> bool:
-    before = DataLoader.__iter__
-    with process_group():
-        assert DataLoader.__iter__ is not before
-    return DataLoader.__iter__ is before
-
-
-def test_no_hooks_remain_after_the_group() -> None:
-    assert run_on_ranks(_after, init_group=False) == [True, True]

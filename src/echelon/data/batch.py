@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from echelon.base.errors import UsageError
-from echelon.distributed.tree import contents, describe, is_record, leaves, rebuild_like
+from echelon.distributed.tree import contents, describe, is_record, leaves, map_items, rebuild_like
 
 __all__ = [
     "agreed_num_samples",
@@ -100,14 +100,9 @@ def slice_batch(batch: Any, part: slice, process_index: int | None = None, num_p
     """Return the samples in the slice ``part`` of ``batch``. Values that are not per-sample are kept."""
     if isinstance(batch, torch.Tensor):
         return batch[part] if batch.dim() > 0 else batch
-    if isinstance(batch, Mapping) or is_record(batch):
-        held: Any = contents(batch)
-        return rebuild_like(batch, {key: slice_batch(value, part) for key, value in held.items()})
-    if isinstance(batch, (list, tuple)):
-        if is_column(batch):
-            return batch[part]
-        return rebuild_like(batch, [slice_batch(item, part) for item in batch])
-    return batch
+    if isinstance(batch, (list, tuple)) and is_column(batch):
+        return batch[part]
+    return batch if contents(batch) is None else map_items(lambda item: slice_batch(item, part), batch)
 
 
 def require_divisible(batch_size: int | None, world_size: int) -> None:

@@ -447,7 +447,10 @@ class PreparedLoader(DataLoader[Any]):
 
     def _reader(self) -> PreparedLoader:
         """Return the innermost active loader over the same source, or this loader if there is none."""
-        return next((loader for loader in reversed(self.active.loaders) if loader.source is self.source), self)
+        for loader in reversed(self.active.loaders):  # called in each update; a generator expression would be slower
+            if loader.source is self.source:
+                return loader
+        return self
 
     def rng_state(self, *, num_unused: int = 0) -> dict[str, Any] | None:
         """Return the RNG states that this rank used to draw the batch after the current one, or None outside a pass.
@@ -541,13 +544,11 @@ class PreparedLoader(DataLoader[Any]):
                 batch, facts = step
                 position.num_given += 1
                 active.make_innermost(self)
-                for observe_batch in observers.begin_batch:
-                    observe_batch(batch)
                 inner_state = None
                 if is_saved:  # empty if another rank reads the data
                     inner_state = self.inner.state_dict() if isinstance(self.inner, SupportsStateDict) else {}
                 for observe in observers.before_reading:
-                    observe()
+                    observe(batch)
                 step = next(steps, END)
                 for observe_step in observers.after_reading:
                     observe_step(batch, facts)

@@ -26,10 +26,8 @@ _DATA, _TRAIN, _EVALUATE, _FORWARD = Phase.DATA, Phase.TRAIN, Phase.EVALUATE, St
 class PassObservers:
     """Functions to call in each step of a pass; none if nothing watches it. The next batch is read before the current one is used."""
 
-    begin_batch: tuple[Callable[[Any], object], ...]
-    """Called with each batch before the next one is read."""
-    before_reading: tuple[Callable[[], object], ...]
-    """Called before the next batch is read."""
+    before_reading: tuple[Callable[[Any], object], ...]
+    """Called with the current batch before the next one is read."""
     after_reading: tuple[Callable[[Any, LastStep | Contribution | None], object], ...]
     """Called after the next batch was read, with the current batch and all ranks' batch sizes."""
 
@@ -48,12 +46,13 @@ class PassObservers:
             draws: where the states of the random number generators are recorded before each batch, if they are.
             is_alone: whether one process trains: then the time until ``backward()`` counts as the forward pass.
         """
-        begin = [] if first_pass is None else [first_pass.add]
-        before: list[Callable[[], object]] = []
+        before: list[Callable[[Any], object]] = [] if first_pass is None else [first_pass.add]
         after: list[Callable[[Any, LastStep | Contribution | None], object]] = []
         notes, recorder = notes_of_process(), recorder_of_process()
+        if begin_batch is not None:
+            before.append(begin_batch)
         if draws is not None:
-            before.append(draws.take)
+            before.append(lambda _batch: draws.take())
         if notes is not None:
             phases = _Phases(notes, times_forward=is_alone)
             before.append(phases.before_reading)
@@ -62,11 +61,7 @@ class PassObservers:
             after.append(_SampleCounter(recorder).count)
         if draws is not None:
             after.append(lambda _batch, _facts: draws.end_batch())
-        return cls(
-            begin_batch=(*begin, *(() if begin_batch is None else (begin_batch,))),
-            before_reading=tuple(before),
-            after_reading=tuple(after),
-        )
+        return cls(before_reading=tuple(before), after_reading=tuple(after))
 
 
 class _Phases:
@@ -76,7 +71,7 @@ class _Phases:
         self._notes = notes
         self._times_forward = times_forward
 
-    def before_reading(self) -> None:
+    def before_reading(self, _batch: Any) -> None:
         self._notes.phase(_DATA)
 
     def after_reading(self, _batch: Any, _facts: object) -> None:

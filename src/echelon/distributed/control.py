@@ -123,7 +123,7 @@ def main_first(
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         yield
         return
-    store, rank, first = _store(group), dist.get_rank(), ranks_of(group)[0]
+    store, rank, first = control_store(group), dist.get_rank(), ranks_of(group)[0]
     if scope == "machine":
         place = detect()
         first = rank - place.local_rank  # every launcher numbers the ranks of one machine consecutively
@@ -162,10 +162,3 @@ def _wait_for_key(store: dist.Store, key: str, *, within: timedelta) -> bool:
             raise
         return False
     return True
-
-
-def _store(group: dist.ProcessGroup | None) -> dist.Store:
-    """Return the store of ``group`` with the group's own prefix (which keeps groups apart) and echelon's."""
-    pg = group if group is not None else dist.group.WORLD
-    assert pg is not None
-    return control_store(pg)

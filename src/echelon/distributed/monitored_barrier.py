@@ -86,10 +86,8 @@ def monitored_barrier(
             "main_process_first()",
             do=f"call it {_EVERY_RANK}, after the block",
         )
-    pg = group if group is not None else dist.group.WORLD
-    assert pg is not None
     with waiting(operation):
-        _BarrierCall(pg, operation, advice).wait(timeout=timeout, patience=patience, reminder=reminder)
+        _BarrierCall(group, operation, advice).wait(timeout=timeout, patience=patience, reminder=reminder)
 
 
 def is_passed_by(operation: str) -> bool:
@@ -103,10 +101,8 @@ def is_passed_by(operation: str) -> bool:
     """
     if is_alone() or is_awaited():
         return True
-    world = dist.group.WORLD
-    assert world is not None
     with waiting(operation):
-        return _BarrierCall(world, operation, "").is_passed_by(patience=PATIENCE, reminder=_REMINDER)
+        return _BarrierCall(None, operation, "").is_passed_by(patience=PATIENCE, reminder=_REMINDER)
 
 
 def note_wait(store: dist.Store, rank: int, *, first: int, outcome: str) -> None:
@@ -138,12 +134,10 @@ class _BarrierCall:
     a rank will never arrive.
     """
 
-    def __init__(self, group: dist.ProcessGroup, operation: str, advice: str) -> None:
-        world = dist.group.WORLD
-        assert world is not None
+    def __init__(self, group: dist.ProcessGroup | None, operation: str, advice: str) -> None:
         self._store = dist.PrefixStore("echelon/monitored_barrier", store_of(group))
-        self._responder = responder_store(common_store(world))
-        self._control = control_store(world)
+        self._responder = responder_store(common_store())
+        self._control = control_store()
         self._rank = dist.get_rank()
         self._ranks = ranks_of(group)
         self._operation, self._advice = operation, advice

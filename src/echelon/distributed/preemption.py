@@ -204,9 +204,7 @@ class _StopAgreement:
             if not (dist.is_initialized() and dist.get_world_size() > 1):
                 self._lead(_LocalSlots(self._slot))
                 return
-            group = dist.group.WORLD
-            assert group is not None
-            store = common_store(group, own_connection=True)
+            store = common_store(own_connection=True)
             responder_store(store).set("call", "")
             words = dist.PrefixStore("echelon/preemption", store)
             if dist.get_rank() == 0:

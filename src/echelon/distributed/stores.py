@@ -14,12 +14,14 @@ __all__ = ["base_store", "common_store", "control_store", "exchange_once", "is_f
 _CAN_CLONE = hasattr(dist.Store, "clone")
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return the store of ``group`` with the group's prefix, over this process's existing connection."""
+def store_of(group: dist.ProcessGroup | None = None) -> dist.Store:
+    """Return the store of ``group`` (default: all ranks) with its prefix, over this process's existing connection."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
     return _get_process_group_store(group)
 
 
-def control_store(group: dist.ProcessGroup) -> dist.Store:
+def control_store(group: dist.ProcessGroup | None = None) -> dist.Store:
     """Return the store of ``group`` with the prefix of ``main_first``."""
     return dist.PrefixStore("echelon/control", store_of(group))
 
@@ -31,7 +33,7 @@ def base_store(store: dist.Store) -> dist.Store:
     return store
 
 
-def common_store(group: dist.ProcessGroup, *, own_connection: bool = False) -> dist.Store:
+def common_store(group: dist.ProcessGroup | None = None, *, own_connection: bool = False) -> dist.Store:
     """Return a store that the ranks of ``group`` share and that any thread can use.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 
 from echelon.base.errors import UsageError
 from echelon.base.protocols import SupportsTo
-from echelon.distributed.tree import contents, describe, is_record, leaves, map_tensors, rebuild_like
+from echelon.distributed.tree import contents, describe, is_record, leaves, map_items, map_tensors, rebuild_like
 
 __all__ = [
     "ConvertOutputsToFp32",
@@ -92,15 +92,10 @@ def recursively_apply(
     """
 
     def apply(item: Any) -> Any:
-        if isinstance(item, (tuple, list)):
-            return rebuild_like(item, [apply(each) for each in item])
-        if isinstance(item, Mapping):
-            return rebuild_like(item, {key: apply(value) for key, value in item.items()})
-        if test_type(item):
+        if not isinstance(item, (tuple, list, Mapping)) and test_type(item):
             return func(item, *args, **kwargs)
-        if is_record(item):
-            held: Any = contents(item)  # a dict
-            return rebuild_like(item, {key: apply(value) for key, value in held.items()})
+        if contents(item) is not None:
+            return map_items(apply, item)
         if error_on_other_type:
             raise _WrongTypeError(
                 f"{_name(func)} does not accept {type(item).__name__} (in {describe(data)})",

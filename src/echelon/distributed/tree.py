@@ -19,7 +19,7 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 
-__all__ = ["contents", "describe", "is_record", "leaves", "map_tensors", "rebuild_like"]
+__all__ = ["contents", "describe", "is_record", "leaves", "map_items", "map_tensors", "rebuild_like"]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], data: Any) -> Any:
@@ -47,6 +47,15 @@ def _map(fn: Callable[[torch.Tensor], Any], data: Any, above: tuple[Any, ...]) -
         items = [_map(fn, value, above) for value in held]
         is_same = all(new is old for new, old in zip(items, held))
     return data if is_same else rebuild_like(data, items)
+
+
+def map_items(fn: Callable[[Any], Any], data: Any) -> Any:
+    """Return a container like ``data`` with each item replaced by ``fn(item)``."""
+    held = contents(data)
+    assert held is not None, type(data)
+    return rebuild_like(
+        data, {key: fn(item) for key, item in held.items()} if isinstance(held, dict) else list(map(fn, held))
+    )
 
 
 def is_record(data: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -17,38 +17,11 @@ from echelon.data.global_batch_slices import LastStep
 from echelon.data.sharding.batch_source import BatchSource, PlainSource, Steps, batches_of
 from echelon.data.sharding.sharded_stream import read_own_shards
 from echelon.distributed.checks.already_sharded import SamplerEpochs, samplers_of
-from echelon.distributed.checks.loader_agreement import LoaderAgreement
+from echelon.distributed.checks.loader_agreement import LoaderAgreement, LoaderFacts
 from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
 
 __all__ = ["PreshardedSource"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shard:
-    """One rank's shard in a pass, in batches of equal size. The last batch may be shorter or dropped."""
-
-    num_samples: int
-    batch_size: int
-    drop_last: bool
-    num_repeated: int
-    """Number of repeated samples at the end."""
-
-    @property
-    def num_batches(self) -> int:
-        """Number of batches."""
-        return self.num_samples // self.batch_size if self.drop_last else -(-self.num_samples // self.batch_size)
-
-    def size(self, batch: int) -> int:
-        """Return the number of samples in a batch, or 0 after the last batch."""
-        if batch >= self.num_batches:
-            return 0
-        return min(self.batch_size, self.num_samples - batch * self.batch_size)
-
-    def num_new(self, batch: int) -> int:
-        """Return the number of samples in a batch that are not repeated."""
-        is_last = (batch + 1) * self.batch_size >= self.num_samples
-        return max(self.size(batch) - (self.num_repeated if is_last else 0), 0)
 
 
 class PreshardedSource(BatchSource):
@@ -79,24 +52,15 @@ class PreshardedSource(BatchSource):
         self._processes = agreement.processes
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
         self.drop_last = any(facts.drop_last for facts in agreement.parts)
-        self._shards: list[_Shard] | None = None
-        """All ranks' shards, or None if unknown."""
-        if self._processes and all(min(facts.num_drawn, facts.batch_size) >= 0 for facts in agreement.parts):
-            self._shards = [
-                _Shard(
-                    num_samples=facts.num_drawn,
-                    batch_size=facts.batch_size,
-                    drop_last=facts.drop_last,
-                    num_repeated=facts.num_repeated,
-                )
-                for facts in agreement.parts
-            ]
+        are_known = all(min(facts.num_drawn, facts.batch_size) >= 0 for facts in agreement.parts)
+        self._shards = agreement.parts if self._processes and are_known else None
+        """All ranks' shards in a pass, in batches of equal size of which the last may be shorter or dropped; None if unknown."""
 
     def dataset_length(self, dataset: Any) -> int:
         """Return the number of distinct samples across all ranks if the shards are known, else in this rank's dataset."""
         if self._shards is None:
             return len(dataset)
-        return sum(shard.num_samples - shard.num_repeated for shard in self._shards)
+        return sum(shard.num_drawn - shard.num_repeated for shard in self._shards)
 
     def facts_elsewhere(self) -> DataFacts | None:
         return (
@@ -123,14 +87,15 @@ class PreshardedSource(BatchSource):
 
     def _known_steps(self, skip: int) -> Iterator[tuple[Any, LastStep | None]]:
         shards = self._shards = self._agree_on_lengths()
-        me = shards[self._world.rank]
         behind, self.num_behind = self.num_behind, 0
         skip += behind
         # A rank that repeats a batch repeats the first one that it reads.
-        first_read = [max(min(skip, shard.num_batches - 1), 0) for shard in shards]
+        counts = list(map(_num_batches, shards))
+        own_count = counts[self._world.rank]
+        first_read = [max(min(skip, count - 1), 0) for count in counts]
         batches = (batch for batch, _ in self._plain.steps(0 if behind else first_read[self._world.rank]))
         first: Any = _NONE
-        if behind and behind >= me.num_batches:
+        if behind and behind >= own_count:
             raise UsageError(
                 f"cannot resume the pass after {behind} steps, because rank {self._world.rank} had already read its "
                 "entire shard",
@@ -141,49 +106,42 @@ class PreshardedSource(BatchSource):
         for step in range(first_read[self._world.rank], end):
             batch = next(batches, _NONE)
             first = batch if first is _NONE else first
-            if batch is _NONE and step < me.num_batches:
+            if batch is _NONE and step < own_count:
                 raise UsageError(
                     f"the sampler of rank {self._world.rank} yielded {step} batches in this pass, but its length implies "
-                    f"{me.num_batches}",
+                    f"{own_count}",
                     where="the prepared DataLoader",
                     do="make the sampler's __len__ return the number of samples that it yields",
                 )
             if step < skip:
                 continue
-            real = [shard.num_new(step) for shard in shards]
+            real = [_num_new(shard, step) for shard in shards]
             sizes = [
-                shard.size(step) or (shard.size(again) if self.even else 0) for shard, again in zip(shards, first_read)
+                _size(shard, step) or (_size(shard, again) if self.even else 0)
+                for shard, again in zip(shards, first_read)
             ]
             is_full = sizes == real == [shard.batch_size for shard in shards]
             yield first if batch is _NONE else batch, None if is_full else LastStep(sizes, real)
-        self.ended_early = not self.drop_last and end < max(shard.num_batches for shard in shards)
-        if end == me.num_batches and next(batches, _NONE) is not _NONE:
+        self.ended_early = not self.drop_last and end < max(counts)
+        if end == own_count and next(batches, _NONE) is not _NONE:
             warn(
                 f"the sampler of rank {self._world.rank} yields more samples than its length; the extra samples are "
                 "dropped, because the ranks have agreed on the length"
             )
 
-    def _agree_on_lengths(self) -> list[_Shard]:
+    def _agree_on_lengths(self) -> list[LoaderFacts]:
         """Return the shards for this pass, whose lengths may differ from those in the previous pass. Collective."""
         assert self._shards is not None
         (numbers,) = gather_counts(len(batches_of(self.inner).sampler))
-        return [
-            _Shard(
-                num_samples=numbers[process],
-                batch_size=shard.batch_size,
-                drop_last=shard.drop_last,
-                num_repeated=shard.num_repeated,
-            )
-            for process, shard in zip(self._processes, self._shards)
-        ]
+        return [replace(shard, num_drawn=numbers[process]) for process, shard in zip(self._processes, self._shards)]
 
-    def _num_steps(self, shards: list[_Shard]) -> int:
+    def _num_steps(self, shards: list[LoaderFacts]) -> int:
         """Return the number of steps on this rank.
 
         Raises:
             UsageError: with ``even``, a rank has no batch to repeat.
         """
-        counts = [shard.num_batches for shard in shards]
+        counts = list(map(_num_batches, shards))
         if self.drop_last:
             return min(counts)
         if not self.even:
@@ -199,6 +157,24 @@ class PreshardedSource(BatchSource):
 
     def num_steps(self) -> int:
         return len(self.inner) if self._shards is None else self._num_steps(self._shards)
+
+
+def _num_batches(shard: LoaderFacts) -> int:
+    whole, rest = divmod(shard.num_drawn, shard.batch_size)
+    return whole + (rest > 0 and not shard.drop_last)
+
+
+def _size(shard: LoaderFacts, batch: int) -> int:
+    """Return the number of samples in a batch, or 0 after the last batch."""
+    if batch >= _num_batches(shard):
+        return 0
+    return min(shard.batch_size, shard.num_drawn - batch * shard.batch_size)
+
+
+def _num_new(shard: LoaderFacts, batch: int) -> int:
+    """Return the number of samples in a batch that are not repeated."""
+    is_last = (batch + 1) * shard.batch_size >= shard.num_drawn
+    return max(_size(shard, batch) - (shard.num_repeated if is_last else 0), 0)
 
 
 _NONE: Any = object()

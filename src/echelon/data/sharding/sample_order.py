@@ -135,9 +135,11 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class _Draw:
-    """Records and restores the RNG states used to draw an order, so that a resumed pass draws the same order."""
+    """Draws an order for all ranks, and records and restores the RNG states, so that a resumed pass draws the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool, check: OrderCheck | None) -> None:
+        self.alone = alone
+        self._check = check
         self.latest: dict[str, Any] | None = None
         """RNG states (``torch`` and ``generator``) at the start of the latest pass."""
         self._pinned: dict[str, Any] | None = None
@@ -167,6 +169,17 @@ class _Draw:
             if pinned is not None:
                 torch.set_rng_state(before)
 
+    def shared(self, drawn: Any, *, are_batches: bool) -> Iterator[Any]:
+        """Return what the sampler or batch sampler ``drawn`` draws on rank zero, or here if it has no length."""
+        if not _has_length(drawn):
+            return iter(drawn)  # infinite, so it cannot be broadcast: the user must make it equal on all ranks
+        order = list(drawn)
+        if self.alone:
+            return iter(order)
+        if self._check is not None:
+            self._check.check_order([index for batch in order for index in batch] if are_batches else order)
+        return iter(broadcast_object_list([order])[0])
+
 
 class SharedSampler(Sampler[int]):
     """Wraps the user's sampler so that every rank uses rank 0's order.
@@ -176,9 +189,7 @@ class SharedSampler(Sampler[int]):
 
     def __init__(self, sampler: Any, *, alone: bool = False, check: OrderCheck | None = None) -> None:
         self.sampler = sampler
-        self._check = check
-        self.draw = _Draw()
-        self._alone = alone
+        self.draw = _Draw(alone=alone, check=check)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the user's sampler, if it supports epochs."""
@@ -200,17 +211,12 @@ class SharedSampler(Sampler[int]):
             if sampler.generator is None:
                 # RandomSampler makes the same draw from the global generator. Rank 0's value is used.
                 seed = torch.empty((), dtype=torch.int64).random_()
-                seed = seed if self._alone else broadcast(seed)
+                seed = seed if self.draw.alone else broadcast(seed)
                 return iter(_with_generator(sampler, torch.Generator().manual_seed(int(seed.item()))))
-            if not self._alone:
+            if not self.draw.alone:
                 sampler.generator.set_state(broadcast(sampler.generator.get_state()))
             return iter(sampler)
-        if _has_length(sampler):
-            order = list(sampler)
-            if self._check is not None and not self._alone:
-                self._check.check_order(order)
-            return iter(order if self._alone else broadcast_object_list([order])[0])
-        return iter(sampler)  # infinite, so it cannot be broadcast: the user must make it equal on all ranks
+        return self.draw.shared(sampler, are_batches=False)
 
 
 class SharedBatches(Sampler[list[int]]):
@@ -221,9 +227,7 @@ class SharedBatches(Sampler[list[int]]):
 
     def __init__(self, batches: Any, *, alone: bool = False, check: OrderCheck | None = None) -> None:
         self.batches = batches
-        self._check = check
-        self.draw = _Draw()
-        self._alone = alone
+        self.draw = _Draw(alone=alone, check=check)
 
     @property
     def batch_size(self) -> int | None:
@@ -245,12 +249,7 @@ class SharedBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         with self.draw.of_pass(getattr(self.batches, "sampler", None)):
-            if not _has_length(self.batches):
-                return iter(self.batches)
-            order = list(self.batches)
-            if self._check is not None and not self._alone:
-                self._check.check_order([index for batch in order for index in batch])
-            return iter(order if self._alone else broadcast_object_list([order])[0])
+            return self.draw.shared(self.batches, are_batches=True)
 
 
 def _has_length(sampler: object) -> bool:

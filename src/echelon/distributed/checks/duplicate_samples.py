@@ -129,10 +129,9 @@ class DuplicateSamplesCheck:
 
     def _exchange(self, what: str, mine: bytes) -> list[bytes] | None:
         """Return the messages of all ranks on the last one that has one; None on the others, or if there is no store any more."""
-        group = dist.group.WORLD
-        if group is None:
+        if dist.group.WORLD is None:
             return None
-        store = dist.PrefixStore(f"echelon/first_pass/{self._token}/{what}", store_of(group))
+        store = dist.PrefixStore(f"echelon/first_pass/{self._token}/{what}", store_of())
         try:
             return exchange_once(store, mine, rank=self._rank, world_size=self._world_size)
         except dist.DistNetworkError:
@@ -141,9 +140,7 @@ class DuplicateSamplesCheck:
             return None
 
     def _report(self, message: str) -> None:
-        group = dist.group.WORLD
-        assert group is not None
-        if not is_first(dist.PrefixStore(f"echelon/first_pass/{self._token}", store_of(group))):
+        if not is_first(dist.PrefixStore(f"echelon/first_pass/{self._token}", store_of())):
             return
         if self._is_error:
             raise DesyncError(message, where=f"the loader from {self._line}", do=self._do)

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from echelon.base.warnings import warn
 from echelon.distributed.checks.replica_drift import ReplicaDriftCheck
+from echelon.distributed.checks.ungathered_metrics import num_collectives, num_collectives_of_all_groups
 from echelon.distributed.checks.unsharded_loader import UnshardedLoaderCheck
-from echelon.distributed.collective_count import num_collectives, num_collectives_of_all_groups
 from echelon.distributed.ddp.replica import BackwardPasses, Replica, Structure
 from echelon.distributed.ddp.sparse_gradients import copy_sparse_gradients
 from echelon.distributed.shard import METRICS

@@ -170,9 +170,7 @@ class ReplicaDriftCheck:
                 time.sleep(_POLL_S)
 
     def _store(self, prefix: str) -> dist.Store:
-        group = dist.group.WORLD
-        assert group is not None
-        return dist.PrefixStore(f"{self._prefix}/{prefix}", store_of(group))
+        return dist.PrefixStore(f"{self._prefix}/{prefix}", store_of())
 
     def _report(self, message: str, do: str) -> None:
         line = user_line()
